@@ -1,0 +1,57 @@
+# `make test` and `make demo` need Python 3.10 or newer and nothing else: they make .venv and install everything in it.
+#   make PYTHON=python3.12 test     another Python, for the first time
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# The first that is new enough.
+PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11 python3.10,$(shell \
+	$(python) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(python))))
+
+.PHONY: help venv test lint pytest demo bench soak fixtures clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make test      lint, types, import rules, tests"
+	@echo "make demo      the main job on real checkpoints, as a user would see it"
+	@echo "make bench     the ratios of the README, measured again"
+	@echo "make soak      the long sweeps: kills, faults, fuzzing, big files"
+	@echo "make fixtures  the checkpoints of fixtures/make.py, in build/fixtures"
+	@echo "make venv      only the set-up       make clean    remove everything that was made"
+
+venv: $(STAMP)
+
+# A .venv that does not run (moved, its Python gone, half made) is made again; one that runs is completed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+		test -n "$(PYTHON)" || { echo "no Python 3.10 or newer found: install one, or name it with PYTHON=..." >&2; exit 1; }; \
+		echo "making $(VENV) with $(PYTHON)"; rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+	@touch $@
+
+test: lint pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict ckptool
+	$(BIN)/lint-imports
+
+pytest: $(STAMP)
+	$(BIN)/python -m pytest -n 2
+
+demo: $(STAMP)
+	@$(BIN)/python -m fixtures.demo
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak
+
+fixtures: $(STAMP)
+	$(BIN)/python -m fixtures.make build/fixtures
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
