@@ -1,0 +1,368 @@
+"""The nouns: a checkpoint is a tree of plain values whose tensors are entries that point into storages.
+
+Nothing here reads a byte until it is asked to. Nothing here is changed after it was made.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptool.dtypes import DType
+from ckptool.errors import Corrupt, printable
+from ckptool.files import Source
+from ckptool.nodes import Object, structural_parts
+
+if TYPE_CHECKING:
+    import numpy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Literal:
+    """Bytes in memory."""
+
+    content: bytes
+
+    @property
+    def length(self) -> int:
+        return len(self.content)
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self.content[offset : offset + length]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileRange:
+    """`length` bytes of a file, from `offset`.
+
+    confirm: looks whether the bytes are really there, where a container's directory only predicts it; whoever uses the bytes
+    without `read` (a kernel-side copy, a comparison) calls `ready` first.
+    """
+
+    file: Source
+    offset: int
+    length: int
+    confirm: Callable[[], None] | None = None
+
+    def ready(self) -> None:
+        """Raises `Corrupt` or `Ambiguous` if the bytes are not what the directory says."""
+        if self.confirm is not None:
+            self.confirm()
+
+    def read(self, offset: int, length: int) -> bytes:
+        if self.confirm is not None:
+            self.confirm()
+        return self.file.read(self.offset + offset, min(length, self.length - offset))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """`length` bytes that `read(offset, n)` makes on demand: a cast, an inflated record, a gathered view.
+
+    `read` returns exactly the bytes asked for (fewer only at the end), in bounded memory, for any place and order;
+    it is quickest when called front to back. `inputs`: the storages that it reads, whose checksums a writer checks on the way.
+    """
+
+    length: int
+    read: Callable[[int, int], bytes]
+    inputs: tuple[Storage, ...] = ()
+
+
+Data = Literal | FileRange | Computed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """A block of bytes that tensors are views of. Compared by identity: sharing a storage is being tied.
+
+    location: torch's tag, `cpu` or `cuda:0`.  crc: CRC-32 of the bytes as the container recorded it; None if it did not.
+    """
+
+    data: Data
+    location: str = "cpu"
+    crc: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.length
+
+
+class Flags(NamedTuple):
+    """What a tensor is beside its values. `parameter`: an `nn.Parameter`. `conj`, `neg`: lazy views of torch, not yet resolved."""
+
+    requires_grad: bool = False
+    parameter: bool = False
+    conj: bool = False
+    neg: bool = False
+
+
+NO_FLAGS = Flags()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorEntry:
+    """A strided tensor: a view of a storage. Sizes, strides and offset count elements, as torch's do."""
+
+    storage: Storage
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    flags: Flags = NO_FLAGS
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor's values in row-major order; what lies behind an expanded view counts each time."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def location(self) -> str:
+        return self.storage.location
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the values lie in row-major order without gaps."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size == 0:
+                return True
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+    def span(self) -> tuple[int, int]:
+        """The first byte of the storage that the tensor touches, and the one after the last."""
+        if self.numel == 0:
+            return 0, 0
+        last = self.offset
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            last += (size - 1) * stride
+        return self.offset * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
+
+    def bytes(self) -> bytes:
+        """The stored values in row-major order (conjugate and negative bits not applied)."""
+        data = self.row_major()
+        return data.read(0, data.length)
+
+    def row_major(self) -> Data:
+        """The stored values in row-major order, not read yet."""
+        from ckptool.gather import row_major
+
+        return row_major(self)
+
+    def numpy(self) -> numpy.ndarray[Any, Any]:
+        """A new array of the values (conjugate and negative bits applied); bf16 and float8 as ml_dtypes types.
+
+        Raises `Unsupported` for a type that numpy cannot hold (complex32, packed 4-bit).
+        """
+        from ckptool.gather import to_numpy
+
+        return to_numpy(self)
+
+    def torch(self) -> Any:
+        """A new `torch.Tensor` on the CPU. Needs the `torch` extra."""
+        from ckptool import bridge
+
+        return bridge.to_torch(self)
+
+    def __repr__(self) -> str:
+        kind = "parameter" if self.flags.parameter else "tensor"
+        place = "" if self.location == "cpu" else f" on {self.location}"
+        return f"<{kind} {self.dtype.name}{list(self.shape)}{place}>"
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a tensor of this shape without gaps, last axis fastest; as torch counts them for empty ones."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageRef:
+    """A storage that stands in the tree by itself. `dtype` is None for an untyped one."""
+
+    storage: Storage
+    dtype: DType | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Composite:
+    """A tensor that is made of others: quantized, sparse, nested, a subclass, one with attributes, one without data.
+
+    made: the rebuild call, kept whole and written back as it was.  kind: what it is, for people.
+    `shape` and `dtype` are those of the tensor as a whole; None where only torch could say.
+    """
+
+    made: Object
+    kind: str
+    dtype: DType | None
+    shape: tuple[int, ...] | None
+
+    def parts(self) -> Iterator[TensorEntry | StorageRef]:
+        """The entries and storages that it is made of."""
+        stack: list[Any] = [self.made]
+        seen: set[int] = set()
+        while stack:
+            node = stack.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, (TensorEntry, StorageRef)):
+                yield node
+            elif isinstance(node, Composite):
+                stack.append(node.made)
+            else:
+                stack.extend(reversed(list(structural_parts(node))))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes if isinstance(part, TensorEntry) else part.storage.nbytes for part in self.parts())
+
+    @property
+    def location(self) -> str:
+        return next((part.storage.location for part in self.parts()), "cpu")
+
+    def torch(self) -> Any:
+        """A new `torch.Tensor`. Needs the `torch` extra."""
+        from ckptool import bridge
+
+        return bridge.to_torch(self)
+
+    def __repr__(self) -> str:
+        shape = "" if self.shape is None else list(self.shape)
+        return f"<{self.kind} tensor {self.dtype or ''}{shape}>"
+
+
+Tensor = TensorEntry | Composite
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something about a file that its user should know. `fix`: the command that mends it, as argv, without the input file's quoting."""
+
+    code: str
+    message: str
+    fix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """An opened checkpoint. Immutable: transforms return a new one.
+
+    tree: the values.  container: the format's name (`torch-zip`, `safetensors`).
+    metadata: what the container says beside the tree.  source: the file it was read from, if any.
+    origin: what its format remembers of that file in order to write it back; nobody else looks at it.
+    discarded: objects that the file makes and throws away again; they would run, so they are shown.
+    tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
+    """
+
+    tree: Any
+    container: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    source: Source | None = None
+    origin: Any = None
+    notes: tuple[Note, ...] = ()
+    discarded: tuple[Object, ...] = ()
+    tensors_only: bool = False
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.tree[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tree)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.tree
+
+    def __repr__(self) -> str:
+        where = f" {self.source}" if self.source else ""
+        return f"<checkpoint{where} ({self.container})>"
+
+    def _repr_html_(self) -> str:
+        from ckptool.render.html import checkpoint_html
+
+        return checkpoint_html(self)
+
+
+class Crc:
+    """The running CRC-32 of bytes that pass through the sink; `expected` is what it must come to, `name` what the bytes are."""
+
+    __slots__ = ("expected", "name", "value")
+
+    def __init__(self, value: int = 0, expected: int | None = None, name: str = "") -> None:
+        self.value = value
+        self.expected = expected
+        self.name = name
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        self.value = zlib.crc32(data, self.value)
+
+    def check(self) -> None:
+        """Raises `Corrupt` when all bytes have passed and the sum is not the expected one."""
+        if self.expected is not None and self.value != self.expected:
+            raise Corrupt(
+                f"{printable(self.name)} does not match its checksum (stored {self.expected:08x}, found {self.value:08x})",
+                "Its bytes were damaged after the file was written. Nothing was written.",
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Summed:
+    """Data whose CRC-32 is wanted: the sink adds it up in `crc` while the bytes pass."""
+
+    data: Data
+    crc: Crc
+
+    @property
+    def length(self) -> int:
+        return self.data.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Late:
+    """`length` bytes that can only be made when everything else in the file has passed (a checksum, a directory)."""
+
+    length: int
+    make: Callable[[], bytes]
+
+
+Segment = Literal | FileRange | Computed | Summed | Late
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """The files that a format wants written: names (`""` for a single file) to segments, in order.
+
+    checks: storages that are read in part, whose checksums are to be checked as a whole.
+    keep > 0: append to a file after its first `keep` bytes instead. `guard` is then what has to be the last thing in the
+    file for the old state to be found, and `guard_every` the distance within which readers search for it.
+    """
+
+    files: dict[str, list[Segment]]
+    checks: list[Storage] = field(default_factory=list)
+    keep: int = 0
+    guard: bytes = b""
+    guard_every: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes to be written, all files together."""
+        return sum(segment.length for segments in self.files.values() for segment in segments)

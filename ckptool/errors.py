@@ -1,0 +1,174 @@
+"""Every error that ckptool raises on purpose.
+
+    CkptoolError                    something could not be done              exit 2
+    ├── UsageError                  the request makes no sense               usage
+    ├── NoMatch                     a rule or prefix named matches nothing   no-match        exit 1
+    ├── FileProblem                 the system refused a file operation      io
+    │   ├── FileChanged             the input changed while it was read      file-changed
+    │   └── DiskFull                not enough room for the output           disk-full
+    ├── NotACheckpoint              the bytes are something else             not-a-checkpoint
+    ├── Unsupported                 known, but not read or written here      unsupported
+    ├── Truncated                   the file ends too early                  truncated
+    ├── Corrupt                     the bytes contradict themselves          corrupt
+    │   └── BadTensor               a tensor that its storage cannot hold    bad-tensor
+    ├── Ambiguous                   two readers would see two files          ambiguous
+    ├── LimitExceeded               more work than the file's size allows    limit-exceeded
+    ├── UnsafeObject                an unknown call would be passed on       unsafe-global
+    ├── Conflict                    carrying on would lose or mix data       conflict
+    │   └── OutputExists            the target is there already              output-exists
+    └── VerifyFailed                the output differs from what was meant   verify-failed
+
+An error has three parts: what happened (it names the path and the thing), what it means, and what to type.
+Library users catch `CkptoolError`; `error.code` is stable across versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CkptoolError(Exception):
+    """Something that ckptool could not do, told in three parts.
+
+    `what` happened, with the path and the thing; `why`, what it means; `fix`, what to type or do next.
+    `exit_code` is what the command line ends with.
+    """
+
+    code = "error"
+    exit_code = 2
+
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        super().__init__(what, why, fix)
+        self.what = what
+        self.why = why
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.what, self.why, self.fix) if part)
+
+    def within(self, place: str) -> CkptoolError:
+        """The same error, saying where it happened when its first part does not yet."""
+        return self if place in self.what else type(self)(f"{place}: {self.what}", self.why, self.fix)
+
+
+class UsageError(CkptoolError):
+    """The request makes no sense: an unknown option value, a malformed rule, an impossible device."""
+
+    code = "usage"
+
+
+class NoMatch(CkptoolError):
+    """A rule, pattern or prefix that the user named matches nothing."""
+
+    code = "no-match"
+    exit_code = 1
+
+
+class FileProblem(CkptoolError):
+    """The operating system refused: missing, a folder, no permission, a read error."""
+
+    code = "io"
+
+
+class FileChanged(FileProblem):
+    """The input was changed by someone else while it was being read."""
+
+    code = "file-changed"
+
+
+class DiskFull(FileProblem):
+    """There is not enough room for the output."""
+
+    code = "disk-full"
+
+
+class NotACheckpoint(CkptoolError):
+    """The bytes are something else than a checkpoint."""
+
+    code = "not-a-checkpoint"
+
+
+class Unsupported(CkptoolError):
+    """The thing is known by name, but cannot be read or written here."""
+
+    code = "unsupported"
+
+
+class Truncated(CkptoolError):
+    """The file ends before the data that it promises."""
+
+    code = "truncated"
+
+
+class Corrupt(CkptoolError):
+    """The bytes contradict themselves."""
+
+    code = "corrupt"
+
+
+class BadTensor(Corrupt):
+    """A tensor's shape, strides or offset do not fit its storage."""
+
+    code = "bad-tensor"
+
+
+class Ambiguous(CkptoolError):
+    """Two readers of this file would see two different things."""
+
+    code = "ambiguous"
+
+
+class LimitExceeded(CkptoolError):
+    """The file asks for more work or memory than its size justifies."""
+
+    code = "limit-exceeded"
+
+
+class UnsafeObject(CkptoolError):
+    """The file calls functions that ckptool does not know; passing them on was not asked for."""
+
+    code = "unsafe-global"
+
+
+class Conflict(CkptoolError):
+    """Carrying on would lose data or mix two things."""
+
+    code = "conflict"
+
+
+class OutputExists(Conflict):
+    """The target is there already and was not to be overwritten."""
+
+    code = "output-exists"
+
+
+class VerifyFailed(CkptoolError):
+    """What was written differs from what was meant."""
+
+    code = "verify-failed"
+
+
+def listed(things: Sequence[object], limit: int = 5) -> str:
+    """At most `limit` things in one line, then how many were left out."""
+    shown = ", ".join(str(thing) for thing in things[:limit])
+    left = len(things) - limit
+    return f"{shown} and {left:,} more" if left > 0 else shown
+
+
+def is_text(text: str) -> bool:
+    """True unless there are halves of surrogate pairs in it, which UTF-8 cannot spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters, line breaks, bidi marks and surrogates as `\x1b`-style escapes.
+
+    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -1,0 +1,434 @@
+"""`torch-zip`: what `torch.save` writes since 1.6, a zip of a pickle and one stored record for each storage.
+
+Source: torch/serialization.py (`_save`, `_load`) and caffe2/serialize/inline_container.cc, torch 1.6 to 2.13. A new file has the
+root folder `archive`; a copied one keeps its own. Records are copied whole, headers included, wherever they move by a multiple
+of the alignment, so that a rename is one new pickle and one long range of the old file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.checkpoint import (
+    Checkpoint,
+    Computed,
+    Crc,
+    Data,
+    FileRange,
+    Late,
+    Literal,
+    Note,
+    Plan,
+    Segment,
+    Storage,
+    StorageRef,
+    Summed,
+)
+from ckptool.dtypes import DType
+from ckptool.errors import Ambiguous, Conflict, Corrupt, NotACheckpoint, Unsupported, printable
+from ckptool.files import Source
+from ckptool.formats import zip_archive
+from ckptool.formats.zip_archive import Archive, Record
+from ckptool.nodes import Global
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
+from ckptool.pickles.torch_objects import BUILDERS, storage_class
+from ckptool.tree import refuse_unknown_calls
+
+NAME = "torch-zip"
+SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
+ALIGNMENT = 64
+MAX_SMALL = 1 << 16
+_SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """What a torch zip remembers of its file: the directory, its root folder, and which record each storage's data is."""
+
+    archive: Archive
+    root: str
+    alignment: int
+    record_of: dict[int, Record]  # by the id of the Data that was handed out for the record
+    handed_out: list[Data]  # keeps those ids theirs
+
+
+def detect(head: bytes, source: Source) -> bool:
+    return head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
+
+
+def read(source: Source) -> Checkpoint:
+    """The checkpoint in a torch zip. Reads the directory and the pickle, no tensor data.
+
+    Raises `NotACheckpoint` for another kind of zip, `Unsupported` for TorchScript, and what `read_archive` and `decode` raise.
+    """
+    archive = zip_archive.read_archive(source)
+    pickle = _find_pickle(archive)
+    root = pickle.name.removesuffix("data.pkl")
+    _refuse_other_kinds(archive, root)
+    small = {name: _small_record(archive, root + name) for name in _SMALL}
+    if small["byteorder"] not in (None, "little", "big"):
+        raise Corrupt(f"{source}: its byteorder record says {printable(str(small['byteorder']))!r}")
+    limit = min(max(4 << 20, 16 * pickle.stored), zip_archive.MAX_INFLATED)
+    storages = _Storages(archive, root, big_endian=small["byteorder"] == "big")
+    data = pickle.contents(limit)
+    decoded = decode(data, storages.load, BUILDERS, name=f"{source}: data.pkl", file_bytes=source.size)
+    if decoded.end != len(data):
+        raise Ambiguous(
+            f"{source}: data.pkl has {len(data) - decoded.end:,} bytes after its end",
+            "Another pickle may be hidden there.",
+        )
+    origin = Origin(
+        archive, root, _alignment(source, small[".storage_alignment"]), storages.record_of, storages.handed_out
+    )
+    notes = (*archive.notes, *_notes(archive, root, storages))
+    metadata = {name: text for name, text in small.items() if text is not None}
+    return Checkpoint(decoded.root, NAME, metadata, source, origin, notes, decoded.discarded)
+
+
+def _find_pickle(archive: Archive) -> Record:
+    pickles = [
+        record for name, record in archive.records.items() if name.endswith("/data.pkl") and name.count("/") == 1
+    ]
+    if len(pickles) > 1:
+        names = " and ".join(str(record) for record in pickles)
+        raise Ambiguous(
+            f"{archive.source} holds two checkpoints ({names})", "Readers would disagree which of them it is."
+        )
+    if not pickles:
+        if "model.json" in {name.rpartition("/")[2] for name in archive.records}:
+            raise Unsupported(
+                f"{archive.source} is a model of torch 1.0's first script format (model.json)",
+                "It holds no pickle to read.",
+            )
+        raise NotACheckpoint(
+            f"{archive.source} is a zip archive, but not a PyTorch checkpoint",
+            "A checkpoint has a data.pkl in its one folder.",
+            f"See what is in it: unzip -l {archive.source}",
+        )
+    return pickles[0]
+
+
+def _refuse_other_kinds(archive: Archive, root: str) -> None:
+    """Says by name what else torch writes into zips with a data.pkl."""
+    if outside := [name for name in archive.records if not name.startswith(root)]:
+        raise Ambiguous(
+            f"{archive.source} has records outside its folder {root}: {printable(outside[0])}",
+            "A checkpoint has one folder.",
+        )
+    if root + "constants.pkl" in archive.records or any(name.startswith(root + "code/") for name in archive.records):
+        raise Unsupported(
+            f"{archive.source} is a TorchScript archive, whatever its name says",
+            "It holds a program beside its tensors; this version reads plain checkpoints.",
+            "With torch: torch.save(torch.jit.load(FILE, map_location='cpu').state_dict(), 'weights.pt')",
+        )
+    if any(name.startswith(root + ".data/extern") for name in archive.records):
+        raise Unsupported(f"{archive.source} is a torch.package archive", "It holds source code beside its tensors.")
+
+
+def _small_record(archive: Archive, name: str) -> str | None:
+    record = archive.records.get(name)
+    return record.contents(MAX_SMALL).decode("utf-8", "replace").strip() if record is not None else None
+
+
+def _alignment(source: Source, text: str | None) -> int:
+    if text is None:
+        return ALIGNMENT
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 15:
+        raise Corrupt(f"{source}: its .storage_alignment record says {printable(text[:40])!r}")
+    return int(text)
+
+
+class _Storages:
+    """Gives the storage for a persistent id: one `Storage` for each record, whatever the number of tensors that share it."""
+
+    def __init__(self, archive: Archive, root: str, big_endian: bool) -> None:
+        self.archive, self.prefix, self.big_endian = archive, root + "data/", big_endian
+        self.refs: dict[tuple[str, Global], StorageRef] = {}
+        self.storages: dict[str, tuple[Storage, Any]] = {}
+        self.record_of: dict[int, Record] = {}
+        self.handed_out: list[Data] = []
+
+    def load(self, pid: Any) -> StorageRef:
+        """The storage that `("storage", class, key, location, number of elements)` names."""
+        if (
+            type(pid) is not tuple
+            or len(pid) != 5
+            or pid[0] != "storage"
+            or type(pid[2]) is not str
+            or type(pid[3]) is not str
+        ):
+            raise Corrupt(
+                "a persistent id that names no storage", "torch writes one for each storage, and for nothing else."
+            )
+        _, cls, key, location, numel = pid
+        ref = self.refs.get((key, cls)) if type(cls) is Global else None
+        if ref is None:
+            ref = self.refs[key, cls] = self._first(cls, key, location, numel)
+        elif (
+            location != ref.storage.location
+            or type(numel) is not int
+            or numel * _width(ref.dtype) != ref.storage.nbytes
+        ):
+            raise Corrupt(
+                f"the storage {printable(key)} is described in two ways", "Readers would disagree which is right."
+            )
+        return ref
+
+    def _first(self, cls: Any, key: str, location: str, numel: Any) -> StorageRef:
+        known, dtype = storage_class(cls)
+        if not known:
+            raise Unsupported(
+                f"the storage {printable(key)} has the unknown type {cls}",
+                "Its elements cannot be told from its bytes.",
+            )
+        record = self.archive.records.get(self.prefix + key)
+        if record is None:
+            raise Corrupt(
+                f"the storage {printable(key)} has no record {printable(self.prefix + key)} in the archive",
+                "Its data is not in the file.",
+            )
+        if type(numel) is not int or numel < 0 or numel * _width(dtype) != record.size:
+            raise Corrupt(
+                f"the storage {printable(key)} should have {numel} elements; its record {record} has {record.size:,} bytes"
+            )
+        known_as = self.storages.get(key)
+        if known_as is not None:
+            if known_as[0].location != location or (self.big_endian and known_as[1] is not dtype):
+                raise Corrupt(
+                    f"the storage {printable(key)} is described in two ways", "Readers would disagree which is right."
+                )
+            return StorageRef(known_as[0], dtype)
+        storage = Storage(
+            self._data(record, dtype),
+            location,
+            record.crc if self.archive.has_checksums and not self._swaps(dtype) else None,
+        )
+        self.storages[key] = storage, dtype
+        return StorageRef(storage, dtype)
+
+    def _swaps(self, dtype: DType | None) -> bool:
+        return self.big_endian and _width(dtype) > 1
+
+    def _data(self, record: Record, dtype: DType | None) -> Data:
+        if self.big_endian and dtype is None:
+            raise Unsupported(
+                "an untyped storage in a big-endian file",
+                "How wide its elements are, and so how to turn them, is not recorded.",
+            )
+        data = record.data
+        if self._swaps(dtype) and dtype is not None:
+            data = swapped(data, dtype, (Storage(data, "cpu", record.crc if self.archive.has_checksums else None),))
+        self.record_of[id(data)] = record
+        self.handed_out.append(data)
+        return data
+
+
+def swapped(data: Data, dtype: DType, inputs: tuple[Storage, ...] = ()) -> Computed:
+    """The same elements in the other byte order."""
+    width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
+
+    def read(offset: int, length: int) -> bytes:
+        begin, end = offset - offset % width, min(-(-(offset + length) // width) * width, data.length)
+        raw = data.read(begin, end - begin)
+        turned = bytearray(len(raw))
+        for i in range(width):
+            turned[i::width] = raw[width - 1 - i :: width]
+        return bytes(turned[offset - begin : offset - begin + length])
+
+    return Computed(data.length, read, inputs)
+
+
+def _width(dtype: DType | None) -> int:
+    return dtype.itemsize if dtype is not None else 1
+
+
+def _notes(archive: Archive, root: str, storages: _Storages) -> list[Note]:
+    notes = []
+    compact = ("ckptool", "convert", "{file}", "-o", "{out}")
+    unused = [
+        r
+        for name, r in archive.records.items()
+        if name.startswith(root + "data/") and name.removeprefix(root + "data/") not in storages.storages
+    ]
+    if unused:
+        size = sum(record.stored for record in unused)
+        notes.append(
+            Note("unused-record", f"{len(unused):,} records with {size:,} bytes are used by no tensor", compact)
+        )
+    if any(record.method for record in archive.records.values()):
+        notes.append(Note("deflated", "re-zipped with compression: torch cannot map it (mmap=True)", compact))
+    if archive.records and not archive.has_checksums:
+        notes.append(
+            Note("no-checksums", "the archive stores no checksums: damage to its data cannot be noticed", compact)
+        )
+    if storages.big_endian:
+        notes.append(Note("big-endian", "written on a big-endian machine", compact))
+    return notes
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
+    """The plan of a torch zip with this tree. Records of the file that it was read from are copied as they are.
+
+    Raises `UnsafeObject` for calls of unknown functions unless `keep_unknown`.
+    """
+    refuse_unknown_calls(checkpoint, keep_unknown)
+    layout = _Layout(checkpoint.origin if isinstance(checkpoint.origin, Origin) else None)
+    pickle = encode(checkpoint.tree, layout.key_of)
+    layout.add("data.pkl", Literal(pickle))
+    if layout.origin is None:
+        _lay_out_new(layout, zlib.crc32(pickle))
+    else:
+        for record in layout.origin.archive.by_offset():
+            layout.copy(record)
+        layout.add_fresh()
+    return layout.finish()
+
+
+def _lay_out_new(layout: _Layout, pickle_crc: int) -> None:
+    layout.add(".format_version", Literal(b"1"))
+    layout.add(".storage_alignment", Literal(str(ALIGNMENT).encode()))
+    layout.add("byteorder", Literal(b"little"))
+    layout.add_fresh()
+    layout.add("version", Literal(b"3\n"))
+    # 40 digits that name the contents, as torch's do (another hash: it is compared with nothing).
+    sums = b"".join((storage.crc or 0).to_bytes(4, "little") for _, storage in layout.fresh)
+    layout.add(".data/serialization_id", Literal(f"{pickle_crc:020d}{zlib.crc32(sums):020d}".encode()))
+
+
+def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None:
+    """The plan of the same change made inside the file: a new pickle and directory behind the old ones.
+
+    None where it cannot or should not be: the tree came from another container, much of the data is new, or all of it changes its byte order.
+    """
+    origin = checkpoint.origin
+    if not isinstance(origin, Origin) or checkpoint.metadata.get("byteorder") == "big":
+        return None
+    refuse_unknown_calls(checkpoint, keep_unknown)
+    archive = origin.archive
+    if archive.edits >= zip_archive.MAX_EDITS:
+        raise Conflict(
+            f"{archive.source} was edited in place {archive.edits} times already",
+            "Every edit leaves its old pickle and directory inside; it is time to write the file anew.",
+            f"ckptool convert {archive.source} -o NEW.pt",
+        )
+    layout = _Layout(origin, begin=archive.end)
+    layout.add("data.pkl", Literal(encode(checkpoint.tree, layout.key_of)))
+    if 4 * sum(storage.nbytes for _, storage in layout.fresh) > archive.end:
+        return None  # the old values would stay inside beside the new ones: a new file is the better place
+    layout.add_fresh()
+    for record in archive.by_offset():
+        if record.name != f"{origin.root}data.pkl":
+            layout.enter_moved(record, record.header)
+    plan = layout.finish()
+    return Plan(plan.files, keep=archive.end, guard=zip_archive.guard(archive.end_records), guard_every=GUARD_EVERY)
+
+
+# torch looks for the end records in the last 69,562 bytes, Python's zipfile in the last 65,557.
+GUARD_EVERY = 65_000
+
+
+class _Layout:
+    """Lays records out one after the other; knows each one's place, and so the directory, before a byte is written."""
+
+    def __init__(self, origin: Origin | None, begin: int = 0) -> None:
+        self.origin = origin
+        self.root = origin.root if origin else "archive/"
+        self.alignment = origin.alignment if origin else ALIGNMENT
+        # Appended to an archive without checksums, a record has none either: one alone would say that the zeros of the others count.
+        self.checksums = not begin or origin is None or origin.archive.has_checksums
+        self.at = begin
+        self.segments: list[Segment] = []
+        self.entries: list[
+            tuple[int, Callable[[], bytes]]
+        ] = []  # length, and what makes the entry once checksums are known
+        self.keys: dict[int, str] = {}  # id of a Storage -> its key
+        self.fresh: list[tuple[str, Storage]] = []
+        self.used: dict[Record, Storage] = {}
+        self.taken = {name.removeprefix(self.root + "data/") for name in origin.archive.records} if origin else set()
+        self.numbers = itertools.count()
+
+    def key_of(self, storage: Storage) -> str:
+        """The key of a storage: its old record's, as long as no other storage claimed that (two that were made different stay so)."""
+        key = self.keys.get(id(storage))
+        if key is None:
+            record = self.origin.record_of.get(id(storage.data)) if self.origin else None
+            if record is None or record in self.used:
+                key = next(key for n in self.numbers if (key := str(n)) not in self.taken)
+                self.fresh.append((key, storage))
+            else:
+                self.used[record] = storage
+                key = record.name.removeprefix(self.root + "data/")
+            self.keys[id(storage)] = key
+        return key
+
+    def add(self, name: str, data: Data, crc: int | None = None) -> None:
+        """A record of our own under the root, with the header and descriptor that torch would write. `crc`, if known, is checked."""
+        name, at, size = self.root + name, self.at, data.length
+        header = zip_archive.local_header(name, at, size, self.alignment)
+        total = Crc(zlib.crc32(data.content)) if isinstance(data, Literal) else Crc(expected=crc, name=name)
+        body = data if isinstance(data, Literal) else Summed(data, total)
+
+        def descriptor() -> bytes:
+            return zip_archive.descriptor(total.value if self.checksums else 0, size, at)
+
+        def entry() -> bytes:
+            return zip_archive.central_entry(name, total.value if self.checksums else 0, size, at)
+
+        tail = Literal(descriptor()) if body is data else Late(len(descriptor()), descriptor)
+        self.segments += (Literal(header), body, tail)
+        self.entries.append((len(entry()), entry))
+        self.at += len(header) + size + tail.length
+
+    def copy(self, record: Record) -> None:
+        """A record of the old file, unless the tree no longer uses it: whole where it moves by a multiple of the alignment."""
+        assert self.origin is not None
+        archive, name = self.origin.archive, record.name.removeprefix(self.root)
+        data = record.data
+        if name.startswith("data/"):
+            if record not in self.used:
+                return
+            data = self.used[record].data
+        elif name == "data.pkl":
+            return
+        elif name == "byteorder":
+            data = Literal(b"little")
+        unchanged = data is record.data or (
+            name == "byteorder" and archive.source.read(record.data_at, record.stored) == b"little"
+        )
+        fits = record.wide or not zip_archive.needs_zip64(record.size, self.at)
+        if (
+            unchanged
+            and fits
+            and not record.method
+            and archive.has_checksums
+            and (self.at - record.header) % self.alignment == 0
+        ):
+            self.segments.append(FileRange(archive.source, record.header, record.end - record.header, record.confirm))
+            self.enter_moved(record, self.at)
+            self.at += record.end - record.header
+        else:
+            self.add(name, data, record.crc if unchanged and archive.has_checksums else None)
+
+    def enter_moved(self, record: Record, at: int) -> None:
+        """The directory's line for a record of the old file, which is (or will be) at byte `at`."""
+        entry = zip_archive.moved_entry(record, at)
+        self.entries.append((len(entry), lambda: entry))
+
+    def add_fresh(self) -> None:
+        """The storages that the old file does not have, in the order in which the tree mentions them."""
+        for key, storage in self.fresh:
+            self.add(f"data/{key}", storage.data, storage.crc)
+
+    def finish(self) -> Plan:
+        entries, size = self.entries, sum(size for size, _ in self.entries)
+        self.segments.append(Late(size, lambda: b"".join(entry() for _, entry in entries)))
+        self.segments.append(Literal(zip_archive.end_records(len(entries), self.at, size)))
+        return Plan({"": self.segments})

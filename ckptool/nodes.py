@@ -1,0 +1,166 @@
+"""Values that a checkpoint may hold beside Python's own: inert, named, never imported, never called.
+
+A tree is made of `None`, bool, int, float, complex, str, bytes, bytearray, list, tuple and dict, of the tensors of `checkpoint.py`,
+and of the nodes here. A node says how a pickle would make the object; it is written back as that.
+Nodes are filled while a pickle is decoded (they may refer to themselves) and not changed afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ckptool.errors import LimitExceeded
+
+
+class Global:
+    """A name in a module (`torch.float32`, `argparse.Namespace`). Only a name: it is never looked up.
+
+    Equal names are one object, so a `Global` can be compared with `is` and is hashed by identity.
+    """
+
+    __slots__ = ("__weakref__", "module", "name")
+    module: str
+    name: str
+
+    def __new__(cls, module: str, name: str) -> Global:
+        found = _GLOBALS.get((module, name))
+        if found is None:
+            found = super().__new__(cls)
+            found.module, found.name = module, name
+            _GLOBALS[module, name] = found
+        return found
+
+    def __reduce__(self) -> tuple[type[Global], tuple[str, str]]:
+        return Global, (self.module, self.name)
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def __repr__(self) -> str:
+        return f"<name {self}>"
+
+
+_GLOBALS: WeakValueDictionary[tuple[str, str], Global] = WeakValueDictionary()
+
+
+class OrderedDict(dict[Any, Any]):
+    """A `collections.OrderedDict`, with the attributes that were set on it (a state dict's `_metadata`)."""
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, items: Any = (), attributes: dict[str, Any] | None = None) -> None:
+        super().__init__(items)
+        self.attributes = attributes
+
+    @property
+    def metadata(self) -> dict[str, Any] | None:
+        """The state dict's `_metadata`: module path -> {"version": int}; None where there is none."""
+        found = (self.attributes or {}).get("_metadata")
+        return found if isinstance(found, dict) else None
+
+
+class Set:
+    """A Python set or frozenset, as the ordered list of its items (pickles keep the order of writing)."""
+
+    __slots__ = ("frozen", "items")
+
+    def __init__(self, items: list[Any], frozen: bool = False) -> None:
+        self.items = items
+        self.frozen = frozen
+
+    def __repr__(self) -> str:
+        return f"{'frozenset' if self.frozen else 'set'}({self.items!r})"
+
+
+class ByteString(bytes):
+    """A Python 2 `str` that is not valid UTF-8, so its text is not known."""
+
+    __slots__ = ()
+
+
+class Object:
+    """An object that is not built: what a pickle calls to make it, and what it does to it afterwards.
+
+    how: "call" (`fn(*args)`), "new" (`fn.__new__(fn, *args, **kwargs)`) or "persistent" (`args[0]` is the persistent id).
+    items: set with `object[key] = value`, in order.  elements: appended, or added where `adds`.
+    state: given to `__setstate__` or the object's dictionary; `MISSING` where there was none.
+    """
+
+    __slots__ = ("adds", "args", "elements", "fn", "how", "items", "kwargs", "state")
+
+    def __init__(self, fn: Any, args: Any, how: str = "call", kwargs: Any = None) -> None:
+        self.fn = fn
+        self.args = args
+        self.how = how
+        self.kwargs = kwargs
+        self.items: dict[Any, Any] | None = None
+        self.elements: list[Any] | None = None
+        self.adds = False
+        self.state: Any = MISSING
+
+    @property
+    def name(self) -> str:
+        """What made it, for people: `argparse.Namespace`."""
+        return str(self.fn) if type(self.fn) is Global else f"a computed {'class' if self.how == 'new' else 'function'}"
+
+    @property
+    def attributes(self) -> dict[Any, Any]:
+        """Its instance dictionary, as far as the state says; empty otherwise."""
+        state = self.state
+        if type(state) is tuple and len(state) == 2 and isinstance(state[1], dict):  # (__dict__, __slots__)
+            return {**state[0], **state[1]} if isinstance(state[0], dict) else state[1]
+        return state if isinstance(state, dict) else {}
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+def is_hashable(value: Any) -> bool:
+    """True if Python could use what `value` stands for as a key (the parts of a tuple aside)."""
+    return not (isinstance(value, (list, dict, bytearray)) or (type(value) is Set and not value.frozen))
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+
+
+def structural_parts(node: Any) -> Iterator[Any]:
+    """Everything that `node` directly refers to, keys included; nothing for scalars and tensors."""
+    if isinstance(node, dict):
+        yield from node.keys()
+        yield from node.values()
+        if isinstance(node, OrderedDict) and node.attributes is not None:
+            yield node.attributes
+    elif isinstance(node, (list, tuple)):
+        yield from node
+    elif isinstance(node, Set):
+        yield from node.items
+    elif isinstance(node, Object):
+        yield from (node.fn, node.args, node.kwargs, node.items, node.elements, node.state)
+
+
+MAX_DEPTH = 1_000
+
+
+def check_depth(root: Any) -> None:
+    """Raises `LimitExceeded` for trees so deep that anything which walks them by recursion would break."""
+    level, depth = [root], 0
+    seen: set[int] = set()
+    while level:
+        if depth > MAX_DEPTH:
+            raise LimitExceeded(
+                f"values nested more than {MAX_DEPTH:,} deep", "No checkpoint is; it is built to break its reader."
+            )
+        depth += 1
+        below: list[Any] = []
+        for node in level:
+            if isinstance(node, (dict, list, tuple, Set, Object)) and id(node) not in seen:
+                seen.add(id(node))
+                below.extend(structural_parts(node))
+        level = below

@@ -1,0 +1,104 @@
+"""In-place edits that commit by truncation: the old state or the new one is what readers find, at every instant.
+
+1. Stretch the file: copies of the old end records (`Plan.guard`) at every `guard_every` bytes and behind the new end. Whatever
+   of this is done when the process dies, the last end records in the file are the old ones.
+2. Write the new records into the stretch, before the last copy; sync. Still nobody sees them.
+3. Cut off the last copy. The new end records are now the last: that is the commit. Sync.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+
+from ckptool.checkpoint import Plan
+from ckptool.errors import Conflict, FileProblem, printable
+from ckptool.files import Source, file_problem
+from ckptool.output.copying import write_all
+from ckptool.output.durable import _check_space, _sweep, write_problem
+from ckptool.output.sink import Progress, Sink, segments_of
+
+
+def append_in_place(
+    plan: Plan, source: Source, *, verify: Callable[[str], None] | None = None, progress: Progress | None = None
+) -> None:
+    """Carries out a plan with `keep` on the file that was read as `source`.
+
+    verify: called with the file's path after the commit; if it raises, the file is cut back to its old state.
+    Raises `Conflict` for a link, a file with several names or one that another process edits, `FileChanged`, `DiskFull`, `FileProblem`.
+    """
+    path = source.path
+    _sweep(path)
+    refuse_links(path)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise file_problem(error, path, "change") from error
+    try:
+        _own(fd, source)
+        _check_space(plan.nbytes + len(plan.guard), os.path.dirname(os.path.abspath(path)), path)
+        try:
+            _append(fd, plan, progress)
+            if verify is not None:
+                verify(path)
+        except BaseException:
+            os.ftruncate(fd, plan.keep)
+            os.fsync(fd)
+            raise
+    except OSError as error:
+        raise write_problem(error, path) from error
+    finally:
+        os.close(fd)
+
+
+def refuse_links(path: str) -> None:
+    """Raises `Conflict` for a file that others see under another name: caches link to one file from many places."""
+    if os.path.islink(path):
+        raise Conflict(
+            f"{printable(path)} is a symbolic link, to {printable(os.path.realpath(path))}",
+            "Changing the file in place would change it for everyone who links to it.",
+            "Write a new file with -o, or name the file itself.",
+        )
+    try:
+        names = os.stat(path).st_nlink
+    except OSError as error:
+        raise file_problem(error, path, "change") from error
+    if names > 1:
+        raise Conflict(
+            f"{printable(path)} is one of {names} names (hard links) of the same file",
+            "Changing it in place would change all of them.",
+            "Write a new file with -o.",
+        )
+
+
+def _own(fd: int, source: Source) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Conflict(
+            f"{source} is being edited by another process",
+            "Two edits at once would lose one of them.",
+            "Try again when it is done.",
+        ) from None
+    except OSError as error:
+        raise FileProblem(
+            f"{source} cannot be locked: {error.strerror}",
+            "Without a lock two edits could mix.",
+            "Write a new file with -o.",
+        ) from error
+    source.check_unchanged()
+    if not os.path.samestat(os.fstat(fd), os.fstat(source.fd)):
+        raise source.changed()
+
+
+def _append(fd: int, plan: Plan, progress: Progress | None) -> None:
+    end = plan.keep + plan.nbytes
+    os.ftruncate(fd, plan.keep)  # what an interrupted run left behind
+    places = range(plan.keep + plan.guard_every - len(plan.guard), end, plan.guard_every)
+    for place in (*places, end):
+        write_all(fd, plan.guard, place)
+    Sink(fd, plan.keep, plan.nbytes, progress).write(segments_of(plan), plan.checks)
+    os.fsync(fd)
+    os.ftruncate(fd, end)
+    os.fsync(fd)

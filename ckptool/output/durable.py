@@ -1,0 +1,234 @@
+"""Durable replacement: write beside the target, sync, rename, sync the folder. One function, and no other way to make a file.
+
+At any instant, killed or out of disk, the old file or the new one is whole under its name. What a killed run leaves is a temporary
+file in the same folder; it was locked by its writer, so the next run for the same target can tell that nobody owns it and removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable
+
+from ckptool.checkpoint import Plan
+from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
+from ckptool.files import Source, file_problem
+from ckptool.output.sink import Progress, Sink, segments_of
+
+UNTOUCHED = "Nothing else was changed: {} is as it was."
+
+
+def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
+    """The path that a write to `target` replaces (a link's own target); raises if it cannot or must not be written.
+
+    Raises `OutputExists` where something is there and `overwrite` is false, `FileProblem` for a folder or a missing one.
+    """
+    path = os.fspath(target)
+    real = os.path.realpath(path) if os.path.islink(path) else path
+    folder = os.path.dirname(os.path.abspath(real))
+    try:
+        status = os.stat(real)
+    except FileNotFoundError:
+        if not os.path.isdir(folder):
+            raise FileProblem(
+                f"cannot write {printable(path)}: there is no folder {printable(folder)}",
+                "",
+                f"Make it first: mkdir -p {printable(folder)}",
+            ) from None
+        return real
+    except (OSError, ValueError) as error:
+        raise file_problem(error, path, "write") from error
+    if stat.S_ISDIR(status.st_mode):
+        raise FileProblem(
+            f"cannot write {printable(path)}: it is a folder",
+            "A file was to be written there.",
+            "Name a file in it, or use -d for the folder.",
+        )
+    if not stat.S_ISREG(status.st_mode):
+        raise FileProblem(
+            f"cannot write {printable(path)}: it is not a regular file",
+            "A checkpoint is written at many places at once.",
+        )
+    if not overwrite:
+        raise OutputExists(
+            f"{printable(path)} exists already", "It was left as it is.", "Overwrite it: -f, or choose another name."
+        )
+    return real
+
+
+def replace_file(
+    plan: Plan,
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    inputs: Iterable[Source] = (),
+    verify: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a plan of one file to `target`, durably.
+
+    inputs: must not have changed by the time of the commit.  verify: called with the complete temporary file; it raises to refuse.
+    Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum); then nothing is changed.
+    """
+    _sweep(check_target(target, overwrite=True))
+    real = check_target(target, overwrite=overwrite)
+    temporary, fd = "", -1
+    try:
+        _check_space(plan.nbytes, os.path.dirname(os.path.abspath(real)), real)
+        temporary, fd = _temporary_for(real)
+        Sink(fd, 0, plan.nbytes, progress).write(segments_of(plan), plan.checks)
+        os.fsync(fd)
+        if verify is not None:
+            verify(temporary)
+        for source in inputs:
+            source.check_unchanged()
+        _commit(temporary, real, overwrite)
+        temporary = ""
+    except OSError as error:
+        raise write_problem(error, target) from error
+    finally:
+        if temporary:
+            _remove(temporary)
+        if fd >= 0:
+            os.close(fd)
+    _sync_folder(real)
+
+
+def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolError:
+    """What went wrong while writing, in words, and what was not touched."""
+    name = printable(os.fspath(target))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        words = {errno.EDQUOT: "your quota is used up", errno.EFBIG: "files may not grow so large here"}.get(
+            error.errno, "the disk is full"
+        )
+        return DiskFull(
+            f"cannot write {name}: {words}", UNTOUCHED.format(name), "Make room, or write to another disk with -o."
+        )
+    problem = file_problem(error, target, "write")
+    problem.why = " ".join(part for part in (problem.why, UNTOUCHED.format(name)) if part)
+    return problem
+
+
+def _check_space(needed: int, folder: str, target: str) -> None:
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        raise DiskFull(
+            f"cannot write {printable(target)}: it needs {needed:,} bytes, {free:,} are free",
+            f"Nothing was written, and {printable(target)} is as it was.",
+            "Make room, or write to another disk with -o.",
+        )
+
+
+# Temporary files -----------------------------------------------------------------------------------------------------
+
+
+def _prefix(target: str) -> str:
+    """How the temporary files for one target begin: by a digest, since a long name leaves no room for more."""
+    return f".ckptool-{hashlib.sha256(os.path.basename(target).encode('utf-8', 'surrogateescape')).hexdigest()[:16]}-"
+
+
+def _temporary_for(target: str) -> tuple[str, int]:
+    """A new, locked, empty file beside the target, with the target's permissions if it exists."""
+    folder = os.path.dirname(os.path.abspath(target))
+    while True:
+        path = os.path.join(folder, f"{_prefix(target)}{secrets.token_hex(8)}.tmp")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _lock(fd, wait=True)
+            if os.fstat(fd).st_nlink:  # else it was swept between being made and being locked
+                _copy_mode(target, fd)
+                return path, fd
+        except BaseException:
+            _remove(path)
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _copy_mode(target: str, fd: int) -> None:
+    try:
+        os.fchmod(fd, stat.S_IMODE(os.stat(target).st_mode))
+    except FileNotFoundError:
+        return
+
+
+def _lock(fd: int, *, wait: bool = False) -> bool:
+    """Marks a file as owned by this process, for as long as it lives. False if another one owns it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: then nothing is ever swept there
+        return False
+    return True
+
+
+def _sweep(target: str) -> None:
+    """Removes what killed runs left for this target: only files that nobody has locked."""
+    folder, prefix = os.path.dirname(os.path.abspath(target)), _prefix(target)
+    try:
+        names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(".tmp")]
+    except OSError:
+        return  # a folder that may be written to but not listed
+    for name in names:
+        path = os.path.join(folder, name)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            if _lock(fd):
+                _remove(path)
+        finally:
+            os.close(fd)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        return  # someone else was quicker, or the folder became read-only: the next run sweeps
+
+
+# The commit ----------------------------------------------------------------------------------------------------------
+
+
+def _commit(temporary: str, target: str, overwrite: bool) -> None:
+    if overwrite:
+        os.replace(temporary, target)
+        return
+    try:
+        os.link(temporary, target)  # unlike a rename, this fails if someone made the target meanwhile
+    except FileExistsError:
+        raise OutputExists(
+            f"{printable(target)} was made by another process meanwhile", "It was left as it is.", "Overwrite it: -f."
+        ) from None
+    except OSError:  # a file system without hard links
+        check_target(target, overwrite=False)
+        os.replace(temporary, target)
+        return
+    os.unlink(temporary)
+
+
+def _sync_folder(target: str) -> None:
+    """Makes the name itself survive a power cut. Raises `FileProblem` where the disk says that it did not."""
+    folder = os.path.dirname(os.path.abspath(target))
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return  # a folder that may not be read: nothing can be asked of it
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # file systems that have no such notion
+            raise FileProblem(
+                f"{printable(target)} was written, but its folder could not be synced: {os.strerror(error.errno or 0)}",
+                "The file is complete and visible; whether its name survives a power cut is uncertain.",
+            ) from error
+    finally:
+        os.close(fd)

@@ -1,0 +1,212 @@
+"""The sink: writes the segments of one file, in order, knowing nothing of what they mean.
+
+Adjacent ranges of one input become one copy; small segments are gathered; checksums of copied ranges are added up by threads
+that read the same pages while the kernel copies them; what can only be known at the end (`Late`) is written at the end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from ckptool.checkpoint import Computed, Crc, Data, FileRange, Late, Literal, Plan, Segment, Storage, Summed
+from ckptool.errors import Corrupt
+from ckptool.output.copying import copy_range, start_writeback, write_all
+
+Progress = Callable[[int, int], None]
+"""Told the bytes written so far, and in all."""
+
+SMALL = 64 << 10  # shorter ranges are read and gathered: a system call for each would cost more than the copy
+GATHER = 1 << 20
+COMPUTE = 512 << 10  # asked of a `Computed` at once: what it works on stays in the processor's cache
+SUM = 1 << 20
+
+
+class Sink:
+    """Writes one plan's segments into an open file, from byte `at`."""
+
+    def __init__(self, fd: int, at: int, total: int, progress: Progress | None) -> None:
+        self.fd = fd
+        self.at = at  # where the next segment goes
+        self.total, self.done, self.progress = total, 0, progress
+        self.gathered = bytearray()
+        self.gathered_at = at
+        self.run: tuple[FileRange, int] | None = None  # a range not copied yet, and how far it goes by now
+        self.late: list[tuple[int, Late]] = []
+        self.jobs: list[Future[None]] = []
+        self.pool: ThreadPoolExecutor | None = None
+        self.cancelled = False
+
+    def write(self, segments: Iterable[Segment], checks: Iterable[Storage] = ()) -> None:
+        """Writes everything; raises `Corrupt` if an input does not match its stored checksum."""
+        checked: set[int] = set()
+        try:
+            for storage in checks:
+                self._check(storage, checked)
+            for segment in segments:
+                self._segment(segment, checked)
+            self._flush_run()
+            self._flush_gathered()
+            for job in self.jobs:
+                job.result()
+            for at, late in self.late:
+                data = late.make()
+                if len(data) != late.length:
+                    raise AssertionError(f"{len(data)} bytes where {late.length} were planned")
+                write_all(self.fd, data, at)
+                self._passed(late.length)
+        finally:
+            self.cancelled = True
+            if self.pool is not None:
+                self.pool.shutdown(wait=True, cancel_futures=True)
+
+    # Segments ----------------------------------------------------------------------------------------------------
+
+    def _segment(self, segment: Segment, checked: set[int]) -> None:
+        if isinstance(segment, Late):
+            self._flush_run()
+            self._flush_gathered()
+            self.late.append((self.at, segment))
+            self.at += segment.length
+            self.gathered_at = self.at
+            return
+        data, crc = (segment.data, segment.crc) if isinstance(segment, Summed) else (segment, None)
+        if isinstance(data, Literal):
+            self._gather(data.content, crc)
+        elif isinstance(data, FileRange):
+            self._range(data, crc)
+        else:
+            self._computed(data, crc, checked)
+        if crc is not None and not isinstance(data, FileRange):
+            crc.check()
+
+    def _range(self, data: FileRange, crc: Crc | None) -> None:
+        data.ready()
+        if data.length < SMALL and not self._continues(data):
+            self._gather(data.file.read(data.offset, data.length), crc)
+            if crc is not None:
+                crc.check()
+            return
+        if crc is not None:
+            self._sum(data, crc)
+        if self._continues(data) and self.run is not None:
+            self.run = (self.run[0], self.run[1] + data.length)
+        else:
+            self._flush_run()
+            self._flush_gathered()
+            self.run = (data, data.length)
+        self.at += data.length
+        self.gathered_at = self.at
+
+    def _continues(self, data: FileRange) -> bool:
+        return (
+            self.run is not None and self.run[0].file is data.file and self.run[0].offset + self.run[1] == data.offset
+        )
+
+    def _computed(self, data: Computed, crc: Crc | None, checked: set[int]) -> None:
+        for storage in data.inputs:
+            self._check(storage, checked)
+        done = 0
+        while done < data.length:
+            part = data.read(done, min(COMPUTE, data.length - done))
+            if not part:
+                raise Corrupt(f"{data.length:,} bytes were promised, {done:,} came")
+            self._gather(part, crc)
+            done += len(part)
+
+    def _gather(self, data: bytes, crc: Crc | None) -> None:
+        self._flush_run()
+        if crc is not None:
+            crc.update(data)
+        if len(data) >= GATHER:
+            self._flush_gathered()
+            write_all(self.fd, data, self.at)
+            start_writeback(self.fd, self.at, len(data))
+            self.gathered_at = self.at + len(data)
+            self._passed(len(data))
+        else:
+            self.gathered += data
+        self.at += len(data)
+        if len(self.gathered) >= GATHER:
+            self._flush_gathered()
+
+    def _flush_run(self) -> None:
+        if self.run is not None:
+            data, length = self.run
+            self.run = None
+            copy_range(data.file, data.offset, self.fd, self.at - length, length, self._passed)
+
+    def _flush_gathered(self) -> None:
+        if self.gathered:
+            write_all(self.fd, self.gathered, self.gathered_at)
+            start_writeback(self.fd, self.gathered_at, len(self.gathered))
+            self._passed(len(self.gathered))
+            self.gathered_at += len(self.gathered)
+            self.gathered = bytearray()
+
+    def _passed(self, size: int) -> None:
+        self.done += size
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+    # Checksums ---------------------------------------------------------------------------------------------------
+
+    def _check(self, storage: Storage, checked: set[int]) -> None:
+        """Sums up an input whose bytes reach the output only in part or changed; nested inputs are followed."""
+        if id(storage) in checked:
+            return
+        checked.add(id(storage))
+        if isinstance(storage.data, Computed):
+            for below in storage.data.inputs:
+                self._check(below, checked)
+        if storage.crc is not None:
+            self._sum(storage.data, Crc(expected=storage.crc, name=_place(storage.data)))
+
+    def _sum(self, data: Data, crc: Crc) -> None:
+        if isinstance(data, Computed):  # may keep its place in a stream: nobody else reads it at the same time
+            self._sum_up(data, crc)
+            return
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(
+                max_workers=max(1, min(4, (os.cpu_count() or 2) - 1)), thread_name_prefix="crc"
+            )
+        self.jobs.append(self.pool.submit(self._sum_up, data, crc))
+
+    def _sum_up(self, data: Data, crc: Crc) -> None:
+        buffer = memoryview(bytearray(min(SUM, data.length)))
+        for offset in range(0, data.length, SUM):
+            if self.cancelled:
+                return
+            size = min(SUM, data.length - offset)
+            if isinstance(data, FileRange):
+                data.ready()
+                data.file.read_into(data.offset + offset, buffer[:size])
+                crc.update(buffer[:size])
+            else:
+                crc.update(data.read(offset, size))
+        crc.check()
+
+
+def _place(data: Data) -> str:
+    return (
+        f"{data.file}: the {data.length:,} bytes from {data.offset:,}"
+        if isinstance(data, FileRange)
+        else f"a record of {data.length:,} bytes"
+    )
+
+
+def segments_of(plan: Plan) -> list[Segment]:
+    """The segments of a plan for a single file."""
+    (segments,) = plan.files.values()
+    return segments
+
+
+@contextmanager
+def opened_by(fd: int) -> Iterator[int]:
+    """Closes `fd` at the end, whatever happens."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)

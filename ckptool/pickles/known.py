@@ -1,0 +1,99 @@
+"""The names that are understood, by tier. A name is only ever text: there is no list to bypass, only one to be outside of.
+
+Tier 1, torch's rebuild functions and value types; 2, its storages and dtypes; 3, plain data with an exact neutral form; 4, containers
+of configuration that are dictionaries and lists in disguise. Calls of these are written back as they were. A call of anything else
+is shown, and refused on writing. Sources: the reducers of torch 0.4 to 2.13 (torch/_utils.py, torch/_tensor.py,
+torch/storage.py), numpy's and the standard library's `__reduce__` methods, and the classes of the configuration libraries.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from ckptool.dtypes import BY_TORCH
+from ckptool.nodes import Global
+
+_TORCH_CALLS: dict[str, str] = {
+    "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state"
+    " _rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_qtensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage"
+    " _rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor _rebuild_xla_tensor",
+    "torch._tensor": "_rebuild_from_type _rebuild_from_type_v2",
+    "torch.tensor": "_rebuild_from_type _rebuild_from_type_v2",
+    "torch.nn.parameter": "Parameter Buffer UninitializedParameter UninitializedBuffer",
+    "torch": "Size device Tensor Generator",
+    "torch.serialization": "_get_layout",
+    "torch.torch_version": "TorchVersion",
+}
+
+_PLAIN_CALLS: dict[str, str] = {
+    "collections": "OrderedDict defaultdict deque Counter",
+    "builtins": "set frozenset list dict tuple str bytes bytearray int long float bool complex slice range xrange object",
+    "_codecs": "",  # _codecs.encode is understood as a pattern only: see torch_objects
+    "numpy": "dtype ndarray",
+    "numpy.core.multiarray": "scalar _reconstruct",
+    "numpy._core.multiarray": "scalar _reconstruct",
+    "numpy.core.numeric": "_frombuffer",
+    "numpy._core.numeric": "_frombuffer",
+    "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
+    "numpy.random": "__RandomState_ctor",
+    "numpy.random._pcg64": "PCG64",
+    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
+    "datetime": "datetime date time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "uuid": "UUID SafeUUID",
+    "pathlib": "PosixPath WindowsPath PurePosixPath PureWindowsPath Path PurePath",
+    "pathlib._local": "PosixPath WindowsPath PurePosixPath PureWindowsPath Path PurePath",
+    "argparse": "Namespace",
+    "types": "SimpleNamespace",
+}
+
+_CONFIG_CALLS: dict[str, str] = {
+    "omegaconf.dictconfig": "DictConfig",
+    "omegaconf.listconfig": "ListConfig",
+    "omegaconf.base": "ContainerMetadata Metadata",
+    "pytorch_lightning.utilities.parsing": "AttributeDict",
+    "lightning_fabric.utilities.data": "AttributeDict",
+    "lightning.fabric.utilities.data": "AttributeDict",
+    "lightning.pytorch.utilities.parsing": "AttributeDict",
+    "yacs.config": "CfgNode",
+    "easydict": "EasyDict",
+    "addict": "Dict",
+    "addict.addict": "Dict",
+    "box": "Box BoxList",
+    "box.box": "Box",
+    "box.box_list": "BoxList",
+    "mmengine.logging.history_buffer": "HistoryBuffer",
+    "mmengine.config.config": "Config ConfigDict",
+    "ml_collections.config_dict.config_dict": "ConfigDict FrozenConfigDict",
+    "ml_collections.config_dict": "ConfigDict FrozenConfigDict",
+}
+
+_KNOWN = frozenset(
+    (module, name)
+    for table in (_TORCH_CALLS, _PLAIN_CALLS, _CONFIG_CALLS)
+    for module, names in table.items()
+    for name in names.split()
+)
+_MODULE_ALIASES = {"__builtin__": "builtins", "numpy.core._multiarray_umath": "numpy.core.multiarray"}
+
+
+@lru_cache(maxsize=4096)
+def _is_known(module: str, name: str) -> bool:
+    module = _MODULE_ALIASES.get(module, module)
+    if (module, name) in _KNOWN or module == "omegaconf.nodes":
+        return True
+    return module == "numpy.dtypes" and name.endswith("DType")
+
+
+def is_known_call(fn: Any) -> bool:
+    """True if a call of `fn` is understood (tiers 1 to 4), so that it may be written back."""
+    return type(fn) is Global and _is_known(fn.module, fn.name)
+
+
+def is_torch_name(name: Global) -> bool:
+    """True for torch's dtypes, storages, layouts and quantization schemes: constants, of which nothing is called."""
+    if name.module not in ("torch", "torch.storage", "torch.cuda", "torch.sparse"):
+        return False
+    return name.name in BY_TORCH or name.name.endswith(("Storage", "Tensor", "_affine", "_float_qparams"))

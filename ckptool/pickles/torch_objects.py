@@ -1,0 +1,339 @@
+"""What torch's rebuild functions mean: their calls become entries, storages and composites.
+
+Each builder takes the arguments of one call and returns the value, or `NotImplemented` where the arguments are not the ones
+that torch writes; the call then stays an inert object, shown and not passed on. Source of the signatures: torch/_utils.py and
+torch/_tensor.py, torch 0.4 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Storage, StorageRef, TensorEntry
+from ckptool.dtypes import BY_STORAGE, BY_TORCH, DType
+from ckptool.errors import BadTensor
+from ckptool.nodes import Global, Object, OrderedDict, Set, is_hashable
+
+MAX_RANK = 64
+
+REBUILD_TENSOR_V2 = Global("torch._utils", "_rebuild_tensor_v2")
+REBUILD_TENSOR_V3 = Global("torch._utils", "_rebuild_tensor_v3")
+REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
+ORDERED_DICT = Global("collections", "OrderedDict")
+UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
+SIZE = Global("torch", "Size")
+
+_FLAGS = {
+    (rg, conj, neg): Flags(rg, False, conj, neg)
+    for rg in (False, True)
+    for conj in (False, True)
+    for neg in (False, True)
+}
+
+
+def dtype_of(name: Any) -> DType | None:
+    """The element type that a pickled `torch.float32` names."""
+    return BY_TORCH.get(name.name) if type(name) is Global and name.module == "torch" else None
+
+
+def storage_class(name: Any) -> tuple[bool, DType | None]:
+    """Whether `name` is one of torch's storage classes, and its element type (None for untyped storages)."""
+    if type(name) is not Global or name.module not in ("torch", "torch.cuda", "torch.storage"):
+        return False, None
+    if name.name in ("UntypedStorage", "_UntypedStorage"):
+        return True, None
+    dtype = BY_STORAGE.get(name.name)
+    return dtype is not None, dtype
+
+
+def check_view(storage: Storage, dtype: DType, shape: Any, stride: Any, offset: Any) -> None:
+    """Raises `BadTensor` unless every element of the view lies inside the storage."""
+    if type(shape) is not tuple or type(stride) is not tuple or type(offset) is not int:
+        raise BadTensor("a tensor whose sizes, strides or offset are not numbers")
+    if len(shape) != len(stride):
+        raise BadTensor(f"a tensor with {len(shape)} sizes but {len(stride)} strides")
+    if len(shape) > MAX_RANK:
+        raise BadTensor(f"a tensor with {len(shape)} dimensions; torch allows {MAX_RANK}")
+    last, empty = offset, False
+    for size, step in zip(shape, stride, strict=True):
+        if type(size) is not int or type(step) is not int or size < 0 or step < 0:
+            raise BadTensor(f"a tensor of shape {list(shape)} with strides {list(stride)}")
+        empty = empty or size == 0
+        last += (size - 1) * step
+    if offset < 0 or (not empty and (last + 1) * dtype.itemsize > storage.data.length):
+        raise BadTensor(
+            f"a tensor of shape {list(shape)}, strides {list(stride)} and offset {offset} needs {(last + 1) * dtype.itemsize:,} bytes; "
+            f"its storage has {storage.data.length:,}"
+        )
+
+
+def _strided(ref: Any, offset: Any, shape: Any, stride: Any, flags: Flags, dtype: DType | None = None) -> Any:
+    if type(ref) is not StorageRef:
+        return NotImplemented
+    dtype = dtype or ref.dtype
+    if dtype is None:
+        return NotImplemented
+    if type(shape) is not tuple:
+        shape = _as_sizes(shape)
+    check_view(ref.storage, dtype, shape, stride, offset)
+    return TensorEntry(ref.storage, dtype, shape, stride, offset, flags)
+
+
+def _no_hooks(hooks: Any) -> bool:
+    """True for the empty dictionary of backward hooks that torch writes. Hooks are functions: a tensor with some stays a call."""
+    return (
+        hooks is None
+        or (isinstance(hooks, dict) and not hooks)
+        or (isinstance(hooks, Object) and hooks.fn is ORDERED_DICT and not hooks.items)
+    )
+
+
+def _tensor_flags(requires_grad: Any, metadata: Any = None) -> Flags | None:
+    if not metadata:
+        return _FLAGS.get((requires_grad, False, False)) if type(requires_grad) is bool else None
+    if not isinstance(metadata, dict) or not set(metadata) <= {"conj", "neg"}:
+        return None
+    key = (requires_grad, metadata.get("conj", False), metadata.get("neg", False))
+    return _FLAGS.get(key) if all(type(flag) is bool for flag in key) else None
+
+
+def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
+    return _strided(*args, NO_FLAGS) if len(args) == 4 else NotImplemented
+
+
+def _rebuild_tensor_v2(args: tuple[Any, ...]) -> Any:
+    if not 6 <= len(args) <= 7 or not _no_hooks(args[5]):
+        return NotImplemented
+    flags = _tensor_flags(args[4], args[6] if len(args) == 7 else None)
+    return NotImplemented if flags is None else _strided(args[0], args[1], args[2], args[3], flags)
+
+
+def _rebuild_tensor_v3(args: tuple[Any, ...]) -> Any:
+    if not 7 <= len(args) <= 8 or not _no_hooks(args[5]):
+        return NotImplemented
+    flags, dtype = _tensor_flags(args[4], args[7] if len(args) == 8 else None), dtype_of(args[6])
+    return (
+        NotImplemented if flags is None or dtype is None else _strided(args[0], args[1], args[2], args[3], flags, dtype)
+    )
+
+
+def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
+    if len(args) != 3 or type(args[1]) is not bool or not _no_hooks(args[2]):
+        return NotImplemented
+    data = args[0]
+    if isinstance(data, Composite):
+        return Composite(Object(REBUILD_PARAMETER, args), data.kind, data.dtype, data.shape)
+    if not isinstance(data, TensorEntry) or data.flags.requires_grad or data.flags.parameter:
+        return NotImplemented
+    flags = Flags(args[1], True, data.flags.conj, data.flags.neg)
+    return TensorEntry(data.storage, data.dtype, data.shape, data.stride, data.offset, flags)
+
+
+def _composite(
+    name: str,
+    understand: Callable[[tuple[Any, ...]], tuple[str, DType | None, Any] | None],
+    module: str = "torch._utils",
+) -> Any:
+    """A builder that keeps the call whole and reads its kind, element type and shape off the arguments."""
+    fn = Global(module, name)
+
+    def build(args: tuple[Any, ...]) -> Any:
+        understood = understand(args)
+        if understood is None:
+            return NotImplemented
+        kind, dtype, shape = understood
+        return Composite(Object(fn, args), kind, dtype, _as_sizes(shape) if shape is not None else None)
+
+    return fn, build
+
+
+def _as_sizes(value: Any) -> tuple[int, ...]:
+    """The numbers of a shape, given as a tuple, a list or a `torch.Size`."""
+    if isinstance(value, Object) and value.fn is SIZE and len(value.args) == 1:
+        value = value.args[0]
+    if isinstance(value, (list, tuple)) and all(type(size) is int for size in value):
+        return tuple(value)
+    raise BadTensor("a tensor whose shape is not a list of numbers")
+
+
+def _tensor_like(value: Any) -> bool:
+    return isinstance(value, (TensorEntry, Composite))
+
+
+def _parameter_with_state(args: tuple[Any, ...]) -> Any:
+    if len(args) != 4 or not _tensor_like(args[0]) or not _no_hooks(args[2]):
+        return None
+    return "parameter with attributes", args[0].dtype, args[0].shape
+
+
+def _from_type(args: tuple[Any, ...]) -> Any:
+    """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, and the class that its result is viewed as."""
+    if len(args) not in (3, 4) or type(args[1]) is not Global or type(args[2]) is not tuple:
+        return None
+    builder = BUILDERS.get(args[0]) if type(args[0]) is Global and args[0].module == "torch._utils" else None
+    inner = builder(args[2]) if builder is not None else NotImplemented
+    if not _tensor_like(inner):
+        return None
+    plain = str(args[1]) in (
+        "torch.Tensor",
+        "torch._tensor.Tensor",
+        "torch.nn.parameter.Parameter",
+        "torch.nn.parameter.Buffer",
+    )
+    return ("with attributes" if plain else f"{args[1]}"), inner.dtype, inner.shape
+
+
+def _quantized(args: tuple[Any, ...]) -> Any:
+    if len(args) != 7 or type(args[0]) is not StorageRef or args[0].dtype is None or not _no_hooks(args[6]):
+        return None
+    if args[0].dtype.name not in ("qu4x2", "qu2x4"):  # packed types count several elements to a byte
+        check_view(args[0].storage, args[0].dtype, args[2], args[3], args[1])
+    return "quantized", args[0].dtype, args[2]
+
+
+def _sparse(args: tuple[Any, ...]) -> Any:
+    """`(layout, (indices, values, size[, is_coalesced]))`, or for compressed layouts `(layout, (compressed, plain, values, size))`."""
+    if len(args) != 2 or not isinstance(args[0], Object) or type(args[1]) is not tuple or len(args[1]) < 3:
+        return None
+    layout = str(args[0].args[0]).removeprefix("torch.").replace("_", " ") if args[0].args else "sparse"
+    at = 1 if "coo" in layout else 2
+    values, size = args[1][at : at + 2] if len(args[1]) > at + 1 else (None, None)
+    return (layout, values.dtype, size) if isinstance(values, TensorEntry) else None
+
+
+def _sparse_csr(args: tuple[Any, ...]) -> Any:
+    if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) != 4 or not isinstance(args[0][2], TensorEntry):
+        return None
+    return "sparse csr", args[0][2].dtype, args[0][3]
+
+
+def _nested(args: tuple[Any, ...]) -> Any:
+    return ("nested", args[0].dtype, None) if len(args) == 4 and isinstance(args[0], TensorEntry) else None
+
+
+def _meta(args: tuple[Any, ...]) -> Any:
+    return ("meta", dtype_of(args[0]), args[1]) if len(args) == 4 and dtype_of(args[0]) else None
+
+
+def _wrapper(args: tuple[Any, ...]) -> Any:
+    return (str(args[0]), dtype_of(args[1]), args[2]) if len(args) >= 7 and type(args[0]) is Global else None
+
+
+def _device_numpy(args: tuple[Any, ...]) -> Any:
+    if len(args) != 4 or not isinstance(args[0], Object):
+        return None
+    state = args[0].state
+    shape = state[1] if type(state) is tuple and len(state) == 5 else None
+    return "device", dtype_of(args[1]), shape
+
+
+def _device_cpu_tensor(args: tuple[Any, ...]) -> Any:
+    return ("device", args[0].dtype, args[0].shape) if len(args) == 4 and _tensor_like(args[0]) else None
+
+
+# Plain values --------------------------------------------------------------------------------------------------------
+
+
+def _ordered_dict(args: tuple[Any, ...]) -> Any:
+    if not args:
+        return OrderedDict()
+    pairs = args[0]  # Python 2 gave the items as a list of pairs
+    if (
+        len(args) != 1
+        or not isinstance(pairs, list)
+        or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs)
+    ):
+        return NotImplemented
+    if not all(isinstance(pair[0], (str, int, bytes)) for pair in pairs):
+        return NotImplemented
+    return OrderedDict((pair[0], pair[1]) for pair in pairs)
+
+
+def _set(frozen: bool) -> Callable[[tuple[Any, ...]], Any]:
+    def build(args: tuple[Any, ...]) -> Any:
+        if len(args) != 1 or not isinstance(args[0], (list, tuple)) or not all(map(is_hashable, args[0])):
+            return NotImplemented
+        return Set(list(args[0]), frozen)
+
+    return build
+
+
+def _complex(args: tuple[Any, ...]) -> Any:
+    return complex(*args) if len(args) == 2 and all(type(a) is float for a in args) else NotImplemented
+
+
+def _latin1_bytes(args: tuple[Any, ...]) -> Any:
+    """`_codecs.encode(text, "latin1")`: how protocol 2 spells bytes. Any other codec stays a call."""
+    if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
+        return NotImplemented
+    try:
+        return args[0].encode("latin-1")
+    except UnicodeEncodeError:
+        return NotImplemented
+
+
+def _bytes(args: tuple[Any, ...]) -> Any:
+    return NotImplemented if args else b""
+
+
+def _bytearray(args: tuple[Any, ...]) -> Any:
+    if not args:
+        return bytearray()
+    data = args[0] if len(args) == 1 and type(args[0]) is bytes else _latin1_bytes(args)
+    return NotImplemented if data is NotImplemented else bytearray(data)
+
+
+def _reconstructor(args: tuple[Any, ...]) -> Any:
+    """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 make an object without calling its class."""
+    if (
+        len(args) == 3
+        and type(args[0]) is Global
+        and isinstance(args[1], Global)
+        and args[1].name == "object"
+        and args[2] is None
+    ):
+        return Object(args[0], (), "new")
+    return NotImplemented
+
+
+BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
+    Global("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    REBUILD_TENSOR_V2: _rebuild_tensor_v2,
+    REBUILD_TENSOR_V3: _rebuild_tensor_v3,
+    REBUILD_PARAMETER: _rebuild_parameter,
+    ORDERED_DICT: _ordered_dict,
+    Global("_codecs", "encode"): _latin1_bytes,
+    **dict(
+        (
+            _composite("_rebuild_parameter_with_state", _parameter_with_state),
+            _composite("_rebuild_from_type_v2", _from_type, "torch._tensor"),
+            _composite("_rebuild_from_type_v2", _from_type, "torch.tensor"),
+            _composite("_rebuild_from_type", _from_type, "torch._tensor"),
+            _composite("_rebuild_from_type", _from_type, "torch.tensor"),
+            _composite("_rebuild_qtensor", _quantized),
+            _composite("_rebuild_sparse_tensor", _sparse),
+            _composite("_rebuild_sparse_csr_tensor", _sparse_csr),
+            _composite("_rebuild_nested_tensor", _nested),
+            _composite("_rebuild_meta_tensor_no_storage", _meta),
+            _composite("_rebuild_wrapper_subclass", _wrapper),
+            _composite("_rebuild_device_tensor_from_numpy", _device_numpy),
+            _composite("_rebuild_xla_tensor", _device_numpy),
+            _composite("_rebuild_device_tensor_from_cpu_tensor", _device_cpu_tensor),
+        )
+    ),
+    **{Global(module, "set"): _set(False) for module in ("builtins", "__builtin__")},
+    **{Global(module, "frozenset"): _set(True) for module in ("builtins", "__builtin__")},
+    **{Global(module, "complex"): _complex for module in ("builtins", "__builtin__")},
+    **{Global(module, "bytes"): _bytes for module in ("builtins", "__builtin__")},
+    **{Global(module, "bytearray"): _bytearray for module in ("builtins", "__builtin__")},
+    **{Global(module, "_reconstructor"): _reconstructor for module in ("copyreg", "copy_reg")},
+}
+
+
+def rebuilt(made: Object) -> Composite:
+    """The composite of a rebuild call whose arguments were replaced (other storages, another location)."""
+    value = BUILDERS[made.fn](made.args)
+    if not isinstance(value, Composite):
+        raise BadTensor(f"{made.name}: its arguments no longer make a tensor")
+    return value

@@ -1,0 +1,301 @@
+"""Ways through a tree: everything in it with its path, one thing by its address, and a copy with parts replaced.
+
+Trees may share containers and contain themselves; nothing here recurses on them. A path is a tuple of keys and indices; an address is
+its text, `state_dict/fc.weight`, with `/` and `~` in a key written `~1` and `~0` (RFC 6901).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tensor, TensorEntry
+from ckptool.errors import Ambiguous, UnsafeObject, UsageError, listed, printable
+from ckptool.nodes import MISSING, Object, OrderedDict, Set
+from ckptool.pickles.known import is_known_call
+from ckptool.pickles.torch_objects import rebuilt
+
+Path = tuple[Any, ...]
+Leaf = Callable[[Any], Any]
+
+# A container that stands in several places is walked each time, up to so many nodes in all; after that only once.
+REPEATED_NODES = 200_000
+
+_CONTAINERS = (dict, list, tuple, Set, Object)
+
+
+def children(node: Any) -> Iterator[tuple[Any, Any]]:
+    """The parts of `node` that a path can lead to, with their segment; nothing for leaves and tensors."""
+    if isinstance(node, dict):
+        yield from node.items()
+        if isinstance(node, OrderedDict) and node.attributes:
+            yield from node.attributes.items()
+    elif isinstance(node, (list, tuple)):
+        yield from enumerate(node)
+    elif isinstance(node, Set):
+        yield from enumerate(node.items)
+    elif isinstance(node, Object):
+        yield from _object_children(node)
+
+
+def _object_children(node: Object) -> Iterator[tuple[Any, Any]]:
+    if isinstance(node.fn, _CONTAINERS):
+        yield "(callable)", node.fn
+    if node.args:
+        yield "(args)", node.args
+    if node.kwargs:
+        yield "(kwargs)", node.kwargs
+    yield from (node.items or {}).items()
+    yield from enumerate(node.elements or ())
+    attributes = node.attributes
+    if attributes:
+        yield from attributes.items()
+    elif node.state is not MISSING and node.state is not None:
+        yield "(state)", node.state
+
+
+def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
+    """Every node with its path, parents first, in order. What stands in two places comes twice; what contains itself, once."""
+    yield (), tree
+    if not isinstance(tree, _CONTAINERS):
+        return
+    seen, inside, repeated = {id(tree)}, [id(tree)], 0
+    stack: list[tuple[Path, Iterator[tuple[Any, Any]]]] = [((), children(tree))]
+    while stack:
+        path, below = stack[-1]
+        for segment, node in below:
+            here = (*path, segment)
+            yield here, node
+            if isinstance(node, _CONTAINERS) and node:
+                if id(node) in seen:
+                    if id(node) in inside or repeated > REPEATED_NODES:
+                        continue
+                    repeated += _width(node)
+                seen.add(id(node))
+                inside.append(id(node))
+                stack.append((here, children(node)))
+                break
+        else:
+            stack.pop()
+            inside.pop()
+
+
+def _width(node: Any) -> int:
+    return 1 + len(node) if isinstance(node, (dict, list, tuple)) else 8
+
+
+def tensors(tree: Any) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor with its path: the same tensor under two names twice, a composite as one."""
+    for path, node in walk(tree):
+        if isinstance(node, (TensorEntry, Composite)):
+            yield path, node
+
+
+def storages(tree: Any) -> Iterator[Storage]:
+    """Every storage that the tree refers to, once, in the order in which it is met."""
+    seen: set[int] = set()
+    for _, node in walk(tree):
+        parts = (
+            node.parts()
+            if isinstance(node, Composite)
+            else (node,)
+            if isinstance(node, (TensorEntry, StorageRef))
+            else ()
+        )
+        for part in parts:
+            if id(part.storage) not in seen:
+                seen.add(id(part.storage))
+                yield part.storage
+
+
+# Addresses -----------------------------------------------------------------------------------------------------------
+
+
+def segment_text(segment: Any) -> str:
+    """A segment as it stands in an address: `fc.weight`, `0`, `a~1b` for the key `a/b`."""
+    return str(segment).replace("~", "~0").replace("/", "~1")
+
+
+def address(path: Path) -> str:
+    """A path as text; the empty text for the whole."""
+    return "/".join(map(segment_text, path))
+
+
+def find(tree: Any, text: str) -> tuple[Path, Any]:
+    """The path and node that an address leads to; the whole tree for an empty one.
+
+    Raises `UsageError` where nothing is there (with what is), `Ambiguous` where the keys 0 and '0' both are.
+    """
+    path: Path = ()
+    node = tree
+    for part in text.strip("/").split("/") if text.strip("/") else ():
+        matches = [(segment, child) for segment, child in children(node) if segment_text(segment) == part]
+        if not matches:
+            there = [printable(segment_text(segment)) for segment, _ in children(node)]
+            where = f"in {printable(address(path))}" if path else "at the top"
+            raise UsageError(
+                f"there is no {printable(part)} {where}",
+                f"There are: {listed(there, 12)}." if there else "There is nothing below it.",
+                f"Did you mean {close}?" if (close := _closest(part, there)) else "",
+            )
+        if len(matches) > 1:
+            raise Ambiguous(
+                f"{printable(part)} names {len(matches)} entries of {printable(address(path)) or 'the top'}: {listed([repr(s) for s, _ in matches])}"
+            )
+        path, node = (*path, matches[0][0]), matches[0][1]
+    return path, node
+
+
+def _closest(word: str, there: list[str]) -> str | None:
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word, there[:2000], 1)), None)
+
+
+# Copies with changes -------------------------------------------------------------------------------------------------
+
+
+def rebuild(tree: Any, leaf: Leaf | None = None, replaced: Mapping[int, Any] | None = None) -> Any:
+    """A copy of the tree in which `leaf` was applied to every tensor and storage, and containers were replaced by others.
+
+    leaf: `TensorEntry` or `StorageRef` -> the same kind; applied once to each object, also inside composites.
+    replaced: id of a container -> the container to copy in its place (its parts are parts of the old tree).
+    Sharing, cycles, order and types stay as they are.
+    """
+    return _Copier(leaf, replaced or {}).copy(tree)
+
+
+class _Copier:
+    def __init__(self, leaf: Leaf | None, replaced: Mapping[int, Any]) -> None:
+        self.leaf, self.replaced = leaf, replaced
+        self.copies: dict[int, Any] = {}
+        self.alive: list[Any] = []  # replacements, so that no id is used twice
+        self.unfilled: list[tuple[Any, Any]] = []
+
+    def copy(self, tree: Any) -> Any:
+        result = self.of(tree)
+        while self.unfilled:
+            self._fill(*self.unfilled.pop())
+        return result
+
+    def of(self, node: Any) -> Any:
+        """The copy of a node. Containers that can be changed are made empty and filled later, so that cycles end."""
+        kind = type(node)
+        if kind is str or kind is int or node is None:
+            return node
+        known = self.copies.get(id(node))
+        if known is not None:
+            return known
+        source = self.replaced.get(id(node), node)
+        if isinstance(source, (TensorEntry, StorageRef)):
+            made = self.leaf(source) if self.leaf is not None else source
+        elif isinstance(source, (dict, list, Set, Object)):
+            made = _empty(source)
+            self.alive.append(source)
+            self.unfilled.append((source, made))
+        elif isinstance(source, (tuple, Composite)):
+            made = self._immutable(source)
+        else:
+            return source
+        self.copies[id(node)] = made
+        return made
+
+    def _immutable(self, node: Any) -> Any:
+        """Tuples and composites need their parts first: those below are made before those above, without recursion."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            pending = [
+                part
+                for part in _parts(top)
+                if isinstance(part, (tuple, Composite)) and part != () and id(part) not in self.copies
+            ]
+            if pending:
+                stack += pending
+                continue
+            stack.pop()
+            if isinstance(top, Composite):
+                args = tuple(self.of(part) for part in top.made.args)
+                self.copies[id(top)] = rebuilt(Object(top.made.fn, args))
+            else:
+                self.copies[id(top)] = tuple(self.of(part) for part in top)
+        return self.copies[id(node)]
+
+    def _fill(self, old: Any, new: Any) -> None:
+        of = self.of
+        if isinstance(old, dict):
+            new.update((key if type(key) is str else of(key), of(value)) for key, value in old.items())
+            if isinstance(old, OrderedDict):
+                new.attributes = of(old.attributes)
+        elif isinstance(old, list):
+            new.extend(map(of, old))
+        elif isinstance(old, Set):
+            new.items.extend(map(of, old.items))
+        else:
+            for name in ("fn", "args", "kwargs", "items", "elements", "state"):
+                setattr(new, name, of(getattr(old, name)))
+
+
+def _parts(node: Any) -> Any:
+    return node if isinstance(node, tuple) else node.made.args
+
+
+def _empty(node: Any) -> Any:
+    if isinstance(node, OrderedDict):
+        return OrderedDict()
+    if isinstance(node, dict):
+        return {}
+    if isinstance(node, list):
+        return []
+    if isinstance(node, Set):
+        return Set([], node.frozen)
+    made = Object(node.fn, node.args, node.how)
+    made.adds = node.adds
+    return made
+
+
+def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:
+    """The tree with every storage replaced by what `function` gives for it; asked once for each, so what was tied stays tied."""
+    made: dict[int, Storage] = {}
+
+    def leaf(node: Any) -> Any:
+        storage = made.get(id(node.storage))
+        if storage is None:
+            storage = made[id(node.storage)] = function(node.storage)
+        if storage is node.storage:
+            return node
+        if isinstance(node, StorageRef):
+            return StorageRef(storage, node.dtype)
+        return TensorEntry(storage, node.dtype, node.shape, node.stride, node.offset, node.flags)
+
+    return rebuild(tree, leaf)
+
+
+# What would run ------------------------------------------------------------------------------------------------------
+
+
+def unknown_calls(checkpoint: Checkpoint) -> list[tuple[str, Object]]:
+    """The calls of functions that ckptool does not know, each with the address of where it sits."""
+    found = [
+        (address(path), node)
+        for path, node in walk(checkpoint.tree)
+        if isinstance(node, Object) and node.how == "call" and not is_known_call(node.fn)
+    ]
+    return found + [("(made and thrown away)", call) for call in checkpoint.discarded]
+
+
+def refuse_unknown_calls(checkpoint: Checkpoint, keep_unknown: bool) -> None:
+    """Raises `UnsafeObject`, naming each unknown call and its place, unless they are to be kept and can be."""
+    if keep_unknown and not checkpoint.discarded:
+        return
+    calls = unknown_calls(checkpoint)
+    if calls:
+        source = checkpoint.source or "the checkpoint"
+        names = listed([f"{printable(call.name)} at {printable(place) or 'the top'}" for place, call in calls])
+        raise UnsafeObject(
+            f"{source} calls {names}",
+            "Loading the file runs this; ckptool neither ran it nor passes it on without being told to. Nothing was written.",
+            "These calls cannot be kept: their results are thrown away."
+            if checkpoint.discarded
+            else "Pass them on as they are: --keep-unknown",
+        )
