@@ -1,0 +1,317 @@
+"""Strided views brought into row-major order, piece by piece, in bounded memory.
+
+A view is cut into rectangles of a few megabytes of output. Of each, the parts that lie close together in the storage
+are read at once (the rest of the span is thrown away), the others run by run, and numpy puts the elements in order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckptool.checkpoint import Computed, Data, FileRange, Literal, TensorEntry
+from ckptool.errors import BadTensor, LimitExceeded, UsageError, printable
+from ckptool.files import file_problem
+from ckptool.values import CHUNK, packed, resolve, scratch
+
+if TYPE_CHECKING:
+    import numpy
+
+    from ckptool.values import Array
+
+_BLOCK = 8 << 20  # bytes of output made at a time: long runs make few calls
+_PACK = 4 << 20  # bytes read for it at a time
+_PIECE = 1 << 20  # bytes per read of what lies in order already
+_KEPT = 2  # blocks kept for the next read, in all: two views can be read side by side
+
+# A gap that costs about as much to read through as another call costs. A computed storage pays more for each call.
+_GAP_FILE = 8 << 10
+_GAP_COMPUTED = 256 << 10
+
+
+def subrange(data: Data, offset: int, length: int) -> Data:
+    """`length` bytes of `data` from `offset`; a range of a file stays one, so that it can be copied by the kernel."""
+    if offset == 0 and length == data.length:
+        return data
+    if offset < 0 or length < 0 or offset + length > data.length:
+        raise BadTensor(
+            f"bytes {offset:,} to {offset + length:,} of a storage of {data.length:,} bytes",
+            "A tensor lies outside of its storage; the file contradicts itself.",
+        )
+    if isinstance(data, FileRange):
+        return FileRange(data.file, data.offset + offset, length)
+    if isinstance(data, Literal):
+        return Literal(data.content[offset : offset + length])
+    return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))))
+
+
+def fill(data: Data, offset: int, buffer: memoryview) -> None:
+    """Fills `buffer` (bytes) with what `data` holds from `offset`, without another copy where it is in a file."""
+    if isinstance(data, FileRange):
+        data.file.read_into(data.offset + offset, buffer)
+    else:
+        buffer[:] = data.read(offset, len(buffer))
+
+
+def chunks(data: Data, itemsize: int, name: str) -> Iterator[Array]:
+    """The bytes of `data`, front to back, CHUNK elements at a time, as uint8 in the scratch array called `name`."""
+    step = CHUNK * itemsize
+    for place in range(0, data.length, step):
+        raw = scratch(name, "u1", min(step, data.length - place))
+        fill(data, place, raw.data)
+        yield raw
+
+
+def row_major(entry: TensorEntry) -> Data:
+    """The stored values in row-major order, not read yet (conjugate and negative bits not applied).
+
+    Raises `BadTensor` if the view reaches outside of its storage.
+    """
+    if entry.numel == 0:
+        return Literal(b"")
+    start, stop = entry.span()
+    whole = subrange(entry.storage.data, start, stop - start)
+    if entry.is_contiguous:
+        return whole
+    return Computed(entry.nbytes, _Gather(whole, entry).read)
+
+
+def any_order(entry: TensorEntry) -> Data:
+    """The stored values, each once, in whatever order is quickest to read."""
+    return row_major(in_storage_order(entry) or entry)
+
+
+def in_storage_order(entry: TensorEntry) -> TensorEntry | None:
+    """The same values as a contiguous view with permuted dimensions; None if they leave gaps or overlap."""
+    order = storage_axes(entry)
+    turned = replace(entry, shape=tuple(entry.shape[i] for i in order), stride=tuple(entry.stride[i] for i in order))
+    return turned if turned.is_contiguous else None
+
+
+def storage_axes(entry: TensorEntry) -> list[int]:
+    """The dimensions from the one with the widest steps in the storage to the one with the narrowest."""
+    return sorted(range(len(entry.shape)), key=lambda axis: -entry.stride[axis])
+
+
+def to_numpy(entry: TensorEntry) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.generic]]:
+    """A new array of the values, conjugate and negative bits applied.
+
+    bf16 and float8 are ml_dtypes types, quantized types their integers. Raises `Unsupported` for what numpy cannot hold
+    (complex32, packed types), `LimitExceeded` where memory does not suffice.
+    """
+    import numpy
+
+    if entry.dtype.numpy is None or len(entry.shape) > 64:
+        raise packed(entry.dtype)
+    try:
+        array = numpy.empty(entry.numel, entry.dtype.to_numpy())
+    except (MemoryError, ValueError) as error:
+        raise LimitExceeded(
+            f"{entry!r} takes {entry.nbytes:,} bytes of memory",
+            "That is more than there is.",
+            "Look at a part: --slice '0:4'.",
+        ) from error
+    raw = array.view(numpy.uint8)
+    data = row_major(entry)
+    for place in range(0, len(raw), _PIECE):
+        fill(data, place, raw[place : place + _PIECE].data)
+    resolve(raw, entry.dtype, entry.flags)
+    return array.reshape(entry.shape)
+
+
+class _Gather:
+    """The row-major bytes of a view of `data`, made block by block.
+
+    A block is `rows` rows of the dimension `axis`, with everything below it, at one place of the dimensions above it.
+    """
+
+    __slots__ = ("axis", "data", "itemsize", "length", "rows", "sizes", "strides", "tail")
+
+    def __init__(self, data: Data, entry: TensorEntry) -> None:
+        self.data = data
+        self.length = entry.nbytes
+        self.itemsize = entry.dtype.itemsize
+        self.sizes, self.strides = _merged(entry.shape, entry.stride)
+        room = _BLOCK // self.itemsize
+        self.axis = next(axis for axis in range(len(self.sizes)) if prod(self.sizes[axis + 1 :]) <= room)
+        self.tail = prod(self.sizes[self.axis + 1 :])
+        self.rows = min(self.sizes[self.axis], room // self.tail)
+
+    def read(self, offset: int, length: int) -> bytes:
+        stop = min(offset + length, self.length)
+        parts = []
+        while offset < stop:
+            start, block = self._block(offset // self.itemsize)
+            end = min(stop, start + len(block))
+            parts.append(block[offset - start : end - start].tobytes())
+            if end == start + len(block):
+                _forget(self)
+            offset = end
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _block(self, element: int) -> tuple[int, Array]:
+        """The block that `element` is in: where it starts in the output, in bytes, and its bytes."""
+        per_lead = self.sizes[self.axis] * self.tail
+        lead, rest = divmod(element, per_lead)
+        row = rest // self.tail // self.rows * self.rows
+        start = (lead * per_lead + row * self.tail) * self.itemsize
+        for owner, kept_start, kept in _recent:
+            if owner is self and kept_start == start:
+                return start, kept
+        block = self._make(lead, row)
+        _keep(self, start, block)
+        return start, block
+
+    def _make(self, lead: int, row: int) -> Array:
+        import numpy
+
+        base = row * self.strides[self.axis]
+        for size, stride in zip(self.sizes[: self.axis][::-1], self.strides[: self.axis][::-1], strict=True):
+            lead, index = divmod(lead, size)
+            base += index * stride
+        count = min(self.rows, self.sizes[self.axis] - row)
+        out = numpy.empty((count, *self.sizes[self.axis + 1 :]), f"V{self.itemsize}")
+        _collect(self.data, base, self.strides[self.axis :], out)
+        return out.reshape(-1).view(numpy.uint8)
+
+
+# Blocks live here and not in their readers: a tree may hold thousands of views, and each would keep its last block.
+_recent: list[tuple[_Gather, int, Array]] = []
+
+
+def _keep(owner: _Gather, start: int, block: Array) -> None:
+    _forget(owner)
+    _recent.append((owner, start, block))
+    del _recent[:-_KEPT]
+
+
+def _forget(owner: _Gather) -> None:
+    _recent[:] = [kept for kept in _recent if kept[0] is not owner]
+
+
+def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same view in fewer dimensions: those of size 1 dropped, those that continue each other joined."""
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, step in zip(shape, stride, strict=True):
+        if size == 1:
+            continue
+        if sizes and strides[-1] == size * step:
+            sizes[-1] *= size
+            strides[-1] = step
+        else:
+            sizes.append(size)
+            strides.append(step)
+    return tuple(sizes), tuple(strides)
+
+
+def _collect(data: Data, base: int, strides: tuple[int, ...], out: Array) -> None:
+    """Fills `out` with the elements at `base + sum(index * stride)` of `data`; all counted in elements."""
+    gap = (_GAP_COMPUTED if isinstance(data, Computed) else _GAP_FILE) // out.itemsize
+    outer, span = _runs(out.shape, strides, gap)
+    if span * prod(out.shape[axis] for axis in outer) * out.itemsize <= _PACK:
+        _collect_runs(data, base, strides, outer, span, out)
+        return
+    widest = max(range(out.ndim), key=lambda axis: (out.shape[axis] - 1) * strides[axis])
+    half = out.shape[widest] // 2
+    before = (slice(None),) * widest
+    _collect(data, base, strides, out[(*before, slice(half))])
+    _collect(data, base + half * strides[widest], strides, out[(*before, slice(half, None))])
+
+
+def _runs(shape: tuple[int, ...], strides: tuple[int, ...], gap: int) -> tuple[list[int], int]:
+    """The dimensions whose every index is worth a read of its own, widest first; the elements that one read spans."""
+    axes = sorted(range(len(shape)), key=strides.__getitem__)
+    span = 1
+    while axes and strides[axes[0]] - span <= gap:
+        axis = axes.pop(0)
+        span += (shape[axis] - 1) * strides[axis]
+    return axes[::-1], span
+
+
+def _collect_runs(data: Data, base: int, strides: tuple[int, ...], outer: list[int], span: int, out: Array) -> None:
+    """Reads one run of `span` elements for each index of the `outer` dimensions, then puts the elements in order."""
+    import numpy
+
+    starts = numpy.array([base])
+    steps = [stride * out.itemsize for stride in strides]
+    packed_step = span * out.itemsize * prod(out.shape[axis] for axis in outer)
+    for axis in outer:
+        starts = (starts[:, None] + numpy.arange(out.shape[axis]) * strides[axis]).reshape(-1)
+        packed_step //= out.shape[axis]
+        steps[axis] = packed_step
+    runs = numpy.empty(len(starts) * span * out.itemsize, numpy.uint8)
+    _read_runs(data, (starts * out.itemsize).tolist(), span * out.itemsize, runs.data)
+    out[...] = numpy.ndarray(out.shape, out.dtype, runs.data, strides=steps)
+
+
+def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -> None:
+    """Fills `buffer` with `length` bytes from each of `starts`, one after the other."""
+    if not isinstance(data, FileRange):
+        for place, start in zip(range(0, len(buffer), length), starts, strict=True):
+            buffer[place : place + length] = data.read(start, length)
+        return
+    preadv, fd, shift = os.preadv, data.file.fd, data.offset
+    try:
+        for place, start in zip(range(0, len(buffer), length), starts, strict=True):
+            run = buffer[place : place + length]
+            if preadv(fd, [run], shift + start) != length:
+                data.file.read_into(shift + start, run)
+    except OSError as error:
+        raise file_problem(error, data.file.path, "read") from error
+
+
+def slice_view(entry: TensorEntry, text: str) -> TensorEntry:
+    """The part of a tensor that numpy-like text names: `'0:4,:'`, `'3'`, `'...,-1'`, `'::2'`. Nothing is read.
+
+    Steps are positive. Raises `UsageError`, which names the shape, for text that does not fit.
+    """
+    shape: list[int] = []
+    stride: list[int] = []
+    offset = entry.offset
+    for part, size, step in zip(_parts(entry, text), entry.shape, entry.stride, strict=True):
+        chosen = _chosen(part, size)
+        if chosen is None:
+            raise _bad_slice(entry, text, f"{part!r} does not fit a dimension of size {size:,}.")
+        if len(chosen):
+            offset += chosen[0] * step
+        if ":" in part:
+            shape.append(len(chosen))
+            stride.append(step * chosen.step)
+    return replace(entry, shape=tuple(shape), stride=tuple(stride), offset=offset)
+
+
+def _parts(entry: TensorEntry, text: str) -> Iterator[str]:
+    """One index or slice for each dimension: `...` and what is missing at the end stand for whole dimensions."""
+    parts = [part.strip() for part in text.split(",")]
+    left = len(entry.shape) - len(parts) + parts.count("...")
+    if left < 0 or parts.count("...") > 1:
+        raise _bad_slice(entry, text, f"It has {len(parts)} parts for {len(entry.shape)} dimensions.")
+    place = parts.index("...") if "..." in parts else len(parts)
+    return iter([*parts[:place], *[":"] * left, *parts[place + 1 :]])
+
+
+def _chosen(part: str, size: int) -> range | None:
+    """The indices that `part` chooses of a dimension; None if it is malformed or outside."""
+    try:
+        numbers = [int(number) if number.strip() else None for number in part.split(":")]
+        if len(numbers) == 1 and numbers[0] is not None:
+            found = range(size)[numbers[0]]
+            return range(found, found + 1)
+        step = numbers[2] if len(numbers) == 3 else None
+        if len(numbers) in (2, 3) and (step is None or step > 0):
+            return range(*slice(numbers[0], numbers[1], step).indices(size))
+    except (ValueError, IndexError):
+        pass
+    return None
+
+
+def _bad_slice(entry: TensorEntry, text: str, why: str) -> UsageError:
+    return UsageError(
+        f"the slice '{printable(text)}' does not fit the shape {list(entry.shape)}",
+        why,
+        "Write one part for each dimension, as in '0:4,:', '3', '...,-1' or '::2'; steps are positive.",
+    )

@@ -1,0 +1,307 @@
+"""What differs between two checkpoints, and on what evidence the rest is called the same.
+
+*Same* means: keys, types, shapes, row-major bytes and plain entries. Order, devices, strides, ties and `requires_grad` count where both
+containers can express them; the report names what was not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, StorageRef, Tensor, TensorEntry
+from ckptool.errors import UsageError
+from ckptool.nodes import Object, OrderedDict, Set
+from ckptool.prefixes import without_wrappers
+from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
+from ckptool.tree import Path, address, children, walk
+
+IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
+# What a safetensors file cannot say; two of a kind that can are compared in it.
+_ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
+
+BYTES, CHECKSUMS = "bytes", "stored checksums"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """One thing that is in both files and differs. `aspects` says in what (`shape`, `dtype`, `values`, `device`, …), old and new."""
+
+    path: Path
+    left: Any
+    right: Any
+    aspects: dict[str, tuple[Any, Any]]
+    values: ValueDifference | None = None
+
+    @property
+    def address(self) -> str:
+        return address(self.path)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Diff:
+    """What differs. `evidence`: what "same" rests on. Counts are of tensors; `same` is the verdict.
+
+    ties: groups of names that share a storage in one file and not in the other, as (side, names).
+    """
+
+    left: str
+    right: str
+    same: bool
+    evidence: str
+    tensors: int
+    equal: int
+    changed: tuple[Change, ...]
+    only_left: tuple[tuple[Path, Any], ...]
+    only_right: tuple[tuple[Path, Any], ...]
+    ties: tuple[tuple[str, tuple[str, ...]], ...]
+    order_differs: tuple[str, ...]
+    ignored: tuple[str, ...]
+    not_compared: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Found:
+    tensors: int = 0
+    equal: int = 0
+    changed: list[Change] = field(default_factory=list)
+    only_left: list[tuple[Path, Any]] = field(default_factory=list)
+    only_right: list[tuple[Path, Any]] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+
+
+def diff(
+    left: Checkpoint,
+    right: Checkpoint,
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    ignore: Collection[str] = (),
+    quick: bool = False,
+    statistics: bool = True,
+    base: Path = (),
+    remarks: tuple[str, ...] = (),
+) -> Diff:
+    """Compares two trees. `statistics=False` finds out whether values differ, not by how much; `quick` trusts equal stored checksums where both files have them.
+
+    atol, rtol: values count as equal within `atol + rtol * |right|`.  ignore: names out of `IGNORABLE`.
+    Raises `UsageError` for another name.
+    """
+    if unknown := [name for name in ignore if name not in IGNORABLE]:
+        raise UsageError(f"there is nothing called {unknown[0]!r} to ignore", f"There are: {', '.join(IGNORABLE)}.")
+    pickled = not (left.tensors_only or right.tensors_only)
+    skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
+    comparer = _Comparer(skipped, atol, rtol, quick, statistics)
+    found = comparer.compare(left.tree, right.tree, base)
+    ties = () if "ties" in skipped or not pickled else tuple(_tie_changes(left.tree, right.tree, comparer))
+    order = () if "order" in skipped or not pickled else tuple(found.order)
+    same = not (found.changed or found.only_left or found.only_right or ties or order)
+    not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES)
+    evidence = CHECKSUMS if comparer.trusted else BYTES
+    names = [str(c.source) if c.source else c.container for c in (left, right)]
+    return Diff(
+        names[0],
+        names[1],
+        same,
+        evidence,
+        found.tensors,
+        found.equal,
+        tuple(found.changed),
+        tuple(found.only_left),
+        tuple(found.only_right),
+        ties,
+        order,
+        tuple(sorted(ignore)),
+        tuple(name for name in not_compared if name not in ignore),
+        remarks,
+    )
+
+
+class _Comparer:
+    def __init__(self, skipped: set[str], atol: float, rtol: float, quick: bool, statistics: bool) -> None:
+        self.skipped, self.atol, self.rtol, self.quick, self.statistics = skipped, atol, rtol, quick, statistics
+        self.trusted = False
+        self.seen: set[tuple[int, int]] = set()
+        self.found = _Found()
+
+    def compare(self, left: Any, right: Any, base: Path) -> _Found:
+        stack = [(base, left, right)]
+        while stack:
+            path, a, b = stack.pop()
+            stack += reversed(list(self._pair(path, a, b)))
+        return self.found
+
+    def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
+        """Compares two nodes; gives the pairs of parts that are still to be compared."""
+        if isinstance(a, (TensorEntry, Composite)) and isinstance(b, (TensorEntry, Composite)):
+            self._tensors(path, a, b)
+        elif isinstance(a, StorageRef) and isinstance(b, StorageRef):
+            if a.dtype is not b.dtype or not same_bytes(a.storage.data, b.storage.data):
+                self._change(path, a, b, {"values": (a, b)})
+        elif _shape_of(a) is not None and _shape_of(a) == _shape_of(b):
+            if (id(a), id(b)) not in self.seen:
+                self.seen.add((id(a), id(b)))
+                yield from self._containers(path, a, b)
+        elif not _same_plain(a, b):
+            self._change(path, a, b, {"value": (a, b)})
+
+    def _containers(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
+        left, right = dict(self._parts(a)), dict(self._parts(b))
+        for key in left:
+            if key not in right:
+                self.found.only_left.append(((*path, _plain_key(key)), left[key][1]))
+        for key in right:
+            if key not in left:
+                self.found.only_right.append(((*path, _plain_key(key)), right[key][1]))
+        common = [key for key in left if key in right]
+        if isinstance(a, dict) and common != [key for key in right if key in left]:
+            self.found.order.append(address(path))
+        for key in common:
+            yield (*path, left[key][0]), left[key][1], right[key][1]
+
+    def _parts(self, node: Any) -> Iterator[tuple[Any, tuple[Any, Any]]]:
+        strip = "prefix" in self.skipped and isinstance(node, dict)
+        hidden = {"_metadata"} if "metadata" in self.skipped and isinstance(node, OrderedDict) else set()
+        for segment, part in children(node):
+            if segment not in hidden or (isinstance(node, dict) and segment in node):
+                key = without_wrappers(segment) if strip and type(segment) is str else segment
+                yield (type(key), key), (segment, part)
+
+    def _tensors(self, path: Path, a: Tensor, b: Tensor) -> None:
+        self.found.tensors += 1
+        aspects: dict[str, tuple[Any, Any]] = {}
+        if a.shape != b.shape:
+            aspects["shape"] = (a.shape, b.shape)
+        if a.dtype is not b.dtype and "dtype" not in self.skipped:
+            aspects["dtype"] = (a.dtype, b.dtype)
+        if a.location != b.location and "device" not in self.skipped:
+            aspects["device"] = (a.location, b.location)
+        if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
+            self._strided(a, b, aspects)
+        elif isinstance(a, TensorEntry) or isinstance(b, TensorEntry):
+            aspects["kind"] = (_kind(a), _kind(b))
+        elif not self._same_composites(a, b):
+            aspects["values"] = (None, None)
+        values = None
+        if "shape" not in aspects and isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
+            differs, values = self._values(a, b)
+            if differs:
+                aspects["values"] = (None, None)
+        if aspects:
+            self.found.changed.append(Change(path, a, b, aspects, values))
+        else:
+            self.found.equal += 1
+
+    def _strided(self, a: TensorEntry, b: TensorEntry, aspects: dict[str, tuple[Any, Any]]) -> None:
+        if "strides" not in self.skipped and "shape" not in aspects and _strides(a) != _strides(b):
+            aspects["strides"] = (a.stride, b.stride)
+        if "requires_grad" not in self.skipped:
+            for name in ("requires_grad", "parameter"):
+                if getattr(a.flags, name) != getattr(b.flags, name):
+                    aspects[name] = (getattr(a.flags, name), getattr(b.flags, name))
+
+    def _values(self, a: TensorEntry, b: TensorEntry) -> tuple[bool, ValueDifference | None]:
+        """Whether the values differ by more than the tolerance, and by how much if that was asked for."""
+        if self._same_source(a, b):
+            return False, None
+        if self.quick and _comparable_checksums(a, b):
+            self.trusted = True
+            if a.storage.crc == b.storage.crc:
+                return False, None
+        exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags[2:] == b.flags[2:]
+        if exact and not self.statistics:
+            return not same_bytes(a.row_major(), b.row_major()), None
+        found = compare_values(a, b, self.atol, self.rtol)
+        return found is not None and not found.within_tolerance, found
+
+    @staticmethod
+    def _same_source(a: TensorEntry, b: TensorEntry) -> bool:
+        """One view of one and the same block of bytes: there is nothing to read."""
+        same_view = (a.dtype, a.shape, a.stride, a.offset, a.flags[2:]) == (
+            b.dtype,
+            b.shape,
+            b.stride,
+            b.offset,
+            b.flags[2:],
+        )
+        return same_view and a.storage.data is b.storage.data
+
+    def _same_composites(self, a: Composite, b: Composite) -> bool:
+        inner = _Comparer(self.skipped | {"order"}, self.atol, self.rtol, self.quick, self.statistics)
+        found = inner.compare(a.made, b.made, ())
+        self.trusted |= inner.trusted
+        return not (found.changed or found.only_left or found.only_right)
+
+    def _change(self, path: Path, a: Any, b: Any, aspects: dict[str, tuple[Any, Any]]) -> None:
+        self.found.changed.append(Change(path, a, b, aspects))
+
+
+def _shape_of(node: Any) -> Any:
+    """What two containers have in common when their parts can be compared one by one; None for leaves."""
+    if isinstance(node, dict):
+        return "dictionary"
+    if isinstance(node, (list, tuple)):
+        return type(node)
+    if isinstance(node, Set):
+        return "set", node.frozen, len(node.items)
+    if isinstance(node, Object):
+        return "object", node.name, node.how
+    return None
+
+
+def _plain_key(key: tuple[type, Any]) -> Any:
+    return key[1]
+
+
+def _same_plain(a: Any, b: Any) -> bool:
+    """Equal values of one type; NaN equals NaN, and 0.0 is not -0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return a.hex() == b.hex() or (a != a and b != b)
+    if isinstance(a, complex):
+        return _same_plain(a.real, b.real) and _same_plain(a.imag, b.imag)
+    return a is b or bool(a == b)
+
+
+def _kind(tensor: Tensor) -> str:
+    return tensor.kind if isinstance(tensor, Composite) else "plain"
+
+
+def _strides(entry: TensorEntry) -> tuple[int, ...]:
+    """Strides as far as they matter: not those of axes with one element, and none of an empty tensor."""
+    if not entry.numel:
+        return ()
+    return tuple(stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size != 1)
+
+
+def _comparable_checksums(a: TensorEntry, b: TensorEntry) -> bool:
+    whole = all(entry.storage.crc is not None and entry.storage.nbytes for entry in (a, b))
+    same_view = (a.dtype, a.stride, a.offset, a.flags[2:]) == (b.dtype, b.stride, b.offset, b.flags[2:])
+    return whole and same_view and a.storage.nbytes == b.storage.nbytes
+
+
+def _tie_changes(left: Any, right: Any, comparer: _Comparer) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Groups of names that share a storage on one side only, among the names that both sides have."""
+    lefts, rights = _storage_by_name(left, comparer), _storage_by_name(right, comparer)
+    common = lefts.keys() & rights.keys()
+    for side, mine, other in (("left", lefts, rights), ("right", rights, lefts)):
+        by_storage: dict[int, list[str]] = {}
+        for name, storage in mine.items():
+            if name in common:
+                by_storage.setdefault(storage, []).append(name)
+        for names in by_storage.values():
+            if len(names) > 1 and len({other[name] for name in names}) > 1:
+                yield side, tuple(names)
+
+
+def _storage_by_name(tree: Any, comparer: _Comparer) -> dict[str, int]:
+    strip = "prefix" in comparer.skipped
+    names: dict[str, int] = {}
+    for path, node in walk(tree):
+        if isinstance(node, TensorEntry) and node.storage.nbytes:
+            parts = tuple(without_wrappers(part) if strip and type(part) is str else part for part in path)
+            names[address(parts)] = id(node.storage)
+    return names

@@ -1,0 +1,123 @@
+"""What the values of a tensor look like: range, mean, spread, and what is wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.gather import any_order, chunks
+from ckptool.values import dot, numbers, resolve, scratch
+
+if TYPE_CHECKING:
+    from ckptool.values import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Facts about the values of one tensor.
+
+    count, zeros, nans, infs: elements.  min, max, mean, std, norm: of the finite ones, None where there is none.
+    Minimum and maximum of integers are exact ints; everything else is computed in f64. `std` divides by n - 1, as
+    torch's default does (None for one value). `norm` is the Euclidean norm. Complex values count by magnitude, bool as
+    0 and 1, quantized as their integers.
+    """
+
+    count: int
+    min: int | float | None
+    max: int | float | None
+    mean: float | None
+    std: float | None
+    norm: float | None
+    zeros: int
+    nans: int
+    infs: int
+
+
+def statistics(entry: TensorEntry) -> Statistics:
+    """Reads the tensor once, in chunks, and returns its statistics. Raises `Unsupported` for packed types."""
+    import numpy
+
+    moments = _Moments()
+    with numpy.errstate(all="ignore"):
+        for raw in chunks(any_order(entry), entry.dtype.itemsize, "raw"):
+            moments.add(numbers(resolve(raw, entry.dtype, entry.flags), entry.dtype, "wide"))
+    return moments.result(entry.numel)
+
+
+class _Moments:
+    """The running statistics; chunks are merged as in Chan, Golub, LeVeque, "Updating formulae" (1979)."""
+
+    def __init__(self) -> None:
+        self.zeros = self.nans = self.infs = self.finite = 0
+        self.low: int | float | None = None
+        self.high: int | float | None = None
+        self.mean = self.squares = 0.0  # squares: of the distances from the mean
+
+    def add(self, values: Array) -> None:
+        import numpy
+
+        zero = numpy.equal(values, 0, out=scratch("mask", "?", len(values)))
+        self.zeros += int(numpy.count_nonzero(zero))
+        if values.dtype.kind == "c":
+            values = _magnitudes(values)
+        low, high = _range(values)
+        if not (numpy.isfinite(low) and numpy.isfinite(high)):
+            values = self._without_special(values)
+            if not len(values):
+                return
+            low, high = _range(values)
+        self.low = low if self.low is None else min(self.low, low)
+        self.high = high if self.high is None else max(self.high, high)
+        self._merge(values)
+
+    def _without_special(self, values: Array) -> Array:
+        import numpy
+
+        nans = int(numpy.count_nonzero(numpy.isnan(values)))
+        finite: Array = values[numpy.isfinite(values)]
+        self.nans += nans
+        self.infs += len(values) - len(finite) - nans
+        return finite
+
+    def _merge(self, values: Array) -> None:
+        import numpy
+
+        wide = scratch("f64", "f8", len(values))
+        numpy.copyto(wide, values, casting="unsafe")
+        mean = float(wide.mean())
+        numpy.subtract(wide, mean, out=wide)
+        count = self.finite + len(values)
+        apart = mean - self.mean
+        self.squares += dot(wide, wide) + apart * apart * self.finite * (len(values) / count)
+        self.mean += apart * (len(values) / count)
+        self.finite = count
+
+    def result(self, count: int) -> Statistics:
+        n = self.finite
+        return Statistics(
+            count=count,
+            min=self.low,
+            max=self.high,
+            mean=self.mean if n else None,
+            std=sqrt(self.squares / (n - 1)) if n > 1 else None,
+            norm=sqrt(self.squares + n * self.mean * self.mean) if n else None,
+            zeros=self.zeros,
+            nans=self.nans,
+            infs=self.infs,
+        )
+
+
+def _range(values: Array) -> tuple[int | float, int | float]:
+    low, high = values.min().item(), values.max().item()
+    return (int(low), int(high)) if values.dtype.kind == "b" else (low, high)
+
+
+def _magnitudes(values: Array) -> Array:
+    """The absolute values of complex numbers, in f64; NaN if either part is."""
+    import numpy
+
+    found: Array = numpy.abs(values.astype(numpy.complex128))
+    found[numpy.isnan(values)] = numpy.nan
+    return found

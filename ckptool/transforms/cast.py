@@ -1,0 +1,115 @@
+"""The floating tensors of model roots in another floating type; optimizer state, counters, complex and quantized tensors as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
+from ckptool.dtypes import DType, by_name
+from ckptool.errors import Conflict, UsageError, listed, printable
+from ckptool.roots import Root
+from ckptool.transforms.dtypes import CastTally, cast_storage
+from ckptool.transforms.select import selected
+from ckptool.tree import address, rebuild, walk
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """What a cast will do: the checkpoint, and for each storage the name of its first tensor, its old type and a tally.
+
+    The tallies fill while the values pass on their way to the output.  skipped: floating tensors that were left as they are, and why.
+    """
+
+    checkpoint: Checkpoint
+    target: DType
+    tallies: tuple[tuple[str, DType, CastTally], ...]
+    tensors: int
+    bytes_before: int
+    bytes_after: int
+    skipped: tuple[tuple[str, str], ...]
+
+
+def parse_dtype(text: str) -> DType:
+    """The floating type called `text` (`bf16`, `float16`, `torch.bfloat16`); raises `UsageError` for another."""
+    try:
+        dtype = by_name(text)
+    except KeyError:
+        dtype = None
+    if dtype is None or not dtype.is_float:
+        raise UsageError(
+            f"{printable(text)!r} is not a floating type",
+            "Casting is between floating types.",
+            "There are: f64, f32, f16, bf16, f8_e4m3fn, f8_e5m2, …",
+        )
+    return dtype
+
+
+def cast_roots(
+    checkpoint: Checkpoint, roots: Sequence[Root], target: DType, only: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Cast:
+    """Casts the floating tensors of `roots` whose keys match `only` and not `exclude`.
+
+    Raises `NoMatch` for a pattern that matches nothing, `Conflict` where a storage is also seen by a tensor that is not cast, or as
+    another type: both would change with it.
+    """
+    keys = selected([key for root in roots for key in root.node if type(key) is str], only, exclude)
+    chosen: dict[int, TensorEntry] = {}
+    names: dict[int, str] = {}
+    skipped: list[tuple[str, str]] = []
+    for root in roots:
+        for key, value in root.node.items():
+            place = address((*root.path, key))
+            if key not in keys:
+                continue
+            if isinstance(value, TensorEntry) and value.dtype.is_float:
+                if value.dtype is not target:
+                    chosen[id(value)] = value
+                    names.setdefault(id(value.storage), place)
+            elif (
+                isinstance(value, Composite) and value.dtype is not None and value.dtype.kind in ("float", "quantized")
+            ):
+                skipped.append((place, value.kind))
+    _refuse_shared(checkpoint.tree, chosen, names)
+    storages: dict[int, Storage] = {}
+    tallies: list[tuple[str, DType, CastTally]] = []
+    for entry in chosen.values():
+        if id(entry.storage) not in storages:
+            tally = CastTally()
+            tallies.append((names[id(entry.storage)], entry.dtype, tally))
+            storages[id(entry.storage)] = cast_storage(entry.storage, entry.dtype, target, tally)
+
+    def leaf(node: Any) -> Any:
+        return replace(node, storage=storages[id(node.storage)], dtype=target) if id(node) in chosen else node
+
+    tree = rebuild(checkpoint.tree, leaf)
+    before = sum(entry.nbytes for entry in chosen.values())
+    after = sum(entry.numel for entry in chosen.values()) * target.itemsize
+    return Cast(replace(checkpoint, tree=tree), target, tuple(tallies), len(chosen), before, after, tuple(skipped))
+
+
+def _refuse_shared(tree: Any, chosen: dict[int, TensorEntry], names: dict[int, str]) -> None:
+    dtypes: dict[int, DType] = {}
+    for entry in chosen.values():
+        if dtypes.setdefault(id(entry.storage), entry.dtype) is not entry.dtype:
+            raise Conflict(
+                f"the storage of {printable(names[id(entry.storage)])} is seen as two types",
+                "Converting its elements needs to know which they are.",
+            )
+    for path, node in walk(tree):
+        parts = (
+            node.parts()
+            if isinstance(node, Composite)
+            else (node,)
+            if isinstance(node, (TensorEntry, StorageRef))
+            else ()
+        )
+        clashes = [part for part in parts if id(part.storage) in names and id(part) not in chosen]
+        if clashes:
+            name = names[id(clashes[0].storage)]
+            raise Conflict(
+                f"{printable(name)} shares its storage with {printable(address(path))}, which is not cast",
+                "Both would change, or no longer be tied.",
+                f"Leave it out too: --exclude {listed([printable(name.rpartition('/')[2])])!r}",
+            )

@@ -1,0 +1,93 @@
+"""Location tags of storages: which device a checkpoint says its tensors were on."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Storage
+from ckptool.errors import NoMatch, UsageError, printable
+from ckptool.nodes import Object
+from ckptool.pickles.torch_objects import rebuilt
+from ckptool.tree import map_storages, rebuild, storages, walk
+
+# The device types that torch knows a loader for (torch/serialization.py, _package_registry); those with an index write it.
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia|npu|xla|ipu|privateuseone)(?::(\d{1,3}))?")
+_UNNUMBERED = {"cpu", "mps"}
+_ON_DEVICE = ("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_xla_tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Remapped:
+    """What a remap did: the checkpoint, how many storages moved of how many, and each move with its count."""
+
+    checkpoint: Checkpoint
+    changed: int
+    total: int
+    moves: tuple[tuple[str, str, int], ...]
+
+
+def parse_device(text: str) -> str:
+    """The location tag for a device as people write it: `cuda` is `cuda:0`, `cpu:0` is `cpu`.
+
+    Raises `UsageError` for a device that torch has no loader for, or that cannot exist.
+    """
+    match = _DEVICE.fullmatch(text.strip().lower())
+    if match is None or (match[1] in _UNNUMBERED and match[2] not in (None, "0")):
+        raise UsageError(
+            f"{printable(text)!r} is not a device",
+            "A device is cpu, mps, or a name with a number, such as cuda:0.",
+            "For example: --to cpu",
+        )
+    return match[1] if match[1] in _UNNUMBERED else f"{match[1]}:{int(match[2] or 0)}"
+
+
+def remap(checkpoint: Checkpoint, to: str | None = None, moves: Mapping[str, str] | None = None) -> Remapped:
+    """Tags every storage of the file with the device `to`, or those on one device of `moves` with its other.
+
+    Raises `NoMatch` where a device that `moves` names has no storage, `UsageError` for an impossible device.
+    """
+    target = parse_device(to) if to is not None else None
+    table = {parse_device(old): parse_device(new) for old, new in (moves or {}).items()}
+    present = Counter(storage.location for storage in storages(checkpoint.tree))
+    known = {_normal(location): location for location in present}
+    if missing := [old for old in table if old not in known]:
+        there = ", ".join(sorted(map(printable, present))) or "none"
+        raise NoMatch(f"no storage is on {missing[0]}", f"The devices in the file: {there}.")
+
+    def moved(location: str) -> str:
+        return table.get(_normal(location), target if target is not None else location)
+
+    def move(storage: Storage) -> Storage:
+        new = moved(storage.location)
+        return storage if new == storage.location else replace(storage, location=new)
+
+    tree = map_storages(checkpoint.tree, move)
+    done = {(old, moved(old)): count for old, count in present.items() if moved(old) != old}
+    tree = _without_device_calls(tree, moved) if target else tree
+    facts = tuple((old, new, count) for (old, new), count in sorted(done.items()))
+    return Remapped(replace(checkpoint, tree=tree), sum(done.values()), sum(present.values()), facts)
+
+
+def _normal(location: str) -> str:
+    try:
+        return parse_device(location)
+    except UsageError:
+        return location
+
+
+def _without_device_calls(tree: Any, moved: Any) -> Any:
+    """Composites that name their device in the call instead of a storage's tag (XLA, HPU) get the new one there."""
+    replaced: dict[int, Any] = {}
+    for _, node in walk(tree):
+        if (
+            isinstance(node, Composite)
+            and getattr(node.made.fn, "name", "") in _ON_DEVICE
+            and type(node.made.args[2]) is str
+        ):
+            args = node.made.args
+            replaced[id(node)] = rebuilt(Object(node.made.fn, (*args[:2], moved(args[2]), *args[3:])))
+    return rebuild(tree, replaced=replaced) if replaced else tree

@@ -1,0 +1,236 @@
+"""Casting: floating tensors in another floating type, with exactly the bits that torch's `tensor.to(dtype)` gives.
+
+The reference is torch 2.13 on a CPU. Everything passes through f32, as in torch, so f64 to a type smaller than f32
+rounds twice. NaN stays NaN, but its payload may change: torch's own vector and scalar code disagree about it.
+
+What does not fit (`CastTally.overflowed` unless said otherwise):
+
+    f16, bf16, f8_e5m2              infinity
+    f8_e4m3fnuz, f8_e5m2fnuz        NaN, also for infinities (they have none); -0.0 becomes 0.0
+    f8_e4m3fn                       the largest value, ±448, also for infinities; counts as a changed value
+    f8_e8m0fnu                      powers of two only: the sign is dropped, 0 becomes 2**-127, infinities NaN
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ckptool.checkpoint import Computed, Data, Storage, TensorEntry
+from ckptool.dtypes import DType
+from ckptool.errors import UsageError
+from ckptool.gather import fill
+from ckptool.values import CHUNK, numbers, scratch
+
+if TYPE_CHECKING:
+    from ckptool.values import Array
+
+
+@dataclass(slots=True)
+class CastTally:
+    """What a cast did to the values that have passed so far; each element counts once, however often it is read.
+
+    changed: the new type has no such value (NaN counts as equal to NaN).  overflowed: finite before, infinite or NaN
+    now.  underflowed: not zero before, zero now.  The errors are the largest over elements that are finite before and
+    after: absolute, and relative to the old value where that is not zero.
+    """
+
+    elements: int = 0
+    changed: int = 0
+    overflowed: int = 0
+    underflowed: int = 0
+    max_abs_error: float = 0.0
+    max_rel_error: float = 0.0
+
+
+def cast(entry: TensorEntry, target: DType, tally: CastTally | None = None) -> TensorEntry:
+    """The tensor as `target`, over a storage of its own, computed when it is read.
+
+    Raises `UsageError` unless both are floating types. To keep ties, map `cast_storage` over the storages instead.
+    """
+    if entry.dtype is target:
+        return entry
+    storage = cast_storage(entry.storage, entry.dtype, target, tally)
+    negative = entry.flags.neg and target.name != "f8_e8m0fnu"  # a type without sign
+    return replace(entry, storage=storage, dtype=target, flags=entry.flags._replace(neg=negative))
+
+
+def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTally | None = None) -> Storage:
+    """The storage with every element converted, so that shapes, strides and offsets of its views stay what they were.
+
+    Bytes at the end that make no whole element are dropped. Raises `UsageError` unless both are floating types.
+    """
+    for dtype in (source, target):
+        if not dtype.is_float:
+            raise UsageError(
+                f"cannot cast {source.name} to {target.name}: {dtype.name} is not a floating type",
+                "Casting rounds values; integers, complex and quantized tensors are left as they are.",
+                "Choose one of f64, f32, f16, bf16, f8_e4m3fn, f8_e5m2, f8_e4m3fnuz, f8_e5m2fnuz, f8_e8m0fnu.",
+            )
+    if source is target:
+        return storage
+    reader = _Cast(storage.data, source, target, tally)
+    length = storage.nbytes // source.itemsize * target.itemsize
+    return Storage(Computed(length, reader.read, (storage,)), storage.location)
+
+
+class _Cast:
+    """The bytes of `data`, elements of `source`, as elements of `target`."""
+
+    __slots__ = ("data", "elements", "seen", "source", "tally", "target")
+
+    def __init__(self, data: Data, source: DType, target: DType, tally: CastTally | None) -> None:
+        self.data = data
+        self.source = source
+        self.target = target
+        self.elements = data.length // source.itemsize
+        self.tally = tally
+        self.seen: list[int] = []
+
+    def read(self, offset: int, length: int) -> bytes:
+        size = self.target.itemsize
+        stop = min(self.elements, -(-(offset + length) // size))
+        parts = [self._chunk(place, min(place + CHUNK, stop)) for place in range(offset // size, stop, CHUNK)]
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        skip = offset % size
+        return data if len(data) == length and not skip else data[skip : skip + length]
+
+    def _chunk(self, start: int, stop: int) -> bytes:
+        import numpy
+
+        size = self.source.itemsize
+        raw = scratch("cast raw", "u1", (stop - start) * size)
+        fill(self.data, start * size, raw.data)
+        with numpy.errstate(all="ignore"):
+            before = numbers(raw, self.source, "cast before")
+            after = _rounded(before, self.target)
+            if self.tally is not None:
+                for first, last in _unseen(self.seen, start, stop):
+                    self._count(self.tally, before[first - start : last - start], after[first - start : last - start])
+        return after.tobytes()
+
+    def _count(self, tally: CastTally, before: Array, after: Array) -> None:
+        import numpy
+
+        tally.elements += len(before)
+        if self.target.itemsize >= 4 and before.itemsize <= self.target.itemsize:
+            return  # every value of the smaller types exists in f32, and every f32 in f64
+        back = numbers(after.view(numpy.uint8), self.target, "cast back")
+        if before.itemsize > back.itemsize or self.target.name == "f8_e8m0fnu":
+            # Without a sign, the difference from a negative value may be too large for f32.
+            before, back = before.astype(numpy.float64), back.astype(numpy.float64)
+        _count_losses(tally, before, back)
+
+
+def _rounded(values: Array, target: DType) -> Array:
+    """`values` (f32 or f64) as `target`, the way torch rounds; float8 as the bytes of its patterns."""
+    import numpy
+
+    if target.name != "f64" and values.dtype != numpy.float32:
+        numpy.copyto(single := scratch("cast single", "f4", len(values)), values, casting="same_kind")
+        values = single
+    out = scratch("cast after", f"u{target.itemsize}", len(values))
+    if target.itemsize > 1:
+        out = out.view(target.to_numpy())
+        numpy.copyto(out, values, casting="unsafe")
+        return out
+    return _f8_table(target).take(_upper_half(values.view(numpy.uint32)), out=out, mode="clip")
+
+
+def _upper_half(patterns: Array) -> Array:
+    """The upper 16 bits of f32 patterns, the lowest of them set if any bit below was.
+
+    Seven bits of mantissa and one that says "and a little more" are enough to round to a float8 as if all were there.
+    """
+    import numpy
+
+    upper = numpy.bitwise_and(patterns, 0xFFFF, out=scratch("cast upper", "u4", len(patterns)))
+    numpy.add(upper, 0xFFFF, out=upper)
+    numpy.bitwise_or(upper, patterns, out=upper)
+    return numpy.right_shift(upper, 16, out=upper)
+
+
+@cache
+def _f8_table(target: DType) -> Array:
+    """The float8 pattern for every upper half of a f32 pattern."""
+    import numpy
+
+    upper = numpy.arange(1 << 16, dtype=numpy.uint32) << 16
+    if target.name == "f8_e8m0fnu":
+        return _power_of_two(upper)
+    values = upper.view(numpy.float32)
+    if target.name == "f8_e4m3fn":  # torch saturates, ml_dtypes makes NaN
+        values = numpy.clip(values, -448, 448)
+    with numpy.errstate(all="ignore"):
+        return values.astype(target.to_numpy()).view(numpy.uint8)
+
+
+def _power_of_two(patterns: Array) -> Array:
+    """The exponent byte of f32 patterns, rounded to nearest; a half goes up, but down below the smallest normal number.
+
+    As in torch/headeronly/util/Float8_e8m0fnu.h: infinities and NaN give 0xFF, and so does rounding up from 2**127.
+    """
+    import numpy
+
+    exponent = (patterns >> 23) & 0xFF
+    mantissa = patterns & 0x7FFFFF
+    up = numpy.where(exponent > 0, mantissa >= 0x400000, mantissa > 0x400000) & (exponent < 0xFF)
+    return (exponent + up).astype(numpy.uint8)
+
+
+def _count_losses(tally: CastTally, before: Array, back: Array) -> None:
+    """Adds one chunk to the tally: the values `before`, and what is left of them, in the same type."""
+    import numpy
+
+    finite = numpy.isfinite(back, out=scratch("cast mask", "?", len(back)))
+    if finite.all() and numpy.isfinite(before, out=finite).all():
+        _count_finite(tally, before, back)
+        return
+    finite = numpy.isfinite(before) & numpy.isfinite(back)
+    lost = ~finite & (before != back)
+    tally.changed += int(numpy.count_nonzero(lost & ~(numpy.isnan(before) & numpy.isnan(back))))
+    tally.overflowed += int(numpy.count_nonzero(lost & numpy.isfinite(before)))
+    if finite.any():
+        _count_finite(tally, before[finite], back[finite])
+
+
+def _count_finite(tally: CastTally, before: Array, back: Array) -> None:
+    import numpy
+
+    error = numpy.subtract(before, back, out=scratch("cast error", before.dtype.str, len(before)))
+    numpy.abs(error, out=error)
+    mask = scratch("cast mask", "?", len(before))
+    changed = int(numpy.count_nonzero(numpy.not_equal(error, 0, out=mask)))
+    if not changed:
+        return
+    tally.changed += changed
+    if numpy.equal(back, 0, out=mask).any():
+        tally.underflowed += int(numpy.count_nonzero(mask & (before != 0)))
+    worst = int(error.argmax())
+    tally.max_abs_error = max(tally.max_abs_error, abs(float(before[worst]) - float(back[worst])))
+    tally.max_rel_error = max(tally.max_rel_error, _worst_ratio(error, before))
+
+
+def _worst_ratio(error: Array, before: Array) -> float:
+    """The largest error relative to the value, over values that are not zero."""
+    import numpy
+
+    ratio = numpy.abs(before, out=scratch("cast ratio", before.dtype.str, len(before)))
+    numpy.divide(error, ratio, out=ratio)
+    worst = float(ratio.max())
+    if numpy.isfinite(worst):
+        return worst
+    keep = before != 0
+    return float((error[keep].astype(numpy.float64) / numpy.abs(before[keep])).max()) if keep.any() else 0.0
+
+
+def _unseen(seen: list[int], start: int, stop: int) -> list[tuple[int, int]]:
+    """The parts of start:stop that are in none of the ranges of `seen` (their sorted ends), which then has them too."""
+    first, last = bisect_left(seen, start), bisect_right(seen, stop)
+    opening = [start] if first % 2 == 0 else []  # an even place lies outside of every range
+    closing = [stop] if last % 2 == 0 else []
+    edges = [*opening, *seen[first:last], *closing]
+    seen[first:last] = [*opening, *closing]
+    return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]

@@ -1,0 +1,211 @@
+"""Entries dropped, plain values set, one tensor's values replaced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry, row_major_strides
+from ckptool.errors import Conflict, NoMatch, UsageError, printable
+from ckptool.nodes import Object, OrderedDict
+from ckptool.roots import find_roots
+from ckptool.transforms.select import matcher
+from ckptool.tree import Path, address, find, map_storages, rebuild, tensors, walk
+
+if TYPE_CHECKING:
+    import numpy
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """What an edit did: the checkpoint, and the addresses that were dropped, set and given new values."""
+
+    checkpoint: Checkpoint
+    dropped: tuple[str, ...] = ()
+    set: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+
+
+def edit(
+    checkpoint: Checkpoint,
+    drop: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    arrays: Mapping[str, Any] | None = None,
+) -> Edited:
+    """Drops what matches `drop` (an address, or a key of a model root), sets plain `values`, gives tensors the values of numpy `arrays`.
+
+    Raises `NoMatch` for a pattern that matches nothing, `UsageError` for an address that leads nowhere, `Conflict` for an array of another
+    shape or type than the tensor's.
+    """
+    tree, dropped = drop_entries(checkpoint, drop) if drop else (checkpoint.tree, ())
+    for place, array in (arrays or {}).items():
+        tree = _with_array(tree, place, array)
+    for place, value in (values or {}).items():
+        tree = _with_value(tree, place, value)
+    return Edited(replace(checkpoint, tree=tree), dropped, tuple(values or ()), tuple(arrays or ()))
+
+
+def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+    """The tree without the entries of dictionaries that match, and their addresses."""
+    found: dict[int, tuple[Any, set[Any]]] = {}
+    names: list[str] = []
+    used: set[str] = set()
+    matchers = [(pattern, matcher(pattern)) for pattern in patterns]
+    models = {id(root.node) for root in find_roots(checkpoint) if root.is_model}
+    gone: list[Path] = []
+    for path, node in walk(checkpoint.tree):
+        mapping = node.items if isinstance(node, Object) else node
+        if not isinstance(mapping, dict) or any(path[: len(above)] == above for above in gone):
+            continue
+        for key in mapping:
+            here = address((*path, key))
+            hits = [p for p, matches in matchers if matches(here) or (id(node) in models and matches(str(key)))]
+            if hits:
+                used.update(hits)
+                found.setdefault(id(mapping), (mapping, set()))[1].add(key)
+                names.append(here)
+                gone.append((*path, key))
+    if idle := [pattern for pattern in patterns if pattern not in used]:
+        raise NoMatch(
+            f"nothing matches {printable(idle[0])!r}",
+            "Patterns are for whole addresses, or for keys of model weights.",
+            "See what is there: ckptool inspect FILE --all",
+        )
+    replaced = {number: _without(mapping, keys) for number, (mapping, keys) in found.items()}
+    return rebuild(checkpoint.tree, replaced=replaced), tuple(names)
+
+
+def _without(mapping: dict[Any, Any], keys: set[Any]) -> dict[Any, Any]:
+    items = {key: value for key, value in mapping.items() if key not in keys}
+    return OrderedDict(items, mapping.attributes) if isinstance(mapping, OrderedDict) else items
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """The address and value of `path:=json`. Raises `UsageError` where it is none."""
+    place, separator, value = text.partition(":=")
+    try:
+        if separator and place:
+            return place, json.loads(value)
+    except ValueError as error:
+        raise UsageError(
+            f"{printable(value)!r} is not JSON: {error}",
+            "A text needs quotes within the shell's.",
+            f"""For example: --set '{printable(place)}:="text"'""",
+        ) from None
+    raise UsageError(f"{printable(text)!r} sets nothing", "It is written PATH:=JSON.", "For example: --set epoch:=3")
+
+
+def _with_value(tree: Any, place: str, value: Any) -> Any:
+    parent, key = _parent(tree, place)
+    if isinstance(parent, list):
+        return rebuild(tree, replaced={id(parent): [value if i == key else old for i, old in enumerate(parent)]})
+    items = {**parent, key: value}
+    return rebuild(
+        tree, replaced={id(parent): OrderedDict(items, parent.attributes) if isinstance(parent, OrderedDict) else items}
+    )
+
+
+def _parent(tree: Any, place: str) -> tuple[Any, Any]:
+    """The dictionary or list that holds `place`, and the key there: an existing one as it is, else a text."""
+    above, _, last = place.strip("/").rpartition("/")
+    _, parent = find(tree, above)
+    if isinstance(parent, Object) and parent.items is not None:
+        parent = parent.items
+    if isinstance(parent, Object) and isinstance(parent.state, dict):
+        parent = parent.state
+    if not isinstance(parent, (dict, list)):
+        raise UsageError(
+            f"{printable(above) or 'the top'} cannot have entries set", f"It is of type {type(parent).__name__}."
+        )
+    try:
+        path, _ = find(parent, last)
+    except UsageError:
+        if isinstance(parent, list):
+            raise
+        return parent, last.replace("~1", "/").replace("~0", "~")
+    return parent, path[0]
+
+
+# Tensors -------------------------------------------------------------------------------------------------------------
+
+
+def read_array(path: str) -> numpy.ndarray[Any, Any]:
+    """The array of a .npy file, never unpickled. Raises `FileProblem` or `UsageError`."""
+    import numpy
+
+    from ckptool.files import file_problem
+
+    try:
+        array = numpy.load(path, allow_pickle=False)
+    except OSError as error:
+        raise file_problem(error, path, "read") from error
+    except ValueError as error:
+        raise UsageError(
+            f"{printable(path)} is not a numpy array: {error}", "A .npy file of numbers was expected."
+        ) from None
+    if not isinstance(array, numpy.ndarray):
+        raise UsageError(f"{printable(path)} is an archive of arrays", "A .npy file with one array was expected.")
+    return array
+
+
+def _with_array(tree: Any, place: str, array: Any) -> Any:
+    _, entry = find(tree, place)
+    if not isinstance(entry, TensorEntry):
+        raise UsageError(f"{printable(place)} is not a tensor with plain values", f"It is {entry!r}.")
+    raw = _bytes_for(entry, array, place)
+    others = [
+        address(p)
+        for p, other in tensors(tree)
+        if other is not entry and isinstance(other, TensorEntry) and other.storage is entry.storage
+    ]
+    whole = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
+    if others and not whole:
+        raise Conflict(
+            f"{printable(place)} shares its storage with {printable(others[0])}, and covers only a part of it",
+            "Writing it would change the other in parts.",
+        )
+    if entry.flags.conj or entry.flags.neg:
+        raise Conflict(
+            f"{printable(place)} is a conjugated or negated view", "Its stored values are not the ones it shows."
+        )
+    if whole:  # every name that is tied to it sees the new values, as it would in torch
+        return map_storages(
+            tree, lambda storage: Storage(Literal(raw), storage.location) if storage is entry.storage else storage
+        )
+    fresh = TensorEntry(
+        Storage(Literal(raw), entry.location), entry.dtype, entry.shape, row_major_strides(entry.shape), 0, entry.flags
+    )
+    return rebuild(tree, lambda node: fresh if node is entry else node)
+
+
+def _bytes_for(entry: TensorEntry, array: Any, place: str) -> bytes:
+    """The array's bytes in row-major little-endian order, where its shape and type are the tensor's."""
+    if tuple(array.shape) != entry.shape:
+        raise Conflict(
+            f"{printable(place)} has the shape {list(entry.shape)}, the array {list(array.shape)}",
+            "Replacing values does not change shapes.",
+        )
+    width = array.dtype.itemsize
+    try:
+        same = array.dtype.newbyteorder("<") == entry.dtype.to_numpy().newbyteorder("<")
+    except KeyError:
+        same = False
+    # numpy files have no name for bf16 and float8: they come back as void types, or as integers of the same size.
+    as_bits = (
+        array.dtype.kind in "Vu"
+        and width == entry.dtype.itemsize
+        and entry.dtype.name not in ("u8", "u16", "u32", "u64")
+        and entry.dtype.kind != "int"
+    )
+    if not same and not (as_bits and (entry.dtype.ml or entry.dtype.numpy is None)):
+        raise Conflict(
+            f"{printable(place)} is of type {entry.dtype}, the array {array.dtype}",
+            "Values are not converted on the way.",
+            f"Convert it: array.astype({entry.dtype.numpy or entry.dtype.name!r})",
+        )
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    raw: bytes = array.tobytes()
+    return raw

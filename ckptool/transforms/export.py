@@ -1,0 +1,115 @@
+"""One root's tensors, as a container of plain tensors can hold them: what goes along, what stays behind, what is only said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
+from ckptool.errors import Conflict, Unsupported, listed, printable
+from ckptool.roots import Root
+from ckptool.transforms.select import selected
+from ckptool.tree import address
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A flat dictionary of tensors, the addresses that stay behind, and notes on what the container cannot say."""
+
+    checkpoint: Checkpoint
+    left_behind: tuple[str, ...]
+    notes: tuple[Note, ...]
+
+
+def export(
+    checkpoint: Checkpoint,
+    root: Root,
+    only: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    *,
+    copy_ties: bool = False,
+    materialize: bool = False,
+) -> Exported:
+    """The tensors of `root` whose keys match, as a flat dictionary.
+
+    copy_ties: write tied tensors once for each name.  materialize: also write out views that are larger than their storage.
+    Raises `Unsupported` naming tensors that are no plain ones, `Conflict` for expanded views unless `materialize`.
+    """
+    keys = selected([key for key in root.node if type(key) is str], only, exclude)
+    chosen = {
+        key: value for key, value in root.node.items() if key in keys and isinstance(value, (TensorEntry, Composite))
+    }
+    behind = [address((*root.path, key)) for key in root.node if key not in chosen] + _siblings(checkpoint.tree, root)
+    if wrong := [f"{printable(key)} ({value.kind})" for key, value in chosen.items() if isinstance(value, Composite)]:
+        raise Unsupported(
+            f"safetensors cannot hold {listed(wrong)}",
+            "It has plain tensors only.",
+            "Leave them out: --exclude NAME; or keep everything, to be restored by ckptool: --all",
+        )
+    tensors = {key: value for key, value in chosen.items() if isinstance(value, TensorEntry)}
+    if not materialize:
+        _refuse_expanded(tensors)
+    if copy_ties:
+        tensors = {key: replace(entry, storage=replace(entry.storage)) for key, entry in tensors.items()}
+    return Exported(
+        replace(checkpoint, tree=tensors, tensors_only=True), tuple(behind), tuple(_notes(tensors, copy_ties))
+    )
+
+
+def _siblings(tree: Any, root: Root) -> list[str]:
+    """The entries beside the root, and beside everything above it."""
+    behind: list[str] = []
+    node = tree
+    for depth, segment in enumerate(root.path):
+        others = node.keys() if isinstance(node, dict) else range(len(node))
+        behind += [address((*root.path[:depth], other)) for other in others if other != segment]
+        node = node[segment]
+    return behind
+
+
+def _refuse_expanded(tensors: dict[str, TensorEntry]) -> None:
+    for key, entry in tensors.items():
+        if entry.nbytes > entry.storage.nbytes:
+            raise Conflict(
+                f"{printable(key)} is an expanded view: {entry.nbytes:,} bytes would be written for the {entry.storage.nbytes:,} that are stored",
+                "safetensors has no strides, so every repeated value would be written out.",
+                "Write it out: --materialize; leave it out: --exclude NAME; or keep it as it is: --all",
+            )
+
+
+def _notes(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
+    views: dict[int, dict[Any, tuple[str, TensorEntry]]] = {}
+    for key, entry in tensors.items():
+        view = (entry.dtype, entry.shape, entry.stride, entry.offset, entry.flags)
+        views.setdefault(id(entry.storage), {}).setdefault(view, (key, entry))
+    shared = [
+        name
+        for group in views.values()
+        if _overlap([entry for _, entry in group.values()])
+        for name, _ in group.values()
+    ]
+    notes = []
+    if shared and not copy_ties:
+        names = listed([printable(name) for name in shared], 4)
+        notes.append(
+            Note(
+                "sharing-lost",
+                f"different views of one storage are written separately and no longer share memory: {names}",
+            )
+        )
+    resolved = [key for key, entry in tensors.items() if entry.flags.conj or entry.flags.neg]
+    if resolved:
+        notes.append(
+            Note(
+                "resolved-views",
+                f"conjugated or negated views are written as their values: {listed([printable(k) for k in resolved], 4)}",
+            )
+        )
+    return notes
+
+
+def _overlap(entries: list[TensorEntry]) -> bool:
+    spans = sorted(entry.span() for entry in entries)
+    return any(before[1] > after[0] for before, after in pairwise(spans))

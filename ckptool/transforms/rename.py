@@ -1,0 +1,391 @@
+"""New keys for model roots: wrapper prefixes off and on, and rules.
+
+Whatever happens to the keys happens to what refers to them: a state dict's `_metadata` (by module path), and the names that
+an optimizer keeps of its parameters. Two keys that become one are an error, never last-wins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import Conflict, NoMatch, UsageError, listed, printable
+from ckptool.nodes import OrderedDict
+from ckptool.prefixes import COUNTER, PEELED, unwrapped_front, without_wrappers
+from ckptool.roots import Root, optimizers
+from ckptool.tree import rebuild
+
+Rename = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """What a renaming did: the checkpoint, how many keys changed of how many, by root, and a few of them as examples."""
+
+    checkpoint: Checkpoint
+    changed: int
+    total: int
+    roots: tuple[tuple[str, int, int], ...]
+    examples: tuple[tuple[str, str], ...]
+
+
+# Prefixes ------------------------------------------------------------------------------------------------------------
+
+
+def strip(
+    checkpoint: Checkpoint, roots: Sequence[Root], prefixes: Sequence[str] = (), *, partial: bool = False
+) -> Renamed:
+    """Takes wrapper prefixes off the keys of `roots`, or instead the named `prefixes`, in the order in which they are given.
+
+    Raises `Conflict` where only some keys of a root carry `module.` (or a named prefix), unless `partial`, and where two keys would
+    become one; `NoMatch` where a named prefix is on no key.
+    """
+    for root in roots:
+        names = [name for name in _names(root) if name != COUNTER]
+        for prefix in prefixes or (PEELED,):
+            if not partial:
+                _refuse_mixed(root, names, prefix)
+            names = [name.removeprefix(prefix) for name in names]
+    for number, prefix in enumerate(prefixes):
+        if not any(_without(name, prefixes[:number]).startswith(prefix) for root in roots for name in _names(root)):
+            raise NoMatch(
+                f"no key begins with {printable(prefix)!r}",
+                "The prefix that was named is not there.",
+                "See the keys: ckptool inspect FILE --all",
+            )
+    return apply(checkpoint, roots, (lambda key: _without(key, prefixes)) if prefixes else without_wrappers)
+
+
+def _without(key: str, prefixes: Iterable[str]) -> str:
+    for prefix in prefixes:
+        key = key.removeprefix(prefix)
+    return key
+
+
+def _names(root: Root) -> list[str]:
+    return [key for key in root.node if type(key) is str]
+
+
+def _refuse_mixed(root: Root, names: Sequence[str], prefix: str) -> None:
+    without = [printable(name) for name in names if not unwrapped_front(name).startswith(prefix)]
+    if 0 < len(without) < len(names):
+        where = printable(root.address) or "the file"
+        raise Conflict(
+            f"{len(names) - len(without):,} of {len(names):,} keys of {where} begin with {printable(prefix)!r}; without it: {listed(without, 3)}",
+            "A wrapper would have put it on all of them; this may be a submodule of that name.",
+            "Take it off where it is: --partial",
+        )
+
+
+def add(checkpoint: Checkpoint, roots: Sequence[Root], prefix: str = PEELED) -> Renamed:
+    """Puts `prefix` before every key of `roots`, as a wrapper would; an averaged model's counter stays as it is.
+
+    The new outermost module gets the `_metadata` entry that torch gives a fresh one.
+    """
+    renamed = apply(checkpoint, roots, lambda key: key if key == COUNTER else prefix + key)
+    paths = {id(_at(renamed.checkpoint.tree, root)): root for root in roots}
+    fresh = {
+        node_id: _with_outer_modules(_at(renamed.checkpoint.tree, root), prefix) for node_id, root in paths.items()
+    }
+    return replace(
+        renamed, checkpoint=replace(renamed.checkpoint, tree=rebuild(renamed.checkpoint.tree, replaced=fresh))
+    )
+
+
+def _at(tree: Any, root: Root) -> Any:
+    for segment in root.path:
+        tree = tree[segment]
+    return tree
+
+
+def _with_outer_modules(node: Any, prefix: str) -> Any:
+    metadata = node.metadata if isinstance(node, OrderedDict) else None
+    if metadata is None or not prefix.endswith("."):
+        return node
+    segments = prefix[:-1].split(".")
+    outer = {".".join(segments[:n]): {"version": 1} for n in range(len(segments))}
+    fresh = _same_kind(metadata, {**{path: value for path, value in outer.items() if path not in metadata}, **metadata})
+    return OrderedDict(node, {**node.attributes, "_metadata": fresh})
+
+
+def _same_kind(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    return OrderedDict(items, old.attributes) if isinstance(old, OrderedDict) else items
+
+
+# Any renaming --------------------------------------------------------------------------------------------------------
+
+
+def apply(checkpoint: Checkpoint, roots: Sequence[Root], rename: Rename) -> Renamed:
+    """Renames the keys of `roots`, their `_metadata`, and the parameter names in every optimizer of the checkpoint.
+
+    Raises `Conflict` naming the keys that would become one, or that would be left without a name.
+    """
+    replaced: dict[int, Any] = {}
+    mapping: dict[str, str] = {}
+    facts = []
+    for root in roots:
+        names = {key: rename(key) for key in _names(root)}
+        _refuse_collisions(root, names)
+        changed = {old: new for old, new in names.items() if old != new}
+        facts.append((root.address, len(changed), len(root.node)))
+        mapping.update(changed)
+        if changed:
+            replaced[id(root.node)] = _renamed_root(root.node, names, rename)
+    total_changed, total = sum(fact[1] for fact in facts), sum(fact[2] for fact in facts)
+    if mapping:
+        unchanged = {key for root in roots for key in _names(root) if key not in mapping}
+        for _, optimizer in optimizers(checkpoint.tree):
+            replaced.update(_renamed_optimizer(optimizer, mapping, unchanged))
+        checkpoint = replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
+    return Renamed(checkpoint, total_changed, total, tuple(facts), tuple(mapping.items())[:3])
+
+
+def _refuse_collisions(root: Root, names: dict[str, str]) -> None:
+    counts = Counter(names.values())
+    where = printable(root.address) or "the file"
+    if clashes := [new for new, count in counts.items() if count > 1]:
+        pairs = [
+            f"{' and '.join(printable(old) for old in names if names[old] == new)} would both be {printable(new)!r}"
+            for new in clashes[:3]
+        ]
+        raise Conflict(
+            f"{len(clashes):,} keys of {where} would collide: {'; '.join(pairs)}",
+            "One of each pair would be lost. Nothing was written.",
+        )
+    if emptied := [old for old, new in names.items() if not new and old]:
+        raise Conflict(
+            f"the key {printable(emptied[0])!r} of {where} would be left without a name", "Nothing was written."
+        )
+
+
+def _renamed_root(node: dict[Any, Any], names: dict[str, str], rename: Rename) -> dict[Any, Any]:
+    items = {names.get(key, key) if type(key) is str else key: value for key, value in node.items()}
+    if not isinstance(node, OrderedDict):
+        return items
+    attributes = node.attributes
+    if node.metadata is not None and attributes is not None:
+        attributes = {
+            **attributes,
+            "_metadata": _same_kind(node.metadata, _renamed_metadata(node.metadata, names, rename)),
+        }
+    return OrderedDict(items, attributes)
+
+
+def _renamed_metadata(metadata: dict[Any, Any], names: dict[str, str], rename: Rename) -> dict[Any, Any]:
+    """`_metadata` by the new module paths. Where a wrapper and what it wraps become one path, the wrapped module's entry stays."""
+    depth: dict[str, int] = {}
+    items: dict[Any, Any] = {}
+    modules = _module_names(names)
+    for path, value in metadata.items():
+        new = _renamed_module(path, rename, modules) if type(path) is str else path
+        if new not in items or len(path) > depth[new]:
+            items[new], depth[new] = value, len(path)
+    return items
+
+
+def _module_names(names: dict[str, str]) -> dict[str, str]:
+    """Old module path -> new one, as far as the renamed keys below a module tell: both lose the same last parts."""
+    modules: dict[str, str] = {}
+    for old, new in names.items():
+        before, after = old.split("."), new.split(".")
+        while len(before) > 1 and len(after) > 0 and before[-1] == after[-1]:
+            before.pop()
+            after.pop()
+            modules.setdefault(".".join(before), ".".join(after))
+    return modules
+
+
+def _renamed_module(path: str, rename: Rename, modules: dict[str, str]) -> str:
+    if not path:
+        return path
+    if path in modules:
+        return modules[path]
+    marked = rename(f"{path}.\0")  # a module without parameters of its own: as a key below it would be renamed
+    return marked[:-2] if marked.endswith(".\0") else ("" if marked == "\0" else path)
+
+
+def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str], unchanged: set[str]) -> dict[int, Any]:
+    """Replacements for the parts of an optimizer that name parameters: `param_names`, and string ids in `params` and `state`."""
+    replaced: dict[int, Any] = {}
+
+    def renamed(name: Any) -> Any:
+        return mapping.get(name, name) if type(name) is str else name
+
+    for group in optimizer["param_groups"]:
+        for field in ("param_names", "params"):
+            names = group.get(field) if isinstance(group, dict) else None
+            if isinstance(names, list) and any(type(name) is str and name in mapping for name in names):
+                replaced[id(names)] = [renamed(name) for name in names]
+    state = optimizer["state"]
+    if any(type(key) is str and key in mapping for key in state):
+        items = {renamed(key): value for key, value in state.items()}
+        if len(items) != len(state):
+            raise Conflict("two entries of the optimizer's state would get the same name", "Nothing was written.")
+        replaced[id(state)] = _same_kind(state, items)
+    return replaced
+
+
+# Rules ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`old => new` for whole keys. `text` is the rule as given, `place` where it was read (`rules.yaml, line 3`)."""
+
+    text: str
+    pattern: re.Pattern[str]
+    template: str
+    place: str = ""
+
+    def __call__(self, key: str) -> str | None:
+        """The new key, or None if the rule does not match."""
+        match = self.pattern.fullmatch(key)
+        return None if match is None else match.expand(self.template)
+
+
+_ARROW = re.compile(r"\s*=>\s*")
+_TOKEN = re.compile(r"\*|\{(\w+)\}|\\(.)")
+
+
+def parse_rule(text: str, place: str = "") -> Rule:
+    """A rule from its text: `'blocks.{n}.attn.* => layers.{n}.self_attn.*'`, or `'re:^enc\\.(.*)$ => encoder.\\1'`.
+
+    `*` stands for anything, dots included; `{name}` for something without a dot. Raises `UsageError` for a rule without `=>`,
+    with a variable on the right that the left does not have, or a regular expression that is none.
+    """
+    where = f"{place}: " if place else ""
+    sides = _ARROW.split(text.strip())
+    if len(sides) != 2 or not sides[0] or not sides[1]:
+        raise UsageError(
+            f"{where}{printable(text)!r} is not a rule",
+            "A rule is OLD => NEW, both for the whole key.",
+            "For example: 'blocks.{n}.* => layers.{n}.*'",
+        )
+    old, new = sides
+    try:
+        pattern, template = (re.compile(old[3:]), new) if old.startswith("re:") else _compile_glob(old, new)
+        _check_template(pattern, template)
+    except (re.error, IndexError, UsageError) as error:
+        reason = error.what if isinstance(error, UsageError) else str(error)
+        raise UsageError(
+            f"{where}the rule {printable(text)!r} cannot work: {reason}",
+            "Every variable on the right must be bound on the left.",
+        ) from None
+    return Rule(text, pattern, template, place)
+
+
+def _compile_glob(old: str, new: str) -> tuple[re.Pattern[str], str]:
+    stars = 0
+    seen: set[str] = set()
+
+    def group(match: re.Match[str]) -> str:
+        nonlocal stars
+        if match[2] is not None:
+            return re.escape(match[2])
+        if match[1] is None:
+            stars += 1
+            return f"(?P<star{stars}>.*)"
+        if match[1] in seen:
+            return f"(?P=v_{match[1]})"
+        seen.add(match[1])
+        return f"(?P<v_{match[1]}>[^.]+)"
+
+    pattern = re.compile(_substituted(old, group, re.escape), re.DOTALL)
+    bound, stars = stars, 0
+
+    def reference(match: re.Match[str]) -> str:
+        nonlocal stars
+        if match[2] is not None:
+            return match[2].replace("\\", "\\\\")
+        if match[1] is None:
+            stars += 1
+            if stars > bound:
+                raise UsageError(f"the right side has more * than the left ({bound})")
+            return f"\\g<star{stars}>"
+        if match[1] not in seen:
+            raise UsageError(f"{{{match[1]}}} is not on the left side")
+        return f"\\g<v_{match[1]}>"
+
+    return pattern, _substituted(new, reference, lambda text: text.replace("\\", "\\\\"))
+
+
+def _substituted(text: str, special: Callable[[re.Match[str]], str], literal: Callable[[str], str]) -> str:
+    parts, at = [], 0
+    for match in _TOKEN.finditer(text):
+        parts += [literal(text[at : match.start()]), special(match)]
+        at = match.end()
+    return "".join([*parts, literal(text[at:])])
+
+
+def _check_template(pattern: re.Pattern[str], template: str) -> None:
+    """Raises where the template refers to a group that the pattern does not have."""
+    probe = re.compile(f"(?:{pattern.pattern})|", pattern.flags).fullmatch("")
+    if probe is not None:
+        probe.expand(template)
+
+
+def read_rules(path: str) -> list[Rule]:
+    """The rules of a YAML file: a list of `OLD => NEW` texts, a mapping of OLD to NEW, or either under `rules:`.
+
+    Raises `UsageError` that points at the line, `FileProblem` if the file cannot be read.
+    """
+    import yaml
+
+    from ckptool.files import file_problem
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            node = yaml.compose(file, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise file_problem(error, path, "read") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UsageError(
+            f"{printable(path)}, line {line}: {error.problem}", "The rules file is not valid YAML."
+        ) from None
+    if isinstance(node, yaml.MappingNode) and len(node.value) == 1 and node.value[0][0].value == "rules":
+        node = node.value[0][1]
+    if isinstance(node, yaml.MappingNode):
+        pairs = [(f"{old.value} => {new.value}", old) for old, new in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        pairs = [(str(item.value), item) if isinstance(item, yaml.ScalarNode) else ("", item) for item in node.value]
+    else:
+        raise UsageError(
+            f"{printable(path)}, line 1: no rules", "A rules file is a list of 'OLD => NEW' or a mapping of OLD to NEW."
+        )
+    return [parse_rule(text, f"{printable(path)}, line {item.start_mark.line + 1}") for text, item in pairs]
+
+
+def by_rules(checkpoint: Checkpoint, roots: Sequence[Root], rules: Sequence[Rule]) -> Renamed:
+    """Renames keys by the first rule that matches each. Raises `NoMatch` for a rule that matches no key."""
+    used: set[int] = set()
+
+    def rename(key: str) -> str:
+        for number, rule in enumerate(rules):
+            new = rule(key)
+            if new is not None:
+                used.add(number)
+                return new
+        return key
+
+    for root in roots:
+        for key in _names(root):
+            rename(key)
+    if idle := [rule for number, rule in enumerate(rules) if number not in used]:
+        hidden = [rule for rule in idle if any(rule(key) is not None for root in roots for key in _names(root))]
+        why = (
+            "Earlier rules took every key that it would match."
+            if hidden
+            else "Rules are for the whole key; `*` crosses dots."
+        )
+        place = f" ({idle[0].place})" if idle[0].place else ""
+        raise NoMatch(
+            f"the rule {printable(idle[0].text)!r}{place} matches no key",
+            why,
+            "See the keys: ckptool inspect FILE --all",
+        )
+    return apply(checkpoint, roots, rename)

@@ -1,0 +1,125 @@
+"""Stored elements as numbers: bits of any type as an array that numpy computes with, without losing a bit of value.
+
+Everything here works on chunks of a few hundred kilobytes; who calls it decides how much is in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Flags
+from ckptool.dtypes import DType, by_name
+from ckptool.errors import Unsupported
+
+if TYPE_CHECKING:
+    import numpy
+
+    Array = numpy.ndarray[Any, Any]
+
+CHUNK = 1 << 16  # elements at a time: the working arrays of one chunk stay in the second-level cache
+_BLOCK = 1024
+
+_local = threading.local()
+
+
+def scratch(name: str, dtype: str, length: int = CHUNK) -> Array:
+    """An uninitialised array: the same memory for each call with this name, CHUNK elements of 16 bytes at most.
+
+    A fresh array of this size costs more in page faults than most arithmetic on it. One set for each thread.
+    """
+    kept = vars(_local)
+    if name not in kept:
+        kept[name] = _aligned(CHUNK * 16)
+    memory: Array = kept[name].view(dtype)
+    return memory[:length]
+
+
+def _aligned(length: int) -> Array:
+    """Memory that begins with a cache line: into numpy's own, which does not, the kernel copies a third slower."""
+    import numpy
+
+    memory = numpy.empty(length + 64, numpy.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + length]
+
+
+def has_numbers(dtype: DType) -> bool:
+    """True if `numbers` can read the type; packed types (4-bit and smaller) are opaque."""
+    return dtype.numpy is not None or dtype.name == "c32"
+
+
+def numbers(raw: Array, dtype: DType, work: str = "") -> Array:
+    """The elements that the bytes `raw` (uint8) spell, in a type that holds each of them exactly.
+
+    f16, bf16 and float8 become f32 (in the scratch array called `work`, where given); complex32 becomes complex64;
+    bool stays bool; quantized types are their integers; the rest is a view of `raw`.
+    Raises `Unsupported` for packed types.
+    """
+    import numpy
+
+    if dtype.name == "c32":
+        return numbers(raw, by_name("f16"), work).view(numpy.complex64)
+    if not has_numbers(dtype):
+        raise packed(dtype)
+    if dtype.kind == "bool":
+        return numpy.not_equal(raw, 0)
+    if dtype.kind != "float" or dtype.itemsize >= 4:
+        return raw.view(dtype.to_numpy())
+    count = len(raw) // dtype.itemsize
+    out = scratch(work, "f4", count) if work else numpy.empty(count, numpy.float32)
+    if dtype.name == "bf16":
+        numpy.copyto(out, raw.view(dtype.to_numpy()))
+        return out
+    # A table is twice as quick as numpy's own f16 and four times as quick as ml_dtypes' float8.
+    return _f32_table(dtype).take(raw.view(f"u{dtype.itemsize}"), out=out, mode="clip")
+
+
+@cache
+def _f32_table(dtype: DType) -> Array:
+    """The f32 value of every bit pattern of an 8- or 16-bit float."""
+    import numpy
+
+    patterns = numpy.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}")
+    with numpy.errstate(invalid="ignore"):  # signalling NaN
+        return patterns.view(dtype.to_numpy()).astype(numpy.float32)
+
+
+def resolve(raw: Array, dtype: DType, flags: Flags) -> Array:
+    """Applies lazy conjugation and negation to the elements that the bytes `raw` spell, in place; returns `raw`.
+
+    torch knows no conjugate of real numbers and no negative bool; a file that claims them is taken as without.
+    """
+    import numpy
+
+    if flags.conj or flags.neg:
+        values = raw.view(numpy.float16 if dtype.name == "c32" else dtype.to_numpy())
+        if flags.conj and dtype.kind == "complex":
+            imaginary = values[1::2] if dtype.name == "c32" else values.imag
+            numpy.negative(imaginary, out=imaginary)
+        if flags.neg and dtype.kind != "bool":
+            numpy.negative(values, out=values)
+    return raw
+
+
+def dot(x: Array, y: Array) -> float:
+    """The dot product of two f32 or two f64 arrays: blocks in their own type, the blocks' sum in f64.
+
+    A block is short enough to lose no digit that matters in f32, and to keep BLAS from waking its threads.
+    """
+    import numpy
+
+    cut = len(x) - len(x) % _BLOCK
+    blocks = numpy.vecdot(x[:cut].reshape(-1, _BLOCK), y[:cut].reshape(-1, _BLOCK))
+    total = float(numpy.add.reduce(blocks, dtype=numpy.float64))
+    return total if cut == len(x) else total + float(numpy.vecdot(x[cut:], y[cut:]))
+
+
+def packed(dtype: DType) -> Unsupported:
+    """The refusal to compute with a type that numpy has no numbers for."""
+    return Unsupported(
+        f"{dtype.torch} has no numpy type",
+        "Its values are packed or known to torch only, so they cannot be computed with here.",
+        "Use the entry's .torch() (pip install 'ckptool[torch]') or its raw .bytes().",
+    )

@@ -1,0 +1,93 @@
+"""`cast`: model weights in another floating type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import printable
+from ckptool.roots import model_roots
+from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
+from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.saving import SaveOptions, Written, save, written
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def cast(
+    file: PathLike,
+    out: PathLike | None = None,
+    *,
+    dtype: str,
+    at: str | None = None,
+    only: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    **options: Unpack[SaveOptions],
+) -> Written:
+    """Converts the floating tensors of all model weights in `file` to `dtype`, with the bits that torch's `tensor.to(dtype)` gives.
+
+    only, exclude: patterns for keys. Optimizer state, integers, complex and quantized tensors stay as they are. The report says which tensors
+    lost values, and the largest error; it can only after the values have passed, so not in a dry run.
+    """
+    target = parse_dtype(dtype)
+    opened = open_file(file, at)
+    roots = model_roots(opened.checkpoint, opened.at)
+    plan = cast_roots(
+        opened.checkpoint,
+        roots,
+        target,
+        [only] if isinstance(only, str) else only,
+        [exclude] if isinstance(exclude, str) else exclude,
+    )
+    result = save("cast", opened.checkpoint, plan.checkpoint, out, options, changes=plan.tensors > 0)
+    if plan.tensors:
+        summary = f"{plan.tensors:,} tensors cast to {target.name}, {plan.bytes_before:,} → {plan.bytes_after:,} bytes"
+    else:
+        summary = f"already clean: every floating tensor that was asked for is {target.name}"
+    details = (*_losses(plan, options), *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped))
+    return written("cast", opened.checkpoint, result, options, summary, facts=_facts(plan), details=details)
+
+
+def _losses(plan: Cast, options: SaveOptions) -> list[str]:
+    if options.get("dry_run", False) or not plan.tensors:
+        return []
+    lossy = sorted((fact for fact in plan.tallies if fact[2].changed), key=lambda fact: -fact[2].max_abs_error)
+    if not lossy:
+        return ["no value was changed"]
+    lines = [f"values rounded in {len(lossy):,} of {len(plan.tallies):,} storages; the largest errors:"]
+    for name, dtype, tally in lossy[:3]:
+        text = f"  {printable(name)} ({dtype.name}): {tally.changed:,} of {tally.elements:,} values, by at most {tally.max_abs_error:.3g}"
+        lines.append(text)
+    for word, count in (
+        ("became infinite or NaN", sum(t.overflowed for _, _, t in lossy)),
+        ("became zero", sum(t.underflowed for _, _, t in lossy)),
+    ):
+        lines += [f"{count:,} values {word}"] if count else []
+    return lines
+
+
+def _facts(plan: Cast) -> dict[str, Any]:
+    lossy = [
+        {
+            "storage_of": name,
+            "from": dtype.name,
+            "elements": tally.elements,
+            "changed": tally.changed,
+            "overflowed": tally.overflowed,
+            "underflowed": tally.underflowed,
+            "max_abs_error": tally.max_abs_error,
+            "max_rel_error": tally.max_rel_error,
+        }
+        for name, dtype, tally in plan.tallies
+        if tally.changed
+    ]
+    skipped = [{"path": name, "kind": kind} for name, kind in plan.skipped]
+    return {
+        "dtype": plan.target.name,
+        "tensors": plan.tensors,
+        "bytes_before": plan.bytes_before,
+        "bytes_after": plan.bytes_after,
+        "lossy": lossy,
+        "skipped": skipped,
+    }

@@ -1,0 +1,76 @@
+"""`diff`: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.reports.diff import Diff
+from ckptool.reports.diff import diff as compare
+from ckptool.roots import Root, find_roots, one_root
+from ckptool.tree import find
+from ckptool.verbs.opening import Opened, PathLike, open_file
+
+
+def diff(
+    left: PathLike,
+    right: PathLike,
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    ignore: Collection[str] = (),
+    quick: bool = False,
+    stat: bool = True,
+) -> Diff:
+    """Compares two checkpoints of any containers: whole files where both have the same parts, else one set of model weights each.
+
+    atol, rtol: values within `atol + rtol * |right|` count as equal.  ignore: `device`, `dtype`, `order`, `prefix`, `strides`, `ties`,
+    `requires_grad`, `metadata`.  quick: equal stored checksums count as equal bytes, and the report says so.  stat=False: no tensor data is
+    compared beyond equality.  Raises `UsageError` where a file has several sets of weights and none was named.
+    """
+    a, b = open_file(left), open_file(right)
+    parts, remarks = _comparable(a, b)
+    return compare(*parts, atol=atol, rtol=rtol, ignore=ignore, quick=quick, statistics=stat, remarks=remarks)
+
+
+def _comparable(a: Opened, b: Opened) -> tuple[tuple[Checkpoint, Checkpoint], tuple[str, ...]]:
+    """The two trees to compare: what was named, the whole files, or the weights in each."""
+    left, right = _part(a), _part(b)
+    if a.at is None and b.at is None and not _alike(left, right):
+        remarks = []
+        chosen = []
+        for checkpoint in (left, right):
+            root, remark = one_root(checkpoint)
+            remarks += [remark] if remark else []
+            remarks += [f"compared {root.address} of {checkpoint.source}"] if root.path else []
+            chosen.append(replace(checkpoint, tree=root.node))
+        return (chosen[0], chosen[1]), tuple(remarks)
+    if (a.at is None) != (
+        b.at is None
+    ):  # one part was named: its counterpart is the whole other file, or the weights in it
+        whole, named = (left, right) if a.at is None else (right, left)
+        if not _is_flat(whole) and _is_flat(named):
+            root, remark = one_root(whole)
+            part = replace(whole, tree=root.node)
+            pair = (part, named) if a.at is None else (named, part)
+            return pair, tuple(
+                filter(None, (remark, f"compared {root.address} of {whole.source}" if root.path else ""))
+            )
+    return (left, right), ()
+
+
+def _part(opened: Opened) -> Checkpoint:
+    if opened.at is None:
+        return opened.checkpoint
+    return replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at)[1])
+
+
+def _alike(left: Checkpoint, right: Checkpoint) -> bool:
+    """True unless one file is a bare set of weights and the other holds such sets among other things."""
+    return _is_flat(left) == _is_flat(right)
+
+
+def _is_flat(checkpoint: Checkpoint) -> bool:
+    roots: list[Root] = find_roots(checkpoint)
+    return len(roots) == 1 and roots[0].path == ()

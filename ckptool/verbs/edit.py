@@ -1,0 +1,53 @@
+"""`edit`: entries dropped, plain values set, a tensor's values replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import UsageError, listed, printable
+from ckptool.transforms import edit as edits
+from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.saving import SaveOptions, Written, save, written
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def edit(
+    file: PathLike,
+    out: PathLike | None = None,
+    *,
+    drop: Sequence[str] = (),
+    set: Mapping[str, Any] | None = None,
+    tensor: Mapping[str, Any] | None = None,
+    **options: Unpack[SaveOptions],
+) -> Written:
+    """Drops entries, sets plain values, replaces the values of tensors.
+
+    drop: patterns for addresses, or for keys of model weights.  set: address -> plain value (JSON's kinds).
+    tensor: address -> numpy array or the path of a .npy file; shape and type must be the tensor's.
+    """
+    if not (drop or set or tensor):
+        raise UsageError(
+            "edit was given nothing to do",
+            "",
+            "For example: --drop 'optimizer*', --set epoch:=3, --tensor state_dict/fc.bias=bias.npy",
+        )
+    arrays = {
+        place: edits.read_array(array) if isinstance(array, str) else array for place, array in (tensor or {}).items()
+    }
+    opened = open_file(file)
+    done = edits.edit(opened.checkpoint, [drop] if isinstance(drop, str) else drop, set, arrays)
+    result = save("edit", opened.checkpoint, done.checkpoint, out, options)
+    facts = {"dropped": list(done.dropped), "set": list(done.set), "replaced": list(done.replaced)}
+    parts = [
+        f"{len(names):,} {word}"
+        for word, names in (("dropped", done.dropped), ("set", done.set), ("replaced", done.replaced))
+        if names
+    ]
+    words = (("dropped", done.dropped), ("set", done.set), ("new values for", done.replaced))
+    details = tuple(f"{word} {listed([printable(name) for name in names], 8)}" for word, names in words if names)
+    return written(
+        "edit", opened.checkpoint, result, options, f"entries: {', '.join(parts)}", facts=facts, details=details
+    )

@@ -1,0 +1,47 @@
+"""`remap`: the devices that a checkpoint says its tensors were on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ckptool.errors import UsageError, printable
+from ckptool.transforms import devices
+from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.saving import SaveOptions, Written, save, written
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def remap(
+    file: PathLike,
+    out: PathLike | None = None,
+    *,
+    to: str | None = None,
+    moves: Mapping[str, str] | None = None,
+    **options: Unpack[SaveOptions],
+) -> Written:
+    """Tags every storage of the whole file with the device `to` (as `torch.load(map_location=…)` would place it), or by `moves`, old device to new.
+
+    The result loads without `map_location` on a machine that has the new device. (The container to write is told by `out`'s suffix.)
+    Raises `UsageError` for a device that makes no sense, `NoMatch` where nothing is on a device of `moves`.
+    """
+    if to is None and not moves:
+        raise UsageError("remap needs a device", "", "For example: --to cpu, or --map cuda:1=cuda:0")
+    opened = open_file(file)
+    done = devices.remap(opened.checkpoint, to, moves)
+    result = save("remap", opened.checkpoint, done.checkpoint, out, options, changes=done.changed > 0)
+    facts = {
+        "changed": done.changed,
+        "storages": done.total,
+        "moves": [{"from": a, "to": b, "storages": n} for a, b, n in done.moves],
+    }
+    where = to if to is not None else "the devices asked for"
+    summary = (
+        f"{done.changed:,} of {done.total:,} storages moved"
+        if done.changed
+        else f"already clean: every storage is on {where}"
+    )
+    details = tuple(f"{printable(old)} → {printable(new)}: {count:,} storages" for old, new, count in done.moves)
+    return written("remap", opened.checkpoint, result, options, summary, facts=facts, details=details)

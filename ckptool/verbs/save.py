@@ -1,0 +1,59 @@
+"""`ckptool.save`: tensors, arrays and entries to a checkpoint, durably."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from ckptool import formats
+from ckptool.checkpoint import Checkpoint, FileRange
+from ckptool.files import Source
+from ckptool.live_values import from_live
+from ckptool.output import check_target, replace_file
+from ckptool.tree import storages
+
+
+def save(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    container: str | None = None,
+    overwrite: bool = False,
+    keep_unknown: bool = False,
+) -> None:
+    """Writes `tree` to `path`: what `torch.save` takes, and entries and checkpoints that ckptool opened.
+
+    container: `torch-zip` or `safetensors`; by default what the suffix of `path` stands for, else `torch-zip`.
+    overwrite: replace what is there; it stays whole under its name until the new file is.
+    keep_unknown: write objects of unknown classes as `torch.save` would (the file then opens with `weights_only=False` only).
+    Numpy arrays become tensors in safetensors and stay arrays in torch files.
+    Raises `Unsupported`, naming what cannot be saved and where it is.
+    """
+    check_target(path, overwrite=overwrite)
+    target = formats.by_name(container) if container else formats.for_output(path, "torch-zip")
+    made = checkpoint_of(tree, arrays_as_tensors=target.NAME == "safetensors", keep_unknown=keep_unknown)
+    plan = target.write(made, keep_unknown=keep_unknown)
+    replace_file(plan, path, overwrite=overwrite, inputs=_sources(made))
+
+
+def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Checkpoint:
+    """A checkpoint of live objects; one that was opened is taken as it is."""
+    if isinstance(tree, Checkpoint):
+        return tree
+    read: Any = from_live
+    if "torch" in sys.modules:  # else there can be no tensor of torch in the tree
+        from ckptool.bridge import from_torch
+
+        read = from_torch
+    return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), "live")
+
+
+def _sources(checkpoint: Checkpoint) -> list[Source]:
+    """The files that the tree's storages lie in."""
+    found = {
+        id(storage.data.file): storage.data.file
+        for storage in storages(checkpoint.tree)
+        if isinstance(storage.data, FileRange)
+    }
+    return list(found.values())

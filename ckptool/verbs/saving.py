@@ -1,0 +1,193 @@
+"""What every verb that writes has in common: where to, how, and what is reported of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from ckptool import formats
+from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan
+from ckptool.errors import Conflict, FileProblem, UsageError, VerifyFailed, printable
+from ckptool.formats import Format
+from ckptool.output import Progress, append_in_place, check_target, replace_file
+from ckptool.output.append import refuse_links
+from ckptool.reports.diff import Diff, diff
+
+
+class SaveOptions(TypedDict, total=False):
+    """in_place: change the input itself.  overwrite: an existing output is replaced.  dry_run: report the plan, write nothing.
+
+    verify: re-read the output and compare every tensor before it takes its name.  keep_unknown: pass calls of unknown functions on.
+    container: the container to write, instead of the one that the suffix of the output stands for.  progress: told bytes done and in all.
+    """
+
+    in_place: bool
+    overwrite: bool
+    dry_run: bool
+    verify: bool
+    keep_unknown: bool
+    container: str | None
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """What a verb wrote, or would write. `how`: `new file`, `in place`, `copy`, `nothing`.
+
+    summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
+    bytes_written counts what was added to the disk; file_bytes is the size of the result.
+    """
+
+    verb: str
+    file: str
+    output: str
+    container: str
+    how: str
+    bytes_written: int
+    file_bytes: int
+    summary: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    details: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+    dry_run: bool = False
+    verified: bool = False
+
+
+def save(
+    verb: str,
+    original: Checkpoint,
+    changed: Checkpoint,
+    out: str | os.PathLike[str] | None,
+    options: SaveOptions,
+    *,
+    changes: bool = True,
+    expected: Checkpoint | None = None,
+) -> tuple[str, str, str, int, int]:
+    """Writes `changed` where the options say. `changes=False`: it is the original, so the output is a copy of the file.
+
+    expected: what reading the output gives, where that is not `changed`.
+
+    Returns the output's path, its container, how it was written, the bytes written and the bytes of the result.
+    Raises `UsageError` unless there is exactly one of `out` and `in_place`, and everything that writing raises.
+    """
+    source = original.source
+    if (out is None) == (not options.get("in_place", False)):
+        raise UsageError(
+            f"{verb} needs a place to write to" if out is None else f"{verb} was given both an output and --in-place",
+            "Nothing is written unless one is named.",
+            "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place",
+        )
+    if out is None:
+        if source is None:
+            raise UsageError("only a checkpoint that was read from a file can be changed in place")
+        return _save_in_place(original, changed, options, changes)
+    target = os.fspath(out)
+    if source is not None and source.is_at(target) and not options.get("overwrite", False):
+        raise Conflict(
+            f"{printable(target)} is the input itself",
+            "It was left as it is.",
+            "Change the file itself: --in-place; or replace it by a new one: -f",
+        )
+    container = _container(changed, target, options)
+    if not changes and source is not None and original.container == container.NAME:
+        plan, how = Plan({"": [FileRange(source, 0, source.size)]}), "copy"
+    else:
+        plan, how = container.write(changed, keep_unknown=options.get("keep_unknown", False)), "new file"
+    return _replace(
+        target, container, plan, how, expected or changed, options, overwrite=options.get("overwrite", False)
+    )
+
+
+def _container(checkpoint: Checkpoint, target: str, options: SaveOptions) -> Format:
+    name = options.get("container")
+    return formats.by_name(name) if name else formats.for_output(target, checkpoint.container)
+
+
+def _save_in_place(
+    original: Checkpoint, changed: Checkpoint, options: SaveOptions, changes: bool
+) -> tuple[str, str, str, int, int]:
+    source = original.source
+    assert source is not None
+    refuse_links(source.path)
+    if options.get("container") not in (None, original.container):
+        raise UsageError(
+            f"--in-place keeps the container ({original.container})",
+            "Another container is another file.",
+            "Write a new file with -o.",
+        )
+    container = formats.by_name(original.container)
+    if not changes:
+        return source.path, container.NAME, "nothing", 0, source.size
+    plan = container.append(changed, keep_unknown=options.get("keep_unknown", False))
+    if plan is None:
+        plan = container.write(changed, keep_unknown=options.get("keep_unknown", False))
+        return _replace(source.path, container, plan, "new file", changed, options, overwrite=True)
+    if not options.get("dry_run", False):
+        if not os.access(source.path, os.W_OK):
+            raise FileProblem(
+                f"cannot change {source}: no permission to write to it", "It is as it was.", "Write a new file with -o."
+            )
+        verify = _verifier(changed) if options.get("verify", False) else None
+        append_in_place(plan, source, verify=verify, progress=options.get("progress"))
+    return source.path, container.NAME, "in place", plan.nbytes, plan.keep + plan.nbytes
+
+
+def _replace(
+    target: str, container: Format, plan: Plan, how: str, changed: Checkpoint, options: SaveOptions, *, overwrite: bool
+) -> tuple[str, str, str, int, int]:
+    if options.get("dry_run", False):
+        check_target(target, overwrite=overwrite)
+    else:
+        verify = _verifier(changed) if options.get("verify", False) else None
+        inputs = [changed.source] if changed.source else []
+        replace_file(plan, target, overwrite=overwrite, inputs=inputs, verify=verify, progress=options.get("progress"))
+    return target, container.NAME, how, plan.nbytes, plan.nbytes
+
+
+def _verifier(expected: Checkpoint) -> Any:
+    """Re-reads what was written and compares every tensor and entry with what was meant."""
+
+    def verify(path: str) -> None:
+        written = formats.read(path)
+        found = diff(expected, written)
+        if not found.same:
+            raise VerifyFailed(
+                f"what was written to {printable(path)} is not what was meant: {_first(found)}",
+                "The disk or the memory may be failing. The output was not kept.",
+            )
+
+    return verify
+
+
+def _first(found: Diff) -> str:
+    for change in found.changed:
+        return f"{printable(change.address)} differs in {', '.join(change.aspects)}"
+    return f"{len(found.only_left):,} entries are missing, {len(found.only_right):,} are new, the order or ties differ"
+
+
+def written(
+    verb: str,
+    original: Checkpoint,
+    result: tuple[str, str, str, int, int],
+    options: SaveOptions,
+    summary: str,
+    **more: Any,
+) -> Written:
+    """The report of a verb that has saved."""
+    output, container, how, added, size = result
+    file = original.source.path if original.source else ""
+    dry, checked = options.get("dry_run", False), options.get("verify", False)
+    return Written(
+        verb,
+        file,
+        output,
+        container,
+        how,
+        added,
+        size,
+        summary,
+        dry_run=dry,
+        verified=checked and not dry and how != "nothing",
+        **more,
+    )

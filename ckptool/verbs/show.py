@@ -1,0 +1,71 @@
+"""`show`: the values of one tensor, or any other entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Composite, TensorEntry
+from ckptool.errors import UsageError, printable
+from ckptool.gather import slice_view, to_numpy
+from ckptool.tree import address, find
+from ckptool.verbs.opening import PathLike, open_file
+
+if TYPE_CHECKING:
+    import numpy
+
+WHOLE = 1_000  # elements up to which all of a tensor is read
+EDGE = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shown:
+    """One entry. For a tensor `values` is an array: all of it, or, where `edges`, its corners around one element that stands for the rest."""
+
+    file: str
+    address: str
+    entry: Any
+    slice: str | None
+    values: numpy.ndarray[Any, Any] | None
+    edges: bool
+
+    def __str__(self) -> str:
+        from ckptool.render.text import shown_text
+
+        return shown_text(self)
+
+
+def show(file: PathLike, *, at: str | None = None, slice: str | None = None, all: bool = False) -> Shown:
+    """The entry at an address of `file`: a tensor with its values (or those of a slice, `'0:4,:'`), a plain value, a dictionary.
+
+    Of a tensor with more than 1,000 elements only the corners are read, unless `all`. Raises `UsageError` for an address that leads nowhere,
+    a slice that does not fit, or a slice of something else.
+    """
+    opened = open_file(file, at)
+    path, node = find(opened.checkpoint.tree, opened.at or "")
+    if not isinstance(node, TensorEntry):
+        if slice is not None:
+            kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"
+            raise UsageError(f"{printable(address(path)) or 'the whole file'} cannot be sliced: it is {kind}")
+        return Shown(opened.path, address(path), node, None, None, False)
+    view = slice_view(node, slice) if slice is not None else node
+    edges = not all and view.numel > WHOLE
+    values = _corners(view) if edges else to_numpy(view)
+    return Shown(opened.path, address(path), node, slice, values, edges)
+
+
+def _corners(entry: TensorEntry) -> Any:
+    """The first and last three along every axis, and between them one that printing leaves out."""
+    import numpy
+
+    spans: list[Sequence[str]] = [
+        [":"] if size <= 2 * EDGE + 1 else [f":{EDGE + 1}", f"{size - EDGE}:"] for size in entry.shape
+    ]
+
+    def block(chosen: tuple[str, ...], axis: int) -> Any:
+        if axis == len(spans):
+            return to_numpy(slice_view(entry, ",".join(chosen)))
+        return numpy.concatenate([block((*chosen, span), axis + 1) for span in spans[axis]], axis=axis)
+
+    return block((), 0)

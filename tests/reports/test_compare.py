@@ -1,0 +1,270 @@
+"""Comparisons of values, exact where numbers are."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptool import gather
+from ckptool.checkpoint import Computed, Data, FileRange, Flags, Literal, Storage, TensorEntry
+from ckptool.dtypes import BY_TORCH, DTYPES, by_name
+from ckptool.errors import UsageError
+from ckptool.files import Source
+from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
+
+
+def entry_of(tensor: torch.Tensor) -> TensorEntry:
+    dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
+    storage = Storage(Literal(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()))
+    flags = Flags(conj=tensor.is_conj(), neg=tensor.is_neg())
+    return TensorEntry(storage, dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), flags)
+
+
+def difference(a: torch.Tensor, b: torch.Tensor, atol: float = 0.0, rtol: float = 0.0) -> ValueDifference:
+    found = compare_values(entry_of(a), entry_of(b), atol, rtol)
+    assert found is not None
+    return found
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return compare_values(entry_of(a), entry_of(b)) is None
+
+
+def assert_as_f64_says(a: torch.Tensor, b: torch.Tensor) -> None:
+    found = difference(a, b)
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    x, y = (t.resolve_conj().resolve_neg().to(wide) for t in (a, b))
+    distance, scale = (x - y).abs(), torch.maximum(x.abs(), y.abs())
+    relative = torch.where(scale == 0, 0, distance / scale)
+    assert found.changed == int((x != y).sum())
+    assert found.max_abs == distance.max().item()
+    assert found.mean_rel == pytest.approx(relative.mean().item(), rel=1e-6)
+    assert found.max_rel == pytest.approx(relative.max().item(), rel=1e-6)
+    cosine = torch.vdot(x.flatten(), y.flatten()).real / (torch.linalg.vector_norm(x) * torch.linalg.vector_norm(y))
+    assert found.cosine == pytest.approx(cosine.item(), abs=5e-7)
+    assert found.first == tuple((x != y).nonzero()[0].tolist())
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.is_float], ids=str)
+@pytest.mark.parametrize("count", [7, 1024, 70_001])
+def test_floats(dtype: object, count: int) -> None:
+    kind = getattr(torch, by_name(str(dtype)).torch)
+    a = torch.randn(count).abs() + 0.1
+    b = a.clone()
+    b[3:] *= 1.5 + torch.rand(count - 3)
+    assert_as_f64_says(a.to(kind), b.to(kind))
+
+
+@pytest.mark.parametrize("name", ["int32", "int16", "int8", "uint8", "uint16", "uint32", "complex64", "complex128"])
+def test_other_types(name: str) -> None:
+    kind = getattr(torch, name)
+    if kind.is_complex:
+        a = torch.randn(2000, dtype=kind)
+        assert_as_f64_says(a, a + 1)
+    else:
+        a, b = (torch.randint(0, torch.iinfo(kind).max, (2000,)).to(kind) for _ in range(2))
+        assert_as_f64_says(a, b)
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-12, 1.0, 1e18, 1e37, 3e38])
+def test_f32_of_any_size(scale: float) -> None:
+    a = torch.rand(5000, dtype=torch.float64)
+    b = torch.rand(5000, dtype=torch.float64) - 0.5
+    assert_as_f64_says((a * scale).float(), (b * scale).float())
+
+
+def test_max_abs_is_exact() -> None:
+    a = torch.tensor([1.0, 16777216.0, 1.0])
+    b = torch.tensor([1.0, 0.99999994, 2.0])  # 16777216 - 0.99999994 is rounded in f32
+    assert difference(a, b).max_abs == 16777216 - float(numpy.float32(0.99999994))
+
+
+def test_the_same_bytes_are_no_difference() -> None:
+    a = torch.tensor([nan, inf, -0.0, 1.0])
+    assert same(a, a.clone())
+    assert same(torch.empty(0, 3), torch.empty(0, 3))
+    assert same(torch.tensor(3), torch.tensor(3))
+
+
+def test_bytes_differ_where_values_do_not() -> None:
+    found = difference(torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0]))
+    assert (found.changed, found.max_abs, found.within_tolerance, found.first) == (1, 0.0, True, (1,))
+    quiet, other = (numpy.array([bits], "u4").tobytes() for bits in (0x7FC00000, 0x7FC00001))
+    a, b = (TensorEntry(Storage(Literal(raw)), by_name("f32"), (1,), (1,)) for raw in (quiet, other))
+    found_nan = compare_values(a, b)
+    assert found_nan == ValueDifference(1, 1, 0, None, None, None, True, (0,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(
+    ("left", "right", "distance"), [(nan, 1, inf), (inf, -inf, inf), (inf, 1, inf), (nan, inf, inf)]
+)
+def test_what_is_not_finite(dtype: torch.dtype, left: float, right: float, distance: float) -> None:
+    a = torch.tensor([left, 2, nan, inf], dtype=dtype)
+    b = torch.tensor([right, 4, nan, inf], dtype=dtype)
+    found = difference(a, b, atol=10)
+    assert (found.max_abs, found.changed, found.within_tolerance) == (distance, 2, False)
+    assert (found.max_rel, found.mean_rel) == (0.5, 0.5)
+    assert found.cosine == pytest.approx(1)
+
+
+def test_nan_agrees_with_nan() -> None:
+    found = difference(torch.tensor([nan, inf, 1.0]), torch.tensor([nan, inf, 1.5]), atol=0.5)
+    assert (found.max_abs, found.within_tolerance) == (0.5, True)
+
+
+def test_64_bit_integers_are_exact() -> None:
+    low, high = -(2**63), 2**63 - 1
+    assert difference(torch.tensor([low]), torch.tensor([high])).max_abs == 2**64 - 1
+    assert difference(torch.tensor([2**53]), torch.tensor([2**53 + 1])).max_abs == 1
+    assert type(difference(torch.tensor([0]), torch.tensor([1])).max_abs) is int
+
+
+@given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**64 - 1)), min_size=1))
+def test_signed_against_unsigned(pairs: list[tuple[int, int]]) -> None:
+    left, right = zip(*pairs, strict=True)
+    a = TensorEntry(Storage(Literal(numpy.array(left, "i8").tobytes())), by_name("i64"), (len(pairs),), (1,))
+    b = TensorEntry(Storage(Literal(numpy.array(right, "u8").tobytes())), by_name("u64"), (len(pairs),), (1,))
+    found = compare_values(a, b)
+    assert found is not None
+    assert found.max_abs == max(abs(x - y) for x, y in pairs)
+    assert found.changed == sum(x != y for x, y in pairs)
+
+
+def test_unsigned_does_not_wrap() -> None:
+    assert difference(torch.tensor([1], dtype=torch.uint8), torch.tensor([255], dtype=torch.uint8)).max_abs == 254
+
+
+def test_bool() -> None:
+    found = difference(torch.tensor([True, False, True]), torch.tensor([True, True, True]))
+    assert (found.changed, found.max_abs, found.first) == (1, 1, (1,))
+
+
+def test_quantized_are_integers() -> None:
+    a, b = (TensorEntry(Storage(Literal(raw)), by_name("qu8"), (2,), (1,)) for raw in (b"\x00\x01", b"\xff\x01"))
+    found = compare_values(a, b)
+    assert found is not None
+    assert (found.changed, found.max_abs) == (1, 255)
+
+
+def test_packed_types_are_only_counted() -> None:
+    a, b, c = (
+        TensorEntry(Storage(Literal(raw)), by_name("f4_e2m1fn_x2"), (2, 2), (2, 1))
+        for raw in (b"abcd", b"abxy", b"abcd")
+    )
+    assert compare_values(a, b) == ValueDifference(2, 4, None, None, None, None, False, (1, 0))
+    assert compare_values(a, c) is None
+    with pytest.raises(UsageError, match="packed"):
+        compare_values(a, TensorEntry(a.storage, by_name("u8"), (2, 2), (2, 1)))
+
+
+def test_complex32() -> None:
+    raw = [numpy.array(values, "f2").tobytes() for values in ([0, 0, 1, 2], [3, 4, 1, 2])]
+    a, b = (TensorEntry(Storage(Literal(part)), by_name("c32"), (2,), (1,)) for part in raw)
+    found = compare_values(a, b)
+    assert found is not None
+    assert (found.changed, found.max_abs, found.first) == (1, 5.0, (0,))
+    conjugate = TensorEntry(a.storage, by_name("c32"), (2,), (1,), flags=Flags(conj=True))
+    assert (compare_values(a, conjugate) or found).max_abs == 4.0
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("float16", "float32"), ("bfloat16", "float16"), ("float8_e5m2", "float64"), ("int16", "float32")],
+)
+def test_different_types_are_compared_exactly(left: str, right: str) -> None:
+    a = torch.arange(-5, 200).to(getattr(torch, left))
+    b = a.to(getattr(torch, right))
+    found = difference(a, b)
+    assert (found.changed, found.max_abs, found.within_tolerance, found.first) == (0, 0, True, None)
+    b[7] += 1
+    found = difference(a, b)
+    assert (found.changed, found.max_abs, found.first) == (1, 1.0, (7,))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tolerance_is_torch_s(seed: int) -> None:
+    torch.manual_seed(seed)
+    a = torch.randn(3000, dtype=torch.float64)
+    b = a + 1e-3 * torch.randn(3000, dtype=torch.float64)
+    for atol, rtol in ((0.0, 0.0), (1e-3, 0.0), (4e-3, 0.0), (0.0, 0.1), (5e-4, 1e-2), (1e-2, 1e-2), (3e-3, 1e-3)):
+        assert difference(a, b, atol, rtol).within_tolerance == torch.allclose(a, b, atol=atol, rtol=rtol)
+        wanted = torch.allclose(a.float().double(), b.float().double(), atol=atol, rtol=rtol)
+        assert difference(a.float(), b.float(), atol, rtol).within_tolerance == wanted
+
+
+def test_views_are_compared_by_position() -> None:
+    base = torch.randn(30, 40)
+    assert same(base.t().contiguous(), base.t())
+    assert same(base[:, ::2].clone(), base[:, ::2])
+    assert same(base[0].expand(5, 40).clone(), base[0].expand(5, 40))
+    assert not same(base.t().contiguous().view(30, 40), base)
+    other = base.clone()
+    other[7, 3] += 1
+    assert_as_f64_says(base.t(), other.t().contiguous())
+
+
+def test_views_permuted_alike_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_Gather", None)
+    base = torch.randn(3, 4, 5)
+    other = base.clone()
+    other[2, 1, 4] = 0
+    found = difference(base.permute(2, 0, 1), other.permute(2, 0, 1))
+    assert (found.changed, found.first) == (1, (4, 2, 1))
+
+
+def test_conjugate_and_negative_bits_count() -> None:
+    z = torch.randn(50, dtype=torch.complex64)
+    assert same(z.conj(), z.conj().clone())
+    assert same(z.conj(), z.conj().resolve_conj())
+    assert same(torch._neg_view(z.real.clone()), -z.real)
+    assert_as_f64_says(z, z.conj())
+    assert_as_f64_says(z.real, torch._neg_view(z.real))
+
+
+def test_first_is_found_in_a_later_chunk() -> None:
+    a = torch.zeros(3, 100_000)
+    b = a.clone()
+    b[2, 17] = 1
+    found = difference(a, b)
+    assert (found.changed, found.first, found.cosine, found.max_rel) == (1, (2, 17), None, 1.0)
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(UsageError, match=r"\[2\] with shape \[3\]"):
+        compare_values(entry_of(torch.zeros(2)), entry_of(torch.zeros(3)))
+
+
+@pytest.mark.parametrize("length", [0, 1, 5000, 262_144, 700_001])
+def test_same_bytes(length: int, tmp_path: Path) -> None:
+    raw = numpy.random.default_rng(0).bytes(length)
+    kinds = (as_literal, as_file, as_computed)
+    for make_left in kinds:
+        for make_right in kinds:
+            assert same_bytes(make_left(raw, tmp_path), make_right(raw, tmp_path))
+            for place in {0, length // 2, length - 1} if length else ():
+                other = bytearray(raw)
+                other[place] ^= 1
+                assert not same_bytes(make_left(raw, tmp_path), make_right(bytes(other), tmp_path))
+    assert not same_bytes(Literal(raw), Literal(raw + b"x"))
+
+
+def as_literal(raw: bytes, folder: Path) -> Data:
+    return Literal(raw)
+
+
+def as_file(raw: bytes, folder: Path) -> Data:
+    path = folder / "data"
+    path.unlink(missing_ok=True)
+    path.write_bytes(b"head" + raw)
+    return FileRange(Source(path), 4, len(raw))
+
+
+def as_computed(raw: bytes, folder: Path) -> Data:
+    return Computed(len(raw), lambda offset, n: raw[offset : offset + n])

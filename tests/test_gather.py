@@ -1,0 +1,229 @@
+"""Strided views in row-major order, judged by torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptool import gather
+from ckptool.checkpoint import Computed, Data, FileRange, Flags, Literal, Storage, TensorEntry
+from ckptool.dtypes import BY_TORCH, by_name
+from ckptool.errors import BadTensor, LimitExceeded, Unsupported, UsageError
+from ckptool.files import Source
+
+KINDS = ("literal", "file", "computed")
+
+
+def data_of(raw: bytes, kind: str, folder: Path) -> Data:
+    if kind == "literal":
+        return Literal(raw)
+    if kind == "computed":
+        return Computed(len(raw), lambda offset, n: raw[offset : offset + n])
+    path = folder / f"data{len(os.listdir(folder))}"
+    path.write_bytes(b"head" + raw + b"tail")
+    return FileRange(Source(path), 4, len(raw))
+
+
+def entry_of(tensor: torch.Tensor, kind: str, folder: Path) -> TensorEntry:
+    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
+    dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
+    storage = Storage(data_of(raw, kind, folder))
+    flags = Flags(conj=tensor.is_conj(), neg=tensor.is_neg())
+    return TensorEntry(storage, dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), flags)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    if tensor.numel() == 0:
+        return b""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    base = torch.arange(2 * 3 * 4 * 5).to(dtype).reshape(2, 3, 4, 5)
+    return {
+        "plain": base,
+        "transposed": base.permute(3, 2, 1, 0),
+        "columns": base[..., 1:3],
+        "steps": base[:, ::2, 1::2, ::3],
+        "offset": base[1, 2:, 1],
+        "expanded": base[:, :1].expand(2, 7, 4, 5),
+        "expanded in front": base[0, 0, 0].expand(3, 2, 5),
+        "channels last": base.contiguous(memory_format=torch.channels_last),
+        "windows": base.flatten().unfold(0, 6, 2),
+        "one": base[1, 2, 3, 4],
+        "ones": base[:1, :1].transpose(0, 3),
+        "empty": base[:, 3:].transpose(0, 2),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64", "complex128"])
+def test_row_major_is_what_torch_says(dtype: str, kind: str, tmp_path: Path) -> None:
+    for name, view in views(getattr(torch, dtype)).items():
+        entry = entry_of(view, kind, tmp_path)
+        data = entry.row_major()
+        assert data.length == entry.nbytes, name
+        assert entry.bytes() == bytes_of(view), name
+        array = entry.numpy()
+        assert array.shape == tuple(view.shape), name
+        assert array.tobytes() == bytes_of(view), name
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_any_byte_range_of_any_view(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    itemsize = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
+    shape = data.draw(st.lists(st.integers(1, 6), max_size=4))
+    stride = [data.draw(st.integers(0, 40)) for _ in shape]
+    offset = data.draw(st.integers(0, 3))
+    span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    raw = numpy.random.default_rng(0).bytes(span * itemsize)
+    dtype = by_name({1: "u8", 2: "f16", 4: "f32", 8: "i64", 16: "c128"}[itemsize])
+    entry = TensorEntry(Storage(Literal(raw)), dtype, tuple(shape), tuple(stride), offset)
+    elements = numpy.ndarray(shape, f"V{itemsize}", raw, offset * itemsize, [step * itemsize for step in stride])
+    wanted = elements.tobytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "_BLOCK", data.draw(st.sampled_from([16, 48, 256, 8 << 20])))
+        patch.setattr(gather, "_PACK", data.draw(st.sampled_from([16, 100, 4 << 20])))
+        patch.setattr(gather, "_GAP_FILE", data.draw(st.sampled_from([0, 16, 8 << 10])))
+        found = entry.row_major()
+        assert found.read(0, found.length) == wanted
+        for _ in range(5):
+            start = data.draw(st.integers(0, len(wanted)))
+            count = data.draw(st.integers(0, len(wanted) + 5))
+            assert found.read(start, count) == wanted[start : start + count]
+
+
+def test_contiguous_data_stays_a_range_of_the_file(tmp_path: Path) -> None:
+    entry = entry_of(torch.arange(100.0)[10:20], "file", tmp_path)
+    data = entry.row_major()
+    assert isinstance(data, FileRange)
+    assert (data.offset, data.length) == (44, 40)
+
+
+def test_subrange_of_each_kind(tmp_path: Path) -> None:
+    raw = bytes(range(100))
+    for kind in KINDS:
+        data = data_of(raw, kind, tmp_path)
+        assert gather.subrange(data, 0, 100) is data
+        part = gather.subrange(data, 10, 20)
+        assert type(part) is type(data)
+        assert part.length == 20
+        assert part.read(5, 10) == raw[15:25]
+        assert part.read(15, 10) == raw[25:30]
+        with pytest.raises(BadTensor, match="90 to 110"):
+            gather.subrange(data, 90, 20)
+
+
+def test_a_view_outside_of_its_storage_is_refused() -> None:
+    entry = TensorEntry(Storage(Literal(bytes(64))), by_name("f32"), (4, 4), (1, 5))
+    with pytest.raises(BadTensor):
+        entry.row_major()
+
+
+def test_large_transposed_tensor_in_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "big"
+    base = numpy.random.default_rng(0).integers(0, 1 << 32, (3000, 5000), dtype=numpy.uint32)
+    base.tofile(path)
+    storage = Storage(FileRange(Source(path), 0, base.nbytes))
+    entry = TensorEntry(storage, by_name("f32"), (5000, 3000), (1, 5000))
+    gather._recent.clear()
+    data = entry.row_major()
+    found = b"".join(data.read(place, 1 << 20) for place in range(0, data.length, 1 << 20))
+    assert found == base.T.tobytes()
+    assert not gather._recent  # nothing stays behind after a reader is through
+
+
+def test_blocks_kept_are_few(tmp_path: Path) -> None:
+    for _ in range(5):
+        entry_of(torch.ones(50, 40).t(), "file", tmp_path).row_major().read(0, 100)
+    assert len(gather._recent) <= 2
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_conjugate_and_negative_bits_are_applied(dtype: str, tmp_path: Path) -> None:
+    base = torch.randn(4, 6, dtype=getattr(torch, dtype))
+    for view in (
+        base.conj(),
+        base.conj().t()[1:],
+        torch._neg_view(base),
+        torch._neg_view(base.conj()),
+        base.conj().imag,
+    ):
+        entry = entry_of(view, "file", tmp_path)
+        assert entry.flags.conj or entry.flags.neg
+        assert entry.numpy().tobytes() == bytes_of(view)
+
+
+def test_flags_that_torch_does_not_know_are_ignored() -> None:
+    storage = Storage(Literal(bytes([0, 1])))
+    entry = TensorEntry(storage, by_name("bool"), (2,), (1,), flags=Flags(conj=True, neg=True))
+    assert entry.numpy().tolist() == [False, True]
+
+
+def test_numpy_of_types_that_numpy_lacks() -> None:
+    for name in ("c32", "f4_e2m1fn_x2", "qu4x2", "bits8"):
+        entry = TensorEntry(Storage(Literal(bytes(8))), by_name(name), (2,), (1,))
+        with pytest.raises(Unsupported, match=r"\.torch\(\)"):
+            entry.numpy()
+    quantized = TensorEntry(Storage(Literal(bytes([255]))), by_name("qi8"), (), ())
+    assert quantized.numpy().dtype == numpy.int8
+    assert quantized.numpy().shape == ()
+
+
+def test_numpy_of_a_bomb_is_refused() -> None:
+    entry = TensorEntry(Storage(Literal(bytes(4))), by_name("f32"), (1 << 40, 1 << 20), (0, 0))
+    with pytest.raises(LimitExceeded):
+        entry.numpy()
+    assert gather.slice_view(entry, "0:2,5").numpy().tolist() == [0, 0]
+
+
+SLICES = [
+    "3",
+    "-1",
+    "0:4",
+    "1:3,:",
+    "::2",
+    "...,-1",
+    "1,...",
+    "...",
+    ":,2:,::3",
+    "5:2",
+    "-2:",
+    "0,0,0",
+    "9:, 1",
+    " 1 , : ",
+]
+
+
+@pytest.mark.parametrize("text", SLICES)
+def test_slice_view_is_numpy_indexing(text: str, tmp_path: Path) -> None:
+    tensor = torch.arange(6 * 7 * 8).reshape(7, 6, 8).transpose(0, 1)
+    entry = entry_of(tensor, "file", tmp_path)
+    wanted = eval(f"array[{text}]", {"array": tensor.numpy()})
+    found = gather.slice_view(entry, text)
+    assert found.shape == numpy.shape(wanted)
+    assert found.numpy().tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "6", "-7", "::-1", "::0", "1:2:3:4", "0,0,0,0", "...,...", "1,,2", "1.5", "\x1b[0m"]
+)
+def test_bad_slice_names_the_shape(text: str) -> None:
+    entry = TensorEntry(Storage(Literal(bytes(6 * 7 * 8))), by_name("u8"), (6, 7, 8), (56, 8, 1))
+    with pytest.raises(UsageError, match=r"\[6, 7, 8\]") as caught:
+        gather.slice_view(entry, text)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_slice_of_a_scalar() -> None:
+    entry = TensorEntry(Storage(Literal(bytes(4))), by_name("f32"), (), ())
+    assert gather.slice_view(entry, "...").shape == ()
+    with pytest.raises(UsageError):
+        gather.slice_view(entry, "0")

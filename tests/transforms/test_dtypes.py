@@ -1,0 +1,199 @@
+"""Casts, bit for bit against torch."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from math import inf
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptool.checkpoint import Flags, Literal, Storage, TensorEntry
+from ckptool.dtypes import DTYPES, DType, by_name
+from ckptool.errors import UsageError
+from ckptool.transforms.dtypes import CastTally, _unseen, cast, cast_storage
+
+FLOATS = [dtype for dtype in DTYPES if dtype.is_float]
+PAIRS = [pytest.param(a, b, id=f"{a}-{b}") for a, b in itertools.permutations(FLOATS, 2)]
+
+
+def torch_of(raw: bytes, dtype: DType) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype.torch))
+
+
+def values_of(raw: bytes, dtype: DType) -> Any:
+    with numpy.errstate(invalid="ignore"):  # signalling NaN
+        return numpy.frombuffer(raw, dtype.to_numpy()).astype(numpy.float64)
+
+
+def storage_of(raw: bytes) -> Storage:
+    return Storage(Literal(raw), "cuda:1", 5)
+
+
+def converted(raw: bytes, source: DType, target: DType, tally: CastTally | None = None) -> bytes:
+    data = cast_storage(storage_of(raw), source, target, tally).data
+    return data.read(0, data.length)
+
+
+@cache
+def patterns(dtype: DType) -> bytes:
+    """Every pattern of a small type; of a large one random patterns, and the neighbourhood of every rounding edge."""
+    if dtype.itemsize <= 2:
+        return numpy.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}").tobytes()
+    random = numpy.random.default_rng(7)
+    bits, real = numpy.dtype(f"u{dtype.itemsize}"), dtype.to_numpy()
+    parts = [random.integers(0, 1 << (8 * dtype.itemsize), 1 << 17, dtype=bits, endpoint=False)]
+    spread = random.standard_normal(1 << 17) * numpy.exp2(random.uniform(-155, 130, 1 << 17))
+    with numpy.errstate(all="ignore"):
+        parts.append(spread.astype(real).view(bits))
+        for small in FLOATS:
+            if small.itemsize <= 2:
+                parts.extend(edges(small, real, bits))
+        specials = numpy.array([0.0, -0.0, inf, -inf, numpy.nan, 1e-45, 3.4e38, 1e300, -1e300, 5e-324], real)
+    return numpy.concatenate([*parts, specials.view(bits)]).tobytes()
+
+
+def edges(small: DType, real: Any, bits: Any) -> list[Any]:
+    every = values_of(patterns(small), small)
+    every = numpy.unique(every[numpy.isfinite(every)])
+    beyond = every[-1] * numpy.array([1.01, 1.03125, 1.0625, 1.1, 1.5, 2])
+    exact = numpy.concatenate([every, (every[1:] + every[:-1]) / 2, beyond, -beyond]).astype(real).view(bits)
+    steps = [1] if bits.itemsize == 4 else [1, 1 << 28, 1 << 29]  # half a unit of f32, in f64
+    return [exact, *(exact + bits.type(step) for step in steps), *(exact - bits.type(step) for step in steps)]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_every_pair_has_torch_s_bits(source: DType, target: DType) -> None:
+    raw = patterns(source)
+    wanted = torch_of(raw, source).to(getattr(torch, target.torch)).view(torch.uint8).numpy().tobytes()
+    assert_same_but_for_nan_payloads(converted(raw, source, target), wanted, target)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_short_tensors_have_torch_s_bits_too(source: DType, target: DType) -> None:
+    raw = patterns(source)
+    tensor = torch_of(raw, source)
+    step = max(1, len(tensor) // 60)
+    parts = [tensor[place : place + 3].to(getattr(torch, target.torch)) for place in range(0, len(tensor) - 3, step)]
+    wanted = torch.cat([part.view(torch.uint8) for part in parts]).numpy().tobytes()
+    size = source.itemsize
+    short = b"".join(raw[place * size : (place + 3) * size] for place in range(0, len(tensor) - 3, step))
+    assert_same_but_for_nan_payloads(converted(short, source, target), wanted, target)
+
+
+def assert_same_but_for_nan_payloads(found: bytes, wanted: bytes, target: DType) -> None:
+    assert len(found) == len(wanted)
+    a, b = (numpy.frombuffer(raw, f"u{target.itemsize}") for raw in (found, wanted))
+    nan = numpy.isnan(values_of(found, target)) & numpy.isnan(values_of(wanted, target))
+    assert not numpy.count_nonzero((a != b) & ~nan)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_tally_counts_what_f64_says(source: DType, target: DType) -> None:
+    raw = patterns(source)
+    tally = CastTally()
+    after = values_of(converted(raw, source, target, tally), target)
+    before = values_of(raw, source)
+    finite = numpy.isfinite(before) & numpy.isfinite(after)
+    assert tally.elements == len(before)
+    assert tally.changed == numpy.count_nonzero((before != after) & ~(numpy.isnan(before) & numpy.isnan(after)))
+    assert tally.overflowed == numpy.count_nonzero(numpy.isfinite(before) & ~numpy.isfinite(after))
+    assert tally.underflowed == numpy.count_nonzero((before != 0) & (after == 0))
+    before, after = before[finite], after[finite]
+    error = abs(before - after)
+    assert tally.max_abs_error == error.max()
+    known = before != 0
+    assert tally.max_rel_error == pytest.approx((error[known] / abs(before[known])).max(), rel=1e-6)
+
+
+def test_torch_rules_at_the_edges() -> None:
+    raw = numpy.array([464, 480, inf, -inf, -1e30, 0.0, -0.0, -3.0], numpy.float32).tobytes()
+    found = {dtype.name: converted(raw, by_name("f32"), dtype).hex(" ") for dtype in FLOATS if dtype.itemsize == 1}
+    assert found == {
+        "f8_e4m3fn": "7e 7e 7e fe fe 00 80 c4",  # saturates
+        "f8_e5m2": "5f 60 7c fc fc 00 80 c2",
+        "f8_e4m3fnuz": "80 80 80 80 80 00 00 cc",
+        "f8_e5m2fnuz": "63 64 80 80 80 00 00 c6",
+        "f8_e8m0fnu": "88 88 ff ff e3 00 00 81",  # the exponent alone
+    }
+
+
+def test_f64_rounds_twice_as_in_torch() -> None:
+    value = numpy.array([1 + 2**-8 + 2**-40])  # just above a tie of bf16, and the tie itself once it is f32
+    assert converted(value.tobytes(), by_name("f64"), by_name("bf16")) == b"\x80\x3f"
+
+
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300)), min_size=1, max_size=8))
+def test_reads_in_any_order_give_the_same_bytes_and_count_once(reads: list[tuple[int, int]]) -> None:
+    raw = numpy.random.default_rng(0).standard_normal(300).astype("f4").tobytes()
+    wanted = converted(raw, by_name("f32"), by_name("bf16"))
+    tally = CastTally()
+    data = cast_storage(storage_of(raw), by_name("f32"), by_name("bf16"), tally).data
+    touched: set[int] = set()
+    for offset, length in reads:
+        assert data.read(offset, length) == wanted[offset : offset + length]
+        touched.update(range(offset // 2, min(300, -(-(offset + length) // 2))))
+    assert tally.elements == len(touched)
+    data.read(0, data.length)
+    assert tally.elements == 300
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=20))
+def test_unseen_ranges(ranges: list[tuple[int, int]]) -> None:
+    seen: list[int] = []
+    known: set[int] = set()
+    for start, length in ranges:
+        fresh = {i for first, last in _unseen(seen, start, start + length) for i in range(first, last)}
+        assert fresh == set(range(start, start + length)) - known
+        known |= fresh
+        assert seen == sorted(set(seen))
+
+
+def test_chunks_join_without_a_seam() -> None:
+    raw = numpy.random.default_rng(0).standard_normal(200_001).astype("f4").tobytes()
+    tally = CastTally()
+    wanted = torch_of(raw, by_name("f32")).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    assert converted(raw, by_name("f32"), by_name("bf16"), tally) == wanted
+    assert tally.elements == 200_001
+
+
+def test_views_of_a_cast_storage_stay_what_they_were() -> None:
+    base = torch.randn(8, 6)
+    storage = storage_of(base.numpy().tobytes() + b"xyz")  # an untyped storage may have a tail
+    entry = TensorEntry(storage, by_name("f32"), (5, 8), (1, 6), 1)
+    found = cast(entry, by_name("f16"))
+    assert (found.shape, found.stride, found.offset, found.dtype) == ((5, 8), (1, 6), 1, by_name("f16"))
+    assert (found.storage.location, found.storage.crc, found.storage.nbytes) == ("cuda:1", None, 96)
+    assert found.bytes() == base.t()[1:].half().contiguous().numpy().tobytes()
+
+
+def test_negative_views_stay_negative_but_for_the_type_without_sign() -> None:
+    entry = TensorEntry(storage_of(bytes(8)), by_name("f32"), (2,), (1,), flags=Flags(neg=True))
+    assert cast(entry, by_name("bf16")).flags.neg
+    assert not cast(entry, by_name("f8_e8m0fnu")).flags.neg
+
+
+def test_what_is_not_cast() -> None:
+    entry = TensorEntry(storage_of(bytes(8)), by_name("f32"), (2,), (1,))
+    assert cast(entry, by_name("f32")) is entry
+    assert cast_storage(entry.storage, by_name("f32"), by_name("f32")) is entry.storage
+    for source, target in (("f32", "i8"), ("i8", "f32"), ("c64", "f32"), ("f16", "c32")):
+        with pytest.raises(UsageError, match="not a floating type"):
+            cast_storage(entry.storage, by_name(source), by_name(target))
+
+
+def test_a_cast_of_a_cast() -> None:
+    raw = numpy.random.default_rng(0).standard_normal(70_000).astype("f4").tobytes()
+    once = cast_storage(storage_of(raw), by_name("f32"), by_name("bf16"), CastTally())
+    twice = cast_storage(once, by_name("bf16"), by_name("f16"), CastTally())
+    wanted = torch_of(raw, by_name("f32")).bfloat16().half().view(torch.uint8).numpy().tobytes()
+    assert twice.data.read(0, twice.nbytes) == wanted
+
+
+def test_empty_storage() -> None:
+    assert converted(b"", by_name("f32"), by_name("f16"), CastTally()) == b""
