@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import numpy
 
 
+# FileRange, Storage, TensorEntry and StorageRef are not frozen, though nobody assigns to them: a checkpoint has one of each
+# for every tensor, and making a frozen object takes four times as long.
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Literal:
     """Bytes in memory."""
@@ -33,7 +37,7 @@ class Literal:
         return self.content[offset : offset + length]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class FileRange:
     """`length` bytes of a file, from `offset`.
 
@@ -73,7 +77,7 @@ class Computed:
 Data = Literal | FileRange | Computed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Storage:
     """A block of bytes that tensors are views of. Compared by identity: sharing a storage is being tied.
 
@@ -101,7 +105,7 @@ class Flags(NamedTuple):
 NO_FLAGS = Flags()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TensorEntry:
     """A strided tensor: a view of a storage. Sizes, strides and offset count elements, as torch's do."""
 
@@ -192,7 +196,7 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StorageRef:
     """A storage that stands in the tree by itself. `dtype` is None for an untyped one."""
 

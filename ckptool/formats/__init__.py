@@ -7,7 +7,10 @@ its test through the contract. Files are told by content, never by name.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from ckptool.checkpoint import Checkpoint, Plan
@@ -51,8 +54,21 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     head = source.read(0, min(HEAD, source.size))
     for container in FORMATS:
         if container.detect(head, source):
-            return container.read(source)
+            with no_collection():
+                return container.read(source)
     raise refuse(head, source)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Stops the garbage collector for a while: among hundreds of thousands of new objects it would search, and find nothing."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 def by_name(name: str) -> Format:

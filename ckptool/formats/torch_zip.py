@@ -48,13 +48,15 @@ _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """What a torch zip remembers of its file: the directory, its root folder, and which record each storage's data is."""
+    """What a torch zip remembers of its file: the directory, its root folder, and how its data is aligned."""
 
     archive: Archive
     root: str
     alignment: int
-    record_of: dict[int, Record]  # by the id of the Data that was handed out for the record
-    handed_out: list[Data]  # keeps those ids theirs
+
+    def record_of(self) -> dict[int, Record]:
+        """The record that a storage's data is, by the id of the data."""
+        return {id(record.data): record for record in self.archive.records.values() if record.is_used}
 
 
 def detect(head: bytes, source: Source) -> bool:
@@ -82,9 +84,9 @@ def read(source: Source) -> Checkpoint:
             f"{source}: data.pkl has {len(data) - decoded.end:,} bytes after its end",
             "Another pickle may be hidden there.",
         )
-    origin = Origin(
-        archive, root, _alignment(source, small[".storage_alignment"]), storages.record_of, storages.handed_out
-    )
+    alignment = _alignment(source, small[".storage_alignment"])
+    # Of a big-endian file nothing can be copied as it is: it is written as if it came from elsewhere.
+    origin = None if storages.big_endian else Origin(archive, root, alignment)
     notes = (*archive.notes, *_notes(archive, root, storages))
     metadata = {name: text for name, text in small.items() if text is not None}
     return Checkpoint(decoded.root, NAME, metadata, source, origin, notes, decoded.discarded)
@@ -148,89 +150,77 @@ class _Storages:
 
     def __init__(self, archive: Archive, root: str, big_endian: bool) -> None:
         self.archive, self.prefix, self.big_endian = archive, root + "data/", big_endian
-        self.refs: dict[tuple[str, Global], StorageRef] = {}
-        self.storages: dict[str, tuple[Storage, Any]] = {}
-        self.record_of: dict[int, Record] = {}
-        self.handed_out: list[Data] = []
+        self.by_class: dict[Global, dict[str, StorageRef]] = {}
 
     def load(self, pid: Any) -> StorageRef:
         """The storage that `("storage", class, key, location, number of elements)` names."""
-        if (
-            type(pid) is not tuple
-            or len(pid) != 5
-            or pid[0] != "storage"
-            or type(pid[2]) is not str
-            or type(pid[3]) is not str
-        ):
-            raise Corrupt(
-                "a persistent id that names no storage", "torch writes one for each storage, and for nothing else."
-            )
-        _, cls, key, location, numel = pid
-        ref = self.refs.get((key, cls)) if type(cls) is Global else None
-        if ref is None:
-            ref = self.refs[key, cls] = self._first(cls, key, location, numel)
-        elif (
-            location != ref.storage.location
-            or type(numel) is not int
-            or numel * _width(ref.dtype) != ref.storage.nbytes
-        ):
-            raise Corrupt(
-                f"the storage {printable(key)} is described in two ways", "Readers would disagree which is right."
-            )
+        try:
+            tag, cls, key, location, numel = pid
+            ref = self.by_class[cls].get(key)
+        except (KeyError, TypeError, ValueError):
+            tag, cls, key, location, numel = self._checked(pid)
+            ref = None
+        if ref is None or tag != "storage":
+            return self._first(*self._checked(pid)[1:])
+        if location != ref.storage.location or numel * _width(ref.dtype) != ref.storage.data.length:
+            raise self._contradiction(key)
         return ref
 
-    def _first(self, cls: Any, key: str, location: str, numel: Any) -> StorageRef:
+    @staticmethod
+    def _checked(pid: Any) -> tuple[Any, ...]:
+        if type(pid) is tuple and len(pid) == 5:
+            tag, cls, key, location, numel = pid
+            texts = type(key) is str and type(location) is str
+            if tag == "storage" and type(cls) is Global and texts and type(numel) is int:
+                return pid
+        raise Corrupt("a persistent id that names no storage", "torch writes one for each storage, for nothing else.")
+
+    def _first(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:
         known, dtype = storage_class(cls)
         if not known:
-            raise Unsupported(
-                f"the storage {printable(key)} has the unknown type {cls}",
-                "Its elements cannot be told from its bytes.",
-            )
+            raise Unsupported(f"the storage {printable(key)} has the unknown type {cls}", "Its elements cannot be told.")
         record = self.archive.records.get(self.prefix + key)
         if record is None:
-            raise Corrupt(
-                f"the storage {printable(key)} has no record {printable(self.prefix + key)} in the archive",
-                "Its data is not in the file.",
-            )
-        if type(numel) is not int or numel < 0 or numel * _width(dtype) != record.size:
-            raise Corrupt(
-                f"the storage {printable(key)} should have {numel} elements; its record {record} has {record.size:,} bytes"
-            )
-        known_as = self.storages.get(key)
-        if known_as is not None:
-            if known_as[0].location != location or (self.big_endian and known_as[1] is not dtype):
-                raise Corrupt(
-                    f"the storage {printable(key)} is described in two ways", "Readers would disagree which is right."
-                )
-            return StorageRef(known_as[0], dtype)
-        storage = Storage(
-            self._data(record, dtype),
-            location,
-            record.crc if self.archive.has_checksums and not self._swaps(dtype) else None,
-        )
-        self.storages[key] = storage, dtype
-        return StorageRef(storage, dtype)
+            what = f"the storage {printable(key)} has no record {printable(self.prefix + key)} in the archive"
+            raise Corrupt(what, "Its data is not in the file.")
+        if numel < 0 or numel * _width(dtype) != record.size:
+            what = f"the storage {printable(key)} should have {numel} elements; its record {record} has {record.size:,} bytes"
+            raise Corrupt(what, "The file was cut and mended, or its pickle is of another file.")
+        storage = self._known(key, location, dtype) if record.is_used else None
+        if storage is None:
+            crc = record.crc if self.archive.has_checksums else None
+            storage = Storage(record.data, location, crc)
+            if self.big_endian:
+                storage = _turned(storage, dtype)
+        ref = self.by_class.setdefault(cls, {})[key] = StorageRef(storage, dtype)
+        return ref
 
-    def _swaps(self, dtype: DType | None) -> bool:
-        return self.big_endian and _width(dtype) > 1
+    def _known(self, key: str, location: str, dtype: DType | None) -> Storage | None:
+        """The storage that another storage class was given for the same record: uint8 and float8 views of one storage do that."""
+        for refs in self.by_class.values():
+            ref = refs.get(key)
+            if ref is not None:
+                if ref.storage.location != location or (self.big_endian and _width(ref.dtype) != _width(dtype)):
+                    raise self._contradiction(key)
+                return ref.storage
+        return None
 
-    def _data(self, record: Record, dtype: DType | None) -> Data:
-        if self.big_endian and dtype is None:
-            raise Unsupported(
-                "an untyped storage in a big-endian file",
-                "How wide its elements are, and so how to turn them, is not recorded.",
-            )
-        data = record.data
-        if self._swaps(dtype) and dtype is not None:
-            data = swapped(data, dtype, (Storage(data, "cpu", record.crc if self.archive.has_checksums else None),))
-        self.record_of[id(data)] = record
-        self.handed_out.append(data)
-        return data
+    @staticmethod
+    def _contradiction(key: str) -> Corrupt:
+        return Corrupt(f"the storage {printable(key)} is described in two ways", "Readers would disagree which is right.")
 
 
-def swapped(data: Data, dtype: DType, inputs: tuple[Storage, ...] = ()) -> Computed:
+def _turned(storage: Storage, dtype: DType | None) -> Storage:
+    """A storage of a big-endian file with its elements in this machine's order."""
+    if dtype is None:
+        what = "an untyped storage in a big-endian file"
+        raise Unsupported(what, "How wide its elements are, and so how to turn them, is not recorded.")
+    return storage if dtype.itemsize == 1 else Storage(swapped(storage, dtype), storage.location)
+
+
+def swapped(storage: Storage, dtype: DType) -> Computed:
     """The same elements in the other byte order."""
-    width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
+    data, width = storage.data, dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
 
     def read(offset: int, length: int) -> bytes:
         begin, end = offset - offset % width, min(-(-(offset + length) // width) * width, data.length)
@@ -240,7 +230,7 @@ def swapped(data: Data, dtype: DType, inputs: tuple[Storage, ...] = ()) -> Compu
             turned[i::width] = raw[width - 1 - i :: width]
         return bytes(turned[offset - begin : offset - begin + length])
 
-    return Computed(data.length, read, inputs)
+    return Computed(data.length, read, (storage,))
 
 
 def _width(dtype: DType | None) -> int:
@@ -250,11 +240,7 @@ def _width(dtype: DType | None) -> int:
 def _notes(archive: Archive, root: str, storages: _Storages) -> list[Note]:
     notes = []
     compact = ("ckptool", "convert", "{file}", "-o", "{out}")
-    unused = [
-        r
-        for name, r in archive.records.items()
-        if name.startswith(root + "data/") and name.removeprefix(root + "data/") not in storages.storages
-    ]
+    unused = [r for name, r in archive.records.items() if not r.is_used and name.startswith(root + "data/")]
     if unused:
         size = sum(record.stored for record in unused)
         notes.append(
@@ -306,10 +292,10 @@ def _lay_out_new(layout: _Layout, pickle_crc: int) -> None:
 def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None:
     """The plan of the same change made inside the file: a new pickle and directory behind the old ones.
 
-    None where it cannot or should not be: the tree came from another container, much of the data is new, or all of it changes its byte order.
+    None where it cannot or should not be: the tree came from another container, or much of the data is new.
     """
     origin = checkpoint.origin
-    if not isinstance(origin, Origin) or checkpoint.metadata.get("byteorder") == "big":
+    if not isinstance(origin, Origin):
         return None
     refuse_unknown_calls(checkpoint, keep_unknown)
     archive = origin.archive
@@ -340,18 +326,18 @@ class _Layout:
 
     def __init__(self, origin: Origin | None, begin: int = 0) -> None:
         self.origin = origin
+        self.records = origin.record_of() if origin else {}
         self.root = origin.root if origin else "archive/"
         self.alignment = origin.alignment if origin else ALIGNMENT
         # Appended to an archive without checksums, a record has none either: one alone would say that the zeros of the others count.
         self.checksums = not begin or origin is None or origin.archive.has_checksums
         self.at = begin
         self.segments: list[Segment] = []
-        self.entries: list[
-            tuple[int, Callable[[], bytes]]
-        ] = []  # length, and what makes the entry once checksums are known
+        # The directory's entries: length, and the bytes or what makes them once checksums are known.
+        self.entries: list[tuple[int, bytes | Callable[[], bytes]]] = []
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
         self.fresh: list[tuple[str, Storage]] = []
-        self.used: dict[Record, Storage] = {}
+        self.used: set[Record] = set()
         self.taken = {name.removeprefix(self.root + "data/") for name in origin.archive.records} if origin else set()
         self.numbers = itertools.count()
 
@@ -359,12 +345,12 @@ class _Layout:
         """The key of a storage: its old record's, as long as no other storage claimed that (two that were made different stay so)."""
         key = self.keys.get(id(storage))
         if key is None:
-            record = self.origin.record_of.get(id(storage.data)) if self.origin else None
+            record = self.records.get(id(storage.data))
             if record is None or record in self.used:
                 key = next(key for n in self.numbers if (key := str(n)) not in self.taken)
                 self.fresh.append((key, storage))
             else:
-                self.used[record] = storage
+                self.used.add(record)
                 key = record.name.removeprefix(self.root + "data/")
             self.keys[id(storage)] = key
         return key
@@ -389,38 +375,22 @@ class _Layout:
 
     def copy(self, record: Record) -> None:
         """A record of the old file, unless the tree no longer uses it: whole where it moves by a multiple of the alignment."""
-        assert self.origin is not None
-        archive, name = self.origin.archive, record.name.removeprefix(self.root)
-        data = record.data
-        if name.startswith("data/"):
-            if record not in self.used:
-                return
-            data = self.used[record].data
-        elif name == "data.pkl":
+        archive, name = record.archive, record.name.removeprefix(self.root)
+        if name == "data.pkl" or (name.startswith("data/") and record not in self.used):
             return
-        elif name == "byteorder":
-            data = Literal(b"little")
-        unchanged = data is record.data or (
-            name == "byteorder" and archive.source.read(record.data_at, record.stored) == b"little"
-        )
         fits = record.wide or not zip_archive.needs_zip64(record.size, self.at)
-        if (
-            unchanged
-            and fits
-            and not record.method
-            and archive.has_checksums
-            and (self.at - record.header) % self.alignment == 0
-        ):
+        aligned = (self.at - record.header) % self.alignment == 0
+        if fits and aligned and not record.method and archive.has_checksums:
             self.segments.append(FileRange(archive.source, record.header, record.end - record.header, record.confirm))
             self.enter_moved(record, self.at)
             self.at += record.end - record.header
         else:
-            self.add(name, data, record.crc if unchanged and archive.has_checksums else None)
+            self.add(name, record.data, record.crc if archive.has_checksums else None)
 
     def enter_moved(self, record: Record, at: int) -> None:
         """The directory's line for a record of the old file, which is (or will be) at byte `at`."""
         entry = zip_archive.moved_entry(record, at)
-        self.entries.append((len(entry), lambda: entry))
+        self.entries.append((len(entry), entry))
 
     def add_fresh(self) -> None:
         """The storages that the old file does not have, in the order in which the tree mentions them."""
@@ -429,6 +399,10 @@ class _Layout:
 
     def finish(self) -> Plan:
         entries, size = self.entries, sum(size for size, _ in self.entries)
-        self.segments.append(Late(size, lambda: b"".join(entry() for _, entry in entries)))
+
+        def directory() -> bytes:
+            return b"".join(entry if isinstance(entry, bytes) else entry() for _, entry in entries)
+
+        self.segments.append(Late(size, directory))
         self.segments.append(Literal(zip_archive.end_records(len(entries), self.at, size)))
         return Plan({"": self.segments})

@@ -135,6 +135,11 @@ class Record:
         )
 
     @property
+    def is_used(self) -> bool:
+        """True once somebody has asked for its data."""
+        return self._data is not None
+
+    @property
     def data(self) -> Data:
         """The record's contents, inflated if need be, not read yet. Always the same object."""
         if self._data is None:

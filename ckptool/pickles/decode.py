@@ -6,7 +6,6 @@ One loop over the bytes with the opcodes in order of their frequency in torch fi
 
 from __future__ import annotations
 
-import gc
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,8 +61,6 @@ def decode(
     Raises `Corrupt`, `Truncated`, `LimitExceeded`, `Unsupported` or `Conflict`; each names the byte.
     """
     machine = _Machine(data, persistent, builders, max(FREE_OPCODES, file_bytes))
-    collecting = gc.isenabled()
-    gc.disable()  # A million live objects make the collector run again and again, and find nothing.
     try:
         root = machine.run()
         check_depth(root)
@@ -79,9 +76,6 @@ def decode(
         raise Corrupt(f"{name} refers to value {error}, which was not stored", _DAMAGED) from None
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds text that is not UTF-8", _DAMAGED) from None
-    finally:
-        if collecting:
-            gc.enable()
     return Decoded(root, machine.discarded(root), machine.protocol, machine.at)
 
 

@@ -103,9 +103,12 @@ def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
 
 
 def _rebuild_tensor_v2(args: tuple[Any, ...]) -> Any:
-    if not 6 <= len(args) <= 7 or not _no_hooks(args[5]):
+    if len(args) == 6 and args[4] is False and type(args[5]) is OrderedDict and not args[5]:  # nearly all of them
+        flags: Flags | None = NO_FLAGS
+    elif not 6 <= len(args) <= 7 or not _no_hooks(args[5]):
         return NotImplemented
-    flags = _tensor_flags(args[4], args[6] if len(args) == 7 else None)
+    else:
+        flags = _tensor_flags(args[4], args[6] if len(args) == 7 else None)
     return NotImplemented if flags is None else _strided(args[0], args[1], args[2], args[3], flags)
 
 

@@ -1,0 +1,140 @@
+"""`make bench`: each claim as a ratio against its peer, whole processes in turn in one run. It prints, and never fails a build.
+
+    python -m benchmarks [--runs 5] [--folder DIR] [--only TEXT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.files import prepare
+
+CKPTOOL = str(Path(sys.executable).with_name("ckptool"))
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A command, what it is measured against (None: only its own time counts), and the goal in words.
+
+    In commands, {out} is a name that does not exist yet; `fresh` is a file that is copied to {copy} before every run.
+    """
+
+    name: str
+    command: str
+    peer: str | None
+    goal: str
+    fresh: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    seconds: float
+    peak: float  # bytes
+
+
+PEER = f"{sys.executable} -m benchmarks.peers"
+CP = "sh -c 'cp --reflink=never big.pt {out} && sync {out}'"
+
+CLAIMS = (
+    Claim("strip-module, 2 GB, against cp + sync", f"{CKPTOOL} strip-module big.pt -o {{out}}", CP, "≤ 1.0 ×, ≤ 64 MB"),
+    Claim("remap, 2 GB, against cp + sync", f"{CKPTOOL} remap big.pt --to cuda:0 -o {{out}}", CP, "≤ 1.0 ×, ≤ 64 MB"),
+    Claim("rename, 2 GB, against cp + sync", f"{CKPTOOL} rename big.pt 'module.* => net.*' -o {{out}}", CP, "≤ 1.0 ×, ≤ 64 MB"),
+    Claim("strip-module, 2 GB, against a torch script", f"{CKPTOOL} strip-module big.pt -o {{out}}", f"{PEER} rename big.pt {{out}}", "≤ 0.33 ×"),
+    Claim("strip-module, 50,000 tensors, against a torch script", f"{CKPTOOL} strip-module many.pt -o {{out}}", f"{PEER} rename_many many.pt {{out}}", ""),
+    Claim("strip-module --in-place, 100 GB sparse", f"{CKPTOOL} strip-module {{copy}} --in-place", None, "≤ 0.3 s, ≤ 64 MB", fresh="sparse.pt"),
+    Claim("strip-module --in-place, 50,000 tensors", f"{CKPTOOL} strip-module {{copy}} --in-place", None, "", fresh="many.pt"),
+    Claim("convert to safetensors, 2 GB, against save_file + sync", f"{CKPTOOL} convert big.pt -o {{out}}.safetensors", f"{PEER} to_safetensors big.pt {{out}}.safetensors", "≤ 0.4 ×"),
+    Claim("inspect, 50,000 tensors, against torch.load(mmap)", f"{CKPTOOL} inspect many.pt", f"{PEER} inspect many.pt", "≤ 0.25 ×"),
+    Claim("inspect, 2 GB", f"{CKPTOOL} inspect big.pt", None, "≤ 0.2 s, ≤ 48 MB"),
+    Claim("diff of equal files, 2 GB, against cmp", f"{CKPTOOL} diff big.pt equal.pt", "cmp big.pt equal.pt", "≤ 0.6 ×"),
+    Claim("diff with statistics, 2 GB, against a torch script", f"{CKPTOOL} diff big.pt other.pt", f"{PEER} diff big.pt other.pt", "≤ 0.25 ×"),
+    Claim("cast to bf16, 2 GB", f"{CKPTOOL} cast big.pt --dtype bf16 -o {{out}}", None, "≤ 64 MB"),
+    Claim("ckptool --help", f"{CKPTOOL} --help", None, "≤ 0.2 s"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"))
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    prepare(options.folder)
+    print(machine(), flush=True)
+    print(f"\nMedians of {options.runs} runs in turn, after one that is not counted; [least–most].\n")
+    print("| work | ckptool | peak memory | peer | ratio | goal |\n| --- | --- | --- | --- | --- | --- |")
+    for claim in CLAIMS:
+        if options.only in claim.name:
+            print(row(claim, options.folder, options.runs), flush=True)
+
+
+def machine() -> str:
+    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    return f"{platform.system()} {platform.release()}, {os.cpu_count()} cores {model or platform.machine()}, Python {platform.python_version()}"
+
+
+def row(claim: Claim, folder: Path, runs: int) -> str:
+    ours: list[Run] = []
+    theirs: list[Run] = []
+    for number in range(runs + 1):
+        ours.append(measured(claim.command, claim.fresh, folder))
+        if claim.peer is not None:
+            theirs.append(measured(claim.peer, "", folder))
+        if number == 0:  # the first of each warms the caches
+            ours.clear()
+            theirs.clear()
+    peak = f"{max(run.peak for run in ours) / MB:.0f} MB"
+    ratio = f"{statistics.median(a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True)):.2f} ×" if theirs else ""
+    return f"| {claim.name} | {spread(ours)} | {peak} | {spread(theirs) if theirs else ''} | {ratio} | {claim.goal} |"
+
+
+def spread(runs: list[Run]) -> str:
+    times = [run.seconds for run in runs]
+    return f"{statistics.median(times):.2f} s [{min(times):.2f}–{max(times):.2f}]"
+
+
+def measured(command: str, fresh: str, folder: Path) -> Run:
+    """One run as a whole process; what it writes is removed, and the disk is idle before the next."""
+    for left in outputs(folder):
+        left.unlink()
+    copy = folder / "out-copy.pt"
+    if fresh:
+        subprocess.run(["cp", "--sparse=always", str(folder / fresh), str(copy)], check=True)
+    os.sync()
+    arguments = shell_words(command.format(out="out", copy=copy.name))
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    start = time.perf_counter()
+    process = subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, env=environment)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode not in (0, 1):  # 1: a diff that found something
+        print(f"  (ended with {process.returncode}: {command})", file=sys.stderr)
+    return Run(seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+
+
+def shell_words(command: str) -> list[str]:
+    import shlex
+
+    words = shlex.split(command)
+    words[0] = shutil.which(words[0]) or words[0]
+    return words
+
+
+def outputs(folder: Path) -> Iterator[Path]:
+    yield from folder.glob("out*")
+
+
+if __name__ == "__main__":
+    main()

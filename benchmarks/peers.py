@@ -1,0 +1,62 @@
+"""What people run today for the same work, as they write it: `python -m benchmarks.peers NAME FILE [OUT]`.
+
+Each is a whole process, imports included, as the command that it is compared with is one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+
+def rename(file: str, out: str) -> None:
+    """The usual ten lines: load, rename, save."""
+    checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    checkpoint["state_dict"] = {name.removeprefix("module."): tensor for name, tensor in checkpoint["state_dict"].items()}
+    torch.save(checkpoint, out)
+    sync(out)
+
+
+def rename_many(file: str, out: str) -> None:
+    """The same for a bare state dict."""
+    tensors = torch.load(file, map_location="cpu", weights_only=True)
+    torch.save({name.removeprefix("module."): tensor for name, tensor in tensors.items()}, out)
+    sync(out)
+
+
+def to_safetensors(file: str, out: str) -> None:
+    from safetensors.torch import save_file
+
+    checkpoint = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
+    save_file(checkpoint["state_dict"], out)
+    sync(out)
+
+
+def inspect(file: str) -> None:
+    tensors = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
+    for name, tensor in tensors.items():
+        print(name, tensor.dtype, tuple(tensor.shape))
+
+
+def diff(left: str, right: str) -> None:
+    """Largest and mean relative difference, cosine and share of changed elements of every tensor."""
+    a = torch.load(left, mmap=True, map_location="cpu", weights_only=True)["state_dict"]
+    b = torch.load(right, mmap=True, map_location="cpu", weights_only=True)["state_dict"]
+    for name, x in a.items():
+        y = b[name]
+        distance = (x - y).abs()
+        relative = (distance / torch.maximum(x.abs(), y.abs()).clamp_min(1e-12)).mean()
+        cosine = torch.nn.functional.cosine_similarity(x.flatten().double(), y.flatten().double(), dim=0)
+        print(name, distance.max().item(), relative.item(), cosine.item(), (x != y).sum().item())
+
+
+def sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
