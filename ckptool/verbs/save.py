@@ -33,7 +33,8 @@ def save(
     check_target(path, overwrite=overwrite)
     target = formats.by_name(container) if container else formats.for_output(path, "torch-zip")
     made = checkpoint_of(tree, arrays_as_tensors=target.NAME == "safetensors", keep_unknown=keep_unknown)
-    plan = target.write(made, keep_unknown=keep_unknown)
+    with formats.no_collection():
+        plan = target.write(made, keep_unknown=keep_unknown)
     replace_file(plan, path, overwrite=overwrite, inputs=_sources(made))
 
 

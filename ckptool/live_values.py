@@ -1,0 +1,293 @@
+"""Live Python objects as the values of a tree: what `save` is given becomes what a pickle of it would say, without pickle.
+
+Each object says itself how it would be pickled (`__reduce_ex__`, as Python's pickler asks it); the answer becomes an inert node.
+Needs no torch: `bridge` adds what torch's own objects say.
+Source of the conventions: PEP 307 and Modules/_pickle.c (save_reduce, save_global).
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import types
+from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, StorageRef, TensorEntry
+from ckptool.dtypes import DTYPES, DType
+from ckptool.errors import Unsupported, listed, printable
+from ckptool.graphs import SCALARS, After, Done, Empty, Made, Of, Remake
+from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.pickles.known import is_known_call
+from ckptool.tree import address, walk
+
+if TYPE_CHECKING:
+    import numpy
+
+_AS_THEY_ARE = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    ByteString,
+    Global,
+    TensorEntry,
+    StorageRef,
+    Composite,
+)
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+_IDENTITY = frozenset(_AS_THEY_ARE)
+
+
+def from_live(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Any:
+    """The tree of nodes that says what `tree` holds: plain values, numpy arrays, entries. Nothing is copied, the tree is not changed.
+
+    arrays_as_tensors: numpy arrays become tensors instead of pickled arrays.
+    keep_unknown: objects of unknown classes are kept as `pickle` would write them.
+    Raises `Unsupported`, naming every object that no checkpoint should hold and where it is.
+    """
+    return Reader(arrays_as_tensors, keep_unknown).read(tree)
+
+
+class Reader:
+    """Reads one tree of live objects. `begin` says what one object becomes; a subclass knows more kinds."""
+
+    def __init__(self, arrays_as_tensors: bool, keep_unknown: bool) -> None:
+        self.arrays_as_tensors, self.keep_unknown = arrays_as_tensors, keep_unknown
+        self.remake = Remake(self.begin)
+        self.refused: list[
+            tuple[Object, str, str]
+        ] = []  # what stands in the tree for it, its name, how to save it after all
+        self.names: dict[
+            Any, Global | None
+        ] = {}  # of functions and classes: looking one up can mean looking through all modules
+
+    def read(self, tree: Any) -> Any:
+        made = self.remake.run(tree.tree if isinstance(tree, Checkpoint) else tree)
+        if self.refused:
+            raise self._refusal(made)
+        return made
+
+    def _refusal(self, tree: Any) -> Unsupported:
+        wanted = {id(node): name for node, name, _ in self.refused}
+        places = {id(node): address(path) for path, node in reversed(list(walk(tree))) if id(node) in wanted}
+        names = [f"{name} at {printable(places[key]) or 'the top'}" for key, name in wanted.items() if key in places]
+        fix = next(
+            (fix for _, _, fix in self.refused if fix),
+            "Save what it holds as plain values: vars(object), dict(object), str(object).",
+        )
+        return Unsupported(
+            f"cannot save {listed(names)}",
+            "Whoever loads the file would have to run code of its class, and could not open it without.",
+            fix,
+        )
+
+    def begin(self, value: Any) -> Made:
+        kind = type(value)
+        if kind in _IDENTITY:
+            return Done(value)
+        if isinstance(value, dict) and kind in (dict, OrderedDict, collections.OrderedDict):
+            return _dict(value)
+        if kind is list:
+            made: list[Any] = []
+            return Empty(made, lambda of: made.extend(map(of, value)))
+        if kind is tuple:
+            return After(value, tuple)
+        if kind in (set, frozenset, Set):
+            return _set(value)
+        if kind is Object:
+            return _object(value)
+        return self.special(value)
+
+    def special(self, value: Any) -> Made:
+        """What is neither a scalar nor a container."""
+        if value is Ellipsis or value is NotImplemented:
+            return Done(Global("__builtin__", str(value)))
+        if isinstance(value, _NAMED):
+            return self._named(value)
+        if self.arrays_as_tensors and _is_array(value):
+            return Done(array_entry(value))
+        return self.reduced(value)
+
+    def _named(self, value: Any) -> Made:
+        name = self.name_of(value)
+        return Done(name) if name is not None else self.refuse(value, "a function or class that no module names")
+
+    def name_of(self, value: Any) -> Global | None:
+        if value not in self.names:
+            self.names[value] = name_of(value)
+        return self.names[value]
+
+    def reduced(self, value: Any) -> Made:
+        """The object as it says itself that it is to be pickled."""
+        try:
+            answer = value.__reduce_ex__(2)
+        except Exception:  # noqa: BLE001 (any class may refuse in any way)
+            return self.refuse(value)
+        if isinstance(answer, str):
+            name = Global(getattr(value, "__module__", None) or type(value).__module__, answer)
+            return Done(name) if _found(name.module, name.name) is value else self.refuse(value)
+        return self.called(value, *answer) if isinstance(answer, tuple) and len(answer) > 1 else self.refuse(value)
+
+    def called(
+        self,
+        value: Any,
+        function: Any,
+        args: tuple[Any, ...],
+        state: Any = None,
+        elements: Any = None,
+        items: Any = None,
+        *rest: Any,
+    ) -> Made:
+        """A call of `function`, and what is done to its result; refused where the function is not known."""
+        how, kwargs = "call", None
+        if function.__name__ == "__newobj__":
+            how, function, args = "new", args[0], args[1:]
+        elif function.__name__ == "__newobj_ex__":
+            how, function, args, kwargs = "new", args[0], args[1], args[2]
+        name = self.name_of(function)
+        if name is None or (rest and rest[0] is not None):
+            return self.refuse(value)
+        given = tuple(self.name_of(arg) for arg in args if isinstance(arg, _NAMED))
+        if not is_known_call(name, given) and not self.keep_unknown:
+            return self.refuse(value)
+        made = Object(name, (), how)
+
+        def fill(of: Of) -> None:
+            made.args = of(args)
+            made.kwargs = of(kwargs) if kwargs else None
+            made.elements = [of(element) for element in elements] if elements is not None else None
+            made.items = {of(key): of(item) for key, item in items} if items is not None else None
+            made.state = of(state) if state is not None else MISSING
+
+        return Empty(made, fill)
+
+    def refuse(self, value: Any, name: str = "", fix: str = "") -> Made:
+        """Marks an object that cannot be saved; all of them are named at the end."""
+        kind = type(value)
+        name = name or f"a {kind.__module__}.{kind.__qualname__}"
+        stand_in = Object(Global(kind.__module__, kind.__qualname__), ())
+        if not fix and callable(getattr(value, "state_dict", None)):
+            fix = "Save its .state_dict() instead."
+        self.refused.append((stand_in, printable(name), fix))
+        return Done(stand_in)
+
+
+def _dict(value: dict[Any, Any]) -> Made:
+    plain = type(value) is dict
+    made: dict[Any, Any] = {} if plain else OrderedDict()
+    attributes = None if plain else value.attributes if isinstance(value, OrderedDict) else vars(value) or None
+
+    if plain and len(value) <= 2 and all(type(part) in SCALARS for item in value.items() for part in item):
+        made.update(value)  # complete at once: what is made of it (a tensor's `{"conj": True}`) may look inside
+        return Done(made)
+
+    def fill(of: Of) -> None:
+        made.update((of(key), of(item)) for key, item in value.items())
+        if isinstance(made, OrderedDict):
+            made.attributes = of(attributes)
+
+    return Empty(made, fill)
+
+
+def _set(value: Any) -> Made:
+    """Python orders texts in a set differently in each run; a file has them sorted, so that the same set is the same bytes."""
+    items: Iterable[Any] = value.items if isinstance(value, Set) else value
+    if not isinstance(value, Set) and all(type(item) in (str, int, float, bool, bytes, type(None)) for item in items):
+        items = sorted(items, key=lambda item: (type(item).__name__, item))
+    made = Set([], value.frozen if isinstance(value, Set) else isinstance(value, frozenset))
+    return Empty(made, lambda of: made.items.extend(map(of, items)))
+
+
+def _object(value: Object) -> Made:
+    made = Object(value.fn, (), value.how)
+    made.adds = value.adds
+
+    def fill(of: Of) -> None:
+        for name in ("fn", "args", "kwargs", "items", "elements", "state"):
+            part = getattr(value, name)
+            setattr(made, name, part if part is MISSING else of(part))
+
+    return Empty(made, fill)
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def name_of(value: Any) -> Global | None:
+    """The name under which a pickle of protocol 2 refers to a class or function; None if its module does not have it."""
+    name: str = getattr(value, "__qualname__", "") or getattr(value, "__name__", "")
+    module: str = getattr(value, "__module__", "") or next(
+        (
+            module
+            for module in list(sys.modules)
+            if _found(module, name) is value and module not in ("__main__", "__mp_main__")
+        ),
+        "",
+    )
+    if "." in name or _found(module, name) is not value:
+        return None
+    if (module, name) in REVERSE_NAME_MAPPING:
+        return Global(*REVERSE_NAME_MAPPING[module, name])
+    return Global(REVERSE_IMPORT_MAPPING.get(module, module), name)
+
+
+def _found(module: str, name: str) -> Any:
+    try:
+        return getattr(sys.modules.get(module), name, None)
+    except Exception:  # noqa: BLE001 (a module may compute its names)
+        return None
+
+
+# numpy ---------------------------------------------------------------------------------------------------------------
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def array_entry(value: Any) -> TensorEntry:
+    """A numpy array or scalar as a tensor over its own memory; copied only where it is not row-major and little-endian."""
+    import numpy
+
+    given = numpy.asarray(value)
+    dtype = _dtype_of(given.dtype)
+    if dtype is None:
+        raise Unsupported(
+            f"a numpy array of type {given.dtype} is no tensor",
+            "Tensors hold numbers and truths.",
+            "Convert it first: array.astype('float32').",
+        )
+    array = numpy.ascontiguousarray(given, given.dtype.newbyteorder("<")).reshape(given.shape)
+    strides = _strides(array.shape)
+    return TensorEntry(Storage(memory(array)), dtype, array.shape, strides)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides as torch gives them: a dimension of size 0 counts as one."""
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(steps))
+
+
+def memory(array: numpy.ndarray[Any, Any]) -> Computed:
+    """The bytes of a row-major array, read from where they are; the array stays alive for as long as they can be asked for."""
+    import numpy
+
+    raw = array.reshape(-1).view(numpy.uint8) if array.size else numpy.empty(0, numpy.uint8)
+    return Computed(raw.size, lambda offset, length: raw[offset : offset + length].tobytes())
+
+
+def _dtype_of(dtype: numpy.dtype[Any]) -> DType | None:
+    for known in DTYPES:
+        if known.numpy == dtype.name and known.kind != "quantized":
+            return known
+    return None
