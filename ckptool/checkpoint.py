@@ -342,7 +342,7 @@ class Summed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Late:
-    """`length` bytes that can only be made when everything else in the file has passed (a checksum, a directory)."""
+    """`length` bytes that can only be made when everything before them has passed (a checksum, a directory)."""
 
     length: int
     make: Callable[[], bytes]

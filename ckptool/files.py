@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from pathlib import Path
 
 from ckptool.errors import FileChanged, FileProblem, NotACheckpoint, Truncated, UsageError, printable
 
@@ -138,11 +137,3 @@ _MEANINGS = {
     errno.EROFS: "The file system is mounted read-only.",
     errno.EIO: "The disk reported an error; what is on it may be damaged.",
 }
-
-
-def same_file(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> bool:
-    """True if both names lead to one existing file."""
-    try:
-        return Path(a).samefile(b)
-    except OSError:
-        return False

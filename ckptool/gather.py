@@ -42,7 +42,7 @@ def subrange(data: Data, offset: int, length: int) -> Data:
             "A tensor lies outside of its storage; the file contradicts itself.",
         )
     if isinstance(data, FileRange):
-        return FileRange(data.file, data.offset + offset, length)
+        return FileRange(data.file, data.offset + offset, length, data.confirm)
     if isinstance(data, Literal):
         return Literal(data.content[offset : offset + length])
     return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))))
@@ -51,6 +51,7 @@ def subrange(data: Data, offset: int, length: int) -> Data:
 def fill(data: Data, offset: int, buffer: memoryview) -> None:
     """Fills `buffer` (bytes) with what `data` holds from `offset`, without another copy where it is in a file."""
     if isinstance(data, FileRange):
+        data.ready()
         data.file.read_into(data.offset + offset, buffer)
     else:
         buffer[:] = data.read(offset, len(buffer))
@@ -254,6 +255,7 @@ def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -
         for place, start in zip(range(0, len(buffer), length), starts, strict=True):
             buffer[place : place + length] = data.read(start, length)
         return
+    data.ready()
     preadv, fd, shift = os.preadv, data.file.fd, data.offset
     try:
         for place, start in zip(range(0, len(buffer), length), starts, strict=True):

@@ -113,6 +113,15 @@ class Object:
             return {**state[0], **state[1]} if isinstance(state[0], dict) else state[1]
         return state if isinstance(state, dict) else {}
 
+    def __getitem__(self, key: Any) -> Any:
+        """An item, an attribute or an element, by its key, name or index. Raises `KeyError`."""
+        for parts in (self.items or {}, self.attributes):
+            if key in parts:
+                return parts[key]
+        if self.elements is not None and type(key) is int and 0 <= key < len(self.elements):
+            return self.elements[key]
+        raise KeyError(key)
+
     def __repr__(self) -> str:
         return f"<{self.name}>"
 

@@ -91,18 +91,19 @@ def tensors(tree: Any) -> Iterator[tuple[Path, Tensor]]:
             yield path, node
 
 
+def stored_parts(node: Any) -> Iterator[TensorEntry | StorageRef]:
+    """What of a node has a storage: a tensor or storage itself, the parts of a composite, nothing of anything else."""
+    if isinstance(node, (TensorEntry, StorageRef)):
+        yield node
+    elif isinstance(node, Composite):
+        yield from node.parts()
+
+
 def storages(tree: Any) -> Iterator[Storage]:
     """Every storage that the tree refers to, once, in the order in which it is met."""
     seen: set[int] = set()
     for _, node in walk(tree):
-        parts = (
-            node.parts()
-            if isinstance(node, Composite)
-            else (node,)
-            if isinstance(node, (TensorEntry, StorageRef))
-            else ()
-        )
-        for part in parts:
+        for part in stored_parts(node):
             if id(part.storage) not in seen:
                 seen.add(id(part.storage))
                 yield part.storage
@@ -194,7 +195,7 @@ class _Copier:
             self.alive.append(source)
             self.unfilled.append((source, made))
         elif isinstance(source, (tuple, Composite)):
-            made = self._immutable(source)
+            made = self._immutable(node)
         else:
             return source
         self.copies[id(node)] = made
@@ -205,20 +206,21 @@ class _Copier:
         stack = [node]
         while stack:
             top = stack[-1]
+            source = self.replaced.get(id(top), top)
             pending = [
                 part
-                for part in _parts(top)
+                for part in _parts(source)
                 if isinstance(part, (tuple, Composite)) and part != () and id(part) not in self.copies
             ]
             if pending:
                 stack += pending
                 continue
             stack.pop()
-            if isinstance(top, Composite):
-                args = tuple(self.of(part) for part in top.made.args)
-                self.copies[id(top)] = rebuilt(Object(top.made.fn, args))
+            if isinstance(source, Composite):
+                args = tuple(self.of(part) for part in source.made.args)
+                self.copies[id(top)] = rebuilt(Object(source.made.fn, args))
             else:
-                self.copies[id(top)] = tuple(self.of(part) for part in top)
+                self.copies[id(top)] = tuple(self.of(part) for part in source)
         return self.copies[id(node)]
 
     def _fill(self, old: Any, new: Any) -> None:
@@ -279,7 +281,7 @@ def unknown_calls(checkpoint: Checkpoint) -> list[tuple[str, Object]]:
     found = [
         (address(path), node)
         for path, node in walk(checkpoint.tree)
-        if isinstance(node, Object) and node.how == "call" and not is_known_call(node.fn)
+        if isinstance(node, Object) and node.how == "call" and not is_known_call(node.fn, node.args)
     ]
     return found + [("(made and thrown away)", call) for call in checkpoint.discarded]
 

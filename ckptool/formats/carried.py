@@ -1,10 +1,12 @@
 """A whole tree inside a safetensors file: what `convert --all` writes, and what gives it back bit for bit.
 
-Tensors that cover their storage are stored as themselves under their address, so that every safetensors reader sees their values; what the
-container cannot say is one JSON text in its metadata. A storage that no single tensor covers (overlaps, slices, expanded views) is stored once,
-as bytes, under a reserved name. complex128 and complex32 are stored as pairs of floats, quantized values as their integers.
+Tensors that cover their storage are stored as themselves under their address, so that every safetensors reader sees their
+values; what the container cannot say is one JSON text in its metadata. A storage that no single tensor covers (overlaps,
+slices, expanded views) is stored once, as bytes, under a reserved name. complex128 and complex32 are stored as pairs of floats,
+quantized values as their integers.
 
-    {"schema": "ckptool.tree/1", "root": value, "nodes": [[kind, …], …], "storages": [[name, location, how], …], "tensors": [[storage, …], …]}
+    {"schema": "ckptool.tree/1", "root": value, "nodes": [[kind, …], …],
+     "storages": [[name, location, how], …], "tensors": [[storage, …], …]}
 
 A value is a JSON scalar, or an object with one key: n (a node's index), t (a tensor's), s (a storage by itself), b (bytes, base64), g (a
 name), f (the bits of a nan or inf as hex), c (those of a complex number), p (Python 2 bytes), x (missing). Nodes that cannot be
@@ -57,7 +59,7 @@ _STAND_INS = {
 def pack(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as a flat dictionary of tensors that safetensors can hold, and the record that leads back.
 
-    Raises `Unsupported` for objects of unknown classes, `Conflict` for names that would be the same.
+    Raises `Unsupported` for objects of unknown classes, and for names that are not Unicode text.
     """
     _refuse_unknown(checkpoint)
     packer = _Packer(checkpoint.tree)
@@ -73,7 +75,7 @@ def _refuse_unknown(checkpoint: Checkpoint) -> None:
     unknown = [
         f"{printable(node.name)} at {printable(address(path)) or 'the top'}"
         for path, node in walk(checkpoint.tree)
-        if isinstance(node, Object) and not is_known_call(node.fn)
+        if isinstance(node, Object) and not is_known_call(node.fn, node.args)
     ]
     if unknown or checkpoint.discarded:
         raise Unsupported(
@@ -231,9 +233,11 @@ def _names(tree: Any) -> dict[int, str]:
     """A name for each tensor: its key where the tree is a dictionary of tensors, else its address."""
     flat = isinstance(tree, dict) and any(isinstance(value, TensorEntry) for value in tree.values())
     names: dict[int, str] = {}
-    owners: dict[str, int] = {}
-    for path, node in walk(tree):
-        if not isinstance(node, TensorEntry) or id(node) in names:
+    taken: set[str] = set()
+    entries = [(path, node) for path, node in walk(tree) if isinstance(node, TensorEntry)]
+    # Keys that are text come first: of 0 and '0' the latter gets the plain name.
+    for path, node in sorted(entries, key=lambda found: not all(type(part) is str for part in found[0])):
+        if id(node) in names:
             continue
         name = path[0] if flat and len(path) == 1 and type(path[0]) is str else address(path)
         if not is_text(name):
@@ -242,12 +246,10 @@ def _names(tree: Any) -> dict[int, str]:
                 "No other program could read it.",
                 "Rename it first.",
             )
-        if owners.setdefault(name, id(node)) != id(node) or name.startswith(RESERVED) or name == "__metadata__":
-            raise Conflict(
-                f"two tensors would be named {printable(name)}",
-                "Keys of different types look the same as text.",
-                "Rename one of them first.",
-            )
+        name = f"_{name}" if name.startswith(RESERVED) or name == "__metadata__" else name
+        while name in taken:
+            name += f"~{type(path[-1]).__name__ if path else 'tensor'}"
+        taken.add(name)
         names[id(node)] = name
     return names
 

@@ -89,7 +89,7 @@ def _text_file(head: bytes, source: Source) -> CkptoolError | None:
 
 
 def _older_torch(head: bytes, source: Source) -> CkptoolError | None:
-    if _LEGACY_MAGIC in head[:32] or b"\nL119547037146038801333356L\n" in head[:64]:
+    if _LEGACY_MAGIC in head[:32] or b"L119547037146038801333356L\n" in head[:64]:
         return Unsupported(
             f"{source} is a checkpoint in torch's format before 1.6",
             "This version reads zip checkpoints (torch 1.6 and newer) and safetensors.",

@@ -178,7 +178,9 @@ class _Storages:
     def _first(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:
         known, dtype = storage_class(cls)
         if not known:
-            raise Unsupported(f"the storage {printable(key)} has the unknown type {cls}", "Its elements cannot be told.")
+            raise Unsupported(
+                f"the storage {printable(key)} has the unknown type {cls}", "Its elements cannot be told."
+            )
         record = self.archive.records.get(self.prefix + key)
         if record is None:
             what = f"the storage {printable(key)} has no record {printable(self.prefix + key)} in the archive"
@@ -200,14 +202,17 @@ class _Storages:
         for refs in self.by_class.values():
             ref = refs.get(key)
             if ref is not None:
-                if ref.storage.location != location or (self.big_endian and _width(ref.dtype) != _width(dtype)):
+                bytes_only = all(kind is None or kind.name == "u8" for kind in (ref.dtype, dtype))
+                if ref.storage.location != location or not bytes_only:
                     raise self._contradiction(key)
                 return ref.storage
         return None
 
     @staticmethod
     def _contradiction(key: str) -> Corrupt:
-        return Corrupt(f"the storage {printable(key)} is described in two ways", "Readers would disagree which is right.")
+        return Corrupt(
+            f"the storage {printable(key)} is described in two ways", "Readers would disagree which is right."
+        )
 
 
 def _turned(storage: Storage, dtype: DType | None) -> Storage:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckptool.checkpoint import Computed, Data, FileRange, Note
-from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, Truncated, Unsupported, printable
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
 from ckptool.files import Source
 
 LOCAL = struct.Struct("<4s5H3I2H")  # signature, version, flags, method, time, date, crc, stored, size, name, extra
@@ -151,7 +151,8 @@ class Record:
         """All of a small record, its checksum verified (unless the archive has none)."""
         if self.size > limit:
             raise LimitExceeded(
-                f"{self.archive.source}: {self} is {self.size:,} bytes when unpacked; {limit:,} is the most that a file of this size may ask for"
+                f"{self.archive.source}: {self} is {self.size:,} bytes when unpacked; at most {limit:,} are read",
+                "No record of this kind is so large; it is built to exhaust its reader.",
             )
         data = self.data.read(0, self.size)
         if self.archive.has_checksums and zlib.crc32(data) != self.crc:
@@ -303,6 +304,10 @@ def _read_directory(source: Source, end_at: int) -> Archive:
         directory_end, records_end = offset + size, offset + size + END.size
     end_records = source.read(directory_end, records_end - directory_end)
     _check_end(source, end_at, records_end, end_records)
+    if records_end != end_at + END.size and _ends_another(source, end_at, count, size):
+        raise Ambiguous(
+            f"{source} is two zip archives, one behind the other", "Some readers take the first, some the second."
+        )
     if disk or directory_disk or here != count:
         raise Unsupported(f"{source} is one part of a split zip archive", "All parts would be needed.")
     if offset + size != directory_end:
@@ -327,6 +332,20 @@ def _check_end(source: Source, end_at: int, records_end: int, end_records: bytes
             f"{source} has bytes between its zip directory and the end record",
             "Two archives may have been put together; readers disagree.",
         )
+
+
+def _ends_another(source: Source, end_at: int, count: int, size: int) -> bool:
+    """True if the last end record, taken for a copy of the one before, has a directory of its own right before it."""
+    end64_at = end_at - LOCATOR.size - END64.size
+    if end64_at >= 0 and source.read(end64_at, 4) == b"PK\x06\x06":
+        return True
+    if count > MAX_ENTRIES or size > min(end_at, MAX_DIRECTORY):
+        return False
+    try:
+        _read_entries(Archive(source, 0, 0, b""), source.read(end_at - size, size), count)
+    except CkptoolError:
+        return False
+    return True
 
 
 def _read_entries(archive: Archive, directory: bytes, count: int) -> None:

@@ -1,6 +1,6 @@
 """In-place edits that commit by truncation: the old state or the new one is what readers find, at every instant.
 
-1. Stretch the file: copies of the old end records (`Plan.guard`) at every `guard_every` bytes and behind the new end. Whatever
+1. Stretch the file: copies of the old end records (`Plan.guard`) at every `guard_every` bytes and behind the new end; sync. Whatever
    of this is done when the process dies, the last end records in the file are the old ones.
 2. Write the new records into the stretch, before the last copy; sync. Still nobody sees them.
 3. Cut off the last copy. The new end records are now the last: that is the commit. Sync.
@@ -98,6 +98,7 @@ def _append(fd: int, plan: Plan, progress: Progress | None) -> None:
     places = range(plan.keep + plan.guard_every - len(plan.guard), end, plan.guard_every)
     for place in (*places, end):
         write_all(fd, plan.guard, place)
+    os.fsync(fd)  # on disk before what they guard is: a power cut may lose any of the writes since the last sync
     Sink(fd, plan.keep, plan.nbytes, progress).write(segments_of(plan), plan.checks)
     os.fsync(fd)
     os.ftruncate(fd, end)

@@ -52,11 +52,7 @@ class Sink:
             for job in self.jobs:
                 job.result()
             for at, late in self.late:
-                data = late.make()
-                if len(data) != late.length:
-                    raise AssertionError(f"{len(data)} bytes where {late.length} were planned")
-                write_all(self.fd, data, at)
-                self._passed(late.length)
+                write_all(self.fd, made(late), at)
         finally:
             self.cancelled = True
             if self.pool is not None:
@@ -66,11 +62,7 @@ class Sink:
 
     def _segment(self, segment: Segment, checked: set[int]) -> None:
         if isinstance(segment, Late):
-            self._flush_run()
-            self._flush_gathered()
-            self.late.append((self.at, segment))
-            self.at += segment.length
-            self.gathered_at = self.at
+            self._late(segment)
             return
         data, crc = (segment.data, segment.crc) if isinstance(segment, Summed) else (segment, None)
         if isinstance(data, Literal):
@@ -81,6 +73,16 @@ class Sink:
             self._computed(data, crc, checked)
         if crc is not None and not isinstance(data, FileRange):
             crc.check()
+
+    def _late(self, late: Late) -> None:
+        """Made at once if all sums before it are known; else its place is kept, and it is written at the end."""
+        while self.jobs and self.jobs[0].done():
+            self.jobs.pop(0).result()
+        if self.jobs:
+            self.late.append((self.at, late))
+            self._gather(bytes(late.length), None)
+        else:
+            self._gather(made(late), None)
 
     def _range(self, data: FileRange, crc: Crc | None) -> None:
         data.ready()
@@ -141,7 +143,8 @@ class Sink:
     def _flush_gathered(self) -> None:
         if self.gathered:
             write_all(self.fd, self.gathered, self.gathered_at)
-            start_writeback(self.fd, self.gathered_at, len(self.gathered))
+            if len(self.gathered) >= SMALL:
+                start_writeback(self.fd, self.gathered_at, len(self.gathered))
             self._passed(len(self.gathered))
             self.gathered_at += len(self.gathered)
             self.gathered = bytearray()
@@ -187,6 +190,14 @@ class Sink:
             else:
                 crc.update(data.read(offset, size))
         crc.check()
+
+
+def made(late: Late) -> bytes:
+    """The bytes of a late segment, which are as many as were planned."""
+    data = late.make()
+    if len(data) != late.length:
+        raise AssertionError(f"{len(data)} bytes where {late.length} were planned")
+    return data
 
 
 def _place(data: Data) -> str:

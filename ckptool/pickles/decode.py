@@ -400,7 +400,7 @@ class _Machine:
 
     def _call(self, fn: Any, args: tuple[Any, ...], how: str, kwargs: Any = None) -> Object:
         made = Object(fn, args, how, kwargs)
-        if how == "call" and not is_known_call(fn):
+        if how == "call" and not is_known_call(fn, args):
             self.calls.append(made)
         return made
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptool.checkpoint import Composite, Flags, Storage, StorageRef, TensorEntry
 from ckptool.dtypes import DType
-from ckptool.errors import Unsupported
+from ckptool.errors import Conflict, Unsupported
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.pickles.torch_objects import (
     ORDERED_DICT,
@@ -59,6 +59,7 @@ class _Encoder:
         self.objects: dict[int, bytes] = {}  # id of a container -> the opcode that recalls it
         self.begun: dict[int, int] = {}  # id of a set -> how many objects were stored when it was begun
         self.protocol = 2
+        self.types: dict[int, DType | None] = {}  # id of a storage -> the element type it was first written with
 
     def run(self, tree: Any) -> bytes:
         if not self._leaf(tree):
@@ -199,6 +200,8 @@ class _Encoder:
 
     def _storage(self, storage: Storage, dtype: DType | None, opened: bool = False) -> bool:
         """A persistent id: `("storage", class, key, location, number of elements)`."""
+        if self.types.setdefault(id(storage), dtype) is not dtype:
+            self._refuse_two_types(storage, dtype)
         if not opened:
             self.out += b"("
         self._text("storage")
@@ -207,6 +210,15 @@ class _Encoder:
         self._text(storage.location)
         self.out += (_integer(storage.nbytes // (dtype.itemsize if dtype else 1))) + b"t" + self._put() + b"Q"
         return True
+
+    def _refuse_two_types(self, storage: Storage, dtype: DType | None) -> None:
+        """torch reads every tensor of a storage with the type that it meets first; only bytes and untyped go together."""
+        first = self.types[id(storage)]
+        if not all(kind is None or kind.name == "u8" for kind in (first, dtype)):
+            raise Conflict(
+                f"one storage is seen as {first or 'untyped'} and as {dtype or 'untyped'}",
+                "torch can neither save nor load that: it would read both as one type.",
+            )
 
     def _sizes(self, sizes: tuple[int, ...]) -> None:
         if not sizes:

@@ -8,11 +8,12 @@ torch/storage.py), numpy's and the standard library's `__reduce__` methods, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 from ckptool.dtypes import BY_TORCH
-from ckptool.nodes import Global
+from ckptool.nodes import Global, Object
 
 _TORCH_CALLS: dict[str, str] = {
     "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state"
@@ -24,6 +25,7 @@ _TORCH_CALLS: dict[str, str] = {
     "torch": "Size device Tensor Generator",
     "torch.serialization": "_get_layout",
     "torch.torch_version": "TorchVersion",
+    "torch.nested._internal.nested_tensor": "_rebuild_njt NestedTensor",
 }
 
 _PLAIN_CALLS: dict[str, str] = {
@@ -37,7 +39,10 @@ _PLAIN_CALLS: dict[str, str] = {
     "numpy._core.numeric": "_frombuffer",
     "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
     "numpy.random": "__RandomState_ctor",
-    "numpy.random._pcg64": "PCG64",
+    "numpy.random._pcg64": "PCG64 PCG64DXSM",
+    "numpy.random._mt19937": "MT19937",
+    "numpy.random._philox": "Philox",
+    "numpy.random._sfc64": "SFC64",
     "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
     "datetime": "datetime date time timedelta timezone",
     "decimal": "Decimal",
@@ -87,9 +92,44 @@ def _is_known(module: str, name: str) -> bool:
     return module == "numpy.dtypes" and name.endswith("DType")
 
 
-def is_known_call(fn: Any) -> bool:
-    """True if a call of `fn` is understood (tiers 1 to 4), so that it may be written back."""
-    return type(fn) is Global and _is_known(fn.module, fn.name)
+# These call what they are given: `_rebuild_from_type_v2(os.system, ...)` is a call of os.system. (numpy's constructors take the class of
+# a bit generator.)
+_CALLERS = frozenset(
+    {
+        *(
+            (module, name)
+            for module in ("torch._tensor", "torch.tensor")
+            for name in ("_rebuild_from_type", "_rebuild_from_type_v2")
+        ),
+        *(
+            ("numpy.random._pickle", name)
+            for name in ("__bit_generator_ctor", "__generator_ctor", "__randomstate_ctor")
+        ),
+        ("numpy.random", "__RandomState_ctor"),
+    }
+)
+
+
+def is_known_call(fn: Any, args: Any = ()) -> bool:
+    """True if a call of `fn` with these arguments is understood (tiers 1 to 4), so that it may be written back."""
+    if type(fn) is not Global or not _is_known(fn.module, fn.name):
+        return False
+    return (fn.module, fn.name) not in _CALLERS or all(
+        _is_known(name.module, name.name) or is_torch_name(name) for name in _names_in(args)
+    )
+
+
+def _names_in(args: Any) -> Iterator[Global]:
+    """Every name in a tuple and the tuples in it, and what made the objects there: one of an unknown class may be callable."""
+    stack: list[Any] = [args]
+    seen: set[int] = set()
+    while stack:
+        part = stack.pop()
+        if type(part) is Global:
+            yield part
+        elif isinstance(part, (tuple, Object)) and id(part) not in seen:
+            seen.add(id(part))
+            stack += part if isinstance(part, tuple) else (part.fn,)
 
 
 def is_torch_name(name: Global) -> bool:

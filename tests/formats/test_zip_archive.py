@@ -1,0 +1,273 @@
+"""The zip directory: whatever two readers could understand in two ways is refused, and nothing is believed unseen."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.files import Source
+from ckptool.formats import read, zip_archive
+from ckptool.formats.zip_archive import CENTRAL, END, LOCAL, Archive, Record, moved_entry, read_archive
+from tests.formats.zips import record_starts
+from tests.helpers import torch_bytes, written
+
+Edit = Callable[[bytes], bytes]
+FILE = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})
+END_AT = len(FILE) - END.size
+END64_AT = END_AT - zip_archive.LOCATOR.size - zip_archive.END64.size
+DIRECTORY = struct.unpack_from("<Q", FILE, END64_AT + 48)[0]
+
+
+def put(data: bytes, at: int, new: bytes) -> bytes:
+    return data[:at] + new + data[at + len(new) :]
+
+
+def central(name: str) -> int:
+    """Where the directory's entry for a record is."""
+    return FILE.index(name.encode(), DIRECTORY) - CENTRAL.size
+
+
+def local(name: str) -> int:
+    return FILE.index(name.encode()) - LOCAL.size
+
+
+def renamed(old: bytes, new: bytes, places: str) -> Edit:
+    def edit(data: bytes) -> bytes:
+        head, tail = data[:DIRECTORY], data[DIRECTORY:]
+        return (head.replace(old, new) if "local" in places else head) + (
+            tail.replace(old, new) if "central" in places else tail
+        )
+
+    return edit
+
+
+def patched(record: str, where: str, offset: int, new: bytes) -> Edit:
+    return lambda data: put(data, (central if where == "central" else local)(record) + offset, new)
+
+
+def with_end(offset: int, new: bytes) -> Edit:
+    return lambda data: put(data, END_AT + offset, new)
+
+
+def with_end64(offset: int, new: bytes) -> Edit:
+    return lambda data: put(data, END64_AT + offset, new)
+
+
+PKL, W = "archive/data.pkl", "archive/data/0"
+BROKEN: dict[str, tuple[Edit, type[CkptoolError]]] = {
+    "18 no end record": (lambda d: d[:END_AT], Truncated),
+    "18 the end record's magic is damaged": (with_end(0, b"PX"), Truncated),
+    "19 fewer entries": (with_end(8, b"\5\0\5\0"), Ambiguous),
+    "19 fewer entries in both": (
+        lambda d: with_end64(24, struct.pack("<QQ", 5, 5))(with_end(8, b"\5\0\5\0")(d)),
+        Corrupt,
+    ),
+    "19 more entries in both": (
+        lambda d: with_end64(24, struct.pack("<QQ", 50, 50))(with_end(8, b"\x32\0\x32\0")(d)),
+        Corrupt,
+    ),
+    "20 the directory begins earlier": (with_end(16, struct.pack("<I", DIRECTORY - 4)), Ambiguous),
+    "20 the directory is longer": (
+        lambda d: with_end64(40, struct.pack("<Q", 10**6))(with_end(12, struct.pack("<I", 10**6))(d)),
+        Ambiguous,
+    ),
+    "20 the directory begins after the end": (with_end64(48, struct.pack("<Q", 2**63)), Ambiguous),
+    "21 the locator points beyond the end": (lambda d: put(d, END_AT - 12, struct.pack("<Q", 2**40)), Corrupt),
+    "21 the locator points elsewhere": (lambda d: put(d, END_AT - 12, struct.pack("<Q", 0)), Corrupt),
+    "21 the zip64 record is damaged": (with_end64(0, b"PX"), Corrupt),
+    "21 the end records disagree": (with_end64(48, struct.pack("<Q", 0)), Ambiguous),
+    "22 two archives": (lambda d: d + d, Ambiguous),
+    "22 another archive behind": (lambda d: d + torch_bytes({"other": torch.zeros(9)}), CkptoolError),
+    "22 another archive of the same sizes behind": (
+        lambda d: d + torch_bytes({"w": torch.ones(3), "v": torch.zeros(2)}),
+        Ambiguous,
+    ),
+    "22 two archives without 64 bits": (lambda d: narrow(d) + narrow(d), Ambiguous),
+    "22 two archives, the second one's offsets corrected": (lambda d: FILE + rebased(FILE, len(FILE)), Ambiguous),
+    "23 a comment": (lambda d: with_end(20, b"\5\0")(d) + b"hello", Ambiguous),
+    "23 an archive in the comment": (lambda d: with_end(20, struct.pack("<H", len(FILE)))(d) + FILE, Ambiguous),
+    "23 a comment that is not there": (with_end(20, b"\5\0"), Ambiguous),
+    "24 bytes before": (lambda d: b"#!/bin/sh 123456" + d, CkptoolError),
+    "24 a header's shape before": (lambda d: b"PK\x03\x04" + bytes(26) + d, CkptoolError),
+    "24 bytes before, offsets corrected": (lambda d: b"PK\x03\x04" + bytes(60) + rebased(d, 64), Ambiguous),
+    "25 bytes behind": (lambda d: d + b"0123456789abcdef", Ambiguous),
+    "25 one byte behind": (lambda d: d + b"X", Ambiguous),
+    "27 a name twice": (renamed(b"archive/data/1", b"archive/data/0", "local central"), Ambiguous),
+    "26 the pickle twice": (renamed(b"archive/byteorder", b"archive/data.pkl\0", "central"), Ambiguous),
+    "28 the same but for case": (renamed(b"archive/data/1", b"ARCHIVE/DATA/0", "local central"), Ambiguous),
+    "29 a NUL in a name": (renamed(b"archive/version", b"archive/ver\0ion", "local central"), Ambiguous),
+    "30 another name in the pickle's own header": (
+        renamed(b"archive/data.pkl", b"archive/data.pkx", "local"),
+        Ambiguous,
+    ),
+    "31 another method in the pickle's own header": (patched(PKL, "local", 8, b"\x08\0"), Corrupt),
+    "33 the pickle's checksum": (patched(PKL, "central", 16, b"abcd"), Corrupt),
+    "36 no descriptor": (lambda d: put(d, d.index(b"PK\x07\x08"), b"PKxx"), Corrupt),
+    "37 a larger size": (patched(PKL, "central", 24, struct.pack("<I", 5000)), CkptoolError),
+    "38 encrypted": (patched(PKL, "central", 8, b"\x09\x08"), Unsupported),
+    "38 patched": (patched(PKL, "central", 8, b"\x28\x08"), Unsupported),
+    "38 masked": (patched(PKL, "central", 8, b"\x08\x28"), Unsupported),
+    "39 method 99": (patched(PKL, "central", 10, b"\x63\0"), Unsupported),
+    "42 overlapping": (patched(W, "central", 42, struct.pack("<I", 0)), Corrupt),
+    "43 a header beyond the end": (patched(W, "central", 42, struct.pack("<I", 10**9)), CkptoolError),
+    "43 a header inside the directory": (patched(W, "central", 42, struct.pack("<I", DIRECTORY + 4)), CkptoolError),
+    "44 no header there": (lambda d: put(d, 0, b"PK\x05\x06"), CkptoolError),
+    "48 another disk": (with_end(4, b"\1\0"), Unsupported),
+    "48 an entry on another disk": (patched(W, "central", 34, b"\1\0"), Corrupt),
+    "50 a name that is not UTF-8": (renamed(b"archive/version", b"archive/v\xff\xfesio", "local central"), Corrupt),
+    "49 too many entries": (
+        lambda d: with_end64(24, struct.pack("<QQ", 10**7, 10**7))(with_end(8, b"\xff\xff\xff\xff")(d)),
+        LimitExceeded,
+    ),
+    "20 a damaged entry": (patched(W, "central", 0, b"PX"), Corrupt),
+}
+
+
+def narrow(data: bytes) -> bytes:
+    """The archive without its zip64 end records."""
+    return data[:END64_AT] + data[END_AT:]
+
+
+def rebased(data: bytes, by: int) -> bytes:
+    """The archive as it must be to begin at byte `by` of a file."""
+    at = DIRECTORY
+    while data[at : at + 4] == b"PK\x01\x02":
+        n, m, k = struct.unpack_from("<3H", data, at + 28)
+        data = put(data, at + 42, struct.pack("<I", struct.unpack_from("<I", data, at + 42)[0] + by))
+        at += CENTRAL.size + n + m + k
+    data = put(data, END64_AT + 48, struct.pack("<Q", DIRECTORY + by))
+    data = put(data, END_AT - 12, struct.pack("<Q", END64_AT + by))
+    return put(data, END_AT + 16, struct.pack("<I", DIRECTORY + by))
+
+
+def test_the_file_itself_is_read(tmp_path: Path) -> None:
+    assert list(read(written(FILE, tmp_path / "a.pt")).tree) == ["w", "v"]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_archive_row(name: str, tmp_path: Path) -> None:
+    edit, error = BROKEN[name]
+    data = edit(FILE)
+    assert data != FILE
+    path = written(data, tmp_path / "a.pt")
+    with pytest.raises(error) as caught:
+        read(path)
+    assert str(path) in caught.value.what
+    assert path.read_bytes() == data
+
+
+# Predicted, then confirmed -----------------------------------------------------------------------------------------------
+
+UNCONFIRMED: dict[str, tuple[Edit, type[CkptoolError]]] = {
+    "30 another name": (renamed(b"archive/data/0", b"archive/data/7", "local"), Ambiguous),
+    "30 a longer name": (lambda d: put(d, local(W) + 26, struct.pack("<H", 15)), Ambiguous),
+    "31 another method": (patched(W, "local", 8, b"\x08\0"), Corrupt),
+    "32 another place": (lambda d: put(d, local(W) + 28, struct.pack("<H", 0)), Corrupt),
+    "32 another size": (lambda d: put(d, d.index(b"PK\x07\x08", local(W)) + 8, b"\x08"), Corrupt),
+    "32 another checksum": (lambda d: put(d, d.index(b"PK\x07\x08", local(W)) + 4, b"xxxx"), Corrupt),
+    "44 no header": (patched(W, "local", 0, b"PX"), Corrupt),
+}
+
+
+@pytest.mark.parametrize("name", UNCONFIRMED)
+def test_a_records_own_header_is_looked_at_before_its_bytes_are_used_row(name: str, tmp_path: Path) -> None:
+    edit, error = UNCONFIRMED[name]
+    checkpoint = read(written(edit(FILE), tmp_path / "a.pt"))  # opening looks at no header of data
+    data = checkpoint.tree["w"].storage.data
+    with pytest.raises(error):
+        data.read(0, 4)
+    with pytest.raises(error):
+        data.ready()
+    with pytest.raises(error):
+        checkpoint.tree["w"].numpy()
+    assert checkpoint.tree["v"].bytes() == struct.pack("<2f", 1, 1)
+
+
+def test_predicted_places_are_right_for_every_record(tmp_path: Path) -> None:
+    path = written(FILE, tmp_path / "a.pt")
+    archive = read_archive(Source(path))
+    assert {name: record.data_at for name, record in archive.records.items()} == record_starts(path)
+    for record in archive.records.values():
+        record.confirm()
+
+
+def test_predicted_places_in_an_archive_of_python(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for n, method in enumerate((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)):
+            with archive.open(zipfile.ZipInfo(f"archive/é{n}"), "w", force_zip64=True) as file:
+                file.write(b"x" * 1000)
+            archive.writestr(f"archive/{n}", b"y" * 70_000, method)
+    found = read_archive(Source(tmp_path / "a.zip"))
+    for record in found.records.values():
+        record.confirm()
+        assert record.contents(100_000) in (b"x" * 1000, b"y" * 70_000)
+
+
+def test_a_stream_of_python_with_descriptors(tmp_path: Path) -> None:
+    class Pipe:
+        def __init__(self, path: Path) -> None:
+            self.file = path.open("wb")
+
+        def write(self, data: bytes) -> int:
+            return self.file.write(data)
+
+        def flush(self) -> None:
+            self.file.flush()
+
+    pipe = Pipe(tmp_path / "a.zip")
+    with zipfile.ZipFile(pipe, "w") as archive:  # type: ignore[arg-type]
+        archive.writestr("archive/a", b"a" * 100)
+        archive.writestr("archive/b", b"b" * 10_000, zipfile.ZIP_DEFLATED)
+    pipe.file.close()
+    found = read_archive(Source(tmp_path / "a.zip"))
+    assert [record.contents(100_000) for record in found.records.values()] == [b"a" * 100, b"b" * 10_000]
+
+
+@pytest.mark.parametrize(
+    "wide", [(3 << 30, 3 << 30, 0), (5 << 30, 3 << 30, 100), (100, 100, 3 << 30), (5 << 30, 5 << 30, 5 << 30)]
+)
+def test_row_22_python_uses_64_bits_from_2_gib_on(wide: tuple[int, int, int], tmp_path: Path) -> None:
+    """An entry with 64-bit sizes that would have fitted into 32 keeps all of them when the record moves."""
+    size, stored, header = wide
+    full = 0xFFFFFFFF
+    narrow = [full if value > (1 << 31) - 1 else value for value in (stored, size, header)]
+    fixed = CENTRAL.pack(b"PK\x01\x02", 45, 45, 0, 0, 0, 0, 7, narrow[0], narrow[1], 1, 0, 0, 0, 0, 0, narrow[2])
+    archive = Archive(Source(written(b"x", tmp_path / "a")), 0, 0, b"")
+    record = Record(archive, "r", fixed, 0, 0, 7, stored, size, header, full in narrow)
+    for place in (64, 6 << 30):
+        raw = moved_entry(record, place) + b""
+        again = Archive(archive.source, 0, 0, b"")
+        zip_archive._read_entries(again, raw, 1)
+        found = again.records["r"]
+        assert (found.size, found.stored, found.header, found.crc) == (size, stored, place, 7)
+
+
+def test_edits_in_place_are_counted_and_bounded(tmp_path: Path) -> None:
+    """Each state inside the file is looked at by the reader: a file with more than a hundred is refused, without recursion's own error."""
+    from ckptool.checkpoint import Checkpoint
+    from ckptool.errors import Conflict
+    from ckptool.formats import torch_zip
+    from ckptool.output.sink import Sink, segments_of
+
+    path = written(FILE, tmp_path / "a.pt")
+    for edits in range(zip_archive.MAX_EDITS):
+        checkpoint = read(path)
+        assert checkpoint.origin.archive.edits == edits
+        changed = {**checkpoint.tree, "n": edits}
+        plan = torch_zip.append(
+            Checkpoint(changed, torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin)
+        )
+        assert plan is not None
+        with path.open("r+b") as file:
+            Sink(file.fileno(), plan.keep, plan.nbytes, None).write(segments_of(plan))
+    checkpoint = read(path)
+    assert checkpoint.tree["n"] == zip_archive.MAX_EDITS - 1
+    with pytest.raises(Conflict, match="edited in place 100 times"):
+        torch_zip.append(checkpoint)
+    assert torch.load(path, weights_only=True)["n"] == zip_archive.MAX_EDITS - 1

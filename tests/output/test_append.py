@@ -1,0 +1,467 @@
+"""In-place edits: whatever was written of one when it stopped, readers find the old state or the new one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptool.checkpoint import Checkpoint, Literal, Plan, Storage, TensorEntry
+from ckptool.dtypes import by_name
+from ckptool.errors import CkptoolError, Conflict, DiskFull, FileChanged, FileProblem, VerifyFailed
+from ckptool.files import Source
+from ckptool.formats import read, torch_zip
+from ckptool.output import append_in_place
+from tests.formats.zips import record_starts, rezipped
+from tests.helpers import assert_same_objects, assert_same_tree, load, rewritten, torch_bytes, written
+
+ROOT = Path(__file__).parents[2]
+Operation = tuple[str, int, bytes]
+
+
+def value(size: int, prefix: str = "") -> dict[str, Any]:
+    """A checkpoint with a pickle of about `size` bytes."""
+    w = torch.arange(300, dtype=torch.float32)
+    return {
+        f"{prefix}w": w,
+        f"{prefix}tied": w,
+        f"{prefix}v": torch.ones(3).half(),
+        "note": random.Random(1).randbytes(size // 2).hex(),
+    }
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[Plan, Source]:
+    checkpoint = read(path)
+    assert checkpoint.source is not None
+    changed = Checkpoint(
+        change(checkpoint.tree), torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin
+    )
+    plan = torch_zip.append(changed)
+    assert plan is not None
+    return plan, checkpoint.source
+
+
+def prefixed(tree: dict[str, Any]) -> dict[str, Any]:
+    return {key if key == "note" else f"module.{key}": part for key, part in tree.items()}
+
+
+def with_a_new_tensor(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "new": TensorEntry(Storage(Literal(bytes(range(40)))), by_name("u8"), (40,), (1,))}
+
+
+def codes(path: Path) -> list[str]:
+    return [note.code for note in read(path).notes]
+
+
+ARCHIVES = {
+    "by torch": lambda size, folder: written(torch_bytes(value(size)), folder / "a.pt"),
+    "rezipped": lambda size, folder: rezipped(
+        written(torch_bytes(value(size)), folder / "t.pt"), folder / "a.pt", zipfile.ZIP_STORED
+    ),
+    "rezipped, deflated": lambda size, folder: rezipped(
+        written(torch_bytes(value(size)), folder / "t.pt"), folder / "a.pt", zipfile.ZIP_DEFLATED
+    ),
+}
+
+
+# When nothing goes wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("archive", ARCHIVES)
+@pytest.mark.parametrize("size", [10, 64_000, 300_000])
+def test_row_22_an_edit(archive: str, size: int, tmp_path: Path) -> None:
+    path = ARCHIVES[archive](size, tmp_path)
+    before = path.read_bytes()
+    mmap = "deflated" not in archive
+    append_in_place(*edit(path, prefixed))
+    expected = value(size, "module.")
+    assert path.read_bytes()[: len(before)] == before
+    assert_same_objects(load(path), expected)
+    if mmap:
+        assert_same_objects(load(path, mmap=True), expected)
+    with zipfile.ZipFile(path) as stock:
+        assert stock.testzip() is None
+    assert "superseded-pickle" in codes(path) and "interrupted-edit" not in codes(path)
+    rewritten(path, tmp_path / "compact.pt")
+    assert "superseded-pickle" not in codes(tmp_path / "compact.pt")
+    assert_same_tree(read(path), read(tmp_path / "compact.pt"))
+    assert_same_objects(load(tmp_path / "compact.pt", mmap=True), expected)
+
+
+def test_the_bytes_added_are_few(tmp_path: Path) -> None:
+    path = written(torch_bytes({f"w{i}": torch.ones(2) for i in range(500)}), tmp_path / "a.pt")
+    before = path.stat().st_size
+    with zipfile.ZipFile(path) as stock:
+        pickle = stock.getinfo("archive/data.pkl").file_size
+        directory = before - stock.start_dir
+    append_in_place(*edit(path, prefixed))
+    assert path.stat().st_size - before <= 2 * (pickle + directory) + (64 << 10)
+
+
+def test_row_22_new_storages_are_appended_and_aligned(tmp_path: Path) -> None:
+    path = ARCHIVES["by torch"](10_000, tmp_path)
+    append_in_place(*edit(path, with_a_new_tensor))
+    assert_same_objects(load(path, mmap=True), value(10_000) | {"new": torch.arange(40, dtype=torch.uint8)})
+    assert all(start % 64 == 0 for start in record_starts(path).values())
+
+
+def test_much_new_data_is_better_off_in_a_new_file(tmp_path: Path) -> None:
+    checkpoint = read(ARCHIVES["by torch"](10, tmp_path))
+    large = TensorEntry(Storage(Literal(bytes(100_000))), by_name("u8"), (100_000,), (1,))
+    changed = Checkpoint(
+        {**checkpoint.tree, "new": large}, torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin
+    )
+    assert torch_zip.append(changed) is None
+
+
+def test_an_archive_without_checksums_has_none_afterwards(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = written(torch_bytes(value(10)), tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    append_in_place(*edit(path, prefixed))
+    assert "no-checksums" in codes(path)
+    assert_same_objects(load(path, mmap=True), value(10, "module."))
+
+
+@pytest.mark.parametrize("archive", ARCHIVES)
+def test_five_edits_one_after_the_other(archive: str, tmp_path: Path) -> None:
+    path = ARCHIVES[archive](70_000, tmp_path)
+    for n in range(5):
+        append_in_place(*edit(path, prefixed))
+        assert_same_objects(load(path), value(70_000, "module." * (n + 1)))
+        assert next(iter(read(path).tree)) == "module." * (n + 1) + "w"
+        with zipfile.ZipFile(path) as stock:
+            assert stock.testzip() is None
+    assert read(path).origin.archive.edits == 5
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    plan, source = edit(ARCHIVES["by torch"](10, tmp_path), prefixed)
+    append_in_place(plan, source, progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (plan.nbytes, plan.nbytes)
+
+
+# Crash points ----------------------------------------------------------------------------------------------------------------
+
+
+def recorded(
+    path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> list[Operation]:
+    """Carries an edit out, and gives what it did to the file, in order."""
+    operations: list[Operation] = []
+    pwrite, ftruncate, fsync = os.pwrite, os.ftruncate, os.fsync
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            os, "pwrite", lambda fd, data, at: operations.append(("write", at, bytes(data))) or pwrite(fd, data, at)
+        )
+        patch.setattr(os, "ftruncate", lambda fd, size: operations.append(("cut", size, b"")) or ftruncate(fd, size))
+        patch.setattr(os, "fsync", lambda fd: operations.append(("sync", 0, b"")) or fsync(fd))
+        patch.setattr(os, "copy_file_range", lambda *args: pytest.fail("an operation that is not recorded"))
+        append_in_place(*edit(path, change))
+    return operations
+
+
+def replay(data: bytearray, operation: Operation) -> None:
+    kind, at, new = operation
+    if kind == "cut":
+        del data[at:]
+        data.extend(bytes(at - len(data)))
+    elif kind == "write":
+        data.extend(bytes(max(0, at - len(data))))
+        data[at : at + len(new)] = new
+
+
+def torn(operation: Operation) -> list[Operation]:
+    """The same, stopped in the middle: at the borders of pages, within the first and last bytes, and at random."""
+    kind, at, new = operation
+    if kind != "write":
+        return []
+    chosen = random.Random(at)
+    places = {
+        1,
+        4,
+        19,
+        20,
+        21,
+        24,
+        len(new) - 1,
+        len(new) - 22,
+        len(new) - 23,
+        len(new) - 42,
+        len(new) - 43,
+        -at % 4096,
+    }
+    places |= {chosen.randrange(1, len(new)) for _ in range(6)}
+    return [("write", at, new[:size]) for size in sorted(places) if 0 < size < len(new)]
+
+
+def crash_states(before: bytes, operations: list[Operation]) -> list[bytes]:
+    data, states = bytearray(before), [before]
+    for operation in operations:
+        for part in torn(operation):
+            half = bytearray(data)
+            replay(half, part)
+            states.append(bytes(half))
+        replay(data, operation)
+        states.append(bytes(data))
+    return list(dict.fromkeys(states))
+
+
+def check_state(path: Path, old: Any, new: Any) -> bool:
+    """Stock torch and ckptool find one of the two states; True if it is the new one."""
+    checkpoint = read(path)
+    clean = path.stat().st_size == checkpoint.origin.archive.end
+    assert ("interrupted-edit" in [note.code for note in checkpoint.notes]) is not clean
+    found = load(path)
+    is_new = "module.w" in found
+    assert_same_objects(found, new if is_new else old)
+    assert list(checkpoint.tree) == list(found)
+    return is_new
+
+
+@pytest.mark.parametrize("archive", ["by torch", "rezipped"])
+@pytest.mark.parametrize("size", [10, 64_000, 200_000])
+def test_row_149_stopped_at_any_operation_or_in_the_middle_of_one(
+    archive: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ARCHIVES[archive](size, tmp_path)
+    before = path.read_bytes()
+    operations = recorded(path, prefixed, monkeypatch)
+    after, old, new = path.read_bytes(), value(size), value(size, "module.")
+    states = crash_states(before, operations)
+    assert states[-1] == after
+    outcomes = []
+    for number, state in enumerate(states):
+        written(state, path)
+        outcomes.append(check_state(path, old, new))
+        if number % 5 == 0 and not outcomes[-1]:  # the next run works, and what it leaves is what it always leaves
+            append_in_place(*edit(path, prefixed))
+            assert path.read_bytes() == after
+    assert outcomes == sorted(outcomes) and not outcomes[0] and outcomes[-1]
+
+
+def test_row_149_an_edit_on_top_of_others_stopped_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ARCHIVES["by torch"](66_000, tmp_path)
+    append_in_place(*edit(path, lambda tree: {**tree, "n": 1}))
+    before = path.read_bytes()
+    states = crash_states(before, recorded(path, prefixed, monkeypatch))
+    for state in states:
+        check_state(
+            written(state, path),
+            value(66_000) | {"n": 1},
+            {f"module.{k}" if k != "note" else k: v for k, v in (value(66_000) | {"n": 1}).items()},
+        )
+    assert len(states) > 30
+
+
+def test_row_157_power_is_lost_and_writes_since_the_last_sync_are_lost_in_any_combination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two syncs, any of the operations may have reached the disk, or not; a cut comes after a sync, and is one step."""
+    size = 150_000
+    path = ARCHIVES["by torch"](size, tmp_path)
+    before = path.read_bytes()
+    operations = recorded(path, prefixed, monkeypatch)
+    chosen = random.Random(4)
+    durable = bytearray(before)
+    pending: list[Operation] = []
+    for operation in operations:
+        if operation[0] != "sync":
+            pending.append(operation)
+            continue
+        for _ in range(12):
+            data = bytearray(durable)
+            for lost_or_not in pending:
+                if chosen.random() < 0.5:
+                    replay(data, lost_or_not)
+            check_state(written(bytes(data), path), value(size), value(size, "module."))
+        for done in pending:
+            replay(durable, done)
+        pending.clear()
+    assert pending == [] and check_state(written(bytes(durable), path), value(size), value(size, "module."))
+
+
+KILLED = """
+import sys
+from ckptool.checkpoint import Checkpoint
+from ckptool.formats import read, torch_zip
+from ckptool.output import append_in_place
+while True:
+    old = read(sys.argv[1])
+    tree = {key if key == "note" else f"module.{key}": part for key, part in old.tree.items()}
+    plan = torch_zip.append(Checkpoint(tree, torch_zip.NAME, old.metadata, old.source, old.origin))
+    print("ready", flush=True)
+    append_in_place(plan, old.source)
+"""
+
+
+def killed_at_random(folder: Path, times: int) -> None:
+    chosen = random.Random(times)
+    original = ARCHIVES["by torch"](90_000, folder)
+    path = folder / "b.pt"
+    for _ in range(times):
+        shutil.copy(original, path)
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(chosen.uniform(0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        found = load(path)
+        (name,) = [key for key in found if key.endswith("w")]
+        assert_same_objects(found, value(90_000, name.removesuffix("w")))
+        assert list(read(path).tree) == list(found)
+        append_in_place(*edit(path, prefixed))
+        assert_same_objects(load(path), value(90_000, "module." + name.removesuffix("w")))
+        assert "interrupted-edit" not in codes(path)
+
+
+@pytest.mark.parametrize("times", [9, 11])
+def test_row_149_killed_at_any_time(times: int, tmp_path: Path) -> None:
+    killed_at_random(tmp_path, times)
+
+
+@pytest.mark.soak
+def test_row_149_killed_at_any_time_many_times(tmp_path: Path) -> None:
+    killed_at_random(tmp_path, 500)
+
+
+# When something goes wrong -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EFBIG])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "ftruncate"])
+def test_row_151_an_error_at_any_operation_leaves_the_file_as_it_was(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ARCHIVES["by torch"](150_000, tmp_path)
+    before = path.read_bytes()
+    operations = recorded(path, prefixed, monkeypatch)
+    count = sum(kind == {"pwrite": "write", "fsync": "sync", "ftruncate": "cut"}[call] for kind, _, _ in operations)
+    assert count > 1
+    for failing in range(count):
+        written(before, path)
+        plan, source = edit(path, prefixed)
+        real, calls = getattr(os, call), []
+
+        def broken(*args: Any, real: Any = real, calls: list[int] = calls, failing: int = failing) -> Any:
+            calls.append(1)
+            if len(calls) == failing + 1:
+                raise OSError(number, "no")
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, broken)
+            with pytest.raises(FileProblem) as caught:
+                append_in_place(plan, source)
+        assert isinstance(caught.value, DiskFull) is (number in (errno.ENOSPC, errno.EFBIG))
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), VerifyFailed("differs", "why")])
+def test_row_150_an_interrupt_or_a_failed_check_leaves_the_file_as_it_was(error: BaseException, tmp_path: Path) -> None:
+    def stop(*args: Any) -> None:
+        raise error
+
+    path = ARCHIVES["by torch"](10, tmp_path)
+    before = path.read_bytes()
+    for options in ({"progress": stop}, {"verify": stop}):
+        with pytest.raises(type(error)):
+            append_in_place(*edit(path, prefixed), **options)  # type: ignore[arg-type]
+        assert path.read_bytes() == before
+    append_in_place(*edit(path, prefixed))
+    assert_same_objects(load(path), value(10, "module."))
+
+
+def test_a_check_sees_the_new_state(tmp_path: Path) -> None:
+    path = ARCHIVES["by torch"](10, tmp_path)
+    seen: list[list[str]] = []
+    append_in_place(*edit(path, prefixed), verify=lambda found: seen.append(list(load(Path(found)))))
+    assert seen == [["module.w", "module.tied", "module.v", "note"]]
+
+
+def test_links_are_refused(tmp_path: Path) -> None:
+    path = ARCHIVES["by torch"](10, tmp_path)
+    before = path.read_bytes()
+    (tmp_path / "soft.pt").symlink_to(path)
+    with pytest.raises(Conflict, match="is a symbolic link"):
+        append_in_place(*edit(tmp_path / "soft.pt", prefixed))
+    os.link(path, tmp_path / "hard.pt")
+    for name in (path, tmp_path / "hard.pt"):
+        with pytest.raises(Conflict, match="one of 2 names"):
+            append_in_place(*edit(name, prefixed))
+    assert path.read_bytes() == before
+
+
+def test_a_second_name_that_a_killed_run_left_is_no_link(tmp_path: Path) -> None:
+    """A new file gets its name by a hard link from its temporary one; killed in between, both are there."""
+    from ckptool.output import durable
+
+    path = ARCHIVES["by torch"](10, tmp_path)
+    os.link(path, tmp_path / f"{durable._prefix(str(path))}0123456789abcdef.tmp")
+    append_in_place(*edit(path, prefixed))
+    assert_same_objects(load(path), value(10, "module."))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_row_158_two_edits_at_once_are_refused(tmp_path: Path) -> None:
+    path = ARCHIVES["by torch"](10, tmp_path)
+    before = path.read_bytes()
+    plan, source = edit(path, prefixed)
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(Conflict, match="edited by another process"):
+            append_in_place(plan, source)
+    assert path.read_bytes() == before
+    append_in_place(plan, source)
+
+
+def test_a_plan_for_a_file_that_changed_meanwhile_is_refused(tmp_path: Path) -> None:
+    path = ARCHIVES["by torch"](10, tmp_path)
+    stale = edit(path, prefixed)
+    append_in_place(*edit(path, prefixed))
+    after = path.read_bytes()
+    with pytest.raises(FileChanged):
+        append_in_place(*stale)
+    assert path.read_bytes() == after
+    stale = edit(path, prefixed)
+    other = written(after, tmp_path / "other")
+    os.utime(other, ns=(path.stat().st_mtime_ns, path.stat().st_mtime_ns))
+    os.replace(other, path)  # the same bytes and time, but another file under the name
+    with pytest.raises(FileChanged):
+        append_in_place(*stale)
+
+
+def test_a_file_that_may_not_be_written_or_is_gone(tmp_path: Path) -> None:
+    path = ARCHIVES["by torch"](10, tmp_path)
+    plan, source = edit(path, prefixed)
+    path.unlink()
+    with pytest.raises(CkptoolError) as caught:
+        append_in_place(plan, source)
+    assert caught.value.code == "io" and "No such file" in caught.value.what
+
+
+def test_not_enough_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ARCHIVES["by torch"](10, tmp_path)
+    before = path.read_bytes()
+    plan, source = edit(path, prefixed)
+    status = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda folder: os.statvfs_result((*status[:3], 0, 0, *status[5:])))
+    with pytest.raises(DiskFull):
+        append_in_place(plan, source)
+    assert path.read_bytes() == before

@@ -1,0 +1,526 @@
+"""Durable replacement: the old file or the new one, whole, under its name, and nothing else left."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptool.checkpoint import Computed, Crc, FileRange, Literal, Plan, Summed
+from ckptool.errors import CkptoolError, Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
+from ckptool.files import Source
+from ckptool.output import durable
+from ckptool.output.durable import replace_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def plan(data: bytes = b"new") -> Plan:
+    return Plan({"": [Literal(data)]})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run(code: str, *args: object, **options: Any) -> subprocess.Popen[bytes]:
+    """A process that has `target` and `plan` of `argv[1]` and does what `code` says."""
+    head = """
+        import os, sys, time
+        from pathlib import Path
+        from ckptool.checkpoint import Computed, Literal, Plan
+        from ckptool.output.durable import replace_file
+        target = Path(sys.argv[1])
+        """
+    text = textwrap.dedent(head) + textwrap.dedent(code)
+    return subprocess.Popen(
+        [sys.executable, "-c", text, *map(str, args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def finished(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, (out + err).decode()
+
+
+# What there is at the target ---------------------------------------------------------------------------------------------
+
+
+def test_a_new_file(tmp_path: Path) -> None:
+    replace_file(plan(), tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o666 & ~mask
+    assert (tmp_path / "out").stat().st_nlink == 1
+
+
+def test_row_140_an_existing_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"old")
+    with pytest.raises(OutputExists, match="exists already"):
+        replace_file(plan(), tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == b"old" and names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
+def test_overwriting_keeps_the_mode(mode: int, tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"old")
+    (tmp_path / "out").chmod(mode)
+    replace_file(plan(), tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out").read_bytes() == b"new"
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == mode
+
+
+def test_row_141_a_links_own_target_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("there/real")
+    with pytest.raises(OutputExists):
+        replace_file(plan(), tmp_path / "link")
+    replace_file(plan(), tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there/real").read_bytes() == b"new"
+    assert names(tmp_path / "there") == ["real"] and names(tmp_path) == ["link", "there"]
+
+
+def test_a_dangling_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("real")
+    replace_file(plan(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_row_142_targets_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "fifo")
+    targets = ["missing/out", "file/out", ".", "fifo", "loop", "x" * 300, "nul\0"]
+    for target in targets:
+        with pytest.raises(FileProblem) as caught:
+            replace_file(plan(), tmp_path / target, overwrite=True)
+        assert caught.value.code == "io"
+    assert names(tmp_path) == ["fifo", "file", "loop"] and (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_a_name_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    replace_file(plan(), tmp_path / ("é" * 127))
+    assert names(tmp_path) == ["é" * 127]
+
+
+def test_a_relative_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    replace_file(plan(), "out")
+    assert names(tmp_path) == ["out"]
+
+
+def test_someone_else_makes_the_target_meanwhile(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with pytest.raises(OutputExists, match="made by another process"):
+        replace_file(plan(), target, verify=lambda path: target.write_bytes(b"theirs") and None)
+    assert target.read_bytes() == b"theirs" and names(tmp_path) == ["out"]
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    replace_file(plan(), tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
+    with pytest.raises(OutputExists):
+        replace_file(plan(), tmp_path / "two", verify=lambda path: (tmp_path / "two").write_bytes(b"theirs") and None)
+    assert (tmp_path / "two").read_bytes() == b"theirs" and names(tmp_path) == ["out", "two"]
+
+
+# What goes wrong ---------------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Raises when the sink asks for its bytes."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, offset: int, length: int) -> bytes:
+        raise self.error
+
+
+@pytest.mark.parametrize("existing", [True, False])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (SystemExit(143), SystemExit),
+        (Corrupt("no", "why"), Corrupt),
+        (MemoryError(), MemoryError),
+        (OSError(errno.EIO, ""), FileProblem),
+        (OSError(errno.ENOSPC, ""), DiskFull),
+        (OSError(errno.EDQUOT, ""), DiskFull),
+        (OSError(errno.EFBIG, ""), DiskFull),
+    ],
+)
+def test_rows_150_and_151_nothing_is_left_of_a_run_that_failed(
+    error: BaseException, expected: type[BaseException], existing: bool, tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    if existing:
+        target.write_bytes(b"old")
+    with pytest.raises(expected):
+        replace_file(Plan({"": [Literal(b"some"), Computed(4, Failing(error))]}), target, overwrite=True)
+    assert names(tmp_path) == (["out"] if existing else [])
+    assert not existing or target.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "link", "open", "pwrite"])
+def test_rows_152_and_154_a_system_call_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out"
+    target.write_bytes(b"old")
+    real = getattr(os, call)
+
+    def failing(first: Any, *args: Any, **options: Any) -> Any:
+        if call == "open" and not args[0] & os.O_CREAT:
+            return real(first, *args, **options)
+        raise OSError(errno.EIO, "broken disk")
+
+    monkeypatch.setattr(os, call, failing)
+    if call == "link":
+        target.unlink()
+        replace_file(plan(), target)  # falls back to a rename
+        assert target.read_bytes() == b"new"
+    else:
+        with pytest.raises(FileProblem) as caught:
+            replace_file(plan(), target, overwrite=True)
+        assert "Input/output error" in caught.value.what and f"{target} is as it was" in caught.value.why
+        assert target.read_bytes() == b"old"
+    assert names(tmp_path) == ["out"]
+
+
+def test_row_155_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def failing(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, "broken disk")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(FileProblem, match="was written, but its folder could not be synced"):
+        replace_file(plan(), tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
+
+
+def test_everything_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    for name in ("pwrite", "fsync", "link", "replace", "unlink"):
+        real = getattr(os, name)
+
+        def seen(*args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+            events.append("sync folder" if name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode) else name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, name, seen)
+    replace_file(plan(), tmp_path / "out")
+    assert events == ["pwrite", "fsync", "link", "unlink", "sync folder"]
+    events.clear()
+    replace_file(plan(), tmp_path / "out", overwrite=True)
+    assert events == ["pwrite", "fsync", "replace", "sync folder"]
+
+
+def test_what_verify_refuses_is_not_put_in_place(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"old")
+
+    def refuse(path: str) -> None:
+        assert Path(path).read_bytes() == b"new"
+        raise VerifyFailed("differs", "why")
+
+    with pytest.raises(VerifyFailed):
+        replace_file(plan(), tmp_path / "out", overwrite=True, verify=refuse)
+    assert (tmp_path / "out").read_bytes() == b"old" and names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("size", [1000, 3_000_000])
+def test_a_checksum_that_does_not_match_on_the_way(size: int, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(bytes(size))
+    data = FileRange(Source(tmp_path / "in"), 0, size)
+    with pytest.raises(Corrupt, match="weights does not match"):
+        replace_file(Plan({"": [Summed(data, Crc(expected=1, name="weights"))]}), tmp_path / "out")
+    assert names(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "rewritten"])
+def test_row_131_an_input_that_changes_meanwhile(change: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(bytes(200_000))
+    source = Source(tmp_path / "in")
+
+    def meanwhile(path: str) -> None:
+        if change == "shorter":
+            os.truncate(tmp_path / "in", 10)
+        elif change == "longer":
+            os.truncate(tmp_path / "in", 300_000)
+        else:
+            time.sleep(0.01)
+            (tmp_path / "in").write_bytes(b"\1" * 200_000)
+
+    with pytest.raises(FileChanged):
+        replace_file(Plan({"": [FileRange(source, 0, 200_000)]}), tmp_path / "out", inputs=[source], verify=meanwhile)
+    assert names(tmp_path) == ["in"]
+
+
+def test_row_139_the_input_is_the_output(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_bytes(b"0123456789" * 20_000)
+    source = Source(target)
+    swapped = Plan({"": [FileRange(source, 100_000, 100_000), FileRange(source, 0, 100_000)]})
+    replace_file(swapped, target, overwrite=True, inputs=[source])
+    assert target.read_bytes() == b"0123456789" * 20_000 and source.read(0, 10) == b"0123456789"
+    assert names(tmp_path) == ["file"]
+
+
+def test_not_enough_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = os.statvfs(tmp_path)
+    huge = Computed((status.f_bavail + 1) * status.f_frsize, Failing(AssertionError("asked")))
+    with pytest.raises(DiskFull, match=r"bytes, .* are free"):
+        replace_file(Plan({"": [huge]}), tmp_path / "out")
+    assert names(tmp_path) == []
+
+
+def test_row_151_the_limit_on_file_sizes(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"old")
+    code = """
+        from ckptool.errors import DiskFull
+        try:
+            replace_file(Plan({"": [Literal(b"x" * 100_000), Computed(2_000_000, lambda at, n: b"y" * n)]}), target, overwrite=True)
+        except DiskFull as error:
+            print(error.code, error)
+    """
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # noqa: E731
+    status, text = finished(run(code, tmp_path / "out", preexec_fn=limit))
+    assert status == 0 and text.startswith("disk-full cannot write") and "files may not grow so large" in text
+    assert (tmp_path / "out").read_bytes() == b"old" and names(tmp_path) == ["out"]
+
+
+@pytest.mark.soak
+def test_row_151_a_disk_that_is_full(tmp_path: Path) -> None:
+    """On a small file system of its own, for which a user namespace is needed."""
+    code = """
+        from ckptool.errors import DiskFull
+        import ckptool.output.durable as durable
+        durable._check_space = lambda *args: None  # someone else takes the room after the check
+        (target / "out").write_bytes(b"old")
+        try:
+            replace_file(Plan({"": [Computed(4 << 20, lambda at, n: b"y" * n)]}), target / "out", overwrite=True)
+        except DiskFull as error:
+            print(error.code, "the disk is full" in str(error), sorted(os.listdir(target)), (target / "out").read_bytes())
+    """
+    (tmp_path / "run.py").write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom ckptool.checkpoint import Computed, Plan\n"
+        "from ckptool.output.durable import replace_file\ntarget = Path(sys.argv[1])\n" + textwrap.dedent(code)
+    )
+    (tmp_path / "small").mkdir()
+    command = f"mount -t tmpfs -o size=1m none {tmp_path}/small && {sys.executable} {tmp_path}/run.py {tmp_path}/small"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"no user namespaces here: {done.stderr.strip()}")
+    assert done.stdout.strip() == "disk-full True ['out'] b'old'", done.stderr
+
+
+# Several at once, and those that were killed ------------------------------------------------------------------------------
+
+
+def waiting(target: Path, mark: Path) -> subprocess.Popen[bytes]:
+    """A writer that has its temporary file, and waits in the middle."""
+    code = """
+        def wait(at, n):
+            Path(sys.argv[2]).touch()
+            time.sleep(60)
+            return b"y" * n
+        replace_file(Plan({"": [Literal(b"x" * 2_000_000), Computed(5, wait)]}), target, overwrite=True)
+    """
+    process = run(code, target, mark)
+    deadline = time.monotonic() + 30
+    while not mark.exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    return process
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = waiting(tmp_path / "out", tmp_path / "mark")
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def temporaries(folder: Path) -> list[str]:
+    return [name for name in names(folder) if name.endswith(".tmp")]
+
+
+def test_row_149_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    assert len(temporaries(tmp_path)) == 1
+    live.kill()
+    live.wait()
+    assert len(temporaries(tmp_path)) == 1 and not (tmp_path / "out").exists()
+    replace_file(plan(), tmp_path / "another")
+    assert len(temporaries(tmp_path)) == 1  # another target's is none of its business
+    replace_file(plan(), tmp_path / "out")
+    assert temporaries(tmp_path) == [] and (tmp_path / "out").read_bytes() == b"new"
+
+
+def test_row_149_also_a_run_that_is_refused_sweeps(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    live.kill()
+    live.wait()
+    (tmp_path / "out").write_bytes(b"old")
+    with pytest.raises(OutputExists):
+        replace_file(plan(), tmp_path / "out")
+    assert temporaries(tmp_path) == []
+
+
+def test_row_162_a_living_writers_file_is_left_alone(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    replace_file(plan(), tmp_path / "out")
+    assert len(temporaries(tmp_path)) == 1 and (tmp_path / "out").read_bytes() == b"new"
+    live.kill()
+    live.wait()
+    replace_file(plan(b"newer"), tmp_path / "out", overwrite=True)
+    assert temporaries(tmp_path) == [] and (tmp_path / "out").read_bytes() == b"newer"
+
+
+def test_a_file_that_only_looks_like_ours_is_left_alone(tmp_path: Path) -> None:
+    for name in (".ckptool-notes.tmp", ".ckptool-0123456789abcdef-x.tmp", durable._prefix("out") + "x"):
+        (tmp_path / name).write_bytes(b"theirs")
+    before = names(tmp_path)
+    replace_file(plan(), tmp_path / "out")
+    assert names(tmp_path) == sorted([*before, "out"])
+
+
+def test_a_new_temporary_file_is_not_taken_for_one_that_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between being made and being locked it is nobody's; another run may sweep it then. Its writer notices, and makes another."""
+    real, swept = fcntl.flock, []
+
+    def slow(fd: int, operation: int) -> None:
+        if not swept:
+            swept.append(1)
+            durable._sweep(str(tmp_path / "out"))
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    replace_file(plan(), tmp_path / "out")
+    assert swept and (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
+
+
+def test_row_158_many_writers_one_complete_winner(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    problems: list[BaseException] = []
+
+    def write(letter: bytes) -> None:
+        try:
+            for _ in range(5):
+                replace_file(
+                    Plan({"": [Literal(letter * 50_000), Computed(50_000, lambda at, n: letter * n)]}),
+                    target,
+                    overwrite=True,
+                )
+        except BaseException as error:  # noqa: BLE001
+            problems.append(error)
+
+    writers = [threading.Thread(target=write, args=(letter,)) for letter in (b"a", b"b", b"c", b"d")]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):  # row 159: a reader sees one or the other
+        if target.exists():
+            data = target.read_bytes()
+            assert len(data) == 100_000 and len(set(data)) == 1
+    assert problems == [] and names(tmp_path) == ["out"]
+
+
+def test_row_158_two_that_both_want_to_be_first(tmp_path: Path) -> None:
+    results: list[str] = []
+
+    def write(letter: bytes) -> None:
+        try:
+            replace_file(plan(letter * 1000), tmp_path / "out")
+            results.append(letter.decode())
+        except OutputExists:
+            results.append("refused")
+
+    writers = [threading.Thread(target=write, args=(letter,)) for letter in (b"a", b"b", b"c")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    (winner,) = [result for result in results if result != "refused"]
+    assert (tmp_path / "out").read_bytes() == winner.encode() * 1000 and names(tmp_path) == ["out"]
+
+
+KILLED = """
+    for n in range(100_000):
+        data = Computed(300_000, lambda at, size: (b"%08d" % n * 40_000)[at : at + size])
+        replace_file(Plan({"": [Literal(b"%08d" % n), data]}), target, overwrite=True)
+        print(n, flush=True)
+"""
+
+
+def killed_at_random(folder: Path, times: int) -> None:
+    import random
+
+    chosen = random.Random(times)
+    target = folder / "out"
+    for _ in range(times):
+        process = run(KILLED, target)
+        assert process.stdout is not None
+        last = int(process.stdout.readline())
+        time.sleep(chosen.uniform(0, 0.02))
+        process.send_signal(signal.SIGKILL)
+        out, _ = process.communicate()
+        last = int(out.split()[-1]) if out.split() else last
+        data = target.read_bytes()
+        assert len(data) == 300_008 and data == data[:8] * 37_501 and int(data[:8]) in (last, last + 1)
+        assert len(names(folder)) <= 2
+    replace_file(plan(), target, overwrite=True)
+    assert names(folder) == ["out"]
+
+
+def test_row_149_killed_at_any_time(tmp_path: Path) -> None:
+    killed_at_random(tmp_path, 8)
+
+
+@pytest.mark.soak
+def test_row_149_killed_at_any_time_many_times(tmp_path: Path) -> None:
+    killed_at_random(tmp_path, 300)
+
+
+def test_row_150_a_terminated_process_leaves_nothing_when_it_unwinds(
+    live: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    live.send_signal(signal.SIGINT)
+    assert live.wait(20) != 0
+    assert temporaries(tmp_path) == [] and not (tmp_path / "out").exists()
+
+
+def test_an_error_tells_its_three_parts(tmp_path: Path) -> None:
+    with pytest.raises(CkptoolError) as caught:
+        replace_file(plan(), tmp_path / "a/b/out")
+    assert caught.value.what.startswith("cannot write") and "mkdir -p" in caught.value.fix

@@ -1,0 +1,273 @@
+"""The sink: every kind of segment ends up where the plan says, joined where it can be, summed and checked on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptool.checkpoint import Computed, Crc, Data, FileRange, Late, Literal, Plan, Segment, Storage, Summed
+from ckptool.errors import Corrupt, FileChanged
+from ckptool.files import Source
+from ckptool.output import copying, sink
+from ckptool.output.sink import Sink, segments_of
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def source(folder: Path, data: bytes, name: str = "in") -> Source:
+    (folder / name).write_bytes(data)
+    return Source(folder / name)
+
+
+def computed(data: bytes, *inputs: Storage, asked: list[tuple[int, int]] | None = None) -> Computed:
+    def read(offset: int, length: int) -> bytes:
+        if asked is not None:
+            asked.append((offset, length))
+        return data[offset : offset + length]
+
+    return Computed(len(data), read, inputs)
+
+
+def wrote(
+    folder: Path, segments: list[Segment], checks: list[Storage] | None = None, at: int = 0, **options: Any
+) -> bytes:
+    plan = Plan({"": segments}, checks or [])
+    fd = os.open(folder / "out", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        Sink(fd, at, plan.nbytes, options.get("progress")).write(segments_of(plan), plan.checks)
+    finally:
+        os.close(fd)
+    return (folder / "out").read_bytes()
+
+
+def contents(segment: Segment) -> bytes:
+    if isinstance(segment, Late):
+        return segment.make()
+    data: Data = segment.data if isinstance(segment, Summed) else segment
+    return data.read(0, data.length)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_plans(seed: int, tmp_path: Path) -> None:
+    chosen = random.Random(seed)
+    files = [source(tmp_path, noise(3_000_000, seed + n), f"in{n}") for n in range(2)]
+    segments: list[Segment] = []
+    at = 0
+    for _ in range(chosen.randrange(1, 25)):
+        size = chosen.choice([0, 1, 100, 65_535, 65_536, 70_000, 1 << 20, 1_200_000])
+        kind = chosen.choice(["literal", "range", "next", "next", "computed", "late"])
+        if kind == "literal":
+            data: Any = Literal(noise(size, chosen.randrange(99)))
+        elif kind == "computed":
+            data = computed(noise(size, chosen.randrange(99)))
+        elif kind == "late":
+            data = Late(size, lambda size=size: noise(size))
+        else:
+            begin = at if kind == "next" and at + size <= 3_000_000 else chosen.randrange(3_000_000 - size)
+            data = FileRange(files[0 if kind == "next" else chosen.randrange(2)], begin, size)
+            at = begin + size
+        if kind != "late" and chosen.random() < 0.4:
+            data = Summed(data, Crc(expected=zlib.crc32(contents(data)) if chosen.random() < 0.5 else None))
+        segments.append(data)
+    told: list[tuple[int, int]] = []
+    expected = b"".join(map(contents, segments))
+    assert wrote(tmp_path, segments, progress=lambda done, total: told.append((done, total))) == expected
+    assert not expected or told[-1] == (len(expected), len(expected))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    for segment in segments:
+        if isinstance(segment, Summed):
+            assert segment.crc.value == zlib.crc32(contents(segment))
+
+
+def test_adjacent_ranges_are_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = source(tmp_path, noise(1_000_000))
+    copies: list[tuple[int, int]] = []
+    real = copying.copy_range
+
+    def counted(source: Source, offset: int, fd: int, at: int, length: int, progress: Any) -> None:
+        copies.append((offset, length))
+        real(source, offset, fd, at, length, progress)
+
+    monkeypatch.setattr(sink, "copy_range", counted)
+    ranges: list[Segment] = [FileRange(file, at, 100) for at in range(70_000, 900_000, 100)]
+    first: list[Segment] = [Literal(b"head"), FileRange(file, 0, 70_000)]
+    assert wrote(tmp_path, [*first, *ranges]) == b"head" + noise(1_000_000)[:900_000]
+    assert copies == [(0, 900_000)]
+    copies.clear()
+    other = source(tmp_path, noise(200_000, 5), "other")
+    expected = noise(1_000_000)[:100_000] + noise(200_000, 5)[100_000:]
+    assert wrote(tmp_path, [FileRange(file, 0, 100_000), FileRange(other, 100_000, 100_000)]) == expected
+    assert len(copies) == 2
+
+
+@pytest.mark.parametrize("size", [100, 5_000_000])  # summed in passing, and in a thread
+def test_late_segments_are_made_when_all_sums_before_them_are_known(tmp_path: Path, size: int) -> None:
+    data = noise(size)
+    crc = Crc()
+    late = Late(4, lambda: crc.value.to_bytes(4, "little"))
+    written = wrote(tmp_path, [Summed(FileRange(source(tmp_path, data), 0, size), crc), late, Literal(b"end"), late])
+    total = zlib.crc32(data).to_bytes(4, "little")
+    assert written == data + total + b"end" + total
+
+
+def test_a_late_segment_of_another_length_is_our_own_mistake(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="3 bytes where 4"):
+        wrote(tmp_path, [Late(4, lambda: b"abc")])
+
+
+def test_a_sum_can_go_on_from_another(tmp_path: Path) -> None:
+    crc = Crc(zlib.crc32(b"before"))
+    wrote(tmp_path, [Summed(Literal(b"after"), crc)])
+    assert crc.value == zlib.crc32(b"beforeafter")
+
+
+@pytest.mark.parametrize("size", [10, 70_000, 3_000_000])
+@pytest.mark.parametrize("kind", ["range", "computed", "literal"])
+def test_a_wrong_sum_is_refused(kind: str, size: int, tmp_path: Path) -> None:
+    data = noise(size)
+    made = {"range": FileRange(source(tmp_path, data), 0, size), "computed": computed(data), "literal": Literal(data)}[
+        kind
+    ]
+    with pytest.raises(Corrupt, match="the weights does not match its checksum"):
+        wrote(tmp_path, [Literal(b"x"), Summed(made, Crc(expected=zlib.crc32(data) ^ 1, name="the weights"))])
+
+
+def test_what_is_read_only_in_part_is_checked_as_a_whole(tmp_path: Path) -> None:
+    data = noise(300_000)
+    good = Storage(FileRange(source(tmp_path, data), 0, len(data)), crc=zlib.crc32(data))
+    bad = Storage(good.data, crc=1)
+    assert wrote(tmp_path, [FileRange(good.data.file, 5, 10)], [good]) == data[5:15]
+    with pytest.raises(Corrupt):
+        wrote(tmp_path, [FileRange(good.data.file, 5, 10)], [bad])
+
+
+def test_the_inputs_of_what_is_computed_are_checked_through_all_levels(tmp_path: Path) -> None:
+    data = noise(200_000)
+    for crc, error in ((zlib.crc32(data), None), (7, Corrupt)):
+        lowest = Storage(FileRange(source(tmp_path, data), 0, len(data)), crc=crc)
+        middle = Storage(computed(data, lowest))
+        top = computed(data[::-1], middle)
+        if error is None:
+            assert wrote(tmp_path, [top, top]) == data[::-1] * 2
+        else:
+            with pytest.raises(error):
+                wrote(tmp_path, [top])
+
+
+def test_an_input_is_summed_up_once(tmp_path: Path) -> None:
+    asked: list[tuple[int, int]] = []
+    data = noise(1000)
+    storage = Storage(computed(data, asked=asked), crc=zlib.crc32(data))
+    wrote(tmp_path, [computed(b"a", storage), computed(b"b", storage), Literal(b"c")], [storage])
+    assert asked == [(0, 1000)]
+
+
+def test_what_is_computed_is_asked_front_to_back_in_bounded_pieces(tmp_path: Path) -> None:
+    asked: list[tuple[int, int]] = []
+    data = noise(9_000_000)
+    assert wrote(tmp_path, [computed(data, asked=asked)]) == data
+    assert [offset for offset, _ in asked] == sorted(offset for offset, _ in asked)
+    assert max(length for _, length in asked) <= sink.COMPUTE
+
+
+def test_a_stream_is_never_read_by_two_threads(tmp_path: Path) -> None:
+    """A deflated record keeps its place; its sum must not be added up while its bytes are written."""
+    import threading
+
+    reading, data = threading.Lock(), noise(6_000_000)
+
+    def read(offset: int, length: int) -> bytes:
+        assert reading.acquire(blocking=False), "two readers"
+        try:
+            return data[offset : offset + length]
+        finally:
+            reading.release()
+
+    stream = Computed(len(data), read)
+    checked = Storage(stream, crc=zlib.crc32(data))
+    assert wrote(tmp_path, [Computed(len(data), read, (checked,)), stream], [checked]) == data * 2
+
+
+def test_a_computed_segment_that_ends_early_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Corrupt, match="10 bytes were promised, 4 came"):
+        wrote(tmp_path, [Computed(10, lambda offset, length: b"abcd"[offset:])])
+
+
+def test_an_input_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
+    file = source(tmp_path, noise(500_000))
+    os.truncate(file.path, 400_000)
+    for size in (450_000, 500_000):
+        with pytest.raises(FileChanged):
+            wrote(tmp_path, [FileRange(file, 0, size)])
+    with pytest.raises(FileChanged):
+        wrote(tmp_path, [FileRange(file, 450_000, 10)])
+    with pytest.raises(FileChanged):
+        wrote(tmp_path, [Summed(FileRange(file, 300_000, 200_000), Crc())])
+
+
+def test_a_range_is_confirmed_before_it_is_copied(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise Corrupt("not what the directory says", "why")
+
+    file = source(tmp_path, noise(200_000))
+    for size in (10, 100_000):
+        with pytest.raises(Corrupt, match="not what the directory says"):
+            wrote(tmp_path, [FileRange(file, 0, size, refuse)])
+    assert (tmp_path / "out").read_bytes() == b""
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_where_the_kernel_cannot_copy_a_buffer_does(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> int:
+        raise OSError(number, "no")
+
+    data = noise(3_000_000)
+    file = source(tmp_path, data)
+    monkeypatch.setattr(os, "copy_file_range", refused, raising=False)
+    assert wrote(tmp_path, [Literal(b"a"), FileRange(file, 1, 2_900_000)]) == b"a" + data[1:2_900_001]
+    monkeypatch.delattr(os, "copy_file_range")
+    assert wrote(tmp_path, [Literal(b"a"), FileRange(file, 1, 2_900_000)]) == b"a" + data[1:2_900_001]
+
+
+def test_row_156_short_copies_and_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = noise(2_000_000)
+    file = source(tmp_path, data)
+    copy, write, read = os.copy_file_range, os.pwrite, os.preadv
+    monkeypatch.setattr(os, "copy_file_range", lambda a, b, size, *rest: copy(a, b, min(size, 77_777), *rest))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, bytes(data)[:9_999], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:5_555]], at))
+    crc = Crc(expected=zlib.crc32(data[:1_900_000]))
+    assert wrote(tmp_path, [Literal(data), Summed(FileRange(file, 0, 1_900_000), crc)]) == data + data[:1_900_000]
+
+
+def test_a_kernel_that_copies_nothing_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = noise(300_000)
+    monkeypatch.setattr(os, "copy_file_range", lambda *args: 0)
+    assert wrote(tmp_path, [FileRange(source(tmp_path, data), 0, 300_000)]) == data
+
+
+def test_threads_are_gone_after_an_interrupt(tmp_path: Path) -> None:
+    import threading
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    data = noise(4_000_000)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        wrote(
+            tmp_path,
+            [Summed(FileRange(source(tmp_path, data), 0, len(data)), Crc()), Literal(b"x")],
+            progress=interrupt,
+        )
+    assert threading.active_count() == before

@@ -1,0 +1,475 @@
+"""The decoder against Python's own pickler, opcode by opcode, and against pickles that nobody should send."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import pickletools
+import random
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ckptool.checkpoint import Literal, Storage, StorageRef
+from ckptool.dtypes import by_name
+from ckptool.errors import BadTensor, CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.nodes import ByteString, Global, Object, OrderedDict, Set
+from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.torch_objects import BUILDERS
+from tests.helpers import Thing, assert_same_tree
+from tests.pickles.graphs import as_tree, graphs
+
+PROTOCOLS = range(6)
+
+
+def run(data: bytes, **options: Any) -> Decoded:
+    return decode(data, lambda pid: ("persistent", pid), BUILDERS, **options)
+
+
+def same(data: bytes, expected: Any) -> None:
+    decoded = run(data)
+    assert decoded.end == len(data)
+    assert_same_tree(decoded.root, expected)
+
+
+# Against Python --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(graphs(), st.sampled_from(PROTOCOLS))
+def test_what_python_pickles_is_decoded_as_the_same_graph(graph: Any, protocol: int) -> None:
+    data = pickle.dumps(graph, protocol)
+    assume(protocol or b"Fnan" not in data)  # protocol 0 spells floats as text, without a NaN's payload
+    same(data, as_tree(graph))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("size", [0, 1, 2, 999, 1000, 1001, 2000, 2001])
+def test_long_containers(size: int, protocol: int) -> None:
+    thing = Thing(0)
+    thing.__dict__.update({f"a{i}": i for i in range(size)})
+    ordered = collections.OrderedDict((i, str(i)) for i in range(size))
+    value = [
+        list(range(size)),
+        dict.fromkeys(range(size)),
+        set(range(size)),
+        tuple(range(size)),
+        ordered,
+        thing,
+        "é" * size,
+    ]
+    same(pickle.dumps(value, protocol), as_tree(value))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_long_texts_bytes_and_integers(protocol: int) -> None:
+    value = ["x" * 300, "x" * 70_000, b"y" * 300, b"y" * 70_000, bytearray(b"z" * 300), bytearray(70_000)]
+    value += [
+        sign * (1 << bits) + d
+        for bits in (*range(7, 70), 255, 2039, 2047, 2048, 3000)
+        for sign in (1, -1)
+        for d in (-1, 0, 1)
+    ]
+    same(pickle.dumps(value, protocol), as_tree(value))
+
+
+# Opcode by opcode ------------------------------------------------------------------------------------------------------
+
+
+def new(state: Any = None) -> Object:
+    made = Object(Global("a", "B"), (1,), "new")
+    if state is not None:
+        made.state = state
+    return made
+
+
+def call(*args: Any, **fields: Any) -> Object:
+    made = Object(Global("a", "f"), args)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+F = b"ca\nf\n"
+OPCODES: dict[str, tuple[bytes, Any]] = {
+    "INT": (b"I-12\n.", -12),
+    "INT true": (b"I01\n.", True),
+    "INT false": (b"I00\n.", False),
+    "BININT": (b"J\xff\xff\xff\xff.", -1),
+    "BININT1": (b"K\xff.", 255),
+    "BININT2": (b"M\x01\x02.", 513),
+    "LONG": (b"L123456789012345678901L\n.", 123456789012345678901),
+    "LONG without L": (b"L5\n.", 5),
+    "LONG1": (b"\x8a\x02\x00\xff.", -256),
+    "LONG1 empty": (b"\x8a\x00.", 0),
+    "LONG4": (b"\x8b\x02\x00\x00\x00\x00\x01.", 256),
+    "STRING": (b"S'a\\'\\n\\x41\\\\\\101\\q'\n.", "a'\nA\\A\\q"),
+    "STRING double": (b'S"it\'s"\n.', "it's"),
+    "STRING latin-1": (b"S'\\xe9'\n.", ByteString(b"\xe9")),
+    "BINSTRING": (b"T\x02\x00\x00\x00ab.", "ab"),
+    "SHORT_BINSTRING": (b"U\x02\xc3\xa9.", "é"),
+    "SHORT_BINSTRING latin-1": (b"U\x01\xe9.", ByteString(b"\xe9")),
+    "BINBYTES": (b"B\x02\x00\x00\x00a\xff.", b"a\xff"),
+    "SHORT_BINBYTES": (b"C\x01\xff.", b"\xff"),
+    "BINBYTES8": (b"\x8e\x01\0\0\0\0\0\0\0\xff.", b"\xff"),
+    "BYTEARRAY8": (b"\x96\x01\0\0\0\0\0\0\0\xff.", bytearray(b"\xff")),
+    "NONE": (b"N.", None),
+    "NEWTRUE": (b"\x88.", True),
+    "NEWFALSE": (b"\x89.", False),
+    "UNICODE": (b"V\\u20ac \xe9 \\U0001f600 \\n\n.", "€ é 😀 \\n"),
+    "SHORT_BINUNICODE": (b"\x8c\x02\xc3\xa9.", "é"),
+    "BINUNICODE": (b"X\x03\0\0\0\xed\xa0\x80.", "\ud800"),
+    "BINUNICODE8": (b"\x8d\x01\0\0\0\0\0\0\0a.", "a"),
+    "FLOAT": (b"F-0.5\n.", -0.5),
+    "FLOAT nan": (b"Fnan\n.", float("nan")),
+    "BINFLOAT": (b"G\xff\xf8\x00\x00\x00\x00\x00\x07.", struct.unpack(">d", b"\xff\xf8\x00\x00\x00\x00\x00\x07")[0]),
+    "EMPTY_LIST": (b"].", []),
+    "APPEND": (b"]K\x01a.", [1]),
+    "APPENDS": (b"](K\x01K\x02e.", [1, 2]),
+    "APPENDS on an object": (F + b"(tR(K\x01K\x02e.", call(elements=[1, 2])),
+    "LIST": (b"(K\x01K\x02l.", [1, 2]),
+    "EMPTY_TUPLE": (b").", ()),
+    "TUPLE": (b"(K\x01K\x02K\x03K\x04t.", (1, 2, 3, 4)),
+    "TUPLE1": (b"K\x01\x85.", (1,)),
+    "TUPLE2": (b"K\x01K\x02\x86.", (1, 2)),
+    "TUPLE3": (b"K\x01K\x02K\x03\x87.", (1, 2, 3)),
+    "EMPTY_DICT": (b"}.", {}),
+    "DICT": (b"(K\x01K\x02K\x03Nd.", {1: 2, 3: None}),
+    "SETITEM": (b"}K\x01Ns.", {1: None}),
+    "SETITEMS": (b"}(K\x01NK\x02Nu.", {1: None, 2: None}),
+    "SETITEMS on an object": (F + b"(tR(K\x01Nu.", call(items={1: None})),
+    "EMPTY_SET": (b"\x8f.", Set([])),
+    "ADDITEMS": (b"\x8f(K\x01K\x02\x90.", Set([1, 2])),
+    "ADDITEMS on an object": (F + b")R(K\x01\x90.", call(elements=[1], adds=True)),
+    "FROZENSET": (b"(K\x01\x91.", Set([1], frozen=True)),
+    "POP": (b"K\x01K\x020.", 1),
+    "POP a mark": (b"K\x01(0.", 1),
+    "DUP": (b"]2\x86.", (lambda x: (x, x))([])),
+    "MARK": (b"((l(lt.", ([], [])),
+    "POP_MARK": (b"K\x01(K\x02K\x031.", 1),
+    "GET": (b"]p5\ng5\n\x86.", (lambda x: (x, x))([])),
+    "BINGET": (b"]q\x05h\x05\x86.", (lambda x: (x, x))([])),
+    "LONG_BINGET": (b"]r\0\0\1\0j\0\0\1\0\x86.", (lambda x: (x, x))([])),
+    "LONG_BINPUT far away": (b"]r\xff\xff\xff\xffj\xff\xff\xff\xff\x86.", (lambda x: (x, x))([])),
+    "PUT": (b"]p0\n]p0\ng0\n\x87.", (lambda x, y: (x, y, y))([], [])),
+    "BINPUT": (b"N]q\x00h\x00\x87.", (lambda x: (None, x, x))([])),
+    "LONG_BINPUT": (b"N]r\0\0\0\0h\x00\x87.", (lambda x: (None, x, x))([])),
+    "MEMOIZE": (b"]\x94]\x94h\x00h\x01\x86\x87.", (lambda x, y: (x, y, (x, y)))([], [])),
+    "GLOBAL": (b"ctorch\nfloat32\n.", Global("torch", "float32")),
+    "STACK_GLOBAL": (b"\x8c\x01a\x8c\x03b.c\x93.", Global("a", "b.c")),
+    "REDUCE": (F + b"K\x01\x85R.", call(1)),
+    "BUILD": (b"ca\nB\nK\x01\x85\x81}b.", new({})),
+    "INST": (b"(K\x01ia\nf\n.", call(1)),
+    "INST without arguments": (b"(ia\nB\n.", Object(Global("a", "B"), (), "new")),
+    "OBJ": (b"(ca\nf\nK\x01o.", call(1)),
+    "NEWOBJ": (b"ca\nB\nK\x01\x85\x81.", new()),
+    "NEWOBJ_EX": (b"ca\nB\nK\x01\x85}X\1\0\0\0kK\x02s\x92.", Object(Global("a", "B"), (1,), "new", {"k": 2})),
+    "PROTO": (b"\x80\x05N.", None),
+    "FRAME": (b"\x80\x04\x95\x02\0\0\0\0\0\0\0N.", None),
+    "PERSID": (b"Pkey\n.", ("persistent", "key")),
+    "BINPERSID": (b"(K\x01K\x02K\x03K\x04tQ.", ("persistent", (1, 2, 3, 4))),
+    "STOP": (b"N.", None),
+}
+REFUSED = {
+    "EXT1": b"\x82\x01.",
+    "EXT2": b"\x83\x01\0.",
+    "EXT4": b"\x84\x01\0\0\0.",
+    "NEXT_BUFFER": b"\x97.",
+    "READONLY_BUFFER": b"N\x98.",
+}
+
+
+@pytest.mark.parametrize("name", OPCODES)
+def test_opcode(name: str) -> None:
+    same(*OPCODES[name])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_row_80_opcodes_that_are_refused(name: str) -> None:
+    with pytest.raises(Unsupported, match=name):
+        run(REFUSED[name])
+
+
+def test_every_opcode_of_python_is_tested() -> None:
+    tested = {name.split()[0] for name in OPCODES} | set(REFUSED)
+    assert {opcode.name for opcode in pickletools.opcodes} == tested
+
+
+# Torch's calls -----------------------------------------------------------------------------------------------------------
+
+
+def storage(nbytes: int = 16, dtype: str | None = "f32") -> StorageRef:
+    return StorageRef(Storage(Literal(bytes(nbytes))), by_name(dtype) if dtype else None)
+
+
+def rebuilt(arguments: bytes, ref: StorageRef, name: bytes = b"_rebuild_tensor_v2") -> Any:
+    data = b"\x80\x02ctorch._utils\n" + name + b"\n(" + arguments + b"tR."
+    return decode(data, lambda pid: ref, BUILDERS).root
+
+
+HOOKS = b"ccollections\nOrderedDict\n)R"
+
+
+def test_row_56_a_tensor_outside_its_storage() -> None:
+    assert rebuilt(b"NQK\x00K\x04\x85K\x01\x85\x89" + HOOKS, storage()).shape == (4,)
+    for arguments in (
+        b"NQK\x00K\x05\x85K\x01\x85\x89",  # too long
+        b"NQK\x01K\x04\x85K\x01\x85\x89",  # offset
+        b"NQJ\xff\xff\xff\xffK\x01\x85K\x01\x85\x89",  # negative offset
+        b"NQK\x00K\x02\x85J\xff\xff\xff\xff\x85\x89",  # negative stride
+        b"NQK\x00J\xff\xff\xff\xff\x85K\x01\x85\x89",  # negative size
+        b"NQK\x00K\x02K\x02\x86K\x01\x85\x89",  # rank
+        b"NQK\x00\x8a\x09\0\0\0\0\0\0\0\0\1\x85K\x01\x85\x89",  # 2^64
+        b"NQK\x00\x88\x85K\x01\x85\x89",  # a bool as size
+        b"NQK\x00(" + b"K\x01" * 65 + b"t(" + b"K\x01" * 65 + b"t\x89",  # rank 65
+    ):
+        with pytest.raises(BadTensor):
+            rebuilt(arguments + HOOKS, storage())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        b"NK\x00K\x04\x85K\x01\x85\x89" + HOOKS,  # not a storage
+        b"NQK\x00K\x04\x85K\x01\x85\x89",  # arity
+        b"NQK\x00K\x04\x85K\x01\x85K\x01" + HOOKS,  # requires_grad is a number
+        b"NQK\x00K\x04\x85K\x01\x85\x89}K\x01Ns",  # row 58: hooks
+        b"NQK\x00K\x04\x85K\x01\x85\x89" + HOOKS + b"}X\3\0\0\0foo\x88s",  # unknown metadata
+    ],
+)
+def test_rows_56_and_58_arguments_that_torch_does_not_write_stay_a_call(arguments: bytes) -> None:
+    found = rebuilt(arguments, storage())
+    assert isinstance(found, Object) and found.name == "torch._utils._rebuild_tensor_v2"
+
+
+# What would run ------------------------------------------------------------------------------------------------------------
+
+MARKERS = {
+    "GLOBAL": b"cckptool_marker\nrun\nX\5\0\0\0trace\x85R.",
+    "STACK_GLOBAL": b"\x8c\x0eckptool_marker\x8c\x03run\x93X\5\0\0\0trace\x85R.",
+    "INST": b"(X\5\0\0\0traceickptool_marker\nrun\n.",
+    "OBJ": b"(cckptool_marker\nrun\nX\5\0\0\0traceo.",
+    "NEWOBJ": b"cckptool_marker\nrun\nX\5\0\0\0trace\x85\x81.",
+    "NEWOBJ_EX": b"cckptool_marker\nrun\nX\5\0\0\0trace\x85}\x92.",
+    "BUILD": b"cckptool_marker\nrun\n)\x81}X\5\0\0\0traceNsb.",
+}
+
+
+@pytest.mark.parametrize("name", MARKERS)
+def test_row_53_nothing_is_imported_or_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = tmp_path / "trace"
+    body = f"import pathlib\npathlib.Path({str(trace)!r}).touch()\ndef run(*a, **k):\n    pathlib.Path({str(trace)!r}).touch()\n"
+    (tmp_path / "ckptool_marker.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    decoded = run(MARKERS[name])
+    assert isinstance(decoded.root, Object) and decoded.root.fn is Global("ckptool_marker", "run")
+    assert "ckptool_marker" not in sys.modules and not trace.exists()
+    assert set(sys.modules) == before
+    pickle.loads(MARKERS["GLOBAL"])  # the marker does what it says, were it called
+    assert trace.exists()
+    sys.modules.pop("ckptool_marker")
+
+
+def test_row_60_calls_that_are_thrown_away_are_reported() -> None:
+    assert [c.name for c in run(F + b")R0N.").discarded] == ["a.f"]
+    assert [c.name for c in run(b"(" + F + b")R1N.").discarded] == ["a.f"]
+    assert [c.name for c in run(F + b")Rq\x000N.").discarded] == ["a.f"]
+    assert [c.name for c in run(b"}" + F + b")RNs.").discarded] == []  # a key
+    assert [c.name for c in run(b"ca\nB\n)\x81" + F + b")Rb.").discarded] == []  # a state
+    assert [c.name for c in run(b"ccollections\nOrderedDict\n)R0" + b"ca\nB\n)\x810N.").discarded] == []
+
+
+def test_an_unknown_call_swallowed_by_a_known_one_is_reported() -> None:
+    hooks = b"ccollections\nOrderedDict\n" + F + b")R\x85R"
+    tensor = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(NQK\x00K\x04\x85K\x01\x85\x89" + hooks + b"tR."
+    decoded = decode(tensor, lambda pid: storage(), BUILDERS)
+    everything = [decoded.root, *decoded.discarded]
+    assert any(
+        isinstance(node, Object) and "a.f" in (node.name, *(getattr(a, "name", "") for a in node.args))
+        for node in everything
+    )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        b"X\1\0\0\0aX\5\0\0\0rot13\x86",
+        b"X\1\0\0\0aX\3\0\0\0hex\x86",
+        b"K\x01X\6\0\0\0latin1\x86",
+        b"X\2\0\0\0\xc4\x80X\6\0\0\0latin1\x86",
+    ],
+)
+def test_row_85_other_codecs_stay_calls_that_are_not_known(args: bytes) -> None:
+    decoded = run(b"c_codecs\nencode\n" + args + b"R.")
+    assert isinstance(decoded.root, Object)
+    assert run(b"c_codecs\nencode\n" + args + b"R0N.").discarded
+
+
+# Damage and limits ---------------------------------------------------------------------------------------------------------
+
+
+def nested(depth: int, opener: bytes = b"]", closer: bytes = b"a") -> bytes:
+    return opener * depth + b"N" + closer * depth + b"."
+
+
+HOSTILE: dict[str, tuple[bytes, type[CkptoolError]]] = {
+    "61 SETITEM on a tensor-like": (b"K\x01K\x02Ns.", Corrupt),
+    "61 SETITEM on a list": (b"]K\x02Ns.", Corrupt),
+    "61 APPEND on a dict": (b"}Na.", Corrupt),
+    "61 APPEND on a tuple": (b")Na.", Corrupt),
+    "61 ADDITEMS on a list": (b"](N\x90.", Corrupt),
+    "61 BUILD on an int": (b"K\x01}b.", Corrupt),
+    "61 BUILD on a dict": (b"}}b.", Corrupt),
+    "61 BUILD twice": (b"ca\nB\n)\x81}b}b.", Corrupt),
+    "57 BUILD of an OrderedDict with numbers": (HOOKS + b"}K\x01Nsb.", Corrupt),
+    "62 empty": (b"", Truncated),
+    "62 STOP alone": (b".", Corrupt),
+    "62 underflow": (b"\x86.", Corrupt),
+    "62 no mark": (b"Nt.", Corrupt),
+    "62 POP of nothing": (b"0.", Corrupt),
+    "62 BINPUT of nothing": (b"q\0N.", Corrupt),
+    "62 REDUCE without a tuple": (F + b"NR.", Corrupt),
+    "62 OBJ of nothing": (b"(o.", Corrupt),
+    "63 two values left": (b"NN.", Corrupt),
+    "63 a mark left": (b"(N.", Corrupt),
+    "65 GET of nothing": (b"h\0.", Corrupt),
+    "65 GET of no number": (b"gx\n.", Corrupt),
+    "67 a text of 4 GB": (b"X\xf0\xff\xff\xff0123456789.", LimitExceeded),
+    "67 a text longer than the file": (b"X\xf0\xff\0\x000123456789.", Truncated),
+    "67 bytes longer than the file": (b"B\xf0\xff\xff\xff0123456789.", Truncated),
+    "67 a BINBYTES8 of 2^63": (b"\x8e" + b"\xff" * 7 + b"\x7f.", Truncated),
+    "68 a negative BINSTRING": (b"T\xff\xff\xff\xff.", Corrupt),
+    "68 a negative LONG4": (b"\x8b\xff\xff\xff\xff.", Corrupt),
+    "69 a LONG4 of 2^31 bytes": (b"\x8b\xff\xff\xff\x7f.", LimitExceeded),
+    "69 a LONG4 of 5000 bits": (b"\x8b\x80\x02\0\0" + b"\x01" * 640 + b".", LimitExceeded),
+    "69 a LONG of a million digits": (b"L" + b"1" * 1_000_000 + b"L\n.", Corrupt),
+    "69 INT of no number": (b"Iabc\n.", Corrupt),
+    "69 FLOAT of no number": (b"Fabc\n.", Corrupt),
+    "70 333000 lists": (nested(333_000), LimitExceeded),
+    "70 2000 lists": (nested(2_000), LimitExceeded),
+    "70 2000 tuples": (nested(2_000, b"", b"\x85"), LimitExceeded),
+    "70 2000 calls": (F * 2_000 + b")" + b"R\x85" * 2_000 + b".", LimitExceeded),
+    "71 marks": (b"(" * 2_000_000, LimitExceeded),
+    "74 tuples as a key": (b"}" + b")" + b"\x85" * 8 + b"Ns.", LimitExceeded),
+    "74 billion laughs as a key": (b"})" + b"2\x86" * 32 + b"Ns.", LimitExceeded),
+    "76 a list as a key": (b"}]Ns.", Corrupt),
+    "76 a list in a tuple as a key": (b"}]\x85Ns.", Corrupt),
+    "76 a set as a key": (b"}\x8fNs.", Corrupt),
+    "76 a bytearray as a key": (b"}\x96\0\0\0\0\0\0\0\0Ns.", Corrupt),
+    "76 a list in a set": (b"\x8f(]\x90.", Corrupt),
+    "76 a set in itself": (b"\x8fq\0(h\0\x90.", Corrupt),
+    "76 a list in a frozenset": (b"(]\x91.", Corrupt),
+    "76 NaN as a key": (b"}G\x7f\xf8\0\0\0\0\0\0Ns.", Corrupt),
+    "76 a key twice": (b"}(K\x01NK\x01Nu.", Conflict),
+    "76 a key twice, apart": (b"}K\x01NsK\x01Ns.", Conflict),
+    "76 1 and True as keys": (b"}(K\x01N\x88Nu.", Conflict),
+    "76 a key without a value": (b"}(K\x01u.", Corrupt),
+    "77 protocol 6": (b"\x80\x06N.", Unsupported),
+    "77 protocol 42": (b"\x80\x2aN.", Unsupported),
+    "79 a frame longer than the pickle": (b"\x80\x04\x95\x10\0\0\0\0\0\0\0N.", Corrupt),
+    "81 a name that is not UTF-8": (b"c\xff\nx\n.", Corrupt),
+    "81 a text that is not UTF-8": (b"X\1\0\0\0\xff.", Corrupt),
+    "55 a name that is computed": (b"K\x01K\x02\x93.", Corrupt),
+    "62 not an opcode": (b"\xff.", Corrupt),
+    "62 a broken escape": (b"V\\u12\n.", Corrupt),
+    "62 STRING without quotes": (b"Sabc\n.", Corrupt),
+    "62 STRING of one quote": (b"S'\n.", Corrupt),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_row(name: str) -> None:
+    data, error = HOSTILE[name]
+    began = time.perf_counter()
+    with pytest.raises(error) as caught:
+        run(data)
+    assert time.perf_counter() - began < 5
+    assert "data.pkl" in caught.value.what
+
+
+def test_row_64_bytes_after_the_end_are_not_read() -> None:
+    assert run(b"N.\x80\x02K\x01.").end == 2
+
+
+def test_row_72_billion_laughs_stay_small() -> None:
+    """A hundred lists, each with ten references to the one before: 10^100 texts for whoever does not see that they are shared."""
+    data = b"]q\x00" + b"".join(b"0](" + b"h%c" % i * 10 + b"eq%c" % (i + 1) for i in range(100)) + b"."
+    inner = run(data).root
+    for _ in range(100):
+        assert len(inner) == 10 and all(part is inner[0] for part in inner)
+        inner = inner[0]
+    assert inner == []
+
+
+def test_row_73_cycles() -> None:
+    ring = run(b"]q\x00h\x00a.").root
+    assert ring[0] is ring
+    same(b"}q\x00K\x01h\x00s.", (lambda d: d.update({1: d}) or d)({}))
+
+
+def test_row_75_colliding_integer_keys() -> None:
+    step = (1 << 61) - 1
+    keys = b"".join(b"\x8a\x0a" + (i * step).to_bytes(10, "little") + b"N" for i in range(1, 8_000))
+    began = time.perf_counter()
+    assert len(run(b"}(" + keys + b"u.").root) == 7_999
+    assert time.perf_counter() - began < 5
+
+
+def test_row_86_python_2() -> None:
+    ordered = b"ccollections\nOrderedDict\nq\x04]q\x05(]q\x06(U\x01aK\x01e]q\x07(U\x01bK\x02ee\x85q\x08Rq\t"
+    data = b"\x80\x02}q\x01(U\x06weightq\x02K\x01U\x02\xe9\xe8q\x03K\x02U\x01d" + ordered + b"u."
+    same(data, {"weight": 1, ByteString(b"\xe9\xe8"): 2, "d": OrderedDict({"a": 1, "b": 2})})
+
+
+SMALL = [
+    pickle.dumps(as_list, protocol)
+    for protocol in PROTOCOLS
+    for as_list in [[{"a": (1, 2.5, None, True, "é", b"\xff", {1}), 300: [2**70, -1]}, Thing(7)]]
+]
+
+
+@pytest.mark.parametrize("data", SMALL, ids=[f"protocol {p}" for p in PROTOCOLS])
+def test_cut_off_at_every_byte(data: bytes) -> None:
+    for size in range(len(data)):
+        with pytest.raises(CkptoolError) as caught:
+            run(data[:size])
+        assert caught.value.code in ("truncated", "corrupt"), size
+
+
+@pytest.mark.parametrize("data", SMALL, ids=[f"protocol {p}" for p in PROTOCOLS])
+def test_every_byte_changed_gives_a_tree_or_an_error_of_ours(data: bytes) -> None:
+    chosen = random.Random(0)
+    refused = 0
+    for at in range(len(data)):
+        for value in {0, 0xFF, data[at] ^ 1, data[at] ^ 0x80, *chosen.sample(range(256), 8)}:
+            changed = data[:at] + bytes([value]) + data[at + 1 :]
+            try:
+                run(changed)
+            except CkptoolError:
+                refused += 1
+    assert refused > len(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [bytes([op]) for op in range(256)]
+            + [data[:-1] for data, _ in OPCODES.values()]
+            + [b"h\0", b"q\0", HOOKS, F]
+        ),
+        max_size=30,
+    )
+)
+def test_any_opcodes_give_a_tree_or_an_error_of_ours(parts: list[bytes]) -> None:
+    try:
+        run(b"".join(parts) + b".")
+    except CkptoolError as error:
+        assert error.what
