@@ -17,10 +17,11 @@ def without_wrappers(key: str) -> str:
     """The key as the bare module has it: `module.` taken off once at the front, wrappers that begin with `_` anywhere."""
     if "_" not in key and not key.startswith(PEELED):
         return key
-    parts = [part for part in key.split(".") if part not in INNER_WRAPPERS]
-    if len(parts) > 1 and parts[0] == "module":
-        del parts[0]
-    return ".".join(parts)
+    *modules, name = key.split(".")
+    modules = [part for part in modules if part not in INNER_WRAPPERS]
+    if modules and modules[0] == "module":
+        del modules[0]
+    return ".".join([*modules, name])
 
 
 def unwrapped_front(key: str) -> str:
@@ -36,7 +37,7 @@ def wrappers(key: str) -> str:
     if "_" not in key:
         return PEELED if key.startswith(PEELED) and len(key) > len(PEELED) else ""
     front = unwrapped_front(key)
-    found = [part for part in key.split(".") if part in INNER_WRAPPERS]
+    found = [part for part in key.split(".")[:-1] if part in INNER_WRAPPERS]
     if front.startswith(PEELED) and len(front) > len(PEELED):
         found.insert(key.split(".").index("module"), "module")
     return "".join(f"{part}." for part in found)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError, listed, printable
 from ckptool.nodes import Object
 from ckptool.tree import Path, address, find
 
@@ -24,14 +24,17 @@ _MODEL_WORDS = re.compile(
     r"|unet|vae|classifier|head|embedder|lora|adapter|pretrained|ema|swa|[a-z]*net|[gd])(_?[a-z0-9])?($|_|\b)",
     re.IGNORECASE,
 )
-_AVERAGE_WORDS = re.compile(r"(^|_|\b)(ema|swa|averaged?|shadow|polyak|moving_average)($|_|\b)|(^|_)ema", re.IGNORECASE)
+_AVERAGE_WORDS = re.compile(
+    r"(^|_|\b)(ema|swa|averaged?|shadow|polyak|moving_average)($|_|\b|\d|(?-i:(?=[A-Z])))", re.IGNORECASE
+)
 _OTHER_WORDS = re.compile(
     r"optim|scheduler|scaler|(^|_)rng|random|(^|_)(args|config|hparams|hyper_parameters|loops?|callbacks|history|metrics|loss(es)?|data_state|sampler)($|_)",
     re.IGNORECASE,
 )
 # What modules call their parameters and buffers: one of these as the last part of a key makes a dictionary look like a state dict.
 _PARAMETER_NAMES = frozenset(
-    "weight bias running_mean running_var num_batches_tracked in_proj_weight in_proj_bias weight_g weight_v weight_orig weight_mask gamma beta scale "
+    "weight bias running_mean running_var num_batches_tracked in_proj_weight in_proj_bias "
+    "weight_g weight_v weight_orig weight_mask gamma beta scale "
     "embedding kernel weight_ih_l0 weight_hh_l0 bias_ih_l0 bias_hh_l0".split()
 )
 
@@ -108,13 +111,13 @@ def one_root(checkpoint: Checkpoint, at: str | None = None) -> tuple[Root, str]:
         return roots[0], ""
     models = [root for root in roots if root.kind == WEIGHTS]
     if len(models) == 1:
-        averages = ", ".join(root.address for root in roots if root.kind == AVERAGE)
-        return models[0], f"took {models[0].address}, the model; {averages} is its average"
+        averages = listed([printable(root.address) for root in roots if root.kind == AVERAGE])
+        return models[0], f"took {printable(models[0].address)}, the model; {averages} is its average"
     where = checkpoint.source or "the checkpoint"
     raise UsageError(
         f"{where} has {len(roots)} sets of model weights: {', '.join(map(str, roots))}",
         "This verb takes one; choosing for you could take the wrong one.",
-        f"Name it: {where}#{roots[0].address}",
+        f"Name it: {where}#{printable(roots[0].address)}",
     )
 
 
@@ -134,7 +137,7 @@ def _special(tree: Any) -> Iterator[Root]:
         if is_optimizer(node):
             yield Root(path, node, OPTIMIZER, optimizer_detail(node))
         elif isinstance(node, dict) and _is_weights(path, node):
-            kind = AVERAGE if any(isinstance(key, str) and _AVERAGE_WORDS.search(key) for key in path[-1:]) else WEIGHTS
+            kind = AVERAGE if any(isinstance(key, str) and _AVERAGE_WORDS.search(key) for key in path) else WEIGHTS
             yield Root(path, node, kind)
         else:
             below = node.items() if isinstance(node, dict) else enumerate(node)
@@ -142,24 +145,30 @@ def _special(tree: Any) -> Iterator[Root]:
 
 
 def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
-    tensor_keys = [key for key, value in node.items() if isinstance(value, (TensorEntry, Composite))]
-    if not tensor_keys or not all(type(key) is str for key in node) or 2 * len(tensor_keys) < len(node):
+    if not all(type(key) is str for key in node):
+        return False
+    members = {key: value for key, value in node.items() if not key.endswith("_extra_state")}
+    tensor_keys = [key for key, value in members.items() if isinstance(value, (TensorEntry, Composite))]
+    if not tensor_keys or 2 * len(tensor_keys) < len(members):
         return False
     if any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path):
         return False
-    nested = [
-        key
-        for key, value in node.items()
-        if isinstance(value, dict) and _holds_tensors(value) and not key.endswith("_extra_state")
-    ]
-    if len(nested) >= len(tensor_keys):
-        return False
-    looks = any("." in key or key.rpartition(".")[2] in _PARAMETER_NAMES for key in tensor_keys)
+    dotted = any("." in key for key in tensor_keys)
+    nested = sum(1 for value in members.values() if isinstance(value, (dict, list, tuple)) and _holds_tensors(value))
+    if nested and not (dotted and nested < len(tensor_keys)):
+        return False  # a few tensors beside the weights: random states, a loss, class weights
+    looks = dotted or any(key in _PARAMETER_NAMES for key in tensor_keys)
     return looks or not path or (isinstance(path[-1], str) and bool(_MODEL_WORDS.search(path[-1])))
 
 
-def _holds_tensors(node: dict[Any, Any]) -> bool:
-    return is_optimizer(node) or any(isinstance(value, (TensorEntry, Composite)) for value in node.values())
+def _holds_tensors(node: Any, depth: int = 3) -> bool:
+    """True if there are tensors in a container, or in containers that it holds, so many levels down."""
+    if is_optimizer(node):
+        return True
+    parts = node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ()
+    return any(
+        isinstance(part, (TensorEntry, Composite)) or (depth > 1 and _holds_tensors(part, depth - 1)) for part in parts
+    )
 
 
 _OPTIMIZERS = (

@@ -141,7 +141,8 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
             )
         if len(matches) > 1:
             raise Ambiguous(
-                f"{printable(part)} names {len(matches)} entries of {printable(address(path)) or 'the top'}: {listed([repr(s) for s, _ in matches])}"
+                f"{printable(part)} names {len(matches)} entries of {printable(address(path)) or 'the top'}: "
+                f"{listed([repr(segment) for segment, _ in matches])}"
             )
         path, node = (*path, matches[0][0]), matches[0][1]
     return path, node

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, StorageRef, Tensor, TensorEntry
-from ckptool.errors import UsageError
+from ckptool.errors import Conflict, UsageError, printable
 from ckptool.nodes import Object, OrderedDict, Set
 from ckptool.prefixes import without_wrappers
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
@@ -21,7 +21,8 @@ IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_
 # What a safetensors file cannot say; two of a kind that can are compared in it.
 _ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
 
-BYTES, CHECKSUMS = "bytes", "stored checksums"
+# What "same" rests on; the weakest that some tensor was called the same by.
+BYTES, CHECKSUMS, VALUES, TOLERANCE = "bytes", "stored checksums", "values", "values within the tolerance"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +85,9 @@ def diff(
     base: Path = (),
     remarks: tuple[str, ...] = (),
 ) -> Diff:
-    """Compares two trees. `statistics=False` finds out whether values differ, not by how much; `quick` trusts equal stored checksums where both files have them.
+    """Compares two trees.
+
+    statistics=False: finds out whether values differ, not by how much.  quick: trusts equal stored checksums where both have them.
 
     atol, rtol: values count as equal within `atol + rtol * |right|`.  ignore: names out of `IGNORABLE`.
     Raises `UsageError` for another name.
@@ -99,7 +102,8 @@ def diff(
     order = () if "order" in skipped or not pickled else tuple(found.order)
     same = not (found.changed or found.only_left or found.only_right or ties or order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES)
-    evidence = CHECKSUMS if comparer.trusted else BYTES
+    tolerance = TOLERANCE if atol or rtol else VALUES
+    evidence = tolerance if comparer.close else CHECKSUMS if comparer.trusted else BYTES
     names = [str(c.source) if c.source else c.container for c in (left, right)]
     return Diff(
         names[0],
@@ -123,6 +127,7 @@ class _Comparer:
     def __init__(self, skipped: set[str], atol: float, rtol: float, quick: bool, statistics: bool) -> None:
         self.skipped, self.atol, self.rtol, self.quick, self.statistics = skipped, atol, rtol, quick, statistics
         self.trusted = False
+        self.close = False  # bytes that differ were called the same
         self.seen: set[tuple[int, int]] = set()
         self.found = _Found()
 
@@ -138,8 +143,7 @@ class _Comparer:
         if isinstance(a, (TensorEntry, Composite)) and isinstance(b, (TensorEntry, Composite)):
             self._tensors(path, a, b)
         elif isinstance(a, StorageRef) and isinstance(b, StorageRef):
-            if a.dtype is not b.dtype or not same_bytes(a.storage.data, b.storage.data):
-                self._change(path, a, b, {"values": (a, b)})
+            self._storages(path, a, b)
         elif _shape_of(a) is not None and _shape_of(a) == _shape_of(b):
             if (id(a), id(b)) not in self.seen:
                 self.seen.add((id(a), id(b)))
@@ -147,8 +151,17 @@ class _Comparer:
         elif not _same_plain(a, b):
             self._change(path, a, b, {"value": (a, b)})
 
+    def _storages(self, path: Path, a: StorageRef, b: StorageRef) -> None:
+        aspects: dict[str, tuple[Any, Any]] = {}
+        if a.storage.location != b.storage.location and "device" not in self.skipped:
+            aspects["device"] = (a.storage.location, b.storage.location)
+        if a.dtype is not b.dtype or not same_bytes(a.storage.data, b.storage.data):
+            aspects["values"] = (a, b)
+        if aspects:
+            self._change(path, a, b, aspects)
+
     def _containers(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
-        left, right = dict(self._parts(a)), dict(self._parts(b))
+        left, right = self._by_key(a), self._by_key(b)
         for key in left:
             if key not in right:
                 self.found.only_left.append(((*path, _plain_key(key)), left[key][1]))
@@ -160,6 +173,19 @@ class _Comparer:
             self.found.order.append(address(path))
         for key in common:
             yield (*path, left[key][0]), left[key][1], right[key][1]
+
+    def _by_key(self, node: Any) -> dict[Any, tuple[Any, Any]]:
+        parts: dict[Any, tuple[Any, Any]] = {}
+        for key, part in self._parts(node):
+            if key in parts:
+                one, other = (printable(str(segment)) for segment in (parts[key][0], part[0]))
+                raise Conflict(
+                    f"without their prefixes {one!r} and {other!r} are both {printable(str(key[1]))!r}",
+                    "Which of the two to compare is not known.",
+                    "Compare them under their own names: without --ignore prefix",
+                )
+            parts[key] = part
+        return parts
 
     def _parts(self, node: Any) -> Iterator[tuple[Any, tuple[Any, Any]]]:
         strip = "prefix" in self.skipped and isinstance(node, dict)
@@ -214,7 +240,8 @@ class _Comparer:
         if exact and not self.statistics:
             return not same_bytes(a.row_major(), b.row_major()), None
         found = compare_values(a, b, self.atol, self.rtol)
-        return found is not None and not found.within_tolerance, found
+        self.close |= found is not None and found.within_tolerance
+        return found is not None and (exact or not found.within_tolerance), found
 
     @staticmethod
     def _same_source(a: TensorEntry, b: TensorEntry) -> bool:
@@ -229,9 +256,10 @@ class _Comparer:
         return same_view and a.storage.data is b.storage.data
 
     def _same_composites(self, a: Composite, b: Composite) -> bool:
-        inner = _Comparer(self.skipped | {"order"}, self.atol, self.rtol, self.quick, self.statistics)
+        inner = _Comparer(self.skipped | {"order", "device"}, self.atol, self.rtol, self.quick, self.statistics)
         found = inner.compare(a.made, b.made, ())
         self.trusted |= inner.trusted
+        self.close |= inner.close
         return not (found.changed or found.only_left or found.only_right)
 
     def _change(self, path: Path, a: Any, b: Any, aspects: dict[str, tuple[Any, Any]]) -> None:

@@ -128,23 +128,20 @@ def _notes(checkpoint: Checkpoint, roots: tuple[Root, ...], rows: list[TensorRow
 
 
 def _prefix_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
-    fix = ("ckptool", "strip-module", "{file}", "-o", "{out}")
+    fix: tuple[str, ...] = ("ckptool", "strip-module", "{file}", "-o", "{out}")
+    found: list[tuple[str, str]] = []
     for root in roots:
-        if not root.is_model:
-            continue
-        names = [name for name in root.node if type(name) is str and name != COUNTER]
+        names = [name for name in root.node if type(name) is str and name != COUNTER] if root.is_model else []
         kinds = Counter(kind for name in names if (kind := wrappers(name)))
         if not kinds:
             continue
-        where, wrapped = printable(root.address) or "the file", sum(kinds.values())
         having = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
-        partial = ("--partial",) if 0 < having < len(names) else ()
-        code = "prefix-module" if having else "prefix-compiled"
-        yield Note(
-            code,
-            f"{wrapped:,} of {len(names):,} keys of {where} carry a wrapper's {listed(sorted(kinds))}",
-            fix + partial,
-        )
+        if 0 < having < len(names) and "--partial" not in fix:
+            fix += ("--partial",)  # the command is one for all roots
+        where = f"{sum(kinds.values()):,} of {len(names):,} keys of {printable(root.address) or 'the file'}"
+        message = f"{where} carry a wrapper's {listed(sorted(kinds))}"
+        found.append(("prefix-module" if having else "prefix-compiled", message))
+    yield from (Note(code, message, fix) for code, message in found)
 
 
 def _device_notes(rows: list[TensorRow]) -> Iterator[Note]:

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Storage, TensorEntry
 from ckptool.dtypes import DType, by_name
-from ckptool.errors import Conflict, UsageError, listed, printable
+from ckptool.errors import Conflict, UsageError, printable
 from ckptool.roots import Root
 from ckptool.transforms.dtypes import CastTally, cast_storage
 from ckptool.transforms.select import selected
-from ckptool.tree import address, rebuild, walk
+from ckptool.tree import address, children, rebuild, stored_parts, walk
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
     """What a cast will do: the checkpoint, and for each storage the name of its first tensor, its old type and a tally.
 
+    tensors: how many, by their names; bytes_before, bytes_after: of their storages, each counted once.
     The tallies fill while the values pass on their way to the output.  skipped: floating tensors that were left as they are, and why.
     """
 
@@ -56,6 +57,7 @@ def cast_roots(
     """
     keys = selected([key for root in roots for key in root.node if type(key) is str], only, exclude)
     chosen: dict[int, TensorEntry] = {}
+    slots: set[tuple[int, str]] = set()  # which entries of which dictionaries; one tensor may stand in several
     names: dict[int, str] = {}
     skipped: list[tuple[str, str]] = []
     for root in roots:
@@ -66,12 +68,13 @@ def cast_roots(
             if isinstance(value, TensorEntry) and value.dtype.is_float:
                 if value.dtype is not target:
                     chosen[id(value)] = value
+                    slots.add((id(root.node), key))
                     names.setdefault(id(value.storage), place)
             elif (
                 isinstance(value, Composite) and value.dtype is not None and value.dtype.kind in ("float", "quantized")
             ):
                 skipped.append((place, value.kind))
-    _refuse_shared(checkpoint.tree, chosen, names)
+    _refuse_shared(checkpoint.tree, chosen, slots, names)
     storages: dict[int, Storage] = {}
     tallies: list[tuple[str, DType, CastTally]] = []
     for entry in chosen.values():
@@ -84,12 +87,14 @@ def cast_roots(
         return replace(node, storage=storages[id(node.storage)], dtype=target) if id(node) in chosen else node
 
     tree = rebuild(checkpoint.tree, leaf)
-    before = sum(entry.nbytes for entry in chosen.values())
-    after = sum(entry.numel for entry in chosen.values()) * target.itemsize
-    return Cast(replace(checkpoint, tree=tree), target, tuple(tallies), len(chosen), before, after, tuple(skipped))
+    before = sum({id(entry.storage): entry.storage.nbytes for entry in chosen.values()}.values())
+    after = sum(storage.nbytes for storage in storages.values())
+    return Cast(replace(checkpoint, tree=tree), target, tuple(tallies), len(slots), before, after, tuple(skipped))
 
 
-def _refuse_shared(tree: Any, chosen: dict[int, TensorEntry], names: dict[int, str]) -> None:
+def _refuse_shared(
+    tree: Any, chosen: dict[int, TensorEntry], slots: set[tuple[int, str]], names: dict[int, str]
+) -> None:
     dtypes: dict[int, DType] = {}
     for entry in chosen.values():
         if dtypes.setdefault(id(entry.storage), entry.dtype) is not entry.dtype:
@@ -98,18 +103,12 @@ def _refuse_shared(tree: Any, chosen: dict[int, TensorEntry], names: dict[int, s
                 "Converting its elements needs to know which they are.",
             )
     for path, node in walk(tree):
-        parts = (
-            node.parts()
-            if isinstance(node, Composite)
-            else (node,)
-            if isinstance(node, (TensorEntry, StorageRef))
-            else ()
-        )
-        clashes = [part for part in parts if id(part.storage) in names and id(part) not in chosen]
-        if clashes:
-            name = names[id(clashes[0].storage)]
-            raise Conflict(
-                f"{printable(name)} shares its storage with {printable(address(path))}, which is not cast",
-                "Both would change, or no longer be tied.",
-                f"Leave it out too: --exclude {listed([printable(name.rpartition('/')[2])])!r}",
-            )
+        for segment, part in children(node):
+            clashes = [stored for stored in stored_parts(part) if id(stored.storage) in names]
+            if clashes and (id(node), segment) not in slots:
+                name, other = names[id(clashes[0].storage)], address((*path, segment))
+                raise Conflict(
+                    f"{printable(name)} shares its storage with {printable(other)}, which is not cast",
+                    "Both would change, or no longer be tied.",
+                    f"Leave it out too: --exclude {printable(name.rpartition('/')[2])!r}",
+                )

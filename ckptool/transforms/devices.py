@@ -22,7 +22,10 @@ _ON_DEVICE = ("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_
 
 @dataclass(frozen=True, slots=True)
 class Remapped:
-    """What a remap did: the checkpoint, how many storages moved of how many, and each move with its count."""
+    """What a remap did: the checkpoint, how many storages moved of how many, and each move with its count.
+
+    (A tensor that has no storage, but a device in the call that makes it, counts as one.)
+    """
 
     checkpoint: Checkpoint
     changed: int
@@ -52,7 +55,9 @@ def remap(checkpoint: Checkpoint, to: str | None = None, moves: Mapping[str, str
     """
     target = parse_device(to) if to is not None else None
     table = {parse_device(old): parse_device(new) for old, new in (moves or {}).items()}
+    calls = _device_calls(checkpoint.tree)
     present = Counter(storage.location for storage in storages(checkpoint.tree))
+    present.update(call.made.args[2] for call in calls)
     known = {_normal(location): location for location in present}
     if missing := [old for old in table if old not in known]:
         there = ", ".join(sorted(map(printable, present))) or "none"
@@ -65,9 +70,9 @@ def remap(checkpoint: Checkpoint, to: str | None = None, moves: Mapping[str, str
         new = moved(storage.location)
         return storage if new == storage.location else replace(storage, location=new)
 
-    tree = map_storages(checkpoint.tree, move)
+    elsewhere = {id(call): _with_device(call, moved(call.made.args[2])) for call in calls}
+    tree = map_storages(rebuild(checkpoint.tree, replaced=elsewhere) if calls else checkpoint.tree, move)
     done = {(old, moved(old)): count for old, count in present.items() if moved(old) != old}
-    tree = _without_device_calls(tree, moved) if target else tree
     facts = tuple((old, new, count) for (old, new), count in sorted(done.items()))
     return Remapped(replace(checkpoint, tree=tree), sum(done.values()), sum(present.values()), facts)
 
@@ -79,15 +84,18 @@ def _normal(location: str) -> str:
         return location
 
 
-def _without_device_calls(tree: Any, moved: Any) -> Any:
-    """Composites that name their device in the call instead of a storage's tag (XLA, HPU) get the new one there."""
-    replaced: dict[int, Any] = {}
-    for _, node in walk(tree):
-        if (
-            isinstance(node, Composite)
-            and getattr(node.made.fn, "name", "") in _ON_DEVICE
-            and type(node.made.args[2]) is str
-        ):
-            args = node.made.args
-            replaced[id(node)] = rebuilt(Object(node.made.fn, (*args[:2], moved(args[2]), *args[3:])))
-    return rebuild(tree, replaced=replaced) if replaced else tree
+def _device_calls(tree: Any) -> list[Composite]:
+    """Tensors that name their device in the call that makes them instead of a storage's tag (XLA, HPU), each once."""
+    found = {
+        id(node): node
+        for _, node in walk(tree)
+        if isinstance(node, Composite)
+        and getattr(node.made.fn, "name", "") in _ON_DEVICE
+        and type(node.made.args[2]) is str
+    }
+    return list(found.values())
+
+
+def _with_device(call: Composite, device: str) -> Any:
+    args = call.made.args
+    return rebuilt(Object(call.made.fn, (*args[:2], device, *args[3:])))

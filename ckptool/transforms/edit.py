@@ -110,6 +110,10 @@ def _with_value(tree: Any, place: str, value: Any) -> Any:
 def _parent(tree: Any, place: str) -> tuple[Any, Any]:
     """The dictionary or list that holds `place`, and the key there: an existing one as it is, else a text."""
     above, _, last = place.strip("/").rpartition("/")
+    if not last:
+        raise UsageError(
+            "the whole file cannot be set", "A value is set at an address in it.", "For example: --set epoch:=3"
+        )
     _, parent = find(tree, above)
     if isinstance(parent, Object) and parent.items is not None:
         parent = parent.items
@@ -123,7 +127,7 @@ def _parent(tree: Any, place: str) -> tuple[Any, Any]:
         path, _ = find(parent, last)
     except UsageError:
         if isinstance(parent, list):
-            raise
+            find(tree, place)  # says where
         return parent, last.replace("~1", "/").replace("~0", "~")
     return parent, path[0]
 
@@ -133,20 +137,20 @@ def _parent(tree: Any, place: str) -> tuple[Any, Any]:
 
 def read_array(path: str) -> numpy.ndarray[Any, Any]:
     """The array of a .npy file, never unpickled. Raises `FileProblem` or `UsageError`."""
-    import numpy
+    from numpy.lib import format as npy
 
     from ckptool.files import file_problem
 
     try:
-        array = numpy.load(path, allow_pickle=False)
+        with open(path, "rb") as file:
+            array: numpy.ndarray[Any, Any] = npy.read_array(file, allow_pickle=False)
     except OSError as error:
         raise file_problem(error, path, "read") from error
-    except ValueError as error:
+    except (ValueError, EOFError, MemoryError) as error:
         raise UsageError(
-            f"{printable(path)} is not a numpy array: {error}", "A .npy file of numbers was expected."
+            f"{printable(path)} is not a numpy array: {printable(str(error))}",
+            "A .npy file with one array of numbers was expected.",
         ) from None
-    if not isinstance(array, numpy.ndarray):
-        raise UsageError(f"{printable(path)} is an archive of arrays", "A .npy file with one array was expected.")
     return array
 
 

@@ -73,7 +73,7 @@ def _refuse_expanded(tensors: dict[str, TensorEntry]) -> None:
     for key, entry in tensors.items():
         if entry.nbytes > entry.storage.nbytes:
             raise Conflict(
-                f"{printable(key)} is an expanded view: {entry.nbytes:,} bytes would be written for the {entry.storage.nbytes:,} that are stored",
+                f"{printable(key)} is an expanded view: {entry.nbytes:,} bytes to write, {entry.storage.nbytes:,} stored",
                 "safetensors has no strides, so every repeated value would be written out.",
                 "Write it out: --materialize; leave it out: --exclude NAME; or keep it as it is: --all",
             )

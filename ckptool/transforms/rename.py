@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,13 +42,15 @@ def strip(
     """Takes wrapper prefixes off the keys of `roots`, or instead the named `prefixes`, in the order in which they are given.
 
     Raises `Conflict` where only some keys of a root carry `module.` (or a named prefix), unless `partial`, and where two keys would
-    become one; `NoMatch` where a named prefix is on no key.
+    become one; `NoMatch` where a named prefix is on no key; `UsageError` for an empty prefix.
     """
+    if "" in prefixes:
+        raise UsageError("the prefix is empty", "There would be nothing to take off.", "For example: --prefix model.")
     for root in roots:
         names = [name for name in _names(root) if name != COUNTER]
         for prefix in prefixes or (PEELED,):
             if not partial:
-                _refuse_mixed(root, names, prefix)
+                _refuse_mixed(root, names, prefix, named=bool(prefixes))
             names = [name.removeprefix(prefix) for name in names]
     for number, prefix in enumerate(prefixes):
         if not any(_without(name, prefixes[:number]).startswith(prefix) for root in roots for name in _names(root)):
@@ -57,7 +59,10 @@ def strip(
                 "The prefix that was named is not there.",
                 "See the keys: ckptool inspect FILE --all",
             )
-    return apply(checkpoint, roots, (lambda key: _without(key, prefixes)) if prefixes else without_wrappers)
+    if not prefixes:
+        return apply(checkpoint, roots, without_wrappers)
+    gone = {module for prefix in prefixes for module in _modules_within(prefix)}
+    return apply(checkpoint, roots, lambda key: _without(key, prefixes), gone)
 
 
 def _without(key: str, prefixes: Iterable[str]) -> str:
@@ -66,12 +71,19 @@ def _without(key: str, prefixes: Iterable[str]) -> str:
     return key
 
 
+def _modules_within(prefix: str) -> list[str]:
+    """The modules that a prefix goes through before its last: `a` and `a.b` for `a.b.c.`."""
+    segments = prefix.split(".")[:-1]
+    return [".".join(segments[:n]) for n in range(1, len(segments))]
+
+
 def _names(root: Root) -> list[str]:
     return [key for key in root.node if type(key) is str]
 
 
-def _refuse_mixed(root: Root, names: Sequence[str], prefix: str) -> None:
-    without = [printable(name) for name in names if not unwrapped_front(name).startswith(prefix)]
+def _refuse_mixed(root: Root, names: Sequence[str], prefix: str, named: bool) -> None:
+    """A prefix that was named is looked for at the very front; `module.` also behind wrappers that will go with it."""
+    without = [printable(name) for name in names if not (name if named else unwrapped_front(name)).startswith(prefix)]
     if 0 < len(without) < len(names):
         where = printable(root.address) or "the file"
         raise Conflict(
@@ -84,7 +96,7 @@ def _refuse_mixed(root: Root, names: Sequence[str], prefix: str) -> None:
 def add(checkpoint: Checkpoint, roots: Sequence[Root], prefix: str = PEELED) -> Renamed:
     """Puts `prefix` before every key of `roots`, as a wrapper would; an averaged model's counter stays as it is.
 
-    The new outermost module gets the `_metadata` entry that torch gives a fresh one.
+    The `_metadata` entry of the outermost module moves along; the wrapper gets the one that torch gives a fresh module.
     """
     renamed = apply(checkpoint, roots, lambda key: key if key == COUNTER else prefix + key)
     paths = {id(_at(renamed.checkpoint.tree, root)): root for root in roots}
@@ -104,12 +116,11 @@ def _at(tree: Any, root: Root) -> Any:
 
 def _with_outer_modules(node: Any, prefix: str) -> Any:
     metadata = node.metadata if isinstance(node, OrderedDict) else None
-    if metadata is None or not prefix.endswith("."):
+    if metadata is None or "" not in metadata or not prefix.endswith("."):
         return node
-    segments = prefix[:-1].split(".")
-    outer = {".".join(segments[:n]): {"version": 1} for n in range(len(segments))}
-    fresh = _same_kind(metadata, {**{path: value for path, value in outer.items() if path not in metadata}, **metadata})
-    return OrderedDict(node, {**node.attributes, "_metadata": fresh})
+    items: dict[Any, Any] = {path: {"version": 1} for path in ("", *_modules_within(prefix))}
+    items.update((path or prefix[:-1], value) for path, value in metadata.items())
+    return OrderedDict(node, {**node.attributes, "_metadata": _same_kind(metadata, items)})
 
 
 def _same_kind(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
@@ -119,9 +130,12 @@ def _same_kind(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 # Any renaming --------------------------------------------------------------------------------------------------------
 
 
-def apply(checkpoint: Checkpoint, roots: Sequence[Root], rename: Rename) -> Renamed:
+def apply(
+    checkpoint: Checkpoint, roots: Sequence[Root], rename: Rename, gone: Collection[str] = frozenset()
+) -> Renamed:
     """Renames the keys of `roots`, their `_metadata`, and the parameter names in every optimizer of the checkpoint.
 
+    gone: modules whose `_metadata` entries go where no key is left below them.
     Raises `Conflict` naming the keys that would become one, or that would be left without a name.
     """
     replaced: dict[int, Any] = {}
@@ -134,12 +148,11 @@ def apply(checkpoint: Checkpoint, roots: Sequence[Root], rename: Rename) -> Rena
         facts.append((root.address, len(changed), len(root.node)))
         mapping.update(changed)
         if changed:
-            replaced[id(root.node)] = _renamed_root(root.node, names, rename)
+            replaced[id(root.node)] = _renamed_root(root.node, names, rename, gone)
     total_changed, total = sum(fact[1] for fact in facts), sum(fact[2] for fact in facts)
     if mapping:
-        unchanged = {key for root in roots for key in _names(root) if key not in mapping}
         for _, optimizer in optimizers(checkpoint.tree):
-            replaced.update(_renamed_optimizer(optimizer, mapping, unchanged))
+            replaced.update(_renamed_optimizer(optimizer, mapping))
         checkpoint = replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
     return Renamed(checkpoint, total_changed, total, tuple(facts), tuple(mapping.items())[:3])
 
@@ -162,7 +175,7 @@ def _refuse_collisions(root: Root, names: dict[str, str]) -> None:
         )
 
 
-def _renamed_root(node: dict[Any, Any], names: dict[str, str], rename: Rename) -> dict[Any, Any]:
+def _renamed_root(node: dict[Any, Any], names: dict[str, str], rename: Rename, gone: Collection[str]) -> dict[Any, Any]:
     items = {names.get(key, key) if type(key) is str else key: value for key, value in node.items()}
     if not isinstance(node, OrderedDict):
         return items
@@ -170,17 +183,22 @@ def _renamed_root(node: dict[Any, Any], names: dict[str, str], rename: Rename) -
     if node.metadata is not None and attributes is not None:
         attributes = {
             **attributes,
-            "_metadata": _same_kind(node.metadata, _renamed_metadata(node.metadata, names, rename)),
+            "_metadata": _same_kind(node.metadata, _renamed_metadata(node.metadata, names, rename, gone)),
         }
     return OrderedDict(items, attributes)
 
 
-def _renamed_metadata(metadata: dict[Any, Any], names: dict[str, str], rename: Rename) -> dict[Any, Any]:
+def _renamed_metadata(
+    metadata: dict[Any, Any], names: dict[str, str], rename: Rename, gone: Collection[str]
+) -> dict[Any, Any]:
     """`_metadata` by the new module paths. Where a wrapper and what it wraps become one path, the wrapped module's entry stays."""
     depth: dict[str, int] = {}
     items: dict[Any, Any] = {}
     modules = _module_names(names)
+    gone = [path for path in gone if not any(new.startswith(f"{path}.") for new in names.values())]
     for path, value in metadata.items():
+        if path in gone:
+            continue
         new = _renamed_module(path, rename, modules) if type(path) is str else path
         if new not in items or len(path) > depth[new]:
             items[new], depth[new] = value, len(path)
@@ -208,7 +226,7 @@ def _renamed_module(path: str, rename: Rename, modules: dict[str, str]) -> str:
     return marked[:-2] if marked.endswith(".\0") else ("" if marked == "\0" else path)
 
 
-def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str], unchanged: set[str]) -> dict[int, Any]:
+def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str]) -> dict[int, Any]:
     """Replacements for the parts of an optimizer that name parameters: `param_names`, and string ids in `params` and `state`."""
     replaced: dict[int, Any] = {}
 
@@ -323,7 +341,7 @@ def _substituted(text: str, special: Callable[[re.Match[str]], str], literal: Ca
 
 def _check_template(pattern: re.Pattern[str], template: str) -> None:
     """Raises where the template refers to a group that the pattern does not have."""
-    probe = re.compile(f"(?:{pattern.pattern})|", pattern.flags).fullmatch("")
+    probe = re.compile(f"{pattern.pattern}\n|", pattern.flags).fullmatch("")  # the line break ends a comment of (?x)
     if probe is not None:
         probe.expand(template)
 
@@ -350,14 +368,19 @@ def read_rules(path: str) -> list[Rule]:
     if isinstance(node, yaml.MappingNode) and len(node.value) == 1 and node.value[0][0].value == "rules":
         node = node.value[0][1]
     if isinstance(node, yaml.MappingNode):
-        pairs = [(f"{old.value} => {new.value}", old) for old, new in node.value]
+        pairs = [(f"{_scalar_text(old)} => {_scalar_text(new)}", old) for old, new in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        pairs = [(str(item.value), item) if isinstance(item, yaml.ScalarNode) else ("", item) for item in node.value]
+        pairs = [(_scalar_text(item), item) for item in node.value]
     else:
         raise UsageError(
             f"{printable(path)}, line 1: no rules", "A rules file is a list of 'OLD => NEW' or a mapping of OLD to NEW."
         )
     return [parse_rule(text, f"{printable(path)}, line {item.start_mark.line + 1}") for text, item in pairs]
+
+
+def _scalar_text(node: Any) -> str:
+    """The text of a YAML scalar as it was written; nothing for a list or mapping, which no rule can be."""
+    return node.value if isinstance(node.value, str) else ""
 
 
 def by_rules(checkpoint: Checkpoint, roots: Sequence[Root], rules: Sequence[Rule]) -> Renamed:

@@ -27,8 +27,8 @@ def cast(
 ) -> Written:
     """Converts the floating tensors of all model weights in `file` to `dtype`, with the bits that torch's `tensor.to(dtype)` gives.
 
-    only, exclude: patterns for keys. Optimizer state, integers, complex and quantized tensors stay as they are. The report says which tensors
-    lost values, and the largest error; it can only after the values have passed, so not in a dry run.
+    only, exclude: patterns for keys. Optimizer state, integers, complex and quantized tensors stay as they are. The report says
+    which tensors lost values, and the largest error; it can only after the values have passed, so not in a dry run.
     """
     target = parse_dtype(dtype)
     opened = open_file(file, at)

@@ -13,7 +13,7 @@ from ckptool.nodes import OrderedDict
 from ckptool.roots import Root, one_root
 from ckptool.transforms.export import export
 from ckptool.transforms.select import selected
-from ckptool.tree import find
+from ckptool.tree import find, tensors
 from ckptool.verbs.opening import Opened, PathLike, open_file
 from ckptool.verbs.saving import SaveOptions, Written, save, written
 
@@ -57,7 +57,7 @@ def convert(
         expected = None
         changed, summary, behind, notes = _to_pickle(opened, only, exclude)
     result = save("convert", opened.checkpoint, changed, out, options, expected=expected)
-    facts = {"tensors": len(changed.tree) if isinstance(changed.tree, dict) else 0, "left_behind": behind}
+    facts = {"tensors": sum(1 for _ in tensors(changed.tree)), "left_behind": behind}
     details = tuple(f"left behind: {printable(name)}" for name in behind)
     return written("convert", opened.checkpoint, result, options, summary, facts=facts, details=details, notes=notes)
 

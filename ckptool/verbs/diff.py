@@ -6,9 +6,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.errors import printable
 from ckptool.reports.diff import Diff
 from ckptool.reports.diff import diff as compare
 from ckptool.roots import Root, find_roots, one_root
+from ckptool.transforms.rename import strip
 from ckptool.tree import find
 from ckptool.verbs.opening import Opened, PathLike, open_file
 
@@ -31,33 +33,36 @@ def diff(
     """
     a, b = open_file(left), open_file(right)
     parts, remarks = _comparable(a, b)
+    if "prefix" in ignore:
+        parts = _unwrapped(parts[0]), _unwrapped(parts[1])
     return compare(*parts, atol=atol, rtol=rtol, ignore=ignore, quick=quick, statistics=stat, remarks=remarks)
 
 
 def _comparable(a: Opened, b: Opened) -> tuple[tuple[Checkpoint, Checkpoint], tuple[str, ...]]:
     """The two trees to compare: what was named, the whole files, or the weights in each."""
     left, right = _part(a), _part(b)
+    remarks: list[str] = []
     if a.at is None and b.at is None and not _alike(left, right):
-        remarks = []
-        chosen = []
-        for checkpoint in (left, right):
-            root, remark = one_root(checkpoint)
-            remarks += [remark] if remark else []
-            remarks += [f"compared {root.address} of {checkpoint.source}"] if root.path else []
-            chosen.append(replace(checkpoint, tree=root.node))
-        return (chosen[0], chosen[1]), tuple(remarks)
-    if (a.at is None) != (
-        b.at is None
-    ):  # one part was named: its counterpart is the whole other file, or the weights in it
-        whole, named = (left, right) if a.at is None else (right, left)
-        if not _is_flat(whole) and _is_flat(named):
-            root, remark = one_root(whole)
-            part = replace(whole, tree=root.node)
-            pair = (part, named) if a.at is None else (named, part)
-            return pair, tuple(
-                filter(None, (remark, f"compared {root.address} of {whole.source}" if root.path else ""))
-            )
-    return (left, right), ()
+        left, right = _weights_of(left, remarks), _weights_of(right, remarks)
+    elif a.at is None and b.at is not None and _is_flat(right) and not _is_flat(left):
+        left = _weights_of(left, remarks)  # the counterpart of weights that were named
+    elif b.at is None and a.at is not None and _is_flat(left) and not _is_flat(right):
+        right = _weights_of(right, remarks)
+    return (left, right), tuple(remarks)
+
+
+def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
+    """The one set of weights in a file; says in `remarks` which, where there was more."""
+    root, remark = one_root(checkpoint)
+    remarks += [remark] if remark else []
+    remarks += [f"compared {printable(root.address)} of {checkpoint.source}"] if root.path else []
+    return replace(checkpoint, tree=root.node)
+
+
+def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as `strip_module` leaves it: `_metadata` and the optimizer's names follow the keys."""
+    roots = [root for root in find_roots(checkpoint) if root.is_model]
+    return strip(checkpoint, roots, partial=True).checkpoint if roots else checkpoint
 
 
 def _part(opened: Opened) -> Checkpoint:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Composite, Note
 from ckptool.errors import listed, printable
 from ckptool.reports.listing import Listing, listing
-from ckptool.reports.statistics import Statistics, statistics
 from ckptool.verbs.opening import PathLike, open_file
+
+if TYPE_CHECKING:
+    from ckptool.reports.statistics import Statistics
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +44,9 @@ def inspect(file: PathLike, *, at: str | None = None, stats: bool = False) -> In
     opened = open_file(file, at)
     found = listing(opened.checkpoint, opened.at or "")
     if not stats:
-        return Inspection(found, {}, found.notes)
+        return Inspection(found, {}, runnable(found.notes, opened.path))
+    from ckptool.reports.statistics import statistics
+
     numbers: dict[str, Statistics] = {}
     known: dict[tuple[object, ...], Statistics] = {}
     for row in found.tensors:
@@ -49,7 +57,31 @@ def inspect(file: PathLike, *, at: str | None = None, stats: bool = False) -> In
         if view not in known:
             known[view] = statistics(entry)
         numbers[row.address] = known[view]
-    return Inspection(found, numbers, (*_non_finite(found, numbers), *found.notes))
+    return Inspection(found, numbers, (*_non_finite(found, numbers), *runnable(found.notes, opened.path)))
+
+
+_ENDINGS = {"strip-module": "clean", "remap": "cpu"}
+
+
+def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
+    """The notes with commands that can be run as they are: on this file, to a name beside it that is not taken."""
+    return tuple(replace(note, fix=tuple(_filled(note.fix, path))) if note.fix else note for note in notes)
+
+
+def _filled(command: tuple[str, ...], path: str) -> Iterator[str]:
+    file = os.path.join(".", path) if path.startswith("-") else path
+    for word in command:
+        yield {"{file}": file, "{out}": _free_name(file, command[1])}.get(word, word) if word[:1] == "{" else word
+
+
+def _free_name(path: str, verb: str) -> str:
+    stem, suffix = os.path.splitext(path)
+    ending = _ENDINGS.get(verb, "new")
+    for number in count(1):
+        name = f"{stem}.{ending}{number if number > 1 else ''}{suffix}"
+        if not os.path.lexists(name):
+            break
+    return name
 
 
 def _non_finite(found: Listing, numbers: dict[str, Statistics]) -> list[Note]:

@@ -22,7 +22,7 @@ def remap(
     moves: Mapping[str, str] | None = None,
     **options: Unpack[SaveOptions],
 ) -> Written:
-    """Tags every storage of the whole file with the device `to` (as `torch.load(map_location=…)` would place it), or by `moves`, old device to new.
+    """Tags every storage of the file with the device `to`, as `torch.load(map_location=…)` would place it, or by `moves`, old to new.
 
     The result loads without `map_location` on a machine that has the new device. (The container to write is told by `out`'s suffix.)
     Raises `UsageError` for a device that makes no sense, `NoMatch` where nothing is on a device of `moves`.

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan
 from ckptool.errors import Conflict, FileProblem, UsageError, VerifyFailed, printable
-from ckptool.formats import Format
+from ckptool.formats import Format, no_collection
 from ckptool.output import Progress, append_in_place, check_target, replace_file
 from ckptool.output.append import refuse_links
 from ckptool.reports.diff import Diff, diff
@@ -93,7 +93,8 @@ def save(
     if not changes and source is not None and original.container == container.NAME:
         plan, how = Plan({"": [FileRange(source, 0, source.size)]}), "copy"
     else:
-        plan, how = container.write(changed, keep_unknown=options.get("keep_unknown", False)), "new file"
+        with no_collection():
+            plan, how = container.write(changed, keep_unknown=options.get("keep_unknown", False)), "new file"
     return _replace(
         target, container, plan, how, expected or changed, options, overwrite=options.get("overwrite", False)
     )

@@ -21,7 +21,7 @@ EDGE = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown:
-    """One entry. For a tensor `values` is an array: all of it, or, where `edges`, its corners around one element that stands for the rest."""
+    """One entry. Of a tensor `values` is all of it, or, where `edges`, its corners around one element that stands for the rest."""
 
     file: str
     address: str
@@ -39,8 +39,8 @@ class Shown:
 def show(file: PathLike, *, at: str | None = None, slice: str | None = None, all: bool = False) -> Shown:
     """The entry at an address of `file`: a tensor with its values (or those of a slice, `'0:4,:'`), a plain value, a dictionary.
 
-    Of a tensor with more than 1,000 elements only the corners are read, unless `all`. Raises `UsageError` for an address that leads nowhere,
-    a slice that does not fit, or a slice of something else.
+    Of a tensor with more than 1,000 elements only the corners are read, unless `all`. Raises `UsageError` for an address that
+    leads nowhere, a slice that does not fit, or a slice of something else.
     """
     opened = open_file(file, at)
     path, node = find(opened.checkpoint.tree, opened.at or "")

@@ -1,0 +1,131 @@
+"""The program: finds the command, prints what it answers, and turns whatever goes wrong into words and an exit code."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ckptool.cli.console import say, style_of, tell
+
+if TYPE_CHECKING:
+    from ckptool.cli.answers import Answers, Json
+    from ckptool.errors import CkptoolError
+
+# Command -> the module that has it, and the group that it stands in.
+COMMANDS = {
+    "inspect": ("look", "Look"),
+    "show": ("look", "Look"),
+    "diff": ("look", "Look"),
+    "strip-module": ("change", "Change"),
+    "add-module": ("change", "Change"),
+    "rename": ("change", "Change"),
+    "remap": ("change", "Change"),
+    "cast": ("change", "Change"),
+    "edit": ("change", "Change"),
+    "convert": ("change", "Change"),
+}
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit code. Without arguments: as the program, which ends here."""
+    if arguments is None:
+        _as_program()
+    done: list[Json] = []
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(words, done)
+    except (KeyboardInterrupt, typer.Abort):
+        tell("interrupted\n")
+        code = INTERRUPTED
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except Exception as error:  # the one place that tells all of them
+        if os.environ.get("CKPTOOL_DEBUG"):
+            raise
+        code = _told(error, "--json" in words, done)
+    if arguments is None:
+        os._exit(code)  # at once: taking a large tree apart takes as long as building it
+    return code
+
+
+def _run(words: list[str], done: list[Json]) -> int:
+    app = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+    )
+    app.callback(invoke_without_command=True)(program)
+    for name in words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS:  # one, where it is clear which
+        module, group = COMMANDS[name]
+        command = getattr(import_module(f"ckptool.cli.{module}"), name.replace("-", "_"))
+        app.command(name, rich_help_panel=group)(command)
+    answers: Any = app(args=words, prog_name="ckptool", standalone_mode=False)
+    return answers if isinstance(answers, int) else _print(answers, done)
+
+
+def program(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> int:
+    """Open any PyTorch checkpoint without running its code, without importing torch, without loading it into memory.
+
+    See it, compare it, fix it, convert it. Nothing is written without -o, -d or --in-place; nothing is replaced without -f.
+    """
+    if version:
+        from ckptool import __version__
+
+        say(f"ckptool {__version__}\n")
+        raise typer.Exit(0)
+    if context.invoked_subcommand is None:
+        tell(context.get_help() + "\n")
+        raise typer.Exit(2)
+    return 0
+
+
+def _print(answers: Answers, done: list[Json]) -> int:
+    """Prints the pieces of an answer as they come, or one JSON object at the end."""
+    style, code = style_of(sys.stdout), 0
+    for number, answer in enumerate(answers.each):
+        code = max(code, answer.exit_code)
+        if answers.as_json:
+            done.append(answer.json())
+        else:
+            say(("\n" if number and answers.separate else "") + answer.text(style))
+    if answers.as_json:
+        from ckptool.render.json import dumps, results_json
+
+        say(dumps(results_json(done)) + "\n")
+    return code
+
+
+def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
+    """Tells what went wrong, in the three parts, and returns the exit code that it means."""
+    from ckptool.cli.problems import in_words
+
+    problem: CkptoolError = in_words(error)
+    if as_json:
+        from ckptool.render.json import dumps, error_json
+
+        say(dumps(error_json(problem, done)) + "\n")
+    else:
+        from ckptool.render.text import error_text
+
+        tell(error_text(problem, style_of(sys.stderr)))
+    return problem.exit_code
+
+
+def _as_program() -> None:
+    gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    """Leaves by an exception, so that temporary files are removed on the way."""
+    raise SystemExit(128 + number)

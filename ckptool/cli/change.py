@@ -1,0 +1,216 @@
+"""Commands that write: strip-module, add-module, rename, remap, cast, edit, convert."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from ckptool.cli.answers import Answers
+from ckptool.cli.options import At, Exclude, Files, Only, Target, write_each, writes
+from ckptool.errors import UsageError, printable
+
+
+@writes
+def strip_module(
+    files: Files,
+    target: Target,
+    prefix: Annotated[
+        list[str] | None,
+        typer.Option("--prefix", metavar="PREFIX", help="Take this off instead of the wrappers' own. Repeatable."),
+    ] = None,
+    at: At = None,
+    partial: Annotated[bool, typer.Option("--partial", help="Also where only some keys have module.")] = False,
+) -> Answers:
+    """Take the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed off the keys."""
+    from ckptool.verbs.strip_module import strip_module
+
+    def write(file: str, out: str | None, **options: Any) -> Any:
+        return strip_module(file, out, at=at, prefix=prefix or (), partial=partial, **options)
+
+    return write_each("strip-module", files, target, write)
+
+
+@writes
+def add_module(
+    files: Files,
+    target: Target,
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="PREFIX", help="What to put before every key.")
+    ] = "module.",
+    at: At = None,
+) -> Answers:
+    """Put module. before the keys, as DataParallel does."""
+    from ckptool.verbs.add_module import add_module
+
+    def write(file: str, out: str | None, **options: Any) -> Any:
+        return add_module(file, out, at=at, prefix=prefix, **options)
+
+    return write_each("add-module", files, target, write)
+
+
+@writes
+def rename(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|RULE",
+            help="Checkpoints, and rules 'OLD => NEW' for whole keys: * stands for anything, {n} for anything without a dot.",
+            show_default=False,
+        ),
+    ],
+    target: Target,
+    rules: Annotated[str | None, typer.Option("--rules", metavar="FILE.yaml", help="More rules, from a file.")] = None,
+    at: At = None,
+) -> Answers:
+    """Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first rule that matches counts."""
+    from ckptool.verbs.rename import rename
+
+    files, given = _files_and_rules(words)
+
+    def write(file: str, out: str | None, **options: Any) -> Any:
+        return rename(file, given, out, rules_file=rules, at=at, **options)
+
+    return write_each("rename", files, target, write)
+
+
+def _files_and_rules(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    rules = [word for word in words if "=>" in word and not os.path.lexists(word)]
+    files = [word for word in words if word not in rules]
+    if not files:
+        raise UsageError(
+            "rename was given no file",
+            "Each of its words is a rule.",
+            "For example: ckptool rename model.pt 'a.* => b.*' -o OUT",
+        )
+    return files, rules
+
+
+@writes
+def remap(
+    files: Files,
+    target: Target,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="DEVICE", help="The device for everything: cpu, cuda:0, …")
+    ] = None,
+    moves: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="OLD=NEW", help="Only what is on OLD: cuda:1=cuda:0. Repeatable."),
+    ] = None,
+) -> Answers:
+    """Change the devices that a checkpoint says its tensors were on, so that it loads on this machine."""
+    from ckptool.verbs.remap import remap
+
+    table = _pairs(moves or (), "=", "--map", "--map cuda:1=cuda:0")
+
+    def write(file: str, out: str | None, **options: Any) -> Any:
+        return remap(file, out, to=to, moves=table, **options)
+
+    return write_each("remap", files, target, write)
+
+
+@writes
+def cast(
+    files: Files,
+    target: Target,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="bf16, f16, f32, float8_e4m3fn, …", show_default=False)
+    ],
+    only: Only = None,
+    exclude: Exclude = None,
+    at: At = None,
+) -> Answers:
+    """Convert the floating tensors of the weights to another type, and say which lose values."""
+    from ckptool.verbs.cast import cast
+
+    def write(file: str, out: str | None, **options: Any) -> Any:
+        return cast(file, out, dtype=dtype, at=at, only=only or (), exclude=exclude or (), **options)
+
+    return write_each("cast", files, target, write)
+
+
+@writes
+def edit(
+    files: Files,
+    target: Target,
+    drop: Annotated[
+        list[str] | None, typer.Option("--drop", metavar="PATTERN", help="Leave out entries that match. Repeatable.")
+    ] = None,
+    set: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PATH:=JSON", help="Set a plain value: epoch:=3. Repeatable.")
+    ] = None,
+    tensor: Annotated[
+        list[str] | None,
+        typer.Option("--tensor", metavar="PATH=FILE.npy", help="Give a tensor new values. Repeatable."),
+    ] = None,
+) -> Answers:
+    """Drop entries, set plain values, replace the values of tensors."""
+    from ckptool.transforms.edit import parse_assignment
+    from ckptool.verbs.edit import edit
+
+    values = dict(parse_assignment(text) for text in set or ())
+    arrays = _pairs(tensor or (), "=", "--tensor", "--tensor state_dict/fc.bias=bias.npy")
+
+    def write(file: str, out: str | None, **options: Any) -> Any:
+        return edit(file, out, drop=drop or (), set=values, tensor=arrays, **options)
+
+    return write_each("edit", files, target, write)
+
+
+class Ties(str, Enum):
+    record = "record"
+    copy = "copy"
+
+
+@writes
+def convert(
+    files: Files,
+    target: Target,
+    all: Annotated[
+        bool, typer.Option("--all", help="Carry everything along, so that converting back restores it.")
+    ] = False,
+    only: Only = None,
+    exclude: Exclude = None,
+    ties: Annotated[
+        Ties, typer.Option("--ties", help="Tied tensors: stored once and recorded, or once for each name.")
+    ] = Ties.record,
+    materialize: Annotated[
+        bool, typer.Option("--materialize", help="Write out views that are larger than what is stored.")
+    ] = False,
+    at: At = None,
+) -> Answers:
+    """Convert between .pt and .safetensors: one set of weights, or everything with --all. From .pt to .pt: a compact file."""
+    from ckptool.verbs.convert import convert
+
+    def write(file: str, out: str | None, **options: Any) -> Any:
+        return convert(
+            file,
+            out,
+            at=at,
+            all=all,
+            only=only or (),
+            exclude=exclude or (),
+            ties=ties.value,
+            materialize=materialize,
+            **options,
+        )
+
+    return write_each("convert", files, target, write)
+
+
+def _pairs(texts: Sequence[str], separator: str, option: str, example: str) -> dict[str, str]:
+    """`OLD=NEW` as a dictionary; the last `=` separates, so that addresses may have one."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        old, found, new = text.rpartition(separator)
+        if not (found and old and new):
+            raise UsageError(
+                f"{option} {printable(text)!r} has no two sides", "It is written OLD=NEW.", f"For example: {example}"
+            )
+        if old in pairs:
+            raise UsageError(f"{option} was given {printable(old)!r} twice", "Only one of them can be meant.")
+        pairs[old] = new
+    return pairs

@@ -1,0 +1,64 @@
+"""Where the program meets the terminal: stdout is the answer, stderr everything else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+from ckptool.render.style import Style
+
+# For streams that cannot say them.
+_ASCII = (
+    {"→": "->", "…": "...", "–": "-", "×": "x", "≤": "<=", "█": "#"}
+    | dict.fromkeys("▏▎▍", "")
+    | dict.fromkeys("▌▋▊▉", "#")
+)
+
+
+def style_of(stream: TextIO) -> Style:
+    """Colour and width where the stream is a terminal. `NO_COLOR` wins over `FORCE_COLOR`, which wins over what the stream is."""
+    terminal = stream.isatty()
+    colour = terminal and os.environ.get("TERM") != "dumb"
+    if os.environ.get("FORCE_COLOR"):
+        colour = True
+    if os.environ.get("NO_COLOR"):
+        colour = False
+    return Style(colour, _width(stream) if terminal else None)
+
+
+def _width(stream: TextIO) -> int | None:
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return 80
+
+
+def say(text: str) -> None:
+    """Writes a piece of the answer."""
+    _write(sys.stdout, text)
+
+
+def tell(text: str) -> None:
+    """Writes what is no part of the answer: errors, hints, progress."""
+    _write(sys.stderr, text)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        text = "".join(_ASCII.get(c, c) for c in text).encode("ascii", "backslashreplace").decode()
+    stream.write(text)
+    stream.flush()
+
+
+def silence_stdout() -> None:
+    """Nobody reads on: whatever Python still wants to flush there goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)

@@ -1,0 +1,254 @@
+"""The options that several commands have, each declared once."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptool.cli.answers import Answer, Answers
+from ckptool.errors import CkptoolError, Conflict, UsageError, printable
+
+if TYPE_CHECKING:
+    from ckptool.verbs.saving import SaveOptions, Written
+
+File = Annotated[
+    str, typer.Argument(metavar="FILE", help="A checkpoint, or FILE#ADDRESS for a part of it.", show_default=False)
+]
+Files = Annotated[
+    list[str],
+    typer.Argument(metavar="FILE", help="Checkpoints, or FILE#ADDRESS for a part of one.", show_default=False),
+]
+At = Annotated[
+    str | None,
+    typer.Option("--at", metavar="ADDRESS", help="Only this part: state_dict/fc.weight. The same as FILE#ADDRESS."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="PATTERN",
+        help="Only keys that match; * crosses dots, re: begins a regular expression. Repeatable.",
+    ),
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Not the keys that match. Repeatable.")
+]
+
+_OUTPUT = "Where to"
+Out = Annotated[
+    str | None, typer.Option("-o", "--out", metavar="OUT", help="Write this new file.", rich_help_panel=_OUTPUT)
+]
+Folder = Annotated[
+    str | None,
+    typer.Option(
+        "-d",
+        "--dir",
+        metavar="DIR",
+        help="Write into this folder, under the same names. It is made if need be.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+InPlace = Annotated[
+    bool,
+    typer.Option(
+        "--in-place",
+        help="Change the files themselves. Killed at any instant, they are whole.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Force = Annotated[bool, typer.Option("-f", "--force", help="Replace outputs that exist.", rich_help_panel=_OUTPUT)]
+DryRun = Annotated[
+    bool, typer.Option("-n", "--dry-run", help="Show what would be done, and write nothing.", rich_help_panel=_OUTPUT)
+]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Read what was written again and compare every tensor, before it takes its name.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+KeepUnknown = Annotated[
+    bool,
+    typer.Option(
+        "--keep-unknown",
+        help="Pass on calls of unknown functions, which whoever loads the file will run.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Container = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="CONTAINER",
+        help="Write this container (torch-zip, safetensors), whatever the suffix.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a command writes, and how."""
+
+    out: Out = None
+    folder: Folder = None
+    in_place: InPlace = False
+    force: Force = False
+    dry_run: DryRun = False
+    verify: Verify = False
+    keep_unknown: KeepUnknown = False
+    container: Container = None
+    as_json: AsJson = False
+
+
+Command = Callable[..., Answers]
+
+
+def writes(command: Command) -> Command:
+    """A command that takes a `target`, as one that has the target's options instead. An option that the command has itself wins."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "target"]
+    taken = {name for p in own for meta in getattr(p.annotation, "__metadata__", ()) for name in _flags(meta)}
+    kinds = inspect.get_annotations(Target, eval_str=True)
+    shared = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name])
+        for f in fields(Target)
+        if not taken & set(_flags(kinds[f.name].__metadata__[0]))
+    ]
+
+    def run(**arguments: Any) -> Answers:
+        target = Target(**{p.name: arguments.pop(p.name) for p in shared})
+        return command(**arguments, target=target)
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def _flags(meta: Any) -> list[str]:
+    """The names of an option, as typer keeps them in an annotation."""
+    names = (getattr(meta, "default", None), *(getattr(meta, "param_decls", None) or ()))
+    return [name for name in names if isinstance(name, str) and name.startswith("-")]
+
+
+# Many files ----------------------------------------------------------------------------------------------------------
+
+
+def write_each(verb: str, files: Sequence[str], target: Target, write: Callable[..., Written]) -> Answers:
+    """The answers of `write(file, out, **options)` for every file. Outputs are checked before the first is written."""
+    outs = _outputs(verb, files, target)
+    return Answers(_written(verb, files, outs, target, write), target.as_json)
+
+
+def _written(
+    verb: str, files: Sequence[str], outs: Sequence[str | None], target: Target, write: Callable[..., Written]
+) -> Iterator[Answer]:
+    from ckptool.cli.progress import progress_bar
+
+    _make_folder(target)
+    for number, (file, out) in enumerate(zip(files, outs, strict=True)):
+        with progress_bar(f"{verb} {printable(os.path.basename(file))}") as progress:
+            options: SaveOptions = {
+                "in_place": target.in_place,
+                "overwrite": target.force,
+                "dry_run": target.dry_run,
+                "verify": target.verify,
+                "keep_unknown": target.keep_unknown,
+                "container": target.container,
+                "progress": progress,
+            }
+            try:
+                report = write(file, out, **options)
+            except CkptoolError as error:
+                raise error if len(files) == 1 else _stopped(error, file, number, len(files)) from error
+        yield Answer("written", report)
+
+
+def _stopped(error: CkptoolError, file: str, number: int, count: int) -> CkptoolError:
+    """The error of one of several files, saying what was done before it."""
+    told = error.within(printable(file))
+    told.why = " ".join(
+        part
+        for part in (told.why, f"{number} of {count} files were done before; the rest were left as they are.")
+        if part
+    )
+    return told
+
+
+def _outputs(verb: str, files: Sequence[str], target: Target) -> list[str | None]:
+    chosen = [
+        flag for flag, given in (("-o", target.out), ("-d", target.folder), ("--in-place", target.in_place)) if given
+    ]
+    if len(chosen) != 1:
+        raise UsageError(
+            f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs a place to write to",
+            "They exclude each other." if chosen else "Nothing is written unless one is named.",
+            "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place",
+        )
+    if target.in_place:
+        return [None] * len(files)
+    if target.out is not None:
+        if len(files) > 1:
+            raise UsageError(
+                f"{len(files)} files cannot be written to one",
+                "-o names a single output.",
+                "Several into a folder: -d DIR",
+            )
+        return [target.out]
+    return list(_in_folder(verb, files, target))
+
+
+def _in_folder(verb: str, files: Sequence[str], target: Target) -> Iterator[str]:
+    """The name in the folder for each file; refuses two of one name, and what is there already."""
+    from ckptool.verbs.opening import split
+
+    assert target.folder is not None
+    if verb == "convert" and target.container is None:
+        raise UsageError(
+            "convert -d needs to know what to convert to",
+            "A folder has no suffix that would say it.",
+            "For example: --to safetensors",
+        )
+    taken: dict[str, str] = {}
+    for file in files:
+        out = os.path.join(target.folder, _named(os.path.basename(split(file)[0]), target.container))
+        if other := taken.get(out):
+            raise Conflict(
+                f"{printable(other)} and {printable(file)} would both be written to {printable(out)}",
+                "One would replace the other. Nothing was written.",
+                "Write them into different folders.",
+            )
+        taken[out] = file
+    if not target.force:
+        from ckptool.output import check_target
+
+        for out in taken if os.path.isdir(target.folder) else ():
+            check_target(out, overwrite=False)
+    yield from taken
+
+
+def _named(name: str, container: str | None) -> str:
+    """The file's name, with the usual suffix of the container where it has another's."""
+    from ckptool import formats
+
+    if container is None or formats.for_output(name, "torch-zip").NAME == formats.by_name(container).NAME:
+        return name
+    return os.path.splitext(name)[0] + formats.by_name(container).SUFFIXES[0]
+
+
+def _make_folder(target: Target) -> None:
+    if target.folder is not None and not target.dry_run:
+        from ckptool.files import file_problem
+
+        try:
+            os.makedirs(target.folder, exist_ok=True)
+        except OSError as error:
+            raise file_problem(error, target.folder, "make the folder") from error

@@ -1,0 +1,56 @@
+"""Whatever goes wrong, in the three parts of a `CkptoolError`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import traceback
+
+import typer
+
+from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError
+
+# What typer raises when the command line cannot be parsed; of its classes it exports the one below.
+BadUsage = typer.BadParameter.__mro__[1]
+
+
+class Bug(CkptoolError):
+    """Something that ckptool did not expect: its own fault."""
+
+    code = "bug"
+
+
+def in_words(error: Exception) -> CkptoolError:
+    """The error for people, whatever was raised."""
+    if isinstance(error, CkptoolError):
+        return error
+    if isinstance(error, BadUsage):
+        return _usage(error)
+    if isinstance(error, (MemoryError, RecursionError)):
+        what = "there is not enough memory" if isinstance(error, MemoryError) else "values are nested too deep"
+        return LimitExceeded(
+            what, "The file asks for more than this machine has, or was built to. Outputs were left as they were."
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT) and error.filename is None:
+        return FileProblem(
+            f"cannot write to standard output: {os.strerror(error.errno)}", "What was printed is not complete."
+        )
+    return _bug(error)
+
+
+def _usage(error: Exception) -> CkptoolError:
+    context = getattr(error, "ctx", None)
+    text = " ".join(str(error.format_message()).split()) if hasattr(error, "format_message") else str(error)
+    command = context.command_path if context else "ckptool"
+    usage = " ".join(context.get_usage().split()) if context else ""
+    return UsageError(text.rstrip("."), usage, f"See: {command} --help")
+
+
+def _bug(error: Exception) -> Bug:
+    frame = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({os.path.basename(frame[0].filename)}:{frame[0].lineno})" if frame else ""
+    return Bug(
+        f"{type(error).__name__}: {error}{where}",
+        "This is a bug in ckptool, not in what you typed. Files are as they were, or complete.",
+        "Run it again with CKPTOOL_DEBUG=1 and report what it prints.",
+    )

@@ -1,0 +1,210 @@
+"""The tensors of a part as a short outline: modules with their sizes, repeated layers folded, only as deep as there is room.
+
+Nothing is split or added up that is not shown: a file may have a million tensors, and a person reads forty lines.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ckptool.errors import printable
+from ckptool.reports.parts import Part
+from ckptool.tree import Path, address
+
+SHOWN = 12  # of more siblings than there is room for
+
+
+Item = tuple[Sequence[str], int]
+"""The pieces of a tensor's name, which lie between its slashes and dots, and the index of its row in the part."""
+
+
+@dataclass(eq=False)
+class Branch:
+    """Tensors whose names begin alike.
+
+    depth: how many pieces they share.  times: how often this very structure is repeated.  size: bytes, repetitions included.
+    hidden: children that were left out below the last shown one.  start: the piece with which the labels of children begin.
+    """
+
+    part: Part
+    items: Sequence[Item]
+    depth: int
+    label: str
+    times: int
+    size: int
+    start: int
+    expanded: list[Branch] = field(default_factory=list)
+    hidden: int = 0
+
+    @property
+    def tensors(self) -> int:
+        return len(self.items) * self.times
+
+    @property
+    def leaf(self) -> int | None:
+        """The index of the tensor's row, where the branch is one."""
+        pieces, index = self.items[0]
+        return index if len(self.items) == 1 and len(pieces) == self.depth else None
+
+    @cached_property
+    def children(self) -> list[Branch]:
+        if self.leaf is not None:
+            return []
+        groups: dict[str | tuple[str], list[Item]] = {}
+        depth, sizes = self.depth, self.part.sizes
+        for item in self.items:
+            pieces = item[0]
+            name = pieces[depth]
+            key = name if len(pieces) > depth + 1 else (name,)  # `a` may stand beside `a.b`
+            if key in groups:
+                groups[key].append(item)
+            else:
+                groups[key] = [item]
+        return _folded(
+            [
+                Branch(
+                    self.part,
+                    items,
+                    depth + 1,
+                    key if isinstance(key, str) else key[0],
+                    self.times,
+                    sum([sizes[index] for _, index in items]) * self.times,
+                    depth + 1,
+                )
+                for key, items in groups.items()
+            ]
+        )
+
+    @cached_property
+    def structure(self) -> list[tuple[object, ...]]:
+        """Everything by which two repeated layers can differ."""
+        depth, rows = self.depth, self.part.rows
+        return [(pieces[depth:], rows[i].tensor.dtype, rows[i].tensor.shape) for pieces, i in self.items]
+
+
+def outline(part: Part, lines: int, depth: int | None, order: str) -> Branch:
+    """The tensors of a part as a branch that is expanded within `lines`, or `depth` levels deep where that is given."""
+    base = len(part.root.path)
+    items = [(_pieces(row.path, base), index) for index, row in enumerate(part.rows)]
+    top = Branch(part, items, 0, "", 1, part.bytes, 0)
+    while items and top.leaf is None and len(top.children) == 1 and "{" not in top.children[0].label:
+        top = top.children[0]  # what all names have in common stands before each of them
+    top.start = 0
+    if items:
+        arrange = sorter(order)
+        _to_depth(top, depth, arrange) if depth is not None else _within(top, lines, arrange)
+    return top
+
+
+def _pieces(path: Path, base: int) -> list[str]:
+    first = path[base] if len(path) == base + 1 else None
+    if isinstance(first, str) and "/" not in first and "~" not in first:
+        return first.split(".")
+    return address(path[base:]).replace("/", ".").split(".")
+
+
+Arrange = Callable[[list[Branch]], list[Branch]]
+
+
+def sorter(order: str) -> Arrange:
+    if order == "name":
+        return lambda branches: sorted(branches, key=lambda branch: _natural(branch.label))
+    if order == "size":
+        return lambda branches: sorted(branches, key=lambda branch: -branch.size)
+    return lambda branches: branches
+
+
+def _natural(text: str) -> list[tuple[bool, int, str]]:
+    """A key by which `layers.10` comes after `layers.9`."""
+    return [
+        (not piece.isdecimal(), int(piece) if piece.isdecimal() else 0, piece)
+        for piece in text.replace("/", ".").split(".")
+    ]
+
+
+def _to_depth(top: Branch, depth: int, arrange: Arrange) -> None:
+    level = [top]
+    for _ in range(depth):
+        for branch in level:
+            branch.expanded = arrange(_below(branch))
+        level = [child for branch in level for child in branch.expanded]
+
+
+def _within(top: Branch, lines: int, arrange: Arrange) -> None:
+    """Expands level by level, the largest first, as long as there is room."""
+    queue = [(0, 0, 0, top)]
+    count = 0
+    while queue:
+        level, _, _, branch = heapq.heappop(queue)
+        below = arrange(_below(branch))
+        if len(below) > lines:
+            if branch is not top:
+                continue
+            branch.hidden = len(below) - SHOWN
+            below = below[:SHOWN]
+        branch.expanded = below
+        lines -= len(below)
+        for child in below:
+            if child.leaf is None:
+                count += 1
+                heapq.heappush(queue, (level + 1, -child.size, count, child))
+
+
+def _below(branch: Branch) -> list[Branch]:
+    """The children; where there is only one, named with all that it has in common."""
+    return [_compressed(child, branch.start) for child in branch.children]
+
+
+def _compressed(branch: Branch, start: int) -> Branch:
+    """A branch that goes on without forking, under one name: `conv1.weight` instead of `conv1` with one line below it."""
+    while branch.leaf is None and len(branch.children) == 1 and "{" not in branch.label:
+        branch = branch.children[0]
+    pieces, index = branch.items[0]
+    text = address(branch.part.rows[index].path[len(branch.part.root.path) :])
+    begin = sum(len(piece) + 1 for piece in pieces[:start])
+    before = text[begin : begin + sum(len(piece) + 1 for piece in pieces[start : branch.depth - 1])]
+    branch.label = printable(before + branch.label)
+    return branch
+
+
+# Repeated layers -----------------------------------------------------------------------------------------------------
+
+
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})")
+FOLDED = 3  # siblings, at least
+
+
+def _folded(branches: list[Branch]) -> list[Branch]:
+    """Runs of numbered siblings that are the same in everything but their number, as one: `{0..11}`, `layer{1..4}`."""
+    if len(branches) < FOLDED:
+        return branches
+    result: list[Branch] = []
+    run: list[Branch] = []
+    last = ("", -1)
+    for branch in branches:
+        match = _NUMBERED.fullmatch(branch.label)
+        mark = (match[1], int(match[2])) if match else ("", -1)
+        if run and not (match and mark == (last[0], last[1] + 1) and _alike(run[0], branch)):
+            result += _one(run)
+            run = []
+        run.append(branch)
+        last = mark
+    return result + _one(run)
+
+
+def _alike(one: Branch, other: Branch) -> bool:
+    return (one.size, len(one.items)) == (other.size, len(other.items)) and one.structure == other.structure
+
+
+def _one(run: list[Branch]) -> list[Branch]:
+    first = run[0]
+    if len(run) < FOLDED:
+        return run
+    match, end = _NUMBERED.fullmatch(first.label), _NUMBERED.fullmatch(run[-1].label)
+    label = f"{match[1]}{{{match[2]}..{end[2]}}}" if match and end else first.label
+    size = sum(branch.size for branch in run)
+    return [Branch(first.part, first.items, first.depth, label, first.times * len(run), size, first.depth)]
