@@ -1,6 +1,6 @@
 """`make bench`: each claim as a ratio against its peer, whole processes in turn in one run. It prints, and never fails a build.
 
-    python -m benchmarks [--runs 5] [--folder DIR] [--only TEXT]
+python -m benchmarks [--runs 5] [--folder DIR] [--only TEXT]
 """
 
 from __future__ import annotations
@@ -49,16 +49,60 @@ CP = "sh -c 'cp --reflink=never big.pt {out} && sync {out}'"
 CLAIMS = (
     Claim("strip-module, 2 GB, against cp + sync", f"{CKPTOOL} strip-module big.pt -o {{out}}", CP, "≤ 1.0 ×, ≤ 64 MB"),
     Claim("remap, 2 GB, against cp + sync", f"{CKPTOOL} remap big.pt --to cuda:0 -o {{out}}", CP, "≤ 1.0 ×, ≤ 64 MB"),
-    Claim("rename, 2 GB, against cp + sync", f"{CKPTOOL} rename big.pt 'module.* => net.*' -o {{out}}", CP, "≤ 1.0 ×, ≤ 64 MB"),
-    Claim("strip-module, 2 GB, against a torch script", f"{CKPTOOL} strip-module big.pt -o {{out}}", f"{PEER} rename big.pt {{out}}", "≤ 0.33 ×"),
-    Claim("strip-module, 50,000 tensors, against a torch script", f"{CKPTOOL} strip-module many.pt -o {{out}}", f"{PEER} rename_many many.pt {{out}}", ""),
-    Claim("strip-module --in-place, 100 GB sparse", f"{CKPTOOL} strip-module {{copy}} --in-place", None, "≤ 0.3 s, ≤ 64 MB", fresh="sparse.pt"),
-    Claim("strip-module --in-place, 50,000 tensors", f"{CKPTOOL} strip-module {{copy}} --in-place", None, "", fresh="many.pt"),
-    Claim("convert to safetensors, 2 GB, against save_file + sync", f"{CKPTOOL} convert big.pt -o {{out}}.safetensors", f"{PEER} to_safetensors big.pt {{out}}.safetensors", "≤ 0.4 ×"),
-    Claim("inspect, 50,000 tensors, against torch.load(mmap)", f"{CKPTOOL} inspect many.pt", f"{PEER} inspect many.pt", "≤ 0.25 ×"),
+    Claim(
+        "rename, 2 GB, against cp + sync",
+        f"{CKPTOOL} rename big.pt 'module.* => net.*' -o {{out}}",
+        CP,
+        "≤ 1.0 ×, ≤ 64 MB",
+    ),
+    Claim(
+        "strip-module, 2 GB, against a torch script",
+        f"{CKPTOOL} strip-module big.pt -o {{out}}",
+        f"{PEER} rename big.pt {{out}}",
+        "≤ 0.33 ×",
+    ),
+    Claim(
+        "strip-module, 50,000 tensors, against a torch script",
+        f"{CKPTOOL} strip-module many.pt -o {{out}}",
+        f"{PEER} rename_many many.pt {{out}}",
+        "",
+    ),
+    Claim(
+        "strip-module --in-place, 100 GB sparse",
+        f"{CKPTOOL} strip-module {{copy}} --in-place",
+        None,
+        "≤ 0.3 s, ≤ 64 MB",
+        fresh="sparse.pt",
+    ),
+    Claim(
+        "strip-module --in-place, 50,000 tensors",
+        f"{CKPTOOL} strip-module {{copy}} --in-place",
+        None,
+        "",
+        fresh="many.pt",
+    ),
+    Claim(
+        "convert to safetensors, 2 GB, against save_file + sync",
+        f"{CKPTOOL} convert big.pt -o {{out}}.safetensors",
+        f"{PEER} to_safetensors big.pt {{out}}.safetensors",
+        "≤ 0.4 ×",
+    ),
+    Claim(
+        "inspect, 50,000 tensors, against torch.load(mmap)",
+        f"{CKPTOOL} inspect many.pt",
+        f"{PEER} inspect many.pt",
+        "≤ 0.25 ×",
+    ),
     Claim("inspect, 2 GB", f"{CKPTOOL} inspect big.pt", None, "≤ 0.2 s, ≤ 48 MB"),
-    Claim("diff of equal files, 2 GB, against cmp", f"{CKPTOOL} diff big.pt equal.pt", "cmp big.pt equal.pt", "≤ 0.6 ×"),
-    Claim("diff with statistics, 2 GB, against a torch script", f"{CKPTOOL} diff big.pt other.pt", f"{PEER} diff big.pt other.pt", "≤ 0.25 ×"),
+    Claim(
+        "diff of equal files, 2 GB, against cmp", f"{CKPTOOL} diff big.pt equal.pt", "cmp big.pt equal.pt", "≤ 0.6 ×"
+    ),
+    Claim(
+        "diff with statistics, 2 GB, against a torch script",
+        f"{CKPTOOL} diff big.pt other.pt",
+        f"{PEER} diff big.pt other.pt",
+        "≤ 0.25 ×",
+    ),
     Claim("cast to bf16, 2 GB", f"{CKPTOOL} cast big.pt --dtype bf16 -o {{out}}", None, "≤ 64 MB"),
     Claim("ckptool --help", f"{CKPTOOL} --help", None, "≤ 0.2 s"),
 )
@@ -80,8 +124,16 @@ def main() -> None:
 
 
 def machine() -> str:
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
-    return f"{platform.system()} {platform.release()}, {os.cpu_count()} cores {model or platform.machine()}, Python {platform.python_version()}"
+    model = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "",
+    )
+    system = f"{platform.system()} {platform.release()}, {os.cpu_count()} cores {model or platform.machine()}"
+    return f"{system}, Python {platform.python_version()}"
 
 
 def row(claim: Claim, folder: Path, runs: int) -> str:
@@ -95,7 +147,9 @@ def row(claim: Claim, folder: Path, runs: int) -> str:
             ours.clear()
             theirs.clear()
     peak = f"{max(run.peak for run in ours) / MB:.0f} MB"
-    ratio = f"{statistics.median(a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True)):.2f} ×" if theirs else ""
+    ratio = (
+        f"{statistics.median(a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True)):.2f} ×" if theirs else ""
+    )
     return f"| {claim.name} | {spread(ours)} | {peak} | {spread(theirs) if theirs else ''} | {ratio} | {claim.goal} |"
 
 

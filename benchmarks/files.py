@@ -37,7 +37,9 @@ def many(path: Path) -> None:
     """50,000 tensors of four values."""
     import torch
 
-    torch.save({f"module.layers.{i // 10}.block{i % 10}.weight": torch.full((4,), float(i)) for i in range(50_000)}, path)
+    torch.save(
+        {f"module.layers.{i // 10}.block{i % 10}.weight": torch.full((4,), float(i)) for i in range(50_000)}, path
+    )
 
 
 def sparse(path: Path) -> None:
@@ -47,7 +49,13 @@ def sparse(path: Path) -> None:
     make_sparse(path, 100 * GB)
 
 
-FILES: dict[str, Callable[[Path], None]] = {"big.pt": big, "equal.pt": equal, "other.pt": other, "many.pt": many, "sparse.pt": sparse}
+FILES: dict[str, Callable[[Path], None]] = {
+    "big.pt": big,
+    "equal.pt": equal,
+    "other.pt": other,
+    "many.pt": many,
+    "sparse.pt": sparse,
+}
 
 
 def prepare(folder: Path) -> None:

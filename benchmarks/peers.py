@@ -14,7 +14,9 @@ import torch
 def rename(file: str, out: str) -> None:
     """The usual ten lines: load, rename, save."""
     checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    checkpoint["state_dict"] = {name.removeprefix("module."): tensor for name, tensor in checkpoint["state_dict"].items()}
+    checkpoint["state_dict"] = {
+        name.removeprefix("module."): tensor for name, tensor in checkpoint["state_dict"].items()
+    }
     torch.save(checkpoint, out)
     sync(out)
 
