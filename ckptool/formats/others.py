@@ -112,7 +112,7 @@ def _nothing_known(head: bytes, source: Source) -> CkptoolError:
         )
     if _is_text(head):
         return NotACheckpoint(
-            f"{source} is a text file", f"It begins with {printable(head[:40].decode('utf-8', 'replace'))!r}."
+            f"{source} is a text file", f"It begins with: {printable(head[:40].decode('utf-8', 'replace'))}"
         )
     return NotACheckpoint(
         f"{source} is not a checkpoint that ckptool knows", f"It begins with the bytes {head[:8].hex(' ')}."
