@@ -132,6 +132,7 @@ _MEANINGS = {
     errno.ENOENT: "No such file.",
     errno.EACCES: "The permissions of the file or its folder do not allow it.",
     errno.EPERM: "The permissions of the file or its folder do not allow it.",
+    errno.ENOTDIR: "A part of the path is a file, not a folder.",
     errno.ELOOP: "The name is a link that leads to itself.",
     errno.ENAMETOOLONG: "The name is longer than this file system allows.",
     errno.EROFS: "The file system is mounted read-only.",

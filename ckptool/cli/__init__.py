@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -83,7 +84,8 @@ def program(
         say(f"ckptool {__version__}\n")
         raise typer.Exit(0)
     if context.invoked_subcommand is None:
-        tell(context.get_help() + "\n")
+        with redirect_stdout(sys.stderr):  # it prints by itself where it is made by rich
+            tell(context.get_help())
         raise typer.Exit(2)
     return 0
 

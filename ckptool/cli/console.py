@@ -38,8 +38,13 @@ def _width(stream: TextIO) -> int | None:
 
 
 def say(text: str) -> None:
-    """Writes a piece of the answer."""
-    _write(sys.stdout, text)
+    """Writes a piece of the answer. Where nobody reads on (`| head`), it goes nowhere: the work and the exit code stay what they are."""
+    try:
+        _write(sys.stdout, text)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def tell(text: str) -> None:
@@ -55,10 +60,3 @@ def _write(stream: TextIO, text: str) -> None:
         text = "".join(_ASCII.get(c, c) for c in text).encode("ascii", "backslashreplace").decode()
     stream.write(text)
     stream.flush()
-
-
-def silence_stdout() -> None:
-    """Nobody reads on: whatever Python still wants to flush there goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)

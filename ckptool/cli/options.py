@@ -153,7 +153,6 @@ def _written(
 ) -> Iterator[Answer]:
     from ckptool.cli.progress import progress_bar
 
-    _make_folder(target)
     for number, (file, out) in enumerate(zip(files, outs, strict=True)):
         with progress_bar(f"{verb} {printable(os.path.basename(file))}") as progress:
             options: SaveOptions = {
@@ -164,6 +163,7 @@ def _written(
                 "keep_unknown": target.keep_unknown,
                 "container": target.container,
                 "progress": progress,
+                "make_folder": target.folder is not None,
             }
             try:
                 report = write(file, out, **options)
@@ -242,13 +242,3 @@ def _named(name: str, container: str | None) -> str:
     if container is None or formats.for_output(name, "torch-zip").NAME == formats.by_name(container).NAME:
         return name
     return os.path.splitext(name)[0] + formats.by_name(container).SUFFIXES[0]
-
-
-def _make_folder(target: Target) -> None:
-    if target.folder is not None and not target.dry_run:
-        from ckptool.files import file_problem
-
-        try:
-            os.makedirs(target.folder, exist_ok=True)
-        except OSError as error:
-            raise file_problem(error, target.folder, "make the folder") from error

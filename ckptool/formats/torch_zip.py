@@ -31,7 +31,7 @@ from ckptool.checkpoint import (
 from ckptool.dtypes import DType
 from ckptool.errors import Ambiguous, Conflict, Corrupt, NotACheckpoint, Unsupported, printable
 from ckptool.files import Source
-from ckptool.formats import zip_archive
+from ckptool.formats import zip_archive, zip_parts
 from ckptool.formats.zip_archive import Archive, Record
 from ckptool.nodes import Global
 from ckptool.pickles.decode import decode
@@ -363,15 +363,15 @@ class _Layout:
     def add(self, name: str, data: Data, crc: int | None = None) -> None:
         """A record of our own under the root, with the header and descriptor that torch would write. `crc`, if known, is checked."""
         name, at, size = self.root + name, self.at, data.length
-        header = zip_archive.local_header(name, at, size, self.alignment)
+        header = zip_parts.local_header(name, at, size, self.alignment)
         total = Crc(zlib.crc32(data.content)) if isinstance(data, Literal) else Crc(expected=crc, name=name)
         body = data if isinstance(data, Literal) else Summed(data, total)
 
         def descriptor() -> bytes:
-            return zip_archive.descriptor(total.value if self.checksums else 0, size, at)
+            return zip_parts.descriptor(total.value if self.checksums else 0, size, at)
 
         def entry() -> bytes:
-            return zip_archive.central_entry(name, total.value if self.checksums else 0, size, at)
+            return zip_parts.central_entry(name, total.value if self.checksums else 0, size, at)
 
         tail = Literal(descriptor()) if body is data else Late(len(descriptor()), descriptor)
         self.segments += (Literal(header), body, tail)
@@ -383,7 +383,7 @@ class _Layout:
         archive, name = record.archive, record.name.removeprefix(self.root)
         if name == "data.pkl" or (name.startswith("data/") and record not in self.used):
             return
-        fits = record.wide or not zip_archive.needs_zip64(record.size, self.at)
+        fits = record.wide or not zip_parts.needs_zip64(record.size, self.at)
         aligned = (self.at - record.header) % self.alignment == 0
         if fits and aligned and not record.method and archive.has_checksums:
             self.segments.append(FileRange(archive.source, record.header, record.end - record.header, record.confirm))
@@ -394,7 +394,7 @@ class _Layout:
 
     def enter_moved(self, record: Record, at: int) -> None:
         """The directory's line for a record of the old file, which is (or will be) at byte `at`."""
-        entry = zip_archive.moved_entry(record, at)
+        entry = zip_parts.moved_entry(record, at)
         self.entries.append((len(entry), entry))
 
     def add_fresh(self) -> None:
@@ -409,5 +409,5 @@ class _Layout:
             return b"".join(entry if isinstance(entry, bytes) else entry() for _, entry in entries)
 
         self.segments.append(Late(size, directory))
-        self.segments.append(Literal(zip_archive.end_records(len(entries), self.at, size)))
+        self.segments.append(Literal(zip_parts.end_records(len(entries), self.at, size)))
         return Plan({"": self.segments})

@@ -91,7 +91,7 @@ def outline(part: Part, lines: int, depth: int | None, order: str) -> Branch:
     base = len(part.root.path)
     items = [(_pieces(row.path, base), index) for index, row in enumerate(part.rows)]
     top = Branch(part, items, 0, "", 1, part.bytes, 0)
-    while items and top.leaf is None and len(top.children) == 1 and "{" not in top.children[0].label:
+    while items and len(top.children) == 1 and top.children[0].leaf is None and "{" not in top.children[0].label:
         top = top.children[0]  # what all names have in common stands before each of them
     top.start = 0
     if items:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BAR = 12  # characters
+WIDEST = 72  # column
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,8 @@ def number(value: float | int | None) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ", gap: str = "  ") -> list[str]:
-    """Rows of plain cells as aligned lines; the columns in `right` are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Rows of plain cells as aligned lines; the columns in `right` are aligned to the right. Few very long cells stand out."""
+    widths = [min(max(map(len, column)), WIDEST) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, Note, Tensor, TensorEntry
@@ -18,7 +19,7 @@ from ckptool.render.style import BAR, PLAIN, Style, bar, columns, counted, numbe
 from ckptool.reports.listing import EntryRow, Listing, TensorRow
 from ckptool.reports.parts import Part, like_others, parts
 from ckptool.roots import PLAIN as PLAIN_VALUES
-from ckptool.tree import address, segment_text, walk
+from ckptool.tree import address, children, segment_text, walk
 
 if TYPE_CHECKING:
     from ckptool.reports.diff import Diff
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 LINES = 40  # of the outline of a file, unless more is asked for
 WHOLE = "(the whole file)"
-NAMES = 56  # columns that a name may take on a terminal
+NAMES = 56  # columns for names; longer ones are cut on a terminal, and push their line to the right elsewhere
 
 # inspect -------------------------------------------------------------------------------------------------------------
 
@@ -167,8 +168,7 @@ def _tensor(tensor: Tensor, part: Part | None = None) -> str:
 def _aligned(lines: Sequence[Line], biggest: int, style: Style) -> str:
     names = max((len(label) for label, *_ in lines), default=0)
     width = style.width
-    if width is not None:
-        names = min(names, NAMES, max(width - 40, 12))
+    names = min(names, NAMES, max((width or 1_000) - 40, 12))
     sizes = max((len(size(nbytes)) for _, nbytes, _, _ in lines if nbytes is not None), default=0)
     barred = 0 if not sizes else BAR if width is None or width >= 100 else BAR // 2
     result = []
@@ -199,12 +199,10 @@ def _wrapped(text: str, used: int, width: int | None) -> str:
 
 def _flat_entries(part: Part) -> str:
     """A file of plain values: its entries, as far as they fit."""
-    node = part.root.node
-    if not isinstance(node, dict):
-        return _value(node)
-    rows = [(printable(segment_text(key)), _value(value)) for key, value in node.items()]
-    lines = columns(rows[:LINES], indent="")
-    return "\n".join(lines + ([f"…  {len(rows) - LINES:,} more (--all lists them)"] if len(rows) > LINES else []))
+    rows = [(printable(segment_text(key)), _value(value)) for key, value in islice(children(part.root.node), LINES + 1)]
+    if not rows:
+        return _value(part.root.node)
+    return "\n".join([*columns(rows[:LINES], indent=""), *(["…  (--all lists everything)"] if rows[LINES:] else [])])
 
 
 # Everything

@@ -17,7 +17,10 @@ from ckptool.tree import Path, address, find, unknown_calls, walk
 WASTE_WORTH_A_NOTE = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Rows are not frozen, though nobody assigns to them: there is one for each tensor, and making a frozen object takes four times as long.
+
+
+@dataclass(slots=True, eq=False)
 class TensorRow:
     """A tensor at one place in the tree. `storage` numbers storages from 0 in the order in which they are met; None for composites."""
 
@@ -30,7 +33,7 @@ class TensorRow:
         return address(self.path)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class EntryRow:
     """A value that is no tensor, at one place in the tree."""
 

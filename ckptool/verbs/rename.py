@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from ckptool.errors import UsageError
 from ckptool.roots import model_roots
-from ckptool.transforms.rename import by_rules, parse_rule, read_rules
+from ckptool.transforms.rename import by_rules
+from ckptool.transforms.rules import parse_rule, read_rules
 from ckptool.verbs.opening import PathLike, open_file
 from ckptool.verbs.saving import SaveOptions, Written
 from ckptool.verbs.strip_module import renamed_file

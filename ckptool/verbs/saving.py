@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan
 from ckptool.errors import Conflict, FileProblem, UsageError, VerifyFailed, printable
+from ckptool.files import file_problem
 from ckptool.formats import Format, no_collection
 from ckptool.output import Progress, append_in_place, check_target, replace_file
 from ckptool.output.append import refuse_links
@@ -20,6 +21,7 @@ class SaveOptions(TypedDict, total=False):
 
     verify: re-read the output and compare every tensor before it takes its name.  keep_unknown: pass calls of unknown functions on.
     container: the container to write, instead of the one that the suffix of the output stands for.  progress: told bytes done and in all.
+    make_folder: the folder of the output is made if there is none.
     """
 
     in_place: bool
@@ -29,6 +31,7 @@ class SaveOptions(TypedDict, total=False):
     keep_unknown: bool
     container: str | None
     progress: Progress | None
+    make_folder: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,13 +140,23 @@ def _save_in_place(
 def _replace(
     target: str, container: Format, plan: Plan, how: str, changed: Checkpoint, options: SaveOptions, *, overwrite: bool
 ) -> tuple[str, str, str, int, int]:
-    if options.get("dry_run", False):
+    if options.get("make_folder", False) and not os.path.lexists(os.path.dirname(target) or "."):
+        _make_folder(target, options)
+    elif options.get("dry_run", False):
         check_target(target, overwrite=overwrite)
-    else:
+    if not options.get("dry_run", False):
         verify = _verifier(changed) if options.get("verify", False) else None
         inputs = [changed.source] if changed.source else []
         replace_file(plan, target, overwrite=overwrite, inputs=inputs, verify=verify, progress=options.get("progress"))
     return target, container.NAME, how, plan.nbytes, plan.nbytes
+
+
+def _make_folder(target: str, options: SaveOptions) -> None:
+    if not options.get("dry_run", False):
+        try:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+        except OSError as error:
+            raise file_problem(error, os.path.dirname(target), "make the folder") from error
 
 
 def _verifier(expected: Checkpoint) -> Any:

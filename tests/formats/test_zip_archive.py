@@ -13,7 +13,8 @@ import torch
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.files import Source
 from ckptool.formats import read, zip_archive
-from ckptool.formats.zip_archive import CENTRAL, END, LOCAL, Archive, Record, moved_entry, read_archive
+from ckptool.formats.zip_archive import CENTRAL, END, LOCAL, Archive, Record, read_archive
+from ckptool.formats.zip_parts import moved_entry
 from tests.formats.zips import record_starts
 from tests.helpers import torch_bytes, written
 

@@ -1,0 +1,143 @@
+"""Rules for new keys: `OLD => NEW`, both for the whole key, from the command line or a YAML file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.errors import UsageError, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`old => new` for whole keys. `text` is the rule as given, `place` where it was read (`rules.yaml, line 3`)."""
+
+    text: str
+    pattern: re.Pattern[str]
+    template: str
+    place: str = ""
+
+    def __call__(self, key: str) -> str | None:
+        """The new key, or None if the rule does not match."""
+        match = self.pattern.fullmatch(key)
+        return None if match is None else match.expand(self.template)
+
+
+_ARROW = re.compile(r"\s*=>\s*")
+_TOKEN = re.compile(r"\*|\{(\w+)\}|\\(.)")
+
+
+def parse_rule(text: str, place: str = "") -> Rule:
+    """A rule from its text: `'blocks.{n}.attn.* => layers.{n}.self_attn.*'`, or `'re:^enc\\.(.*)$ => encoder.\\1'`.
+
+    `*` stands for anything, dots included; `{name}` for something without a dot. Raises `UsageError` for a rule without `=>`,
+    with a variable on the right that the left does not have, or a regular expression that is none.
+    """
+    where = f"{place}: " if place else ""
+    sides = _ARROW.split(text.strip())
+    if len(sides) != 2 or not sides[0] or not sides[1]:
+        raise UsageError(
+            f"{where}{printable(text)!r} is not a rule",
+            "A rule is OLD => NEW, both for the whole key.",
+            "For example: 'blocks.{n}.* => layers.{n}.*'",
+        )
+    old, new = sides
+    try:
+        pattern, template = (re.compile(old[3:]), new) if old.startswith("re:") else _compile_glob(old, new)
+        _check_template(pattern, template)
+    except (re.error, IndexError, UsageError) as error:
+        reason = error.what if isinstance(error, UsageError) else str(error)
+        raise UsageError(
+            f"{where}the rule {printable(text)!r} cannot work: {reason}",
+            "Every variable on the right must be bound on the left.",
+        ) from None
+    return Rule(text, pattern, template, place)
+
+
+def _compile_glob(old: str, new: str) -> tuple[re.Pattern[str], str]:
+    stars = 0
+    seen: set[str] = set()
+
+    def group(match: re.Match[str]) -> str:
+        nonlocal stars
+        if match[2] is not None:
+            return re.escape(match[2])
+        if match[1] is None:
+            stars += 1
+            return f"(?P<star{stars}>.*)"
+        if match[1] in seen:
+            return f"(?P=v_{match[1]})"
+        seen.add(match[1])
+        return f"(?P<v_{match[1]}>[^.]+)"
+
+    pattern = re.compile(_substituted(old, group, re.escape), re.DOTALL)
+    bound, stars = stars, 0
+
+    def reference(match: re.Match[str]) -> str:
+        nonlocal stars
+        if match[2] is not None:
+            return match[2].replace("\\", "\\\\")
+        if match[1] is None:
+            stars += 1
+            if stars > bound:
+                raise UsageError(f"the right side has more * than the left ({bound})")
+            return f"\\g<star{stars}>"
+        if match[1] not in seen:
+            raise UsageError(f"{{{match[1]}}} is not on the left side")
+        return f"\\g<v_{match[1]}>"
+
+    return pattern, _substituted(new, reference, lambda text: text.replace("\\", "\\\\"))
+
+
+def _substituted(text: str, special: Callable[[re.Match[str]], str], literal: Callable[[str], str]) -> str:
+    parts, at = [], 0
+    for match in _TOKEN.finditer(text):
+        parts += [literal(text[at : match.start()]), special(match)]
+        at = match.end()
+    return "".join([*parts, literal(text[at:])])
+
+
+def _check_template(pattern: re.Pattern[str], template: str) -> None:
+    """Raises where the template refers to a group that the pattern does not have."""
+    probe = re.compile(f"{pattern.pattern}\n|", pattern.flags).fullmatch("")  # the line break ends a comment of (?x)
+    if probe is not None:
+        probe.expand(template)
+
+
+def read_rules(path: str) -> list[Rule]:
+    """The rules of a YAML file: a list of `OLD => NEW` texts, a mapping of OLD to NEW, or either under `rules:`.
+
+    Raises `UsageError` that points at the line, `FileProblem` if the file cannot be read.
+    """
+    import yaml
+
+    from ckptool.files import file_problem
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            node = yaml.compose(file, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise file_problem(error, path, "read") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UsageError(
+            f"{printable(path)}, line {line}: {error.problem}", "The rules file is not valid YAML."
+        ) from None
+    if isinstance(node, yaml.MappingNode) and len(node.value) == 1 and node.value[0][0].value == "rules":
+        node = node.value[0][1]
+    if isinstance(node, yaml.MappingNode):
+        pairs = [(f"{_scalar_text(old)} => {_scalar_text(new)}", old) for old, new in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        pairs = [(_scalar_text(item), item) for item in node.value]
+    else:
+        raise UsageError(
+            f"{printable(path)}, line 1: no rules", "A rules file is a list of 'OLD => NEW' or a mapping of OLD to NEW."
+        )
+    return [parse_rule(text, f"{printable(path)}, line {item.start_mark.line + 1}") for text, item in pairs]
+
+
+def _scalar_text(node: Any) -> str:
+    """The text of a YAML scalar as it was written; nothing for a list or mapping, which no rule can be."""
+    return node.value if isinstance(node.value, str) else ""

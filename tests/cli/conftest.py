@@ -1,0 +1,74 @@
+"""Checkpoints that the command line is tried on, and a way to run it in this process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptool.cli import main
+from fixtures.make import make_all
+
+NAMES = [
+    "dp.pt",
+    "compiled.pt",
+    "cuda.pt",
+    "training.pt",
+    "gan.pt",
+    "ties.pt",
+    "numpy_values.pt",
+    "model.safetensors",
+    "legacy.pt",
+]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command line printed, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    make_all(folder, NAMES)
+    return folder
+
+
+@pytest.fixture
+def files(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh copy of the files, which is also the working directory."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CKPTOOL_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    def ran(*words: str) -> Ran:
+        capsys.readouterr()
+        code = main(words)
+        return Ran(code, *capsys.readouterr())
+
+    return ran
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """Names and values that would move a cursor, break a line, or turn the reading direction."""
+    path = tmp_path / "hostile.pt"
+    names = ["\x1b[31mred", "line\nbreak", "bell\x07", "bidi\u202eflip", "back\x08space", "c1\x9b31m"]
+    state = {f"{name}.weight": torch.ones(2) for name in names}
+    torch.save(
+        {"state_dict": state, "text": "\x1b]0;title\x07", "\x1b[2Jkey": 1, "more": {"\x1b[2J": "\r\x1b[A"}}, path
+    )
+    return path

@@ -1,0 +1,189 @@
+"""What goes wrong is told in three parts, with the right exit code, and changes nothing on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptool.cli import problems
+from tests.cli.conftest import Ran
+
+Run = Callable[..., Ran]
+
+
+def state_of(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+BAD = {
+    "missing file": ("inspect missing.pt", 2, "io"),
+    "folder": ("inspect .", 2, "not-a-checkpoint"),
+    "empty file": ("inspect empty.pt", 2, "truncated"),
+    "text file": ("inspect text.pt", 2, "not-a-checkpoint"),
+    "cut-off zip": ("inspect cut.pt", 2, "truncated"),
+    "older format": ("strip-module legacy.pt -o x.pt", 2, "unsupported"),
+    "unknown address": ("inspect training.pt#nothing", 2, "usage"),
+    "unknown root": ("strip-module training.pt --at nothing -o x.pt", 2, "usage"),
+    "address of a value": ("strip-module training.pt --at epoch -o x.pt", 2, "usage"),
+    "address in a tensor": ("show dp.pt#module.fc1.weight/x", 2, "usage"),
+    "bad slice": ("show dp.pt#module.fc1.weight --slice 99", 2, "usage"),
+    "no such folder": ("strip-module dp.pt -o nowhere/x.pt", 2, "io"),
+    "output is a folder": ("strip-module dp.pt -o folder", 2, "io"),
+    "OUT exists": ("strip-module dp.pt -o compiled.pt", 2, "output-exists"),
+    "OUT exists, dry": ("strip-module dp.pt -o compiled.pt -n", 2, "output-exists"),
+    "IN as OUT": ("strip-module dp.pt -o dp.pt", 2, "conflict"),
+    "IN as OUT by a link": ("strip-module dp.pt -o link.pt", 2, "conflict"),
+    "in place through a link": ("strip-module link.pt --in-place", 2, "conflict"),
+    "no output": ("strip-module dp.pt", 2, "usage"),
+    "two outputs": ("strip-module dp.pt -o x.pt --in-place", 2, "usage"),
+    "several into one": ("strip-module dp.pt compiled.pt -o x.pt", 2, "usage"),
+    "same names": ("strip-module dp.pt other/dp.pt -d out", 2, "conflict"),
+    "folder is a file": ("strip-module dp.pt -d compiled.pt", 2, "io"),
+    "exists in the folder": ("strip-module compiled.pt dp.pt -d other", 2, "output-exists"),
+    "no such prefix": ("strip-module dp.pt --prefix nothing. -o x.pt", 1, "no-match"),
+    "rule that matches nothing": ("rename dp.pt 'a => b' -o x.pt", 1, "no-match"),
+    "rule that is none": ("rename dp.pt 'a =>' -o x.pt", 2, "usage"),
+    "no rule": ("rename dp.pt -o x.pt", 2, "usage"),
+    "no file": ("rename 'a => b' -o x.pt", 2, "usage"),
+    "colliding rule": ("rename dp.pt '*weight => w' -o x.pt", 2, "conflict"),
+    "missing rules": ("rename dp.pt --rules missing.yaml -o x.pt", 2, "io"),
+    "bad device": ("remap cuda.pt --to gpu -o x.pt", 2, "usage"),
+    "device that cannot be": ("remap cuda.pt --to cpu:7 -o x.pt", 2, "usage"),
+    "nothing there": ("remap cuda.pt --map cuda:3=cpu -o x.pt", 1, "no-match"),
+    "half a map": ("remap cuda.pt --map cuda:3 -o x.pt", 2, "usage"),
+    "no device": ("remap cuda.pt -o x.pt", 2, "usage"),
+    "bad dtype": ("cast dp.pt --dtype i8 -o x.pt", 2, "usage"),
+    "pattern that matches nothing": ("cast dp.pt --dtype bf16 --only nothing -o x.pt", 1, "no-match"),
+    "nothing to drop": ("edit dp.pt --drop nothing -o x.pt", 1, "no-match"),
+    "not JSON": ("edit training.pt --set epoch:=x -o x.pt", 2, "usage"),
+    "several roots": ("convert gan.pt -o x.safetensors", 2, "usage"),
+    "what to convert to": ("convert dp.pt -d out", 2, "usage"),
+    "bad container": ("convert dp.pt -o x --to onnx", 2, "usage"),
+    "ignore nonsense": ("diff dp.pt dp.pt --ignore nonsense", 2, "usage"),
+    "unknown command": ("frobnicate dp.pt", 2, "usage"),
+    "unknown option": ("inspect dp.pt --frobnicate", 2, "usage"),
+    "no argument": ("inspect", 2, "usage"),
+    "not a number": ("inspect dp.pt --depth many", 2, "usage"),
+    "no such order": ("inspect dp.pt --sort colour", 2, "usage"),
+}
+
+
+@pytest.fixture
+def folder(files: Path) -> Path:
+    (files / "empty.pt").touch()
+    (files / "text.pt").write_text("just some words\n")
+    (files / "cut.pt").write_bytes((files / "training.pt").read_bytes()[:9_000])
+    (files / "folder").mkdir()
+    (files / "other").mkdir()
+    (files / "other" / "dp.pt").write_bytes((files / "dp.pt").read_bytes())
+    os.symlink("dp.pt", files / "link.pt")
+    return files
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_every_error_has_three_parts_and_changes_nothing(name: str, folder: Path, run: Run) -> None:
+    import shlex
+
+    command, code, kind = BAD[name]
+    before = state_of(folder)
+    ran = run(*shlex.split(command))
+    assert (ran.code, ran.out) == (code, "")
+    first, *rest = ran.err.rstrip("\n").split("\n")
+    assert first.startswith(f"error[{kind}]: ") and len(first) > len(kind) + 12
+    assert rest and all(line.startswith("  ") and line.strip() for line in rest), "what it means, or what to type"
+    assert "Traceback" not in ran.err and "\x1b" not in ran.err
+    assert state_of(folder) == before
+
+
+@pytest.mark.parametrize("name", ["missing file", "rule that matches nothing", "unknown option", "OUT exists"])
+def test_errors_are_json_where_json_was_asked_for(name: str, folder: Path, run: Run) -> None:
+    import shlex
+
+    command, code, kind = BAD[name]
+    ran = run(*shlex.split(command), "--json")
+    found = json.loads(ran.out)
+    assert (ran.code, ran.err) == (code, "")
+    assert list(found) == ["schema", "code", "what", "why", "fix"]
+    assert (found["schema"], found["code"]) == ("ckptool.error/1", kind)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(files: Path, run: Run) -> None:
+    (files / "locked").mkdir(mode=0o500)
+    ran = run("strip-module", "dp.pt", "-o", "locked/x.pt")
+    assert ran.code == 2 and ran.err.startswith("error[io]: cannot write locked/x.pt")
+
+
+def test_several_files_stop_at_the_first_that_fails_and_say_what_was_done(files: Path, run: Run) -> None:
+    words = ("strip-module", "dp.pt", "legacy.pt", "compiled.pt", "-d", "out")
+    ran = run(*words)
+    assert ran.code == 2 and ran.out.startswith("strip-module: 9 of 9 keys renamed → out/dp.pt")
+    assert "1 of 3 files were done before" in ran.err and "legacy.pt" in ran.err
+    assert [path.name for path in (files / "out").iterdir()] == ["dp.pt"]
+    found = json.loads(run(*words, "-f", "--json").out)
+    assert found["code"] == "unsupported" and [done["output"] for done in found["done"]] == ["out/dp.pt"]
+
+
+def test_a_fault_of_ours_is_told_in_words(files: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise KeyError("\x1b[31m")
+
+    monkeypatch.setattr("ckptool.verbs.inspect.inspect", broken)
+    ran = run("inspect", "dp.pt")
+    assert ran.code == 2 and ran.err.startswith("error[bug]: KeyError: ") and "bug in ckptool" in ran.err
+    assert "\x1b" not in ran.err and "Traceback" not in ran.err
+    monkeypatch.setenv("CKPTOOL_DEBUG", "1")
+    with pytest.raises(KeyError):
+        run("inspect", "dp.pt")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RecursionError(), OSError(28, "No space left on device")])
+def test_limits_of_the_machine_are_told_in_words(error: Exception) -> None:
+    told = problems.in_words(error)
+    assert told.exit_code == 2 and told.code in ("limit-exceeded", "io") and told.why
+
+
+def test_an_interrupt_ends_with_130(files: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptool.verbs.inspect.inspect", stopped)
+    assert run("inspect", "dp.pt") == Ran(130, "", "interrupted\n")
+
+
+def test_nothing_hostile_reaches_the_terminal(hostile: Path, run: Run) -> None:
+    name, out = str(hostile), str(hostile.with_name("out.pt"))
+    commands = [
+        ("inspect", name),
+        ("inspect", name, "--all"),
+        ("inspect", name, "--stats"),
+        ("inspect", name, "--json"),
+        ("inspect", f"{name}#\x1b[5m"),
+        ("show", name),
+        ("show", f"{name}#text"),
+        ("show", f"{name}#state_dict", "--json"),
+        ("rename", name, "*weight => *w\x1b[5m", "-o", out),
+        ("diff", name, out),
+        ("diff", name, out, "--json"),
+        ("diff", name, out, "--name-only"),
+        ("rename", name, "* => x", "-o", out, "-f"),
+        ("edit", name, "--drop", "text", "-o", out, "-f"),
+        ("convert", name, "-o", f"{out}.safetensors"),
+        ("remap", name, "--to", "\x1b[5m", "-o", out, "-f"),
+        ("inspect", "missing\x1b[5m\n.pt"),
+        ("\x1b[5m",),
+        ("inspect", "--\x1b[5m"),
+    ]
+    for command in commands:
+        ran = run(*command)
+        raw = {c for c in ran.out + ran.err if not c.isprintable()} - {"\n"}
+        assert not raw, f"{command}: {raw}"
+        assert "break" not in [line.strip() for line in ran.out.split("\n")]

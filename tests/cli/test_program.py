@@ -1,0 +1,163 @@
+"""The program as a process: pipes, signals, colours, encodings, what it imports."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptool.cli.progress import progress_bar
+from fixtures.sparse import make_sparse
+
+PROGRAM = [sys.executable, "-c", "import sys; from ckptool.cli import main; sys.exit(main())"]
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    settings = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return subprocess.run([*PROGRAM, *words], env=settings | environment, capture_output=True, check=False)
+
+
+def on_terminal(columns: int, *words: str, **environment: str) -> tuple[int, str]:
+    """What a terminal of so many columns shows, and the exit code."""
+    import fcntl
+    import struct
+    import termios
+
+    child, fd = pty.fork()
+    if not child:
+        os.environ.pop("COLUMNS", None)
+        os.environ.pop("NO_COLOR", None)
+        os.environ.update({"TERM": "xterm-256color"} | environment)
+        os.execv(PROGRAM[0], [*PROGRAM, *words])
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    shown = b""
+    while True:
+        try:
+            part = os.read(fd, 65536)
+        except OSError:  # the terminal is gone with its last user
+            break
+        if not part:
+            break
+        shown += part
+    os.close(fd)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.decode()
+
+
+def test_head_is_silent(files: Path) -> None:
+    for command, code in (
+        ("inspect training.pt --all", 0),
+        ("inspect training.pt --json", 0),
+        ("diff dp.pt compiled.pt", 1),
+    ):
+        script = f"set -o pipefail; {' '.join(map(repr, PROGRAM))} {command} | head -c 1; exit ${{PIPESTATUS[0]}}"
+        ended = subprocess.run(["bash", "-c", script], capture_output=True, check=False)
+        assert (ended.returncode, ended.stderr, len(ended.stdout)) == (code, b"", 1)
+    early = f"{' '.join(map(repr, PROGRAM))} inspect training.pt --all | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", early], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_behind_stdout_is_told(files: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([*PROGRAM, "inspect", "dp.pt"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (
+        ended.returncode == 2
+        and b"cannot write to standard output" in ended.stderr
+        and b"Traceback" not in ended.stderr
+    )
+
+
+def test_colours_only_on_a_terminal(files: Path) -> None:
+    code, shown = on_terminal(100, "inspect", "dp.pt")
+    assert code == 0 and "\x1b[1mdp.pt\x1b[0m" in shown
+    assert "\x1b" not in on_terminal(100, "inspect", "dp.pt", NO_COLOR="1")[1]
+    assert "\x1b" not in on_terminal(100, "inspect", "dp.pt", NO_COLOR="1", FORCE_COLOR="1")[1]
+    assert b"\x1b" not in run("inspect", "dp.pt").stdout
+    assert b"\x1b[1m" in run("inspect", "dp.pt", FORCE_COLOR="1").stdout
+    assert b"\x1b[1;31merror" in run("inspect", "nothing.pt", FORCE_COLOR="1").stderr
+    assert b"\x1b" not in run("inspect", "dp.pt", "--json", FORCE_COLOR="1").stdout
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_lines_fit_the_terminal(columns: int, files: Path) -> None:
+    for name in ("training.pt", "numpy_values.pt"):
+        shown = on_terminal(columns, "inspect", name, NO_COLOR="1")[1]
+        assert max(map(len, shown.replace("\r", "").split("\n"))) <= columns
+
+
+def test_other_encodings(files: Path) -> None:
+    os.rename("dp.pt", "modèle.pt")
+    ended = run("strip-module", "modèle.pt", "-o", "ça.pt", PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+    assert ended.returncode == 0 and ended.stdout.isascii() and b"-> \\xe7a.pt" in ended.stdout
+
+
+def test_nothing_heavy_is_imported() -> None:
+    script = (
+        "import sys; from ckptool.cli import main; main({words}); "
+        "print(sorted({{'torch', 'numpy', 'yaml', 'rich', 'safetensors'}} & set(sys.modules)), file=sys.stderr)"
+    )
+    for words, allowed in ((["--version"], []), (["--help"], ["rich"]), (["inspect", "nothing.pt"], [])):
+        ended = subprocess.run(
+            [sys.executable, "-c", script.format(words=words)], capture_output=True, text=True, check=False
+        )
+        assert ended.stderr.strip().split("\n")[-1] in (str(allowed), "[]")
+
+
+def test_looking_at_a_file_imports_no_numpy(files: Path) -> None:
+    script = (
+        "import sys; from ckptool.cli import main; main(['inspect', 'training.pt']); "
+        "sys.exit(bool({'numpy', 'torch', 'rich'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_stopped_write_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    make_sparse(tmp_path / "big.pt", 3 << 30)
+    command = [*PROGRAM, "cast", "big.pt", "--dtype", "bf16", "-o", "out.pt"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while process.poll() is None and not any(path.stat().st_size for path in tmp_path.glob(".ckptool-*")):
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code and b"Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["big.pt"]
+
+
+def test_progress_is_drawn_after_half_a_second_and_wiped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress_bar("x") as progress:
+        assert progress is None, "no terminal"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    now = [100.0]
+    monkeypatch.setattr("ckptool.cli.progress.time.monotonic", lambda: now[0])
+    with progress_bar("copy a.pt") as progress:
+        assert progress is not None
+        progress(10, 100)
+        assert capsys.readouterr().err == ""
+        now[0] += 1
+        progress(50, 100)
+        assert "copy a.pt  50% " in capsys.readouterr().err
+    assert capsys.readouterr().err == "\r\x1b[K"
+
+
+def test_every_command_writes_what_its_function_writes(files: Path) -> None:
+    import ckptool
+
+    functions: dict[str, Callable[..., object]] = {
+        "strip-module": ckptool.strip_module,
+        "add-module": ckptool.add_module,
+    }
+    for name, function in functions.items():
+        function("dp.pt", "a.pt", overwrite=True)
+        assert run(name, "dp.pt", "-o", "b.pt", "-f").returncode == 0
+        assert Path("a.pt").read_bytes() == Path("b.pt").read_bytes()

@@ -1,0 +1,196 @@
+"""What reports look like as text: sizes, bars, outlines, differences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry, row_major_strides
+from ckptool.dtypes import by_name
+from ckptool.render.outline import outline
+from ckptool.render.style import PLAIN, Style, bar, columns, short, size
+from ckptool.render.text import diff_text, error_text, inspection_text
+from ckptool.reports.diff import diff
+from ckptool.reports.listing import listing
+from ckptool.reports.parts import like_others, parts
+from ckptool.verbs.inspect import Inspection
+
+F32 = by_name("f32")
+
+
+def tensor(*shape: int, storage: Storage | None = None, dtype: str = "f32") -> TensorEntry:
+    kind = by_name(dtype)
+    count = 1
+    for length in shape:
+        count *= length
+    return TensorEntry(storage or Storage(Literal(bytes(count * kind.itemsize))), kind, shape, row_major_strides(shape))
+
+
+def checkpoint(tree: Any) -> Checkpoint:
+    return Checkpoint(tree, "torch-zip")
+
+
+def text_of(tree: Any, **options: Any) -> str:
+    found = listing(checkpoint(tree))
+    return inspection_text(Inspection(found, {}, found.notes), **options)
+
+
+def labels(tree: Mapping[str, Any], **options: Any) -> list[str]:
+    """The names of the outline, with their indentation."""
+    block = text_of(tree, **options).split("\n\n")[1]
+    return [re.split(r"  +(?=[\d…])", line)[0].rstrip() for line in block.split("\n")]
+
+
+@pytest.mark.parametrize(
+    "nbytes, text",
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1_000, "1.00 kB"),
+        (44_700_000, "44.7 MB"),
+        (999_999, "1.00 MB"),
+        (2**31, "2.15 GB"),
+        (10**14, "100 TB"),
+    ],
+)
+def test_sizes(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
+
+
+def test_counts_and_bars() -> None:
+    assert [short(n) for n in (0, 950, 78_200, 11_200_000, 7_000_000_000)] == ["0", "950", "78.2k", "11.2M", "7.00B"]
+    assert bar(10, 10) == "█" * 12 and bar(5, 10, 4) == "██" and bar(0, 10) == bar(1, 10**6) == bar(0, 0) == ""
+
+
+def test_columns_are_as_wide_as_they_need() -> None:
+    assert columns([("a", "1"), ("bbb", "22")], right=(1,), indent="") == ["a     1", "bbb  22"]
+    long = columns([("x" * 200, "1"), ("y", "2")])
+    assert long[0] == f"  {'x' * 200}  1" and len(long[1]) < 90
+
+
+def test_repeated_layers_are_folded_only_where_they_are_the_same() -> None:
+    layers = {f"layers.{i}.{name}": tensor(4, 4) for i in range(12) for name in ("q.weight", "k.weight")}
+    assert labels(layers) == ["(the whole file)", "  layers.{0..11}", "    q.weight", "    k.weight"]
+    assert "12 × f32 [4, 4]" in text_of(layers)
+    other = layers | {"layers.5.q.weight": tensor(4, 5)}
+    both = ["    q.weight", "    k.weight"]
+    assert labels(other)[1:] == ["  layers.{0..4}", *both, "  layers.5", *both, "  layers.{6..11}", *both]
+    gap = {f"layers.{i}.weight": tensor(4) for i in (0, 1, 2, 4, 5)}
+    assert (
+        labels(gap)[1:] == ["  layers.{0..2}.weight", "  layers.4.weight", "  layers.5.weight"]
+        or labels(gap)[1] == "  layers.{0..2}"
+    )
+
+
+def test_an_outline_fits_a_screen_whatever_the_file() -> None:
+    wide = {f"part{'abcdefghij'[i % 10]}{i}x.weight": tensor(i + 1) for i in range(3_000)}
+    lines = text_of(wide).split("\n")
+    assert len(lines) <= 45 and any("2,988 more (--all lists them)" in line for line in lines)
+    deep = {".".join(f"{'abcdef'[(i >> n) % 3]}{n}" for n in range(9)) + f".w{i}x": tensor(i + 1) for i in range(500)}
+    assert len(text_of(deep).split("\n")) <= 45
+
+
+def test_a_name_that_is_a_tensor_and_a_module() -> None:
+    assert labels({"a": tensor(2), "a.b": tensor(2), "a.c": tensor(3)}) == [
+        "(the whole file)",
+        "  a",
+        "  a",
+        "    b",
+        "    c",
+    ]
+
+
+def test_keys_with_slashes_dots_and_numbers() -> None:
+    tree = {"state_dict": {"a/b.weight": tensor(2), "..": tensor(2), "": tensor(1), "x.weight": tensor(5)}}
+    assert "a~1b.weight" in text_of(tree) and text_of(tree, all=True).count("state_dict/") == 4
+
+
+def test_tied_tensors_count_once_and_say_so() -> None:
+    shared = Storage(Literal(bytes(64)))
+    tree = {
+        "embed.weight": tensor(4, 4, storage=shared),
+        "head.weight": tensor(4, 4, storage=shared),
+        "view.weight": tensor(4, storage=shared),
+    }
+    (part,) = parts(listing(checkpoint(tree)))
+    assert (part.bytes, part.elements, part.tied) == (64 + 16, 20, {1: 0})
+    assert "tied to embed.weight" in text_of(tree)
+
+
+def test_parts_that_look_alike_are_shown_once() -> None:
+    model = {"fc.weight": tensor(3, 3), "fc.bias": tensor(3)}
+    ema = {f"module.{key}": tensor(*entry.shape) for key, entry in model.items()}
+    tree = {"model": model, "ema": ema, "teacher_model": {"fc.weight": tensor(9, 9)}}
+    divided = parts(listing(checkpoint(tree)))
+    assert like_others(divided) == {divided[1]: divided[0]}
+    assert text_of(tree).count("names and shapes as in model") == 1
+
+
+def test_outline_depth_is_exact() -> None:
+    (part,) = parts(listing(checkpoint({"a.b.weight": tensor(1), "a.c.weight": tensor(2), "d.bias": tensor(3)})))
+    top = outline(part, 40, 1, "none")
+    assert [child.label for child in top.expanded] == ["a", "d.bias"] and not top.expanded[0].expanded
+
+
+def test_files_of_plain_values() -> None:
+    assert "lr  0.1" in " ".join(text_of({"lr": 0.1, "more": {"a": 1}}).split("\n")).replace("    ", "  ")
+    assert "no tensors" in text_of([1, 2]) and "3" in text_of(3)
+
+
+def test_a_narrow_terminal_cuts_names_and_wraps_parts() -> None:
+    tree = {
+        "state_dict": {f"{'long' * 20}.{i}x.weight": tensor(i + 1) for i in range(3)},
+        "config": {"text": "y" * 100},
+    }
+    text = text_of(tree, style=Style(width=80))
+    assert max(map(len, text.split("\n"))) <= 80 and "…" in text
+    assert "…" not in text_of({"state_dict": tree["state_dict"]})
+
+
+def test_differences_in_groups() -> None:
+    shared = Storage(Literal(bytes(64)))
+    left = {
+        "m": {
+            "a.weight": tensor(4),
+            "b.weight": tensor(2),
+            "c.weight": tensor(2, storage=shared),
+            "d.weight": tensor(2, storage=shared),
+        },
+        "epoch": 1,
+    }
+    right = {
+        "m": {
+            "b.weight": tensor(3),
+            "c.weight": TensorEntry(Storage(Literal(b"\1\0\0\0" * 2), "cuda:0"), F32, (2,), (1,)),
+            "d.weight": tensor(2),
+            "e.weight": tensor(1),
+        },
+        "epoch": 2,
+    }
+    found = diff(checkpoint(left), checkpoint(right))
+    text = diff_text(found)
+    for expected in (
+        "b.weight",
+        "shape [2] → [3]",
+        "device cpu → cuda:0",
+        "only in torch-zip (1)",
+        "1 → 2",
+        "2 of 2",
+        "tied only in",
+    ):
+        assert expected in text, expected
+    assert text.startswith("differ: 2 of 3 tensors changed, 1 entry changed, 1 only in")
+    assert "\x1b" in diff_text(found, style=Style(colour=True)) and "\x1b" not in text
+    names = diff_text(found, name_only=True).split("\n")
+    assert {"m/a.weight", "m/e.weight", "epoch", "m/c.weight"} <= set(names)
+    assert "values of tensors" in diff_text(found, stat=True)
+
+
+def test_errors_have_three_lines() -> None:
+    from ckptool.errors import NoMatch
+
+    assert error_text(NoMatch("what\x1b", "why", "fix")) == "error[no-match]: what\\x1b\n  why\n  fix\n"
+    assert error_text(NoMatch("what"), PLAIN) == "error[no-match]: what\n"

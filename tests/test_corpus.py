@@ -1,0 +1,182 @@
+"""The main job on files that other people made, where `../shared/corpus` lies beside the project.
+
+They are untrusted: `torch.load` sees them with `weights_only=True` only, and they are never unpickled otherwise.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.checkpoint import Composite, TensorEntry
+from ckptool.errors import CkptoolError, UsageError
+from ckptool.formats import read
+from ckptool.roots import find_roots
+from ckptool.tree import tensors, unknown_calls
+from ckptool.verbs.saving import Written
+from tests.helpers import assert_same_objects, assert_same_tree
+
+CORPUS = Path(__file__).resolve().parents[2] / "shared" / "corpus"
+
+
+def manifest() -> list[dict[str, str]]:
+    if not CORPUS.is_dir():
+        return []
+    with (CORPUS / "MANIFEST.tsv").open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file, delimiter="\t") if row["kind"] in ("zip", "safetensors")]
+
+
+each = pytest.mark.parametrize("row", manifest(), ids=lambda row: row["file"])
+Row = dict[str, str]
+
+
+def path_of(row: Row) -> Path:
+    return CORPUS / row["file"]
+
+
+def has_weights(row: Row) -> bool:
+    return any(root.is_model for root in find_roots(read(path_of(row))))
+
+
+def assert_same_file(file: Path, out: Path) -> None:
+    """The same tree, and the same for torch where torch opens the original without running it."""
+    assert_same_tree(read(file), read(out))
+    if file.suffix != ".safetensors":
+        try:
+            before = torch.load(file, weights_only=True, map_location="cpu")
+        except Exception as error:  # noqa: BLE001 (torch's refusals are of several kinds)
+            assert "weights_only" in str(error) or "Weights only" in str(error)
+            return
+        assert_same_objects(before, torch.load(out, weights_only=True, map_location="cpu"))
+
+
+@each
+def test_inspect_counts_what_the_manifest_does(row: Row) -> None:
+    found = ckptool.inspect(path_of(row)).listing
+    assert found.bytes == int(row["bytes"]) and found.container == {"zip": "torch-zip"}.get(row["kind"], row["kind"])
+    assert len(found.tensors) == int(row["tensors"])
+    if row["locations"]:
+        counts = dict(part.rsplit(":", 1) for part in row["locations"].split(","))
+        assert {str(place): str(count) for place, count in count_by(found.tensors, "location").items()} == counts
+    if row["dtypes"]:
+        counts = {name.lower(): count for name, count in (part.split(":") for part in row["dtypes"].split(","))}
+        assert {str(dtype): str(count) for dtype, count in count_by(found.tensors, "dtype").items()} == counts
+    assert ckptool.inspect(path_of(row), stats=True).statistics.keys() <= {one.address for one in found.tensors}
+
+
+def count_by(rows: tuple[Any, ...], name: str) -> dict[Any, int]:
+    counts: dict[Any, int] = {}
+    for row in rows:
+        value = getattr(row.tensor, name)
+        counts[value] = counts.get(value, 0) + 1
+    return counts
+
+
+@each
+@pytest.mark.parametrize("in_place", [False, True], ids=["new file", "in place"])
+def test_add_and_strip_a_prefix(row: Row, in_place: bool, tmp_path: Path) -> None:
+    file = path_of(row)
+    if in_place:
+        work = tmp_path / file.name
+        work.write_bytes(file.read_bytes())
+        there = back = work
+    else:
+        work, there, back = file, tmp_path / f"there{file.suffix}", tmp_path / f"back{file.suffix}"
+
+    def step(verb: Any, source: Path, out: Path, **options: Any) -> Written:
+        return verb(source, None if in_place else out, in_place=in_place, verify=True, **options)  # type: ignore[no-any-return]
+
+    if not has_weights(row):
+        with pytest.raises(UsageError, match="no dictionary that looks like model weights"):
+            step(ckptool.add_module, work, there)
+        assert row["tensors"] == "0"
+        return
+    added = step(ckptool.add_module, work, there)
+    assert added.facts["changed"] > 0 and added.verified
+    step(ckptool.strip_module, there, back, prefix="module.")
+    assert_same_file(file, back)
+
+
+@each
+def test_remap_and_back(row: Row, tmp_path: Path) -> None:
+    file, there, back = path_of(row), tmp_path / "there.pt", tmp_path / "back.pt"
+    places = {part.location for _, part in tensors(read(file).tree)}
+    if row["kind"] == "safetensors":
+        there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
+    done = ckptool.remap(file, there, to="cuda:1", verify=True)
+    assert done.facts["changed"] == done.facts["storages"]
+    if row["kind"] == "safetensors" or not places:
+        return
+    (place,) = places
+    ckptool.remap(there, back, to=place, verify=True)
+    assert_same_file(file, back)
+    ckptool.remap(file, tmp_path / "cpu.pt", to="cpu", verify=True)
+    assert {part.location for _, part in tensors(read(tmp_path / "cpu.pt").tree)} == {"cpu"}
+
+
+@each
+def test_convert_the_whole_tree_and_back(row: Row, tmp_path: Path) -> None:
+    file, there, back = path_of(row), tmp_path / "all.safetensors", tmp_path / "back.pt"
+    try:
+        ckptool.convert(file, there, all=True, verify=True)
+    except CkptoolError as refused:
+        assert refused.code == "unsupported" and refused.what and not there.exists()
+        unknown = refused.what.partition("carried: ")[2].partition(" at ")[0]
+        assert unknown and not unknown.startswith(("torch.", "numpy.")), refused
+        return
+    ckptool.convert(there, back, verify=True)
+    assert_same_file(file, back)
+
+
+@each
+def test_convert_one_root_and_back(row: Row, tmp_path: Path) -> None:
+    file, there, back = path_of(row), tmp_path / "one.safetensors", tmp_path / "back.pt"
+    if not has_weights(row):
+        with pytest.raises(UsageError, match="no dictionary that looks like model weights"):
+            ckptool.convert(file, there)
+        return
+    done = ckptool.convert(file, there, verify=True)
+    ckptool.convert(there, back, verify=True)
+    root = next(root for root in find_roots(read(file)) if root.is_model)
+    wanted = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
+    found = read(back).tree
+    assert list(found) == list(wanted) and done.facts["tensors"] == len(wanted)
+    for key, value in wanted.items():
+        assert (found[key].dtype, found[key].shape, found[key].bytes()) == (value.dtype, value.shape, value.bytes())
+    assert (
+        ckptool.diff(f"{file}#{root.address}", there).same
+        and ckptool.diff(f"{file}#{root.address}", back, ignore=["metadata", "device", "requires_grad"]).same
+    )
+
+
+@each
+def test_compact_file(row: Row, tmp_path: Path) -> None:
+    file, out = path_of(row), tmp_path / "out.pt"
+    assert not unknown_calls(read(file))
+    ckptool.convert(file, out, verify=True)
+    assert_same_file(file, out)
+
+
+@each
+def test_diff(row: Row, tmp_path: Path) -> None:
+    file = path_of(row)
+    copy = tmp_path / file.name
+    copy.write_bytes(file.read_bytes())
+    for options in ({}, {"quick": True}, {"stat": False}):
+        found = ckptool.diff(file, copy, **options)  # type: ignore[arg-type]
+        assert found.same and found.tensors == found.equal
+    if has_weights(row):
+        ckptool.add_module(file, out := tmp_path / f"out{file.suffix}")
+        changed = ckptool.diff(file, out)
+        assert not changed.same and len(changed.only_left) == len(changed.only_right) > 0
+        ignored = ["prefix", "metadata"]  # the wrapper has an entry of its own there
+        assert ckptool.diff(file, out, ignore=ignored).same
+
+
+def test_the_manifest_is_read() -> None:
+    assert len(manifest()) >= 6 or not CORPUS.is_dir()

@@ -1,0 +1,143 @@
+"""What `import ckptool` offers, and what it costs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import ckptool
+from ckptool import errors
+
+VERBS = sorted(
+    path.stem for path in (Path(ckptool.__file__).parent / "verbs").glob("*.py") if not path.stem.startswith("_")
+)
+HELPERS = {"opening", "saving"}  # what several verbs share
+CLASSES = [
+    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CkptoolError)
+]
+
+
+def test_all_is_sorted_and_there() -> None:
+    assert ckptool.__all__ == sorted(set(ckptool.__all__))
+    for name in ckptool.__all__:
+        value = getattr(ckptool, name)
+        assert inspect.getdoc(value), name
+    assert set(ckptool.__all__) <= set(dir(ckptool))
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(Path(ckptool.__file__).read_text(encoding="utf-8"))
+    imported = [
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert set(ckptool.__all__) <= set(imported)
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        ckptool.nothing
+
+
+def test_importing_costs_nothing() -> None:
+    heavy = ["torch", "numpy", "yaml", "rich", "typer", "safetensors", "ml_dtypes", "pydantic", "pickle"]
+    code = f"import sys, ckptool; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_every_verb_without_torch(tmp_path: Path) -> None:
+    """Looking at and rewriting a file imports neither torch nor anything that a pickle names."""
+    from fixtures.make import make
+
+    file = make("training_sgd.pt", tmp_path)
+    code = f"""
+import sys, ckptool
+file, out = {str(file)!r}, {str(tmp_path / "out")!r}
+ckptool.inspect(file, stats=True), ckptool.show(file + "#epoch"), ckptool.diff(file, file)
+ckptool.strip_module(file, out + "1.pt", verify=True)
+ckptool.add_module(file, out + "2.pt")
+ckptool.rename(file, ["module.* => *"], out + "3.pt")
+ckptool.remap(file, out + "4.pt", to="cpu")
+ckptool.cast(file, out + "5.pt", dtype="bf16")
+ckptool.edit(file, out + "6.pt", set={{"epoch": 1}})
+ckptool.convert(file, out + "7.safetensors")
+ckptool.convert(file, out + "8.safetensors", all=True)
+ckptool.save({{"a": 1}}, out + "9.pt")
+print([name for name in ("torch", "pickle", "rich", "typer") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(ast.literal_eval(done.stdout))
+    assert "torch" not in loaded and not loaded & {"rich", "typer"}
+    assert done.stderr == ""
+    assert len(list(tmp_path.glob("out*"))) == 9
+
+
+# Verbs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in VERBS if name not in HELPERS])
+def test_verb(name: str) -> None:
+    function = getattr(import_module(f"ckptool.verbs.{name}"), name)
+    assert inspect.isfunction(function) and function.__module__ == f"ckptool.verbs.{name}"
+    first = (inspect.getdoc(function) or "").splitlines()[0]
+    assert re.match(r"[A-Z`].*[.:]", first), first
+    assert getattr(ckptool, name) is function and name in ckptool.__all__
+
+
+def test_every_public_function_is_a_verb() -> None:
+    functions = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
+    assert sorted(functions) == [name for name in VERBS if name not in HELPERS]
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_error_is_in_the_drawing() -> None:
+    drawing = errors.__doc__ or ""
+    drawn = dict(re.findall(r"^[ │├└─]*([A-Z]\w+) .*?([a-z-]+)(?: +exit \d)?$", drawing, re.MULTILINE))
+    assert drawn.keys() == {error.__name__ for error in CLASSES}
+    for error in CLASSES:
+        if error is not errors.CkptoolError:
+            assert drawn[error.__name__] == error.code
+
+
+def test_the_drawing_shows_the_bases() -> None:
+    lines = [line for line in (errors.__doc__ or "").splitlines() if "──" in line]
+    parents: list[str] = []
+    for line in lines:
+        depth, name = (line.index("── ") - 5) // 4, line.split("── ")[1].split()[0]
+        parents[depth:] = [name]
+        above = parents[depth - 1] if depth else "CkptoolError"
+        assert getattr(errors, name).__bases__ == (getattr(errors, above),)
+
+
+@pytest.mark.parametrize("error", CLASSES)
+def test_error(error: type[errors.CkptoolError]) -> None:
+    assert re.fullmatch(r"[a-z]+(-[a-z]+)*", error.code)
+    assert error.exit_code == (1 if error is errors.NoMatch else 2)
+    assert re.fullmatch(r"[A-Z].*\.", (error.__doc__ or "").splitlines()[0])
+    one = error("what", "why", "fix")
+    assert str(one) == "what\nwhy\nfix" and str(error("what")) == "what"
+    moved = one.within("there")
+    assert type(moved) is error and (moved.what, moved.why, moved.fix) == ("there: what", "why", "fix")
+    assert moved.within("there") is moved
+
+
+def test_codes_are_distinct() -> None:
+    codes = [error.code for error in CLASSES]
+    assert len(codes) == len(set(codes))
+
+
+def test_lists_and_escapes() -> None:
+    assert errors.listed([1, 2]) == "1, 2" and errors.listed(list(range(1005)), 2) == "0, 1 and 1,003 more"
+    assert errors.printable("a\x1b[m\n\u202e\ud800é") == "a\\x1b[m\\n\\u202e\\ud800é"
+    assert errors.is_text("é") and not errors.is_text("\ud800")

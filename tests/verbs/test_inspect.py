@@ -1,0 +1,61 @@
+"""`inspect`, with and without statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+from fixtures.make import make
+from fixtures.traps import TRAPS
+from tests.checkpoints import saved
+
+
+def test_a_listing(tmp_path: Path) -> None:
+    file = make("training.pt", tmp_path)
+    found = ckptool.inspect(file)
+    assert (found.listing.file, found.listing.container, found.listing.bytes) == (
+        str(file),
+        "torch-zip",
+        file.stat().st_size,
+    )
+    assert found.statistics == {} and found.notes == found.listing.notes
+    part = ckptool.inspect(f"{file}#model_state_dict").listing
+    assert len(part.tensors) == 9 and part.at == "model_state_dict"
+    assert [row.address for row in part.tensors] == [
+        row.address for row in ckptool.inspect(file, at="model_state_dict").listing.tensors
+    ]
+
+
+def test_statistics(tmp_path: Path) -> None:
+    w = torch.tensor([[1.0, -2.0], [0.0, 5.0]])
+    state = {
+        "w": w,
+        "tied": w,
+        "n": torch.tensor([1, 2, 3]),
+        "none": torch.empty(0),
+        **{"q": TRAPS["11-sparse-coo"]()["w"]},
+    }
+    found = ckptool.inspect(saved(state, tmp_path / "in.pt"), stats=True)
+    assert list(found.statistics) == ["w", "tied", "n"] and found.statistics["w"] is found.statistics["tied"]
+    values = found.statistics["w"]
+    assert (values.count, values.min, values.max, values.mean, values.zeros) == (4, -2, 5, 1, 1)
+    assert values.std == pytest.approx(w.std().item()) and values.norm == pytest.approx(w.norm().item())
+
+
+def test_a_note_on_what_is_not_finite(tmp_path: Path) -> None:
+    state = {"a.w": torch.tensor([1.0, float("nan")]), "b.w": torch.tensor([float("inf")]), "c.w": torch.ones(1)}
+    file = saved(state, tmp_path / "in.pt")
+    assert [note.code for note in ckptool.inspect(file).notes] == []
+    (note,) = ckptool.inspect(file, stats=True).notes
+    assert (note.code, note.message) == ("non-finite", "2 of 3 tensors hold NaN or Inf: a.w, b.w")
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_row_statistics_of_everything(name: str, tmp_path: Path) -> None:
+    found = ckptool.inspect(saved(TRAPS[name](), tmp_path / "in.pt"), stats=True)
+    for row in found.listing.tensors:
+        values = found.statistics.get(row.address)
+        assert values is None or values.count == row.tensor.numel  # type: ignore[union-attr]

@@ -1,0 +1,293 @@
+"""Where the output goes, what is never overwritten, what a dry run says: one test for all verbs that write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UnsafeObject, UsageError, VerifyFailed
+from ckptool.formats import read
+from ckptool.verbs.saving import Written
+from fixtures.make import make
+from fixtures.traps import TRAPS
+from tests.checkpoints import saved, three_parts
+from tests.helpers import assert_same_objects, load
+
+Verb = Callable[..., Written]
+VERBS: dict[str, Verb] = {
+    "strip-module": ckptool.strip_module,
+    "add-module": ckptool.add_module,
+    "rename": lambda file, out=None, **options: ckptool.rename(file, ["module.* => net.*"], out, **options),
+    "remap": lambda file, out=None, **options: ckptool.remap(file, out, to="cuda:5", **options),
+    "cast": lambda file, out=None, **options: ckptool.cast(file, out, dtype="bf16", **options),
+    "edit": lambda file, out=None, **options: ckptool.edit(file, out, set={"epoch": 1}, drop=["optimizer"], **options),
+    "convert": ckptool.convert,
+}
+each = pytest.mark.parametrize("verb", VERBS)
+in_place = pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "convert"])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return make("training_sgd.pt", tmp_path)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@each
+def test_a_new_file(verb: str, file: Path, tmp_path: Path) -> None:
+    before = file.read_bytes()
+    done = VERBS[verb](file, tmp_path / "out.pt", verify=True)
+    assert (done.verb, done.file, done.output) == (verb, str(file), str(tmp_path / "out.pt"))
+    assert (done.how, done.container, done.dry_run, done.verified) == ("new file", "torch-zip", False, True)
+    assert done.file_bytes == done.bytes_written == (tmp_path / "out.pt").stat().st_size
+    assert file.read_bytes() == before and sorted(contents(tmp_path)) == ["out.pt", "training_sgd.pt"]
+    load(tmp_path / "out.pt")
+
+
+@each
+def test_the_same_bytes_every_time(verb: str, file: Path, tmp_path: Path) -> None:
+    VERBS[verb](file, tmp_path / "a.pt")
+    VERBS[verb](file, tmp_path / "b.pt", verify=True)
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+
+
+@each
+def test_a_dry_run_writes_nothing_and_says_the_same(verb: str, file: Path, tmp_path: Path) -> None:
+    before = contents(tmp_path)
+    plan = VERBS[verb](file, tmp_path / "out.pt", dry_run=True, verify=True)
+    assert contents(tmp_path) == before and plan.dry_run and not plan.verified
+    done = VERBS[verb](file, tmp_path / "out.pt")
+    assert (plan.summary, plan.how, plan.file_bytes) == (done.summary, done.how, done.file_bytes)
+
+
+@each
+def test_an_output_that_exists_is_refused(verb: str, file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    out.write_bytes(b"precious")
+    for options in ({}, {"dry_run": True}):
+        with pytest.raises(OutputExists) as caught:
+            VERBS[verb](file, out, **options)
+        assert three_parts(caught.value)[0] == "output-exists" and out.read_bytes() == b"precious"
+    assert VERBS[verb](file, out, overwrite=True).how == "new file" and len(contents(tmp_path)) == 2
+
+
+@each
+def test_the_input_as_output_is_refused(verb: str, file: Path, tmp_path: Path) -> None:
+    before = file.read_bytes()
+    os.link(file, tmp_path / "link.pt")
+    for out in (file, tmp_path / "." / file.name, tmp_path / "link.pt"):
+        with pytest.raises(Conflict) as caught:
+            VERBS[verb](file, out)
+        assert file.read_bytes() == before
+    (tmp_path / "link.pt").unlink()
+    with pytest.raises(Conflict, match="is the input itself") as caught:
+        VERBS[verb](file, file)
+    assert "--in-place" in caught.value.fix
+    done = VERBS[verb](file, file, overwrite=True, verify=True)
+    assert done.how == "new file" and len(contents(tmp_path)) == 1
+    assert (file.read_bytes() == before) == (verb == "convert")  # the file is compact already
+    load(file)
+
+
+@in_place
+def test_in_place(verb: str, file: Path, tmp_path: Path) -> None:
+    VERBS[verb](file, tmp_path / "out.pt")
+    size = file.stat().st_size
+    plan = VERBS[verb](file, in_place=True, dry_run=True)
+    assert file.stat().st_size == size
+    done = VERBS[verb](file, in_place=True, verify=True)
+    assert done.how == plan.how and done.output == str(file) and done.verified
+    assert done.file_bytes == file.stat().st_size
+    if verb != "cast":  # whose values are new
+        assert done.how == "in place" and done.bytes_written == file.stat().st_size - size == plan.bytes_written
+    assert_same_objects(load(tmp_path / "out.pt"), load(file))
+    assert sorted(contents(tmp_path)) == ["out.pt", "training_sgd.pt"]
+
+
+@in_place
+def test_one_place_to_write_to(verb: str, file: Path, tmp_path: Path) -> None:
+    for options, says in (
+        ({}, "needs a place to write to"),
+        ({"out": tmp_path / "o.pt", "in_place": True}, "was given both"),
+    ):
+        with pytest.raises(UsageError, match=f"{verb} {says}") as caught:
+            VERBS[verb](file, options.pop("out", None), **options)
+        assert "-o OUT" in caught.value.fix and len(contents(tmp_path)) == 1
+
+
+@in_place
+def test_in_place_keeps_the_container(verb: str, file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--in-place keeps the container"):
+        VERBS[verb](file, in_place=True, container="safetensors")
+    assert len(contents(tmp_path)) == 1
+
+
+@each
+@pytest.mark.parametrize("bad", ["missing folder", "a folder", "no permission"])
+def test_a_target_that_cannot_be_written(verb: str, bad: str, file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "there" / "out.pt"
+    if bad == "a folder":
+        out.mkdir(parents=True)
+    elif bad == "no permission":
+        if os.geteuid() == 0:
+            out = Path("/proc/nowhere/out.pt")
+        else:
+            out.parent.mkdir(mode=0o500)
+    with pytest.raises(CkptoolError) as caught:
+        VERBS[verb](file, out)
+    assert caught.value.exit_code == 2 and not (
+        out.is_file() or [p for p in tmp_path.rglob("*") if p.is_file() and p != file]
+    )
+
+
+@each
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (None, "io"),
+        (b"", "truncated"),
+        (b"hello there\n", "not-a-checkpoint"),
+        (b"PK\x03\x04cut", "truncated"),
+        (b"<!DOCTYPE html><html>", "not-a-checkpoint"),
+    ],
+)
+def test_bad_input(verb: str, content: bytes | None, code: str, tmp_path: Path) -> None:
+    file = tmp_path / "in.pt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(CkptoolError) as caught:
+        VERBS[verb](file, tmp_path / "out.pt")
+    assert three_parts(caught.value)[0] == code and str(file) in caught.value.what
+    assert set(contents(tmp_path)) <= {"in.pt"}
+
+
+@each
+def test_a_cut_off_file(verb: str, file: Path, tmp_path: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CkptoolError) as caught:
+        VERBS[verb](file, tmp_path / "out.pt")
+    assert caught.value.exit_code == 2 and len(contents(tmp_path)) == 1
+
+
+@each
+def test_a_damaged_tensor_is_not_passed_on_as_good(verb: str, tmp_path: Path) -> None:
+    """Copies carry the stored checksum along; what reads the values checks it."""
+    raw = torch.arange(1000.0)
+    path = saved({"net": {"module.a.w": raw}, "epoch": 0, "optimizer": 1}, tmp_path / "in.pt")
+    path.write_bytes(path.read_bytes().replace(raw.numpy().tobytes(), raw.numpy().tobytes()[:-1] + b"\xff"))
+    if verb == "cast":
+        with pytest.raises(CkptoolError, match="does not match its checksum"):
+            VERBS[verb](path, tmp_path / "out.pt")
+        assert list(contents(tmp_path)) == ["in.pt"]
+        return
+    VERBS[verb](path, tmp_path / "out.pt")
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
+        assert archive.testzip() is not None
+
+
+@each
+def test_unknown_calls(verb: str, tmp_path: Path) -> None:
+    value = {
+        "state_dict": {"module.a.w": torch.ones(2)},
+        "danger": TRAPS["20-unknown-call"]()["danger"],
+        "optimizer": 1,
+    }
+    path = saved(value, tmp_path / "in.pt")
+    with pytest.raises(UnsafeObject, match=r"calls fixtures\.traps\.add_up at danger") as caught:
+        VERBS[verb](path, tmp_path / "out.pt")
+    assert "--keep-unknown" in caught.value.fix and list(contents(tmp_path)) == ["in.pt"]
+    VERBS[verb](path, tmp_path / "out.pt", keep_unknown=True)
+    assert [place for place, _ in ckptool.tree.unknown_calls(read(tmp_path / "out.pt"))] == ["danger"]
+
+
+def test_already_clean_is_a_copy_byte_for_byte(tmp_path: Path) -> None:
+    for name in ("rezipped_deflated.pt", "crc_off.pt", "old_zip.pt", "model.safetensors"):
+        file, out = make(name, tmp_path), tmp_path / f"out-{name}"
+        done = ckptool.strip_module(file, out, verify=True)
+        assert done.how == "copy" and done.summary.startswith("already clean") and out.read_bytes() == file.read_bytes()
+        before = os.stat(file)
+        nothing = ckptool.strip_module(file, in_place=True)
+        assert (nothing.how, nothing.bytes_written, nothing.verified) == ("nothing", 0, False)
+        assert os.stat(file).st_mtime_ns == before.st_mtime_ns
+
+
+def test_already_clean_to_another_container_is_written(tmp_path: Path) -> None:
+    file = make("model.safetensors", tmp_path)
+    done = ckptool.strip_module(file, tmp_path / "out.pt", verify=True)
+    assert (done.how, done.container) == ("new file", "torch-zip")
+    assert ckptool.diff(file, tmp_path / "out.pt").same
+
+
+def test_the_container_is_told_by_the_suffix_or_named(tmp_path: Path) -> None:
+    file = make("dp.pt", tmp_path)
+    assert ckptool.strip_module(file, tmp_path / "a.safetensors", verify=True).container == "safetensors"
+    assert ckptool.strip_module(file, tmp_path / "b.bin", container="safetensors").container == "safetensors"
+    assert ckptool.strip_module(file, tmp_path / "c.whatever").container == "torch-zip"
+    with pytest.raises(UsageError, match="there is no container"):
+        ckptool.strip_module(file, tmp_path / "d.pt", container="hdf5")
+
+
+def test_saving_refuses_what_a_container_cannot_hold(tmp_path: Path) -> None:
+    file = make("training_sgd.pt", tmp_path)
+    with pytest.raises(CkptoolError) as caught:
+        ckptool.strip_module(file, tmp_path / "out.safetensors")
+    assert caught.value.code == "unsupported" and "epoch" in caught.value.what and len(contents(tmp_path)) == 1
+
+
+def test_in_place_through_links_is_refused(tmp_path: Path) -> None:
+    file = make("dp.pt", tmp_path)
+    (tmp_path / "link.pt").symlink_to(file)
+    with pytest.raises(CkptoolError):
+        ckptool.strip_module(tmp_path / "link.pt", in_place=True)
+    os.link(file, tmp_path / "hard.pt")
+    with pytest.raises(CkptoolError):
+        ckptool.strip_module(file, in_place=True)
+
+
+def test_in_place_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = make("dp.pt", tmp_path)
+    before = file.read_bytes()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(FileProblem, match="no permission"):
+        ckptool.strip_module(file, in_place=True)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("how", ["new file", "in place"])
+def test_verify_finds_what_is_not_what_was_meant(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that sees one bit differently stands for a disk that lies."""
+    from ckptool import formats
+
+    file = saved({"module.a.w": torch.zeros(3)}, tmp_path / "in.pt")
+    wrong = saved({"a.w": torch.tensor([0.0, -0.0, 0.0])}, tmp_path / "wrong.pt")
+    right, before = formats.read, contents(tmp_path)
+    out = tmp_path / "out.pt"
+    monkeypatch.setattr(
+        formats,
+        "read",
+        lambda path: right(file) if os.fspath(path) == str(file) and how == "new file" else right(wrong),
+    )
+    if how == "in place":
+        opened = right(file)
+        seen = iter([opened])
+        monkeypatch.setattr(formats, "read", lambda path: next(seen, None) or right(wrong))
+    with pytest.raises(VerifyFailed, match=r"a\.w differs in values"):
+        ckptool.strip_module(file, out if how == "new file" else None, in_place=how == "in place", verify=True)
+    assert contents(tmp_path) == before, "nothing is left, and the input is as it was"
+
+
+def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
+    file = saved({"module.a.w": torch.zeros(3_000_000)}, tmp_path / "in.pt")
+    steps: list[tuple[int, int]] = []
+    done = ckptool.strip_module(file, tmp_path / "out.pt", progress=lambda at, total: steps.append((at, total)))
+    assert steps[-1] == (done.file_bytes, done.file_bytes) and steps == sorted(steps)
