@@ -167,7 +167,8 @@ def measured(command: str, fresh: str, folder: Path) -> Run:
         subprocess.run(["cp", "--sparse=always", str(folder / fresh), str(copy)], check=True)
     os.sync()
     arguments = shell_words(command.format(out="out", copy=copy.name))
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPATH"] = os.getcwd()
     start = time.perf_counter()
     process = subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, env=environment)
     _, status, usage = os.wait4(process.pid, 0)

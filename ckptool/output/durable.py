@@ -116,7 +116,7 @@ def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolErro
 def _check_space(needed: int, folder: str, target: str) -> None:
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
-    if needed > free:
+    if status.f_blocks and needed > free:  # special file systems count no blocks at all
         raise DiskFull(
             f"cannot write {printable(target)}: it needs {needed:,} bytes, {free:,} are free",
             f"Nothing was written, and {printable(target)} is as it was.",

@@ -131,7 +131,13 @@ def root_detail(part: Part) -> str:
 
 
 def _kind(node: Any) -> str:
-    return f"{type(node).__name__ if not isinstance(node, dict) else 'dictionary'}"
+    return (
+        printable(node.name)
+        if isinstance(node, Object)
+        else "dictionary"
+        if isinstance(node, dict)
+        else type(node).__name__
+    )
 
 
 def _branches(branch: Branch, level: int, part: Part) -> Iterable[Line]:
@@ -308,7 +314,7 @@ def _value_lines(value: Any, limit: int | None) -> Iterable[str]:
             below = isinstance(node, (dict, list, tuple)) and node and not _flat(node)
             if len(path) > 1 and _inside_flat(value, path):
                 continue
-            label = "  " * (len(path) - 1) + printable(segment_text(path[-1]))
+            label = "  " * (len(path) - 1) + (printable(segment_text(path[-1])) or "''")
             yield f"{label}:" if below else f"{label}: {_value(node, None)}"
 
 

@@ -130,6 +130,7 @@ class _Comparer:
         self.close = False  # bytes that differ were called the same
         self.seen: set[tuple[int, int]] = set()
         self.found = _Found()
+        self.bare: dict[int, Any] = {}  # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
 
     def compare(self, left: Any, right: Any, base: Path) -> _Found:
         stack = [(base, left, right)]
@@ -148,8 +149,13 @@ class _Comparer:
             if (id(a), id(b)) not in self.seen:
                 self.seen.add((id(a), id(b)))
                 yield from self._containers(path, a, b)
-        elif not _same_plain(a, b):
+        elif not _same_plain(a, b) and not self._same_parameter(path, a, b):
             self._change(path, a, b, {"value": (a, b)})
+
+    def _same_parameter(self, path: Path, a: Any, b: Any) -> bool:
+        """True for an optimizer's names of one parameter where prefixes do not count."""
+        names = "prefix" in self.skipped and len(path) > 1 and path[-2] in ("param_names", "params")
+        return names and type(a) is type(b) is str and without_wrappers(a) == without_wrappers(b)
 
     def _storages(self, path: Path, a: StorageRef, b: StorageRef) -> None:
         aspects: dict[str, tuple[Any, Any]] = {}
@@ -188,11 +194,14 @@ class _Comparer:
         return parts
 
     def _parts(self, node: Any) -> Iterator[tuple[Any, tuple[Any, Any]]]:
-        strip = "prefix" in self.skipped and isinstance(node, dict)
+        strip = "prefix" in self.skipped and isinstance(node, dict) and id(node) not in self.bare
         hidden = {"_metadata"} if "metadata" in self.skipped and isinstance(node, OrderedDict) else set()
         for segment, part in children(node):
             if segment not in hidden or (isinstance(node, dict) and segment in node):
                 key = without_wrappers(segment) if strip and type(segment) is str else segment
+                if strip and segment == "_metadata" and segment not in node and isinstance(part, dict):
+                    part = _without_wrapper_modules(part)
+                    self.bare[id(part)] = part
                 yield (type(key), key), (segment, part)
 
     def _tensors(self, path: Path, a: Tensor, b: Tensor) -> None:
@@ -264,6 +273,14 @@ class _Comparer:
 
     def _change(self, path: Path, a: Any, b: Any, aspects: dict[str, tuple[Any, Any]]) -> None:
         self.found.changed.append(Change(path, a, b, aspects))
+
+
+def _without_wrapper_modules(metadata: dict[Any, Any]) -> dict[Any, Any]:
+    """A state dict's `_metadata` by the modules' own paths; a wrapper's entry gives way to the one of what it wraps."""
+    return {
+        without_wrappers(f"{path}.weight").rpartition(".")[0] if type(path) is str else path: value
+        for path, value in metadata.items()
+    }
 
 
 def _shape_of(node: Any) -> Any:

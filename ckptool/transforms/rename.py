@@ -87,7 +87,8 @@ def _refuse_mixed(root: Root, names: Sequence[str], prefix: str, named: bool) ->
     if 0 < len(without) < len(names):
         where = printable(root.address) or "the file"
         raise Conflict(
-            f"{len(names) - len(without):,} of {len(names):,} keys of {where} begin with {printable(prefix)!r}; without it: {listed(without, 3)}",
+            f"{len(names) - len(without):,} of {len(names):,} keys of {where} begin with {printable(prefix)!r}; "
+            f"without it: {listed(without, 3)}",
             "A wrapper would have put it on all of them; this may be a submodule of that name.",
             "Take it off where it is: --partial",
         )

@@ -21,7 +21,7 @@ from ckptool.reports.diff import IGNORABLE, Diff, diff
 from ckptool.transforms.devices import remap
 from ckptool.tree import tensors
 from fixtures.make import PRODUCERS, make
-from fixtures.traps import DTYPES, TRAPS
+from fixtures.traps import DTYPES, TRAPS, batch_norm_model
 from tests.checkpoints import opened, saved, weights
 from tests.helpers import load
 
@@ -184,6 +184,16 @@ def test_row_14_prefixes(tmp_path: Path) -> None:
         assert not compared(bare, wrapped, tmp_path).same
         assert compared(bare, wrapped, tmp_path, ignore=["prefix"]).same
         assert compared(wrapped, bare, tmp_path, ignore=["prefix"]).same
+
+
+@pytest.mark.parametrize("name", ["14-dp-of-compile", "14-compile-of-dp", "12-metadata-below-a-prefix", "12-metadata"])
+def test_row_12_14_versions_of_wrapped_modules(name: str, tmp_path: Path) -> None:
+    wrapped = TRAPS[name]()
+    bare = collections.OrderedDict(zip(batch_norm_model().state_dict(), wrapped.values(), strict=True))
+    bare._metadata = batch_norm_model().state_dict()._metadata  # type: ignore[attr-defined]
+    assert compared(bare, wrapped, tmp_path, ignore=["prefix"]).same
+    bare._metadata["1"] = {"version": 1}  # type: ignore[attr-defined]
+    assert not compared(bare, wrapped, tmp_path, ignore=["prefix"]).same
 
 
 def test_row_15_names_that_are_one_without_prefixes(tmp_path: Path) -> None:

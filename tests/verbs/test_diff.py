@@ -67,6 +67,15 @@ def test_options(tmp_path: Path) -> None:
     assert change.values is not None and change.values.changed == 1
 
 
+def test_row_17_what_was_stripped_is_the_same_but_for_the_prefix(tmp_path: Path) -> None:
+    file = make("training.pt", tmp_path)
+    ckptool.add_module(file, tmp_path / "out.pt")
+    names = ckptool.open(f"{tmp_path / 'out.pt'}#optimizer_state_dict/param_groups/0/param_names").tree
+    assert names[0] == "module.fc1.weight"
+    assert ckptool.diff(file, tmp_path / "out.pt", ignore=["prefix"]).same
+    assert not ckptool.diff(file, tmp_path / "out.pt").same
+
+
 def test_optimizers_are_compared(tmp_path: Path) -> None:
     file = make("training.pt", tmp_path)
     ckptool.edit(file, tmp_path / "out.pt", set={"optimizer_state_dict/param_groups/0/lr": 0.5})

@@ -36,7 +36,7 @@ def test_statistics(tmp_path: Path) -> None:
         "tied": w,
         "n": torch.tensor([1, 2, 3]),
         "none": torch.empty(0),
-        **{"q": TRAPS["11-sparse-coo"]()["w"]},
+        "q": TRAPS["11-sparse-coo"]()["w"],
     }
     found = ckptool.inspect(saved(state, tmp_path / "in.pt"), stats=True)
     assert list(found.statistics) == ["w", "tied", "n"] and found.statistics["w"] is found.statistics["tied"]
