@@ -57,6 +57,17 @@ class Written:
     verified: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Where and how something was saved; `how` and the sizes as in `Written`."""
+
+    output: str
+    container: str
+    how: str
+    bytes_written: int
+    file_bytes: int
+
+
 def save(
     verb: str,
     original: Checkpoint,
@@ -66,12 +77,10 @@ def save(
     *,
     changes: bool = True,
     expected: Checkpoint | None = None,
-) -> tuple[str, str, str, int, int]:
+) -> Saved:
     """Writes `changed` where the options say. `changes=False`: it is the original, so the output is a copy of the file.
 
     expected: what reading the output gives, where that is not `changed`.
-
-    Returns the output's path, its container, how it was written, the bytes written and the bytes of the result.
     Raises `UsageError` unless there is exactly one of `out` and `in_place`, and everything that writing raises.
     """
     source = original.source
@@ -108,9 +117,7 @@ def _container(checkpoint: Checkpoint, target: str, options: SaveOptions) -> For
     return formats.by_name(name) if name else formats.for_output(target, checkpoint.container)
 
 
-def _save_in_place(
-    original: Checkpoint, changed: Checkpoint, options: SaveOptions, changes: bool
-) -> tuple[str, str, str, int, int]:
+def _save_in_place(original: Checkpoint, changed: Checkpoint, options: SaveOptions, changes: bool) -> Saved:
     source = original.source
     assert source is not None
     refuse_links(source.path)
@@ -122,7 +129,7 @@ def _save_in_place(
         )
     container = formats.by_name(original.container)
     if not changes:
-        return source.path, container.NAME, "nothing", 0, source.size
+        return Saved(source.path, container.NAME, "nothing", 0, source.size)
     plan = container.append(changed, keep_unknown=options.get("keep_unknown", False))
     if plan is None:
         plan = container.write(changed, keep_unknown=options.get("keep_unknown", False))
@@ -134,12 +141,12 @@ def _save_in_place(
             )
         verify = _verifier(changed) if options.get("verify", False) else None
         append_in_place(plan, source, verify=verify, progress=options.get("progress"))
-    return source.path, container.NAME, "in place", plan.nbytes, plan.keep + plan.nbytes
+    return Saved(source.path, container.NAME, "in place", plan.nbytes, plan.keep + plan.nbytes)
 
 
 def _replace(
     target: str, container: Format, plan: Plan, how: str, changed: Checkpoint, options: SaveOptions, *, overwrite: bool
-) -> tuple[str, str, str, int, int]:
+) -> Saved:
     if options.get("make_folder", False) and not os.path.lexists(os.path.dirname(target) or "."):
         _make_folder(target, options)
     elif options.get("dry_run", False):
@@ -148,7 +155,7 @@ def _replace(
         verify = _verifier(changed) if options.get("verify", False) else None
         inputs = [changed.source] if changed.source else []
         replace_file(plan, target, overwrite=overwrite, inputs=inputs, verify=verify, progress=options.get("progress"))
-    return target, container.NAME, how, plan.nbytes, plan.nbytes
+    return Saved(target, container.NAME, how, plan.nbytes, plan.nbytes)
 
 
 def _make_folder(target: str, options: SaveOptions) -> None:
@@ -180,28 +187,10 @@ def _first(found: Diff) -> str:
     return f"{len(found.only_left):,} entries are missing, {len(found.only_right):,} are new, the order or ties differ"
 
 
-def written(
-    verb: str,
-    original: Checkpoint,
-    result: tuple[str, str, str, int, int],
-    options: SaveOptions,
-    summary: str,
-    **more: Any,
-) -> Written:
+def written(verb: str, original: Checkpoint, saved: Saved, options: SaveOptions, summary: str, **more: Any) -> Written:
     """The report of a verb that has saved."""
-    output, container, how, added, size = result
     file = original.source.path if original.source else ""
-    dry, checked = options.get("dry_run", False), options.get("verify", False)
-    return Written(
-        verb,
-        file,
-        output,
-        container,
-        how,
-        added,
-        size,
-        summary,
-        dry_run=dry,
-        verified=checked and not dry and how != "nothing",
-        **more,
-    )
+    dry = options.get("dry_run", False)
+    verified = options.get("verify", False) and not dry and saved.how != "nothing"
+    where = (saved.output, saved.container, saved.how, saved.bytes_written, saved.file_bytes)
+    return Written(verb, file, *where, summary, dry_run=dry, verified=verified, **more)
