@@ -6,7 +6,7 @@ Nothing here reads a byte until it is asked to. Nothing here is changed after it
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -353,14 +353,14 @@ Segment = Literal | FileRange | Computed | Summed | Late
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The files that a format wants written: names (`""` for a single file) to segments, in order.
+    """The files that a format wants written: names (`""` for a single file) to segments, in order, to be gone through more than once.
 
     checks: storages that are read in part, whose checksums are to be checked as a whole.
     keep > 0: append to a file after its first `keep` bytes instead. `guard` is then what has to be the last thing in the
     file for the old state to be found, and `guard_every` the distance within which readers search for it.
     """
 
-    files: dict[str, list[Segment]]
+    files: Mapping[str, Iterable[Segment]]
     checks: list[Storage] = field(default_factory=list)
     keep: int = 0
     guard: bytes = b""

@@ -48,8 +48,8 @@ READING = {
 }
 # These hold the tables of two files.
 TWO = ("strip-module, verified", "diff")
-# Not yet within the promise: casting 50,000 tensors keeps 4 KB for each.
-HEAVIER = {"cast": 2}
+# Not yet within the promise: what lays out 50,000 new records keeps up to 4 KB for each.
+HEAVIER = {"cast": 2, "convert back": 2}
 # Of those that are alike, `make test` tries one; `make soak` all.
 ALIKE = {"add-module", "rename", "edit", "convert to a compact file", "inspect", "convert back"}
 
@@ -159,5 +159,8 @@ def test_in_place_at_any_size(nbytes: int, tmp_path: Path) -> None:
     assert file.stat().st_blocks * 512 < 16 << 20, "the holes are still holes"
     after = read(file).tree
     assert len(after) == before and next(iter(after)) == "layer0.weight"
-    state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
-    assert list(state) == list(after) and state["layer49.weight"][-1] == 0
+    pickle = torch._C.PyTorchFileReader(str(file)).get_record("data.pkl")  # torch sees the new one
+    assert b"layer0.weight" in pickle and b"module." not in pickle
+    if nbytes < 10 << 30:  # mapping more than there is memory may be refused
+        state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+        assert list(state) == list(after) and state["layer49.weight"][-1] == 0

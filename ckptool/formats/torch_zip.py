@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -337,9 +337,9 @@ class _Layout:
         # Appended to an archive without checksums, a record has none either: one alone would say that the zeros of the others count.
         self.checksums = not begin or origin is None or origin.archive.has_checksums
         self.at = begin
-        self.segments: list[Segment] = []
-        # The directory's entries: length, and the bytes or what makes them once checksums are known.
-        self.entries: list[tuple[int, bytes | Callable[[], bytes]]] = []
+        self.segments: list[Segment | _NewRecord] = []
+        self.entries: list[bytes | _NewRecord] = []  # of the directory
+        self.directory_size = 0
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
         self.fresh: list[tuple[str, Storage]] = []
         self.used: set[Record] = set()
@@ -362,21 +362,13 @@ class _Layout:
 
     def add(self, name: str, data: Data, crc: int | None = None) -> None:
         """A record of our own under the root, with the header and descriptor that torch would write. `crc`, if known, is checked."""
-        name, at, size = self.root + name, self.at, data.length
-        header = zip_parts.local_header(name, at, size, self.alignment)
+        name = self.root + name
         total = Crc(zlib.crc32(data.content)) if isinstance(data, Literal) else Crc(expected=crc, name=name)
-        body = data if isinstance(data, Literal) else Summed(data, total)
-
-        def descriptor() -> bytes:
-            return zip_parts.descriptor(total.value if self.checksums else 0, size, at)
-
-        def entry() -> bytes:
-            return zip_parts.central_entry(name, total.value if self.checksums else 0, size, at)
-
-        tail = Literal(descriptor()) if body is data else Late(len(descriptor()), descriptor)
-        self.segments += (Literal(header), body, tail)
-        self.entries.append((len(entry()), entry))
-        self.at += len(header) + size + tail.length
+        record = _NewRecord(self, name, data, self.at, total)
+        self.segments.append(record)
+        self.entries.append(record)
+        self.directory_size += len(record.entry())
+        self.at += sum(segment.length for segment in record.segments())
 
     def copy(self, record: Record) -> None:
         """A record of the old file, unless the tree no longer uses it: whole where it moves by a multiple of the alignment."""
@@ -395,7 +387,8 @@ class _Layout:
     def enter_moved(self, record: Record, at: int) -> None:
         """The directory's line for a record of the old file, which is (or will be) at byte `at`."""
         entry = zip_parts.moved_entry(record, at)
-        self.entries.append((len(entry), entry))
+        self.entries.append(entry)
+        self.directory_size += len(entry)
 
     def add_fresh(self) -> None:
         """The storages that the old file does not have, in the order in which the tree mentions them."""
@@ -403,11 +396,58 @@ class _Layout:
             self.add(f"data/{key}", storage.data, storage.crc)
 
     def finish(self) -> Plan:
-        entries, size = self.entries, sum(size for size, _ in self.entries)
+        entries, size = self.entries, self.directory_size
 
         def directory() -> bytes:
-            return b"".join(entry if isinstance(entry, bytes) else entry() for _, entry in entries)
+            return b"".join(entry if isinstance(entry, bytes) else entry.entry() for entry in entries)
 
         self.segments.append(Late(size, directory))
         self.segments.append(Literal(zip_parts.end_records(len(entries), self.at, size)))
-        return Plan({"": self.segments})
+        return Plan({"": _Segments(self.segments)})
+
+
+class _NewRecord:
+    """A record of our own. What stands around its data is made when it is asked for: a layout may have 50,000 of them."""
+
+    __slots__ = ("at", "data", "layout", "name", "total")
+
+    def __init__(self, layout: _Layout, name: str, data: Data, at: int, total: Crc) -> None:
+        self.layout, self.name, self.data, self.at, self.total = layout, name, data, at, total
+
+    @property
+    def crc(self) -> int:
+        return self.total.value if self.layout.checksums else 0
+
+    def segments(self) -> Iterator[Segment]:
+        """Header, data and descriptor; the last can only be made when the data has passed."""
+        size = self.data.length
+        yield Literal(zip_parts.local_header(self.name, self.at, size, self.layout.alignment))
+        if isinstance(self.data, Literal):
+            yield self.data
+            yield Literal(self.descriptor())
+        else:
+            yield Summed(self.data, self.total)
+            yield Late(len(self.descriptor()), self.descriptor)
+
+    def descriptor(self) -> bytes:
+        return zip_parts.descriptor(self.crc, self.data.length, self.at)
+
+    def entry(self) -> bytes:
+        """Its line in the directory."""
+        return zip_parts.central_entry(self.name, self.crc, self.data.length, self.at)
+
+
+class _Segments:
+    """The segments of a layout, those of new records made in passing."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: list[Segment | _NewRecord]) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[Segment]:
+        for part in self.parts:
+            if isinstance(part, _NewRecord):
+                yield from part.segments()
+            else:
+                yield part

@@ -7,9 +7,8 @@ that read the same pages while the kernel copies them; what can only be known at
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 
 from ckptool.checkpoint import Computed, Crc, Data, FileRange, Late, Literal, Plan, Segment, Storage, Summed
 from ckptool.errors import Corrupt
@@ -208,16 +207,7 @@ def _place(data: Data) -> str:
     )
 
 
-def segments_of(plan: Plan) -> list[Segment]:
+def segments_of(plan: Plan) -> Iterable[Segment]:
     """The segments of a plan for a single file."""
     (segments,) = plan.files.values()
     return segments
-
-
-@contextmanager
-def opened_by(fd: int) -> Iterator[int]:
-    """Closes `fd` at the end, whatever happens."""
-    try:
-        yield fd
-    finally:
-        os.close(fd)
