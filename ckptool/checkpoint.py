@@ -365,8 +365,8 @@ class Plan:
     keep: int = 0
     guard: bytes = b""
     guard_every: int = 0
+    nbytes: int = field(init=False)  # to be written, all files together
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes to be written, all files together."""
-        return sum(segment.length for segments in self.files.values() for segment in segments)
+    def __post_init__(self) -> None:
+        total = sum(segment.length for segments in self.files.values() for segment in segments)
+        object.__setattr__(self, "nbytes", total)

@@ -167,7 +167,8 @@ class Sink:
             self._sum(storage.data, Crc(expected=storage.crc, name=_place(storage.data)))
 
     def _sum(self, data: Data, crc: Crc) -> None:
-        if isinstance(data, Computed):  # may keep its place in a stream: nobody else reads it at the same time
+        # What is computed may keep its place in a stream, so nobody else reads it; what is small is not worth a thread.
+        if isinstance(data, Computed) or data.length < SMALL:
             self._sum_up(data, crc)
             return
         if self.pool is None:

@@ -53,7 +53,7 @@ def encode(tree: Any, key_of: Callable[[Storage], str]) -> bytes:
 class _Encoder:
     def __init__(self, key_of: Callable[[Storage], str]) -> None:
         self.key_of = key_of
-        self.out = bytearray()
+        self.out = bytearray(b"\x80\x02")
         self.count = 0  # values memoized so far
         self.texts: dict[Any, bytes] = {}  # text, bytes or name -> the opcode that recalls it
         self.objects: dict[int, bytes] = {}  # id of a container -> the opcode that recalls it
@@ -70,7 +70,9 @@ class _Encoder:
                     break
                 else:
                     pending.pop()
-        return b"\x80" + bytes([self.protocol]) + self.out + b"."
+        self.out[1] = self.protocol
+        self.out += b"."
+        return bytes(self.out)
 
     # Leaves: everything that refers to no container ---------------------------------------------------------------
 
