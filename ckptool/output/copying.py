@@ -1,6 +1,6 @@
 """Moving bytes from file to file without looking at them.
 
-Kernel-side where the platform can (`copy_file_range`, at most 32 MB a call), with writeback started after each piece: that
+Kernel-side where the platform can (`copy_file_range`, at most 8 MB a call), with writeback started after each piece: that
 halves the time of the sync at the end. Elsewhere, and between file systems that refuse, through a small buffer.
 """
 
@@ -10,10 +10,11 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 
 from ckptool.files import Source
 
-PIECE = 32 << 20
+PIECE = 8 << 20
 BUFFER = 256 << 10
 
 # What copy_file_range answers where it cannot: other file systems, old kernels, special mounts.
@@ -71,26 +72,43 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, at: int) -> None:
 
 def start_writeback(fd: int, at: int, length: int) -> None:
     """Tells the kernel to begin writing these pages to disk, and does not wait. Only speed depends on it."""
-    call = _sync_file_range()
+    call = _system_call("sync_file_range")
     if call is not None:
         call(fd, at, length, 2)  # SYNC_FILE_RANGE_WRITE
 
 
-_found: list[Callable[[int, int, int, int], int] | None] = []
+def reserve(fd: int, length: int) -> None:
+    """Reserves the room for a file before it is written: a full disk shows at once, and writing is a third faster.
+
+    Where the file system cannot, nothing is done (the library's own function would write zeros instead). Raises `OSError`.
+    """
+    call = _system_call("fallocate")
+    if call is not None and length and call(fd, 0, 0, length):
+        number = ctypes_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(number, os.strerror(number))
 
 
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    if not _found:
-        _found.append(_load_sync_file_range() if sys.platform == "linux" else None)
-    return _found[0]
-
-
-def _load_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+def ctypes_errno() -> int:
     import ctypes
 
+    return ctypes.get_errno()
+
+
+@cache
+def _system_call(name: str) -> Callable[..., int] | None:
+    """A function of the C library that Python does not offer; None where there is none."""
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    arguments = {
+        "sync_file_range": (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint),
+        "fallocate": (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
+    }
     try:
-        call = ctypes.CDLL(None).sync_file_range
+        call = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return call
+    call.argtypes = arguments[name]
+    return call  # type: ignore[no-any-return]

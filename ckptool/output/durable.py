@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from ckptool.checkpoint import Plan
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
 from ckptool.files import Source, file_problem
+from ckptool.output.copying import reserve
 from ckptool.output.sink import Progress, Sink, segments_of
 
 UNTOUCHED = "Nothing else was changed: {} is as it was."
@@ -80,6 +81,7 @@ def replace_file(
     try:
         _check_space(plan.nbytes, os.path.dirname(os.path.abspath(real)), real)
         temporary, fd = _temporary_for(real)
+        reserve(fd, plan.nbytes)
         Sink(fd, 0, plan.nbytes, progress).write(segments_of(plan), plan.checks)
         os.fsync(fd)
         if verify is not None:
