@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from ckptool.values import Array
 
-_READ = 256 << 10  # bytes of each side compared at a time; both stay in the cache
+_READ = 128 << 10  # bytes of each side compared at a time; both stay in the cache
 _WORTH_A_THREAD = 2 << 20
 
 
@@ -71,11 +72,22 @@ def _second_reader() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="compare")
 
 
+def _buffers() -> tuple[bytearray, bytearray]:
+    """Two buffers for each thread, kept: fresh memory costs more than the comparison."""
+    if not hasattr(_kept, "buffers"):
+        _kept.buffers = bytearray(_READ), bytearray(_READ)
+    found: tuple[bytearray, bytearray] = _kept.buffers
+    return found
+
+
+_kept = threading.local()
+
+
 def _same_part(a: Data, b: Data, start: int, stop: int, differences: list[int]) -> bool:
     # Two reused bytearrays: comparing memoryviews, or fresh bytes, takes five times as long.
-    left, right = bytearray(min(_READ, stop - start)), bytearray(min(_READ, stop - start))
+    left, right = _buffers()
     for place in range(start, stop, _READ):
-        if stop - place < len(left):
+        if stop - place < _READ:
             left, right = bytearray(stop - place), bytearray(stop - place)
         fill(a, place, memoryview(left))
         fill(b, place, memoryview(right))
