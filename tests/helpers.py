@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import struct
 import types
 import warnings
@@ -263,3 +264,9 @@ def rewritten(path: Path, out: Path, **options: Any) -> Checkpoint:
     """`path` read, written to `out` as a torch zip, and read again."""
     carry_out(torch_zip.write(read(path), **options), out)
     return read(out)
+
+
+def default_signals() -> None:
+    """For `preexec_fn`: signals as a shell in the foreground gives them. Started in the background, tests inherit them ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

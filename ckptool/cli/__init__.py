@@ -125,7 +125,8 @@ def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
 def _as_program() -> None:
     gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: object) -> NoReturn:

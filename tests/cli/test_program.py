@@ -15,6 +15,7 @@ import pytest
 
 from ckptool.cli.progress import progress_bar
 from fixtures.sparse import make_sparse
+from tests.helpers import default_signals
 
 PROGRAM = [sys.executable, "-c", "import sys; from ckptool.cli import main; sys.exit(main())"]
 
@@ -123,13 +124,26 @@ def test_looking_at_a_file_imports_no_numpy(files: Path) -> None:
 def test_a_stopped_write_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
     make_sparse(tmp_path / "big.pt", 3 << 30)
     command = [*PROGRAM, "cast", "big.pt", "--dtype", "bf16", "-o", "out.pt"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_signals
+    )
     while process.poll() is None and not any(path.stat().st_size for path in tmp_path.glob(".ckptool-*")):
         time.sleep(0.01)
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
     assert process.returncode == code and b"Traceback" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["big.pt"]
+
+
+def test_a_write_under_nohup_goes_on(tmp_path: Path) -> None:
+    make_sparse(tmp_path / "big.pt", 1 << 28)
+    command = [*PROGRAM, "cast", "big.pt", "--dtype", "bf16", "-o", "out.pt"]
+    process = subprocess.Popen(["nohup", *command], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while process.poll() is None and not any(path.stat().st_size for path in tmp_path.glob(".ckptool-*")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 0 and (tmp_path / "out.pt").exists()
 
 
 def test_progress_is_drawn_after_half_a_second_and_wiped(

@@ -24,6 +24,7 @@ from ckptool.errors import CkptoolError, Corrupt, DiskFull, FileChanged, FilePro
 from ckptool.files import Source
 from ckptool.output import durable
 from ckptool.output.durable import replace_file
+from tests.helpers import default_signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,7 @@ def run(code: str, *args: object, **options: Any) -> subprocess.Popen[bytes]:
         target = Path(sys.argv[1])
         """
     text = textwrap.dedent(head) + textwrap.dedent(code)
+    options.setdefault("preexec_fn", default_signals)
     return subprocess.Popen(
         [sys.executable, "-c", text, *map(str, args)],
         cwd=ROOT,
