@@ -14,7 +14,7 @@ from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, StorageRef, TensorEntry, row_major_strides
 from ckptool.dtypes import DTYPES, DType
 from ckptool.errors import Unsupported, listed, printable
 from ckptool.graphs import SCALARS, After, Done, Empty, Made, Of, Remake
@@ -265,17 +265,8 @@ def array_entry(value: Any) -> TensorEntry:
             "Convert it first: array.astype('float32').",
         )
     array = numpy.ascontiguousarray(given, given.dtype.newbyteorder("<")).reshape(given.shape)
-    strides = _strides(array.shape)
+    strides = row_major_strides(array.shape)
     return TensorEntry(Storage(memory(array)), dtype, array.shape, strides)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides as torch gives them: a dimension of size 0 counts as one."""
-    steps, step = [], 1
-    for size in reversed(shape):
-        steps.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(steps))
 
 
 def memory(array: numpy.ndarray[Any, Any]) -> Computed:

@@ -13,7 +13,6 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.errors import UsageError, listed, printable
-from ckptool.nodes import Object
 from ckptool.tree import Path, address, find
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
@@ -200,8 +199,3 @@ def optimizers(tree: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
     for root in _special(tree):
         if root.kind == OPTIMIZER:
             yield root.path, root.node
-
-
-def plain_attributes(node: Any) -> dict[Any, Any]:
-    """The named parts of an inert object."""
-    return {**(node.items or {}), **node.attributes} if isinstance(node, Object) else {}

@@ -8,10 +8,23 @@ The header lists tensors in the order of their keys; the data is sorted by item 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Crc, FileRange, Literal, Note, Plan, Segment, Storage, Summed, TensorEntry
+from ckptool.checkpoint import (
+    Checkpoint,
+    Crc,
+    FileRange,
+    Literal,
+    Note,
+    Plan,
+    Segment,
+    Storage,
+    Summed,
+    TensorEntry,
+    row_major_strides,
+)
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import (
     Ambiguous,
@@ -147,15 +160,9 @@ def _bad_fields(source: Source, name: str, fields: Any) -> Corrupt | Unsupported
 
 def _contiguous(shape: list[Any]) -> tuple[tuple[int, ...], int]:
     """Row-major strides, and the number of elements (-1 for sizes that are none)."""
-    strides: list[int] = []
-    step = count = 1
-    for size in reversed(shape):
-        if type(size) is not int or not 0 <= size < 1 << 62:
-            return (), -1
-        strides.append(step)
-        step *= max(size, 1)
-        count *= size
-    return tuple(reversed(strides)), count
+    if any(type(size) is not int or not 0 <= size < 1 << 62 for size in shape):
+        return (), -1
+    return row_major_strides(tuple(shape)), math.prod(shape)
 
 
 def _pairs(source: Source, name: str, shape: Any) -> Any:

@@ -82,17 +82,13 @@ def reserve(fd: int, length: int) -> None:
 
     Where the file system cannot, nothing is done (the library's own function would write zeros instead). Raises `OSError`.
     """
-    call = _system_call("fallocate")
-    if call is not None and length and call(fd, 0, 0, length):
-        number = ctypes_errno()
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(number, os.strerror(number))
-
-
-def ctypes_errno() -> int:
     import ctypes
 
-    return ctypes.get_errno()
+    call = _system_call("fallocate")
+    if call is not None and length and call(fd, 0, 0, length):
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(number, os.strerror(number))
 
 
 @cache
