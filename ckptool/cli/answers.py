@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,7 +13,10 @@ Json = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """One report, and how it is to be shown as text.  kind: which renderer is for it.  exit_code: what it means for the whole command."""
+    """One report, and how it is to be shown as text.
+
+    kind: the module of `render/` that is for it.  exit_code: what it means for the whole command.
+    """
 
     kind: str
     report: Any
@@ -20,16 +24,15 @@ class Answer(NamedTuple):
     exit_code: int = 0
 
     def text(self, style: Style) -> str:
-        from ckptool.render import text
-
-        made: str = getattr(text, f"{self.kind}_text")(self.report, style=style, **self.options)
+        made: str = self._renderer("text")(self.report, style=style, **self.options)
         return made
 
     def json(self) -> Json:
-        from ckptool.render import json
-
-        made: Json = getattr(json, f"{self.kind}_json")(self.report)
+        made: Json = self._renderer("json")(self.report)
         return made
+
+    def _renderer(self, form: str) -> Any:
+        return getattr(import_module(f"ckptool.render.{self.kind}"), f"{self.kind}_{form}")
 
 
 class Answers(NamedTuple):

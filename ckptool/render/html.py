@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.errors import printable
+from ckptool.render.inspection import LINES, branch_detail, root_detail, root_name
 from ckptool.render.outline import Branch, outline
 from ckptool.render.style import counted, size
-from ckptool.render.text import LINES, branch_detail, notes_text, root_detail, root_name
+from ckptool.render.text import notes_text
 from ckptool.reports.listing import Listing, listing
 from ckptool.reports.parts import Part, parts
 

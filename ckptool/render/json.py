@@ -8,21 +8,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Composite, Note, Tensor, TensorEntry
+from ckptool.checkpoint import Note, Tensor, TensorEntry
 from ckptool.errors import CkptoolError, printable
 from ckptool.nodes import Object
-from ckptool.plain import summary, to_json
-from ckptool.reports.parts import parts
-from ckptool.tree import Path, address
+from ckptool.plain import summary
+from ckptool.tree import Path
 
 if TYPE_CHECKING:
-    from ckptool.reports.diff import Change, Diff
-    from ckptool.verbs.inspect import Inspection
-    from ckptool.verbs.saving import Written
-    from ckptool.verbs.show import Shown
+    pass
 
 Json = dict[str, Any]
 
@@ -39,46 +34,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def inspection_json(found: Inspection) -> Json:
-    """`ckptool.inspect/1`: every tensor and entry with its path; sizes in bytes."""
-    listing = found.listing
-    tensors = []
-    for row in listing.tensors:
-        fact = tensor_json(row.path, row.tensor, row.storage)
-        if found.statistics and (numbers := found.statistics.get(row.address)) is not None:
-            fact["statistics"] = finite(asdict(numbers))
-        tensors.append(fact)
-    return {
-        "schema": "ckptool.inspect/1",
-        "file": listing.file,
-        "container": listing.container,
-        "bytes": listing.bytes,
-        "at": listing.at,
-        "tensor_bytes": listing.tensor_bytes,
-        "storages": listing.storages,
-        "metadata": to_json(listing.metadata),
-        "roots": [
-            {
-                "path": path_json(part.root.path),
-                "kind": part.root.kind,
-                "detail": part.root.detail,
-                "tensors": len(part.rows),
-                "elements": part.elements,
-                "bytes": part.bytes,
-                "dtypes": list(part.dtypes),
-                "locations": list(part.locations),
-            }
-            for part in parts(listing)
-        ],
-        "tensors": tensors,
-        "entries": [
-            {"path": path_json(row.path), "type": type_name(row.value), "value": to_json(row.value)}
-            for row in listing.entries
-        ],
-        "notes": notes_json(found.notes),
-    }
 
 
 def tensor_json(path: Path, tensor: Tensor, storage: int | None) -> Json:
@@ -114,94 +69,6 @@ def notes_json(notes: Iterable[Note]) -> list[Json]:
 def type_name(value: Any) -> str:
     """What kind of value an entry is: `int`, `dict`, `argparse.Namespace`."""
     return printable(value.name) if isinstance(value, Object) else type(value).__name__
-
-
-def shown_json(shown: Shown) -> Json:
-    """`ckptool.show/1`: a tensor with its values as nested lists (none where only the corners were read), or a value."""
-    head: Json = {"schema": "ckptool.show/1", "file": shown.file, "address": shown.address}
-    entry = shown.entry
-    if not isinstance(entry, (TensorEntry, Composite)):
-        return head | {"type": type_name(entry), "value": to_json(entry)}
-    head |= {"tensor": tensor_json((), entry, None), "slice": shown.slice, "truncated": shown.edges}
-    del head["tensor"]["path"], head["tensor"]["storage"]
-    return head | {"values": None if shown.values is None or shown.edges else values_json(shown.values)}
-
-
-def values_json(values: Any) -> Any:
-    """A numpy array as nested lists; complex numbers as [real, imaginary], bf16 and float8 as numbers."""
-    if values.dtype.kind == "V":
-        values = values.astype("f4")
-    if values.dtype.kind != "c":
-        return finite(values.tolist())
-    import numpy
-
-    return finite(numpy.stack([values.real, values.imag], axis=-1).tolist())
-
-
-def diff_json(found: Diff) -> Json:
-    """`ckptool.diff/1`: the verdict, what it rests on, and every difference."""
-    return {
-        "schema": "ckptool.diff/1",
-        "left": found.left,
-        "right": found.right,
-        "same": found.same,
-        "evidence": found.evidence,
-        "tensors": found.tensors,
-        "equal": found.equal,
-        "changed": [_change_json(change) for change in found.changed],
-        "only_left": [_only_json(path, node) for path, node in found.only_left],
-        "only_right": [_only_json(path, node) for path, node in found.only_right],
-        "ties": [{"side": side, "names": list(names)} for side, names in found.ties],
-        "order": list(found.order_differs),
-        "ignored": list(found.ignored),
-        "not_compared": list(found.not_compared),
-        "remarks": list(found.remarks),
-    }
-
-
-def _change_json(change: Change) -> Json:
-    aspects = {
-        name: None if name == "values" else [_aspect(name, side) for side in sides]
-        for name, sides in change.aspects.items()
-    }
-    values = None if change.values is None else finite(asdict(change.values))
-    return {"path": path_json(change.path), "address": change.address, "aspects": aspects, "values": values}
-
-
-def _aspect(name: str, value: Any) -> Any:
-    if name == "value":
-        return to_json(value)
-    if isinstance(value, (tuple, list)):
-        return list(value)
-    return value if value is None or isinstance(value, (bool, str)) else str(value)
-
-
-def _only_json(path: Path, node: Any) -> Json:
-    fact: Json = {"path": path_json(path), "address": address(path)}
-    if isinstance(node, (TensorEntry, Composite)):
-        shape = None if node.shape is None else list(node.shape)
-        return fact | {"dtype": node.dtype.name if node.dtype else None, "shape": shape, "nbytes": node.nbytes}
-    return fact | {"type": type_name(node)}
-
-
-def written_json(written: Written) -> Json:
-    """`ckptool.written/1`: what a verb wrote, or would write."""
-    return {
-        "schema": "ckptool.written/1",
-        "verb": written.verb,
-        "file": written.file,
-        "output": written.output,
-        "container": written.container,
-        "how": written.how,
-        "dry_run": written.dry_run,
-        "verified": written.verified,
-        "bytes_written": written.bytes_written,
-        "file_bytes": written.file_bytes,
-        "summary": written.summary,
-        "facts": finite(written.facts),
-        "details": list(written.details),
-        "notes": notes_json(written.notes),
-    }
 
 
 def results_json(results: Sequence[Json]) -> Json:

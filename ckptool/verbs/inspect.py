@@ -26,7 +26,7 @@ class Inspection:
     notes: tuple[Note, ...]
 
     def __str__(self) -> str:
-        from ckptool.render.text import inspection_text
+        from ckptool.render.inspection import inspection_text
 
         return inspection_text(self)
 

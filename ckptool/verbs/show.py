@@ -31,7 +31,7 @@ class Shown:
     edges: bool
 
     def __str__(self) -> str:
-        from ckptool.render.text import shown_text
+        from ckptool.render.shown import shown_text
 
         return shown_text(self)
 

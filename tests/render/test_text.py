@@ -10,9 +10,11 @@ import pytest
 
 from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry, row_major_strides
 from ckptool.dtypes import by_name
+from ckptool.render.diff import diff_text
+from ckptool.render.inspection import inspection_text
 from ckptool.render.outline import outline
 from ckptool.render.style import PLAIN, Style, bar, columns, short, size
-from ckptool.render.text import diff_text, error_text, inspection_text
+from ckptool.render.text import error_text
 from ckptool.reports.diff import diff
 from ckptool.reports.listing import listing
 from ckptool.reports.parts import like_others, parts

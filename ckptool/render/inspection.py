@@ -1,0 +1,283 @@
+"""What `inspect` found, as text and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Composite
+from ckptool.errors import listed, printable
+from ckptool.nodes import Object
+from ckptool.plain import to_json
+from ckptool.render.json import Json, finite, notes_json, path_json, tensor_json, type_name
+from ckptool.render.outline import Branch, outline
+from ckptool.render.style import BAR, PLAIN, Style, bar, columns, counted, number, short, size
+from ckptool.render.text import WHOLE, notes_text, tensor_text, value_text
+from ckptool.reports.listing import EntryRow, Listing, TensorRow
+from ckptool.reports.parts import Part, like_others, parts
+from ckptool.roots import PLAIN as PLAIN_VALUES
+from ckptool.tree import children, segment_text
+
+if TYPE_CHECKING:
+    from ckptool.reports.statistics import Statistics
+    from ckptool.verbs.inspect import Inspection
+
+
+LINES = 40  # of the outline of a file, unless more is asked for
+NAMES = 56  # columns for names; longer ones are cut on a terminal, and push their line to the right elsewhere
+
+
+def inspection_text(
+    found: Inspection, *, all: bool = False, sort: str = "none", depth: int | None = None, style: Style = PLAIN
+) -> str:
+    """What is in a file: its parts with what they look like, an outline of their tensors, notes with the commands that mend them.
+
+    all: every tensor and entry, a line each.  sort: `name`, `size` or `none`.  depth: levels of the outline, instead of what fits.
+    """
+    listing = found.listing
+    divided = parts(listing)
+    blocks = [_heading(listing, style)]
+    if found.statistics:
+        blocks.append(_statistics(listing, found.statistics, sort, style))
+    elif all:
+        blocks.append(_everything(listing, divided, sort, style))
+    else:
+        blocks.append(_overview(divided, sort, depth, style))
+    blocks += [_totals(listing, divided, style), notes_text(found.notes, style)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _heading(listing: Listing, style: Style) -> str:
+    name = printable(listing.file) + (f"#{printable(listing.at)}" if listing.at else "")
+    said = {key: value for key, value in listing.metadata.items() if listing.container != "torch-zip"}
+    metadata = (
+        f", metadata {listed([f'{printable(str(k))}={value_text(v)}' for k, v in said.items()], 4)}" if said else ""
+    )
+    return style.bold(name) + style.fit(f": {listing.container}, {size(listing.bytes)}{metadata}", len(name))
+
+
+def _totals(listing: Listing, divided: Sequence[Part], style: Style) -> str:
+    if not listing.tensors:
+        return style.dim("no tensors")
+    tied = sum(len(part.tied) for part in divided)
+    ties = f"; {counted(tied, 'name')} tied to another" if tied else ""
+    where = counted(listing.storages, "storage")
+    return style.dim(f"{counted(len(listing.tensors), 'tensor')} in {where}, {size(listing.tensor_bytes)}{ties}")
+
+
+# The overview: a line for each root, and below it an outline of what is in it
+
+
+Line = tuple[str, int | None, int, str]
+"""A label with its indentation, bytes (None: no bar), the width of its level, details."""
+
+
+def _overview(divided: Sequence[Part], order: str, depth: int | None, style: Style) -> str:
+    alike = {} if depth is not None else like_others(divided)
+    shown = [part for part in divided if _has_outline(part, depth) and part not in alike]
+    room = max(LINES - len(divided), 12)
+    biggest = max((part.bytes for part in divided), default=0)
+    lines: list[Line] = []
+    for part in _arranged(divided, order):
+        like = f"; names and shapes as in {root_name(alike[part])}" if part in alike else ""
+        lines.append((root_name(part), part.bytes if part.rows else None, 0, root_detail(part) + like))
+        if part in shown:
+            lines += _branches(outline(part, room // len(shown), depth, order), 1, part)
+    if len(lines) == len(divided) == 1 and divided[0].root.path == () and not divided[0].rows:
+        return _flat_entries(divided[0])
+    return _aligned(lines, biggest, style)
+
+
+def _arranged(divided: Sequence[Part], order: str) -> Sequence[Part]:
+    if order == "size":
+        return sorted(divided, key=lambda part: -part.bytes)
+    return sorted(divided, key=root_name) if order == "name" else divided
+
+
+def _has_outline(part: Part, depth: int | None) -> bool:
+    """Optimizers repeat the model's names: their one line is enough, unless a depth was asked for."""
+    several = len(part.rows) > 1 or (len(part.rows) == 1 and part.rows[0].path != part.root.path)
+    return several and (depth is not None or part.root.is_model or part.root.kind == PLAIN_VALUES)
+
+
+def root_name(part: Part) -> str:
+    return printable(part.root.address) or WHOLE
+
+
+def root_detail(part: Part) -> str:
+    root = part.root
+    if root.kind == PLAIN_VALUES and not (part.rows and isinstance(root.node, (dict, list, tuple, Object))):
+        return value_text(root.node, 100)
+    facts = [counted(len(part.rows), "tensor"), f"{short(part.elements)} elements", " + ".join(part.dtypes[:3])]
+    facts += [printable(listed(part.locations, 3))] if part.locations and part.locations != ("cpu",) else []
+    what = root.detail or (root.kind if root.kind != PLAIN_VALUES else _kind(root.node))
+    return f"{what}: {', '.join(facts)}" if part.rows else what
+
+
+def _kind(node: Any) -> str:
+    return (
+        printable(node.name)
+        if isinstance(node, Object)
+        else "dictionary"
+        if isinstance(node, dict)
+        else type(node).__name__
+    )
+
+
+def _branches(branch: Branch, level: int, part: Part) -> Iterable[Line]:
+    for child in branch.expanded:
+        tied = child.leaf is not None and child.times == 1 and child.leaf in part.tied
+        yield "  " * level + child.label, None if tied else child.size, level, branch_detail(child, part)
+        yield from _branches(child, level + 1, part)
+    if branch.hidden:
+        yield "  " * level + "…", None, level, f"{branch.hidden:,} more (--all lists them)"
+
+
+def branch_detail(branch: Branch, part: Part) -> str:
+    leaf = branch.leaf
+    if leaf is None:
+        return counted(branch.tensors, "tensor")
+    text = tensor_text(part.rows[leaf].tensor, part)
+    if branch.times > 1:
+        return f"{branch.times:,} × {text}"
+    return f"{text}, tied to {printable(part.rows[part.tied[leaf]].address)}" if leaf in part.tied else text
+
+
+def _aligned(lines: Sequence[Line], biggest: int, style: Style) -> str:
+    names = max((len(label) for label, *_ in lines), default=0)
+    width = style.width
+    names = min(names, NAMES, max((width or 1_000) - 40, 12))
+    sizes = max((len(size(nbytes)) for _, nbytes, _, _ in lines if nbytes is not None), default=0)
+    barred = 0 if not sizes else BAR if width is None or width >= 100 else BAR // 2
+    result = []
+    for label, nbytes, level, detail in lines:
+        name = label if width is None or len(label) <= names else label[: names - 1] + "…"
+        left = f"{name.ljust(names)}  "
+        if sizes:
+            left += f"{'' if nbytes is None else size(nbytes):>{sizes}}  "
+        drawn = bar(nbytes or 0, biggest, barred)
+        used = len(left) + (barred + 2 if barred else 0)
+        start = (style.bold(name) if level == 0 else name) + left[len(name) :] + style.blue(drawn)
+        start += " " * (used - len(left) - len(drawn))
+        if level:
+            result.append((start + style.dim(style.fit(detail, used))).rstrip())
+        else:
+            result.append((start + _wrapped(detail, used, width)).rstrip())
+    return "\n".join(result)
+
+
+def _wrapped(text: str, used: int, width: int | None) -> str:
+    """The text in the columns that are left of a line, going on below where it is too long."""
+    if width is None or used + len(text) <= width:
+        return text
+    from textwrap import wrap
+
+    return ("\n" + " " * used).join(wrap(text, max(width - used, 20)))
+
+
+def _flat_entries(part: Part) -> str:
+    """A file of plain values: its entries, as far as they fit."""
+    rows = [
+        (printable(segment_text(key)), value_text(value)) for key, value in islice(children(part.root.node), LINES + 1)
+    ]
+    if not rows:
+        return value_text(part.root.node)
+    return "\n".join([*columns(rows[:LINES], indent=""), *(["…  (--all lists everything)"] if rows[LINES:] else [])])
+
+
+# Everything
+
+
+def _everything(listing: Listing, divided: Sequence[Part], order: str, style: Style) -> str:
+    tied = {id(part.rows[i]): part.rows[before] for part in divided for i, before in part.tied.items()}
+    tensors = _sorted_rows(listing.tensors, order)
+    rows = [(printable(row.address) or WHOLE, *_tensor_cells(row, tied.get(id(row)))) for row in tensors]
+    blocks = ["\n".join(columns(rows, right=(3,), indent=""))] if rows else []
+    entries = [
+        (printable(row.address) or WHOLE, value_text(row.value)) for row in _sorted_entries(listing.entries, order)
+    ]
+    blocks += ["\n".join([style.bold("entries"), *columns(entries)])] if entries else []
+    return "\n\n".join(blocks)
+
+
+def _tensor_cells(row: TensorRow, before: TensorRow | None) -> tuple[str, str, str, str]:
+    tensor = row.tensor
+    extra = [] if tensor.location == "cpu" else [printable(tensor.location)]
+    if isinstance(tensor, Composite):
+        extra.append(printable(tensor.kind))
+    elif not tensor.is_contiguous:
+        extra.append(f"strides {list(tensor.stride)}")
+    extra += [f"tied to {printable(before.address)}"] if before else []
+    shape = "" if tensor.shape is None else str(list(tensor.shape))
+    return tensor.dtype.name if tensor.dtype else "?", shape, size(tensor.nbytes), ", ".join(extra)
+
+
+def _sorted_rows(rows: Sequence[TensorRow], order: str) -> Sequence[TensorRow]:
+    if order == "size":
+        return sorted(rows, key=lambda row: -row.tensor.nbytes)
+    return sorted(rows, key=lambda row: row.address) if order == "name" else rows
+
+
+def _sorted_entries(rows: Sequence[EntryRow], order: str) -> Sequence[EntryRow]:
+    return sorted(rows, key=lambda row: row.address) if order == "name" else rows
+
+
+def _statistics(listing: Listing, found: dict[str, Statistics], order: str, style: Style) -> str:
+    heads = ("", "dtype", "shape", "min", "max", "mean", "std", "norm", "zeros", "NaN", "Inf")
+    rows = [heads]
+    for row in _sorted_rows(listing.tensors, order):
+        tensor, values = row.tensor, found.get(row.address)
+        shape = "" if tensor.shape is None else str(list(tensor.shape))
+        cells = ("",) * 8
+        if values is not None:
+            numbers = (number(x) for x in (values.min, values.max, values.mean, values.std, values.norm))
+            zeros = f"{values.zeros / values.count:.1%}" if values.zeros else "0"
+            cells = (*numbers, zeros, short(values.nans), short(values.infs))  # type: ignore[assignment]
+        rows.append((printable(row.address), tensor.dtype.name if tensor.dtype else "?", shape, *cells))
+    head, *lines = columns(rows, right=range(3, 11), indent="")
+    return "\n".join([style.dim(head), *lines])
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+
+def inspection_json(found: Inspection) -> Json:
+    """`ckptool.inspect/1`: every tensor and entry with its path; sizes in bytes."""
+    listing = found.listing
+    tensors = []
+    for row in listing.tensors:
+        fact = tensor_json(row.path, row.tensor, row.storage)
+        if found.statistics and (numbers := found.statistics.get(row.address)) is not None:
+            fact["statistics"] = finite(asdict(numbers))
+        tensors.append(fact)
+    return {
+        "schema": "ckptool.inspect/1",
+        "file": listing.file,
+        "container": listing.container,
+        "bytes": listing.bytes,
+        "at": listing.at,
+        "tensor_bytes": listing.tensor_bytes,
+        "storages": listing.storages,
+        "metadata": to_json(listing.metadata),
+        "roots": [
+            {
+                "path": path_json(part.root.path),
+                "kind": part.root.kind,
+                "detail": part.root.detail,
+                "tensors": len(part.rows),
+                "elements": part.elements,
+                "bytes": part.bytes,
+                "dtypes": list(part.dtypes),
+                "locations": list(part.locations),
+            }
+            for part in parts(listing)
+        ],
+        "tensors": tensors,
+        "entries": [
+            {"path": path_json(row.path), "type": type_name(row.value), "value": to_json(row.value)}
+            for row in listing.entries
+        ],
+        "notes": notes_json(found.notes),
+    }

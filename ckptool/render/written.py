@@ -1,0 +1,55 @@
+"""What a verb wrote, as text and JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptool.errors import printable
+from ckptool.render.json import Json, finite, notes_json
+from ckptool.render.style import PLAIN, Style, size
+from ckptool.render.text import notes_text
+
+if TYPE_CHECKING:
+    from ckptool.verbs.saving import Written
+
+
+def written_text(written: Written, style: Style = PLAIN) -> str:
+    """What a verb wrote, or would write: one line, then details and notes."""
+    facts = [size(written.file_bytes), "in place" if written.how == "in place" else written.how]
+    if written.how == "in place":
+        facts[1] = f"in place, {written.bytes_written:,} bytes {'to be ' if written.dry_run else ''}added"
+    if written.how == "nothing":
+        facts[1] = "unchanged"
+    facts += ["verified"] if written.verified else []
+    where = f"{printable(written.output)} ({', '.join(facts)})"
+    verb = style.bold(written.verb)
+    if written.dry_run:
+        lines = [f"{verb}: {written.summary}; would be written to {where}", "  dry run: nothing was written"]
+    else:
+        lines = [f"{verb}: {written.summary} → {where}"]
+    lines += [f"  {line}" for line in written.details]
+    notes = notes_text(written.notes, style)
+    return "\n".join([*lines, *([notes] if notes else [])]) + "\n"
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+
+def written_json(written: Written) -> Json:
+    """`ckptool.written/1`: what a verb wrote, or would write."""
+    return {
+        "schema": "ckptool.written/1",
+        "verb": written.verb,
+        "file": written.file,
+        "output": written.output,
+        "container": written.container,
+        "how": written.how,
+        "dry_run": written.dry_run,
+        "verified": written.verified,
+        "bytes_written": written.bytes_written,
+        "file_bytes": written.file_bytes,
+        "summary": written.summary,
+        "facts": finite(written.facts),
+        "details": list(written.details),
+        "notes": notes_json(written.notes),
+    }
