@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.dtypes import DType
 from ckptool.errors import Corrupt, printable
-from ckptool.files import Source
+from ckptool.files import Input, Source
 from ckptool.nodes import Object, structural_parts
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class Checkpoint:
     tree: Any
     container: str
     metadata: dict[str, Any] = field(default_factory=dict)
-    source: Source | None = None
+    source: Input | None = None
     origin: Any = None
     notes: tuple[Note, ...] = ()
     discarded: tuple[Object, ...] = ()

@@ -2,7 +2,7 @@
 
 A mapped file that another process cuts short kills the reader with SIGBUS; a read that comes back short is an error
 with words. The descriptor stays open for as long as anything refers to it, so a checkpoint stays readable after its
-file was replaced or unlinked.
+file was replaced or unlinked. A checkpoint of several files is a `Folder`, which opens each of them once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ import errno
 import os
 import stat
 
-from ckptool.errors import FileChanged, FileProblem, NotACheckpoint, Truncated, UsageError, printable
+from ckptool.errors import (
+    Corrupt,
+    FileChanged,
+    FileProblem,
+    LimitExceeded,
+    NotACheckpoint,
+    Truncated,
+    UsageError,
+    printable,
+)
+
+MAX_FILES = 100_000  # that one looks at in a folder
 
 
 class Source:
@@ -89,6 +100,7 @@ class Source:
             raise file_problem(error, self.path, "read") from error
 
     def changed(self) -> FileChanged:
+        """The error for a file that somebody else changed in the meantime."""
         return FileChanged(
             f"{self} changed while it was being read",
             "Another process wrote to it or cut it short; nothing was written.",
@@ -106,6 +118,85 @@ class Source:
             return os.path.samestat(os.stat(path), os.fstat(self.fd))
         except OSError:
             return False
+
+
+class Folder:
+    """A folder of which some files together are one checkpoint. `size`: the bytes of those that were opened."""
+
+    __slots__ = ("__weakref__", "_files", "names", "path", "shown")
+
+    def __init__(self, path: str | os.PathLike[str], shown: str | os.PathLike[str] = "") -> None:
+        """Looks at what is in `path`; raises `FileProblem`, or `LimitExceeded` for a folder of very many files.
+
+        shown: what the user called it, where that is not the folder (an index file in it).
+        """
+        self.path = os.fspath(path) or "."
+        self.shown = os.fspath(shown) or self.path
+        self._files: dict[str, Source] = {}
+        self.names: list[str] = []  # of everything in it, sorted
+        try:
+            with os.scandir(self.path) as entries:
+                for entry in entries:
+                    self.names.append(entry.name)
+                    if len(self.names) > MAX_FILES:
+                        raise LimitExceeded(f"{self} holds more than {MAX_FILES:,} files", "Name a file in it.")
+        except OSError as error:
+            raise file_problem(error, self.path, "read") from error
+        self.names.sort()
+
+    def __str__(self) -> str:
+        return printable(self.shown)
+
+    def __repr__(self) -> str:
+        return f"Folder({self.path!r})"
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def open(self, name: str) -> Source:
+        """The file of that name in it, opened once. A name that could lead elsewhere raises `Corrupt`.
+
+        A link in the folder is followed: hubs keep their files as links into a cache.
+        """
+        found = self._files.get(name)
+        if found is None:
+            if not name or name in (".", "..") or any(c in name for c in "/\\\0:"):
+                raise Corrupt(
+                    f"{self} names a file outside of its folder: {printable(name)}", "Such a name is never followed."
+                )
+            found = self._files[name] = Source(os.path.join(self.path, name))
+        return found
+
+    @property
+    def files(self) -> dict[str, Source]:
+        """The files that were opened, by name."""
+        return dict(self._files)
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self._files.values())
+
+    def check_unchanged(self) -> None:
+        """Raises `FileChanged` if anyone wrote to one of its files since it was opened."""
+        for file in self._files.values():
+            file.check_unchanged()
+
+    def is_at(self, path: str | os.PathLike[str]) -> bool:
+        """True if `path` leads to this folder, or to a file that was opened in it."""
+        try:
+            if os.path.samefile(path, self.path):
+                return True
+        except OSError:
+            return False
+        return any(file.is_at(path) for file in self._files.values())
+
+
+Input = Source | Folder
+
+
+def open_input(path: str | os.PathLike[str]) -> Input:
+    """What is at `path`: a file, or a folder. Raises what `Source` and `Folder` raise."""
+    return Folder(path) if os.path.isdir(path) else Source(path)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

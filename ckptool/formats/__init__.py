@@ -1,8 +1,8 @@
 """Containers: bytes to a tree, and a tree to a plan of what to write.
 
-A format is a module with `NAME`, `SUFFIXES` (the first is the usual one), `detect(head, source)`, `read(source)`, `write(checkpoint,
-keep_unknown=...)`, and `append(checkpoint, keep_unknown=...)` where it can be edited in place. To add one: its file, its line below,
-its test through the contract. Files are told by content, never by name.
+A format is a module with `NAME`, `detect(head, source)` and `read(source)`. One that can also be written has `SUFFIXES` (the first is
+the usual one), `write(checkpoint, keep_unknown=...)` and `append(checkpoint, keep_unknown=...)`, which gives None where it cannot be
+edited in place. To add one: its file, its line below, its test through the contract. Files are told by content, never by name.
 """
 
 from __future__ import annotations
@@ -11,47 +11,57 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from ckptool.checkpoint import Checkpoint, Plan
 from ckptool.errors import Truncated, UsageError, listed
-from ckptool.files import Source
+from ckptool.files import Input, Source, open_input
 from ckptool.formats import safetensors, torch_zip
 from ckptool.formats.others import refuse
 
 
-class Format(Protocol):
+class Reader(Protocol):
     """What a module in this folder offers."""
 
     @property
     def NAME(self) -> str: ...  # noqa: N802 (a module's constant)
+
+    def detect(self, head: bytes, source: Input) -> bool:
+        """True if it is one. head: the first bytes of a file; of a folder, none."""
+
+    def read(self, source: Any) -> Checkpoint: ...
+
+
+class Format(Reader, Protocol):
+    """What a module offers whose container can be written."""
+
     @property
     def SUFFIXES(self) -> tuple[str, ...]: ...  # noqa: N802
 
-    def detect(self, head: bytes, source: Source) -> bool: ...
-    def read(self, source: Source) -> Checkpoint: ...
     def write(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan: ...
     def append(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None: ...
 
 
-FORMATS: tuple[Format, ...] = (torch_zip, safetensors)  # asked in this order
+FORMATS: tuple[Reader, ...] = (torch_zip, safetensors)  # asked in this order
+WRITERS: tuple[Format, ...] = tuple(cast(Format, module) for module in FORMATS if hasattr(module, "write"))
 
+DEFAULT = "torch-zip"  # what is written where nothing says otherwise
 HEAD = 512
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint of any known container. Reads its tables, no tensor data.
+    """Opens a checkpoint of any known container: a file, or a folder. Reads its tables, no tensor data.
 
     Raises `FileProblem`, `NotACheckpoint`, `Unsupported`, `Truncated`, `Corrupt`, `Ambiguous` or `LimitExceeded`.
     """
-    source = Source(path)
-    if not source.size:
+    source = open_input(path)
+    if isinstance(source, Source) and not source.size:
         raise Truncated(
             f"{source} is empty (0 bytes)",
             "It was never written, or lost in a crash or a full disk.",
             "Copy or download it again.",
         )
-    head = source.read(0, min(HEAD, source.size))
+    head = source.read(0, min(HEAD, source.size)) if isinstance(source, Source) else b""
     for container in FORMATS:
         if container.detect(head, source):
             with no_collection():
@@ -71,20 +81,25 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def writer(name: str) -> Format | None:
+    """The format called `name`, if it can be written."""
+    return next((container for container in WRITERS if name == container.NAME), None)
+
+
 def by_name(name: str) -> Format:
     """The format called `name`; raises `UsageError` listing those that can be written."""
-    for container in FORMATS:
-        if name == container.NAME:
-            return container
-    raise UsageError(
-        f"there is no container {name!r}", f"There are: {listed([container.NAME for container in FORMATS])}."
-    )
+    container = writer(name)
+    if container is None:
+        known = any(name == reader.NAME for reader in FORMATS)
+        what = f"{name} is read, not written" if known else f"there is no container {name!r}"
+        raise UsageError(what, f"Written are: {listed([container.NAME for container in WRITERS])}.")
+    return container
 
 
 def for_output(path: str | os.PathLike[str], default: str) -> Format:
-    """The format that the suffix of an output stands for, else the one called `default`."""
+    """The format that the suffix of an output stands for; else the one called `default`, if it is written; else torch's."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
-    for container in FORMATS:
+    for container in WRITERS:
         if suffix in container.SUFFIXES:
             return container
-    return by_name(default)
+    return writer(default) or by_name(DEFAULT)

@@ -5,8 +5,8 @@ Sources: the magic numbers of file(1), the git-lfs pointer specification, torch/
 
 from __future__ import annotations
 
-from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, printable
-from ckptool.files import Source
+from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable
+from ckptool.files import Folder, Input, Source
 
 _LEGACY_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")  # 0x1950a86a20f9469cfc6c, inside a pickled LONG1
 
@@ -33,13 +33,24 @@ _OTHER_FILES = {
 }
 
 
-def refuse(head: bytes, source: Source) -> CkptoolError:
-    """The error for a file that no format here reads, saying what it is as exactly as its first bytes allow."""
+def refuse(head: bytes, source: Input) -> CkptoolError:
+    """The error for a file or folder that no format here reads, saying what it is as exactly as its first bytes allow."""
+    if isinstance(source, Folder):
+        return _no_checkpoint_in(source)
     return (
         _text_file(head, source)
         or _older_torch(head, source)
         or _by_magic(head, source)
         or _nothing_known(head, source)
+    )
+
+
+def _no_checkpoint_in(folder: Folder) -> CkptoolError:
+    held = f"It holds {listed([printable(name) for name in folder.names], 4)}." if folder.names else "It is empty."
+    return NotACheckpoint(
+        f"{folder} is a folder, not a checkpoint",
+        f"ckptool looked for *.safetensors.index.json, *.bin.index.json and .metadata. {held}",
+        f"Name the file: ls {printable(folder.path)}; or see what is there: ckptool scan {printable(folder.path)}",
     )
 
 

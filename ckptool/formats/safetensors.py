@@ -37,7 +37,7 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.files import Source
+from ckptool.files import Input, Source
 from ckptool.formats import carried
 
 NAME = "safetensors"
@@ -47,7 +47,7 @@ METADATA = "__metadata__"
 MAX_TENSORS = 1_000_000
 
 
-def detect(head: bytes, source: Source) -> bool:
+def detect(head: bytes, source: Input) -> bool:
     return (
         len(head) > 9
         and head[8:9] == b"{"

@@ -30,7 +30,7 @@ from ckptool.checkpoint import (
 )
 from ckptool.dtypes import DType
 from ckptool.errors import Ambiguous, Conflict, Corrupt, NotACheckpoint, Unsupported, printable
-from ckptool.files import Source
+from ckptool.files import Input, Source
 from ckptool.formats import zip_archive, zip_parts
 from ckptool.formats.zip_archive import Archive, Record
 from ckptool.nodes import Global
@@ -59,7 +59,7 @@ class Origin:
         return {id(record.data): record for record in self.archive.records.values() if record.is_used}
 
 
-def detect(head: bytes, source: Source) -> bool:
+def detect(head: bytes, source: Input) -> bool:
     return head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
 
 

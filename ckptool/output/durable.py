@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from ckptool.checkpoint import Plan
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
-from ckptool.files import Source, file_problem
+from ckptool.files import Input, file_problem
 from ckptool.output.copying import reserve
 from ckptool.output.sink import Progress, Sink, segments_of
 
@@ -66,7 +66,7 @@ def replace_file(
     target: str | os.PathLike[str],
     *,
     overwrite: bool = False,
-    inputs: Iterable[Source] = (),
+    inputs: Iterable[Input] = (),
     verify: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> None:

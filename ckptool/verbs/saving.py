@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan
 from ckptool.errors import Conflict, FileProblem, UsageError, VerifyFailed, printable
-from ckptool.files import file_problem
+from ckptool.files import Folder, Input, file_problem
 from ckptool.formats import Format, no_collection
 from ckptool.output import Progress, append_in_place, check_target, replace_file
 from ckptool.output.append import refuse_links
@@ -102,8 +102,8 @@ def save(
             "Change the file itself: --in-place; or replace it by a new one: -f",
         )
     container = _container(changed, target, options)
-    if not changes and source is not None and original.container == container.NAME:
-        plan, how = Plan({"": [FileRange(source, 0, source.size)]}), "copy"
+    if not changes and source is not None and _stays(original, container, options):
+        plan, how = _copy_of(source), "copy"
     else:
         with no_collection():
             plan, how = container.write(changed, keep_unknown=options.get("keep_unknown", False)), "new file"
@@ -117,9 +117,28 @@ def _container(checkpoint: Checkpoint, target: str, options: SaveOptions) -> For
     return formats.by_name(name) if name else formats.for_output(target, checkpoint.container)
 
 
+def _stays(checkpoint: Checkpoint, container: Format, options: SaveOptions) -> bool:
+    """True if a file that nothing was to be changed in can be copied: its container is the one to write, or is not written at all."""
+    as_asked = options.get("container") is None and container.NAME == formats.DEFAULT
+    return checkpoint.container == container.NAME or (formats.writer(checkpoint.container) is None and as_asked)
+
+
+def _copy_of(source: Input) -> Plan:
+    files = source.files if isinstance(source, Folder) else {"": source}
+    return Plan({name: [FileRange(file, 0, file.size)] for name, file in files.items()})
+
+
 def _save_in_place(original: Checkpoint, changed: Checkpoint, options: SaveOptions, changes: bool) -> Saved:
     source = original.source
     assert source is not None
+    if isinstance(source, Folder) or formats.writer(original.container) is None:
+        raise UsageError(
+            f"{source} cannot be changed in place: it is of the container {original.container}",
+            "Files of one checkpoint that change one after the other are at times those of two."
+            if isinstance(source, Folder)
+            else "That is read here, not written.",
+            "Write a new one: -o OUT",
+        )
     refuse_links(source.path)
     if options.get("container") not in (None, original.container):
         raise UsageError(
