@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11 python3.10,$(shell \
 	$(python) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(python))))
 
-.PHONY: help venv test lint pytest demo bench soak fixtures clean
+.PHONY: help venv test lint pytest demo bench soak fuzz fixtures clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make demo      the main job on real checkpoints, as a user would see it"
 	@echo "make bench     the ratios of the README, measured again"
 	@echo "make soak      the long sweeps: kills, faults, fuzzing, big files"
+	@echo "make fuzz      coverage-guided fuzzing of the readers: make SECONDS=3600 fuzz"
 	@echo "make fixtures  the checkpoints of fixtures/make.py, in build/fixtures"
 	@echo "make venv      only the set-up       make clean    remove everything that was made"
 
@@ -48,6 +49,12 @@ bench: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
+
+# SECONDS of coverage-guided fuzzing of the readers; findings are kept in build/fuzz.
+SECONDS ?= 300
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 fixtures: $(STAMP)
 	$(BIN)/python -m fixtures.make build/fixtures

@@ -20,19 +20,38 @@ if TYPE_CHECKING:
     from ckptool.checkpoint import Storage as Storage
     from ckptool.checkpoint import TensorEntry as TensorEntry
     from ckptool.errors import CkptoolError as CkptoolError
+    from ckptool.live import load_into as load_into
+    from ckptool.live import save_for_cpu as save_for_cpu
+    from ckptool.reports.warm_start import LoadReport as LoadReport
     from ckptool.verbs.add_module import add_module as add_module
+    from ckptool.verbs.average import average as average
+    from ckptool.verbs.bake import bake as bake
+    from ckptool.verbs.bundle import bundle as bundle
     from ckptool.verbs.cast import cast as cast
     from ckptool.verbs.convert import convert as convert
     from ckptool.verbs.diff import diff as diff
+    from ckptool.verbs.doctor import doctor as doctor
     from ckptool.verbs.edit import edit as edit
     from ckptool.verbs.inspect import inspect as inspect
+    from ckptool.verbs.inspect_run import inspect_run as inspect_run
     from ckptool.verbs.load import load as load
     from ckptool.verbs.open import open as open
+    from ckptool.verbs.prove import prove as prove
+    from ckptool.verbs.prune import prune as prune
+    from ckptool.verbs.recover import recover as recover
     from ckptool.verbs.remap import remap as remap
     from ckptool.verbs.rename import rename as rename
+    from ckptool.verbs.resume import resume as resume
     from ckptool.verbs.save import save as save
+    from ckptool.verbs.scan import scan as scan
     from ckptool.verbs.show import show as show
+    from ckptool.verbs.slim import slim as slim
+    from ckptool.verbs.spec import spec as spec
     from ckptool.verbs.strip_module import strip_module as strip_module
+    from ckptool.verbs.train import train as train
+    from ckptool.verbs.unbundle import unbundle as unbundle
+    from ckptool.verbs.verify import verify as verify
+    from ckptool.verbs.warm_start import warm_start as warm_start
 
 __version__ = "0.1.0"
 
@@ -41,22 +60,41 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "CkptoolError": "errors",
     "Composite": "checkpoint",
+    "LoadReport": "reports.warm_start",
     "Note": "checkpoint",
     "Storage": "checkpoint",
     "TensorEntry": "checkpoint",
     "add_module": "verbs.add_module",
+    "average": "verbs.average",
+    "bake": "verbs.bake",
+    "bundle": "verbs.bundle",
     "cast": "verbs.cast",
     "convert": "verbs.convert",
     "diff": "verbs.diff",
+    "doctor": "verbs.doctor",
     "edit": "verbs.edit",
     "inspect": "verbs.inspect",
+    "inspect_run": "verbs.inspect_run",
     "load": "verbs.load",
+    "load_into": "live",
     "open": "verbs.open",
+    "prove": "verbs.prove",
+    "prune": "verbs.prune",
+    "recover": "verbs.recover",
     "remap": "verbs.remap",
     "rename": "verbs.rename",
+    "resume": "verbs.resume",
     "save": "verbs.save",
+    "save_for_cpu": "live",
+    "scan": "verbs.scan",
     "show": "verbs.show",
+    "slim": "verbs.slim",
+    "spec": "verbs.spec",
     "strip_module": "verbs.strip_module",
+    "train": "verbs.train",
+    "unbundle": "verbs.unbundle",
+    "verify": "verbs.verify",
+    "warm_start": "verbs.warm_start",
 }
 
 __all__ = [

@@ -34,7 +34,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.files import Source
-from ckptool.gather import fill, subrange
+from ckptool.gather import fill, subrange, verify
 from ckptool.graphs import After, Done, Empty, Made, Of, Remake
 from ckptool.live_values import Reader
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
@@ -60,6 +60,7 @@ def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tenso
     Of a plain entry only the part of the storage that it spans is read. Raises `UnsafeObject` for a subclass that is not torch's own.
     """
     if isinstance(entry, TensorEntry):
+        verify(entry)
         start, stop = entry.span()
         part = Storage(subrange(entry.storage.data, start, stop - start), entry.location)
         entry = TensorEntry(part, entry.dtype, entry.shape, entry.stride, 0, entry.flags)
@@ -155,7 +156,8 @@ class _Storages:
         if self.restorer.meta:
             return cast(torch.UntypedStorage, untyped.UntypedStorage(storage.nbytes, device="meta"))
         data = storage.data
-        if self.map_files and isinstance(data, FileRange) and data.length and data.offset % min(itemsize, 8) == 0:
+        mapped = self.map_files and not storage.twin  # twins have one place in the file, and each its own memory
+        if mapped and isinstance(data, FileRange) and data.length and data.offset % min(itemsize, 8) == 0:
             data.ready()
             view = torch.frombuffer(self._map(data.file), dtype=torch.uint8, count=data.length, offset=data.offset)
             made = view.untyped_storage()
@@ -682,7 +684,7 @@ def _numpy_array(found: plain.Array) -> Any:
     kind = _numpy_type(found.type)
     if not found.data:
         return numpy.zeros(found.shape, kind, order="F" if found.fortran else "C")
-    array = numpy.frombuffer(bytearray(found.data), kind).reshape(found.shape, order="F" if found.fortran else "C")
+    array = numpy.frombuffer(bytearray(bytes(found.data)), kind).reshape(found.shape, order="F" if found.fortran else "C")
     # numpy itself turns numbers of the other byte order when it loads them; fields of records stay as they are.
     return array if found.type.fields else array.astype(kind.newbyteorder("="), copy=False)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.dtypes import DType
-from ckptool.errors import Corrupt, printable
+from ckptool.errors import Corrupt, Unsupported, printable
 from ckptool.files import Input, Source
 from ckptool.nodes import Object, structural_parts
 
@@ -82,11 +82,15 @@ class Storage:
     """A block of bytes that tensors are views of. Compared by identity: sharing a storage is being tied.
 
     location: torch's tag, `cpu` or `cuda:0`.  crc: CRC-32 of the bytes as the container recorded it; None if it did not.
+    twin: its bytes may be stored once with those of other twins on the same `data`; they stay storages of their own.
+    intact: the bytes were compared with the checksum and match; noted by `gather.verify` so that each storage is read once for that.
     """
 
     data: Data
     location: str = "cpu"
     crc: int | None = None
+    twin: bool = False
+    intact: bool = field(default=False, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +159,13 @@ class TensorEntry:
         return self.offset * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
 
     def bytes(self) -> bytes:
-        """The stored values in row-major order (conjugate and negative bits not applied)."""
+        """The stored values in row-major order (conjugate and negative bits not applied).
+
+        Raises `Corrupt` where they do not match the checksum that the container has for them, as `numpy` does.
+        """
+        from ckptool.gather import verify
+
+        verify(self)
         data = self.row_major()
         return data.read(0, data.length)
 
@@ -168,7 +178,8 @@ class TensorEntry:
     def numpy(self) -> numpy.ndarray[Any, Any]:
         """A new array of the values (conjugate and negative bits applied); bf16 and float8 as ml_dtypes types.
 
-        Raises `Unsupported` for a type that numpy cannot hold (complex32, packed 4-bit).
+        Raises `Unsupported` for a type that numpy cannot hold (complex32, packed 4-bit), and `Corrupt` where the storage does not match its
+        checksum, if the container has one. That of a storage over 64 MB is not looked at for a tensor that is less than a quarter of it.
         """
         from ckptool.gather import to_numpy
 
@@ -252,6 +263,62 @@ class Composite:
         return f"<{self.kind} tensor {self.dtype or ''}{shape}>"
 
 
+@dataclass(slots=True, eq=False)
+class Blob:
+    """A long value of a pickle that was left where it is: `data` are its bytes as the pickle spells them.
+
+    Only builders meet it, while a pickle is decoded (see `pickles/skeleton.py`); there is none in an opened checkpoint.
+    kind: what the pickle makes of the bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (`data` is its UTF-8).
+    of: the blob that it was made from, if another.
+    """
+
+    data: Data
+    kind: str
+    of: Blob | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} of {self.data.length:,} bytes>"
+
+
+MAX_LONG_BYTES = 32 << 20
+
+
+@dataclass(slots=True, eq=False)
+class LongBytes:
+    """The data of a large numpy array, left in its file: in a tree it stands for the `bytes` that the pickle has there.
+
+    mutable: it stands for a `bytearray`.  crc: their CRC-32, where the container has one; checked when all of it is read.
+    """
+
+    data: Data
+    mutable: bool = False
+    crc: int | None = None
+
+    def __len__(self) -> int:
+        return self.data.length
+
+    def __bytes__(self) -> bytes:
+        data = self.data.read(0, self.data.length)
+        if self.crc is not None:
+            crc = Crc(expected=self.crc, name="a numpy array")
+            crc.update(data)
+            crc.check()
+        return data
+
+    def whole(self) -> bytes:
+        """All of it, for a pickle or a header; raises `Unsupported` where that is too much for one."""
+        if len(self) > MAX_LONG_BYTES:
+            raise Unsupported(
+                f"a numpy array of {len(self):,} bytes cannot be pickled again",
+                f"At most {MAX_LONG_BYTES:,} are: a pickle is read into memory as a whole.",
+                "Write the arrays as tensors: ckptool convert FILE -o OUT.safetensors (or OUT.npz)",
+            )
+        return bytes(self)
+
+    def __repr__(self) -> str:
+        return f"<{self.data.length:,} bytes in their file>"
+
+
 Tensor = TensorEntry | Composite
 
 
@@ -273,6 +340,7 @@ class Checkpoint:
     origin: what its format remembers of that file in order to write it back; nobody else looks at it.
     discarded: objects that the file makes and throws away again; they would run, so they are shown.
     tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
+    beside: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not listed, not written.
     """
 
     tree: Any
@@ -283,6 +351,7 @@ class Checkpoint:
     notes: tuple[Note, ...] = ()
     discarded: tuple[Object, ...] = ()
     tensors_only: bool = False
+    beside: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]

@@ -16,7 +16,13 @@
     ├── UnsafeObject                an unknown call would be passed on       unsafe-global
     ├── Conflict                    carrying on would lose or mix data       conflict
     │   └── OutputExists            the target is there already              output-exists
-    └── VerifyFailed                the output differs from what was meant   verify-failed
+    ├── VerifyFailed                the output differs from what was meant   verify-failed
+    ├── MissingExtra                an optional package is not installed     missing-extra
+    ├── UserCodeFailed              the user's own module raised an error    user-code
+    ├── PlanRefused                 a warm start that was not accepted       plan-refused    exit 1
+    ├── NoneValid                   of a run's checkpoints none is whole     none-valid      exit 3
+    ├── NotFinite                   a loss or gradient is NaN or infinite    non-finite
+    └── RunFailed                   a training process ended in an error     run-failed
 
 An error has three parts: what happened (it names the path and the thing), what it means, and what to type.
 Library users catch `CkptoolError`; `error.code` is stable across versions.
@@ -25,6 +31,7 @@ Library users catch `CkptoolError`; `error.code` is stable across versions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class CkptoolError(Exception):
@@ -148,6 +155,45 @@ class VerifyFailed(CkptoolError):
     code = "verify-failed"
 
 
+class MissingExtra(CkptoolError):
+    """An optional package that the verb needs is not installed."""
+
+    code = "missing-extra"
+
+
+class UserCodeFailed(CkptoolError):
+    """The user's own module raised an error; its traceback is in the message."""
+
+    code = "user-code"
+
+
+class PlanRefused(CkptoolError):
+    """The plan of a warm start was not accepted; nothing was changed. `report` says what it was."""
+
+    code = "plan-refused"
+    exit_code = 1
+    report: Any = None
+
+
+class NoneValid(CkptoolError):
+    """Checkpoints exist, and none of them is whole: starting again from 0 would throw the run away."""
+
+    code = "none-valid"
+    exit_code = 3
+
+
+class NotFinite(CkptoolError):
+    """The loss or a gradient is NaN or infinite, and the run is to stop at that."""
+
+    code = "non-finite"
+
+
+class RunFailed(CkptoolError):
+    """A training process ended in an error of its own."""
+
+    code = "run-failed"
+
+
 def listed(things: Sequence[object], limit: int = 5) -> str:
     """At most `limit` things in one line, then how many were left out."""
     shown = ", ".join(str(thing) for thing in things[:limit])
@@ -171,4 +217,5 @@ def printable(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    escapes = {ord(c): c.encode("unicode_escape", "surrogatepass").decode() for c in set(text) if not c.isprintable()}
+    return text.translate(escapes)

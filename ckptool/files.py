@@ -10,8 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from ckptool.errors import (
+    CkptoolError,
     Corrupt,
     FileChanged,
     FileProblem,
@@ -29,6 +32,7 @@ class Source:
     """A regular file that is open for reading. `size` is in bytes, as it was when the file was opened."""
 
     __slots__ = ("__weakref__", "_identity", "fd", "path", "size")
+    start = 0  # where its bytes begin in its `file`: see `Part`
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Opens `path`; raises `FileProblem` (missing, no permission), `NotACheckpoint` (a folder) or `UsageError` (a device)."""
@@ -39,6 +43,8 @@ class Source:
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             status = os.fstat(self.fd)
         except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) == errno.ENXIO:  # a socket
+                raise self._not_regular() from None
             raise file_problem(error, self.path, "read") from error
         if stat.S_ISDIR(status.st_mode):
             raise NotACheckpoint(
@@ -47,11 +53,14 @@ class Source:
                 f"Name the file: ls {printable(self.path)}",
             )
         if not stat.S_ISREG(status.st_mode):
-            raise UsageError(
-                f"{self} is not a regular file", "A checkpoint is read at many places; a pipe or device cannot be."
-            )
+            raise self._not_regular()
         self.size = status.st_size
         self._identity = _identity(status)
+
+    def _not_regular(self) -> UsageError:
+        return UsageError(
+            f"{self} is not a regular file", "A checkpoint is read at many places; a pipe or device cannot be."
+        )
 
     def __str__(self) -> str:
         return printable(self.path)
@@ -61,15 +70,29 @@ class Source:
 
     def __del__(self) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
+            with suppress(OSError):  # it was only read
+                os.close(self.fd)
+
+    @property
+    def file(self) -> Source:
+        return self
+
+    def part(self, offset: int, length: int) -> Part:
+        """`length` bytes of the file from `offset`, to be read as if they were a file; raises `Truncated` past the end."""
+        if length < 0 or offset < 0 or offset + length > self.size:
+            raise self._short(offset, length)
+        return Part(self, offset, length)
+
+    def _short(self, offset: int, length: int) -> Truncated:
+        return Truncated(
+            f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were promised",
+            "The file was cut off, or its own tables are wrong.",
+        )
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; raises `Truncated` past the end, `FileChanged` if the file shrank."""
         if length < 0 or offset < 0 or offset + length > self.size:
-            raise Truncated(
-                f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were promised",
-                "The file was cut off, or its own tables are wrong.",
-            )
+            raise self._short(offset, length)
         data = self._pread(offset, length)
         if len(data) == length:
             return data
@@ -116,8 +139,34 @@ class Source:
         """True if `path` leads to this very file, by whatever name or link."""
         try:
             return os.path.samestat(os.stat(path), os.fstat(self.fd))
-        except OSError:
+        except (OSError, ValueError):  # nothing is there, or no such name can be
             return False
+
+
+class Part:
+    """Bytes in the middle of a file that are a file by themselves (a zip inside of a larger file); offsets count from their first.
+
+    What is kept of it for later refers to the `file` itself, with `start` added.
+    """
+
+    __slots__ = ("file", "size", "start")
+
+    def __init__(self, file: Source, start: int, size: int) -> None:
+        self.file, self.start, self.size = file, start, size
+
+    def __str__(self) -> str:
+        return f"{self.file} (the {self.size:,} bytes from {self.start:,})"
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`; raises `Truncated` past the end of the part."""
+        if length < 0 or offset < 0 or offset + length > self.size:
+            raise Truncated(
+                f"{self}: bytes {offset:,} to {offset + length:,} of it were promised", "Its tables are wrong."
+            )
+        return self.file.read(self.start + offset, length)
+
+
+Readable = Source | Part
 
 
 class Folder:
@@ -160,12 +209,22 @@ class Folder:
         """
         found = self._files.get(name)
         if found is None:
-            if not name or name in (".", "..") or any(c in name for c in "/\\\0:"):
-                raise Corrupt(
-                    f"{self} names a file outside of its folder: {printable(name)}", "Such a name is never followed."
-                )
+            self._check(name)
             found = self._files[name] = Source(os.path.join(self.path, name))
         return found
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that are not in it, sorted. A name that could lead elsewhere raises `Corrupt`."""
+        absent = set(names).difference(self.names)
+        for name in absent:
+            self._check(name)
+        return sorted(absent)
+
+    def _check(self, name: str) -> None:
+        if not name or name in (".", "..") or any(c in name for c in "/\\\0:"):
+            raise Corrupt(
+                f"{self} names a file outside of its folder: {printable(name[:200])}", "Such a name is never followed."
+            )
 
     @property
     def files(self) -> dict[str, Source]:
@@ -186,7 +245,7 @@ class Folder:
         try:
             if os.path.samefile(path, self.path):
                 return True
-        except OSError:
+        except (OSError, ValueError):
             return False
         return any(file.is_at(path) for file in self._files.values())
 
@@ -197,6 +256,23 @@ Input = Source | Folder
 def open_input(path: str | os.PathLike[str]) -> Input:
     """What is at `path`: a file, or a folder. Raises what `Source` and `Folder` raise."""
     return Folder(path) if os.path.isdir(path) else Source(path)
+
+
+@contextmanager
+def unchanged(*inputs: Input | None) -> Iterator[None]:
+    """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, whatever else that has led to."""
+    try:
+        yield
+    except CkptoolError:
+        _check_unchanged(inputs)
+        raise
+    _check_unchanged(inputs)
+
+
+def _check_unchanged(inputs: Iterable[Input | None]) -> None:
+    for source in inputs:
+        if source is not None:
+            source.check_unchanged()
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -216,7 +292,8 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
             if os.path.isdir(folder)
             else f"There is no folder {printable(folder)} either."
         )
-    return FileProblem(f"cannot {doing} {name}: {reason}", _MEANINGS.get(number or 0, ""), fix)
+    why = "No file can have such a name." if "null byte" in reason else _MEANINGS.get(number or 0, "")
+    return FileProblem(f"cannot {doing} {name}: {reason}", why, fix)
 
 
 _MEANINGS = {

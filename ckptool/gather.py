@@ -7,13 +7,15 @@ are read at once (the rest of the span is thrown away), the others run by run, a
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Computed, Data, FileRange, Literal, TensorEntry
-from ckptool.errors import BadTensor, LimitExceeded, UsageError, printable
+from ckptool.checkpoint import Computed, Data, FileRange, Literal, Storage, TensorEntry
+from ckptool.dtypes import DType
+from ckptool.errors import BadTensor, Corrupt, LimitExceeded, UsageError, printable
 from ckptool.files import file_problem
 from ckptool.values import CHUNK, packed, resolve, scratch
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _BLOCK = 8 << 20  # bytes of output made at a time: long runs make few calls
 _PACK = 4 << 20  # bytes read for it at a time
 _PIECE = 1 << 20  # bytes per read of what lies in order already
+_CHECKED = 64 << 20  # bytes of a storage whose checksum is looked at for any part of it
 _KEPT = 2  # blocks kept for the next read, in all: two views can be read side by side
 
 # A gap that costs about as much to read through as another call costs. A computed storage pays more for each call.
@@ -46,6 +49,51 @@ def subrange(data: Data, offset: int, length: int) -> Data:
     if isinstance(data, Literal):
         return Literal(data.content[offset : offset + length])
     return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))))
+
+
+def swapped(storage: Storage, dtype: DType) -> Computed:
+    """The same elements in the other byte order."""
+    data, width = storage.data, dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
+
+    def read(offset: int, length: int) -> bytes:
+        begin, end = offset - offset % width, min(-(-(offset + length) // width) * width, data.length)
+        raw = data.read(begin, end - begin)
+        turned = bytearray(len(raw))
+        for i in range(width):
+            turned[i::width] = raw[width - 1 - i :: width]
+        return bytes(turned[offset - begin : offset - begin + length])
+
+    return Computed(data.length, read, (storage,))
+
+
+def verify(entry: TensorEntry) -> None:
+    """Raises `Corrupt` if the storage of a tensor, or one that it is computed from, does not match its checksum.
+
+    Each storage is read once for that; a large one of which the tensor is a small part is not.
+    """
+    pending = [entry.storage]
+    while pending:
+        storage = pending.pop()
+        if isinstance(storage.data, Computed):
+            pending += storage.data.inputs
+        if storage.crc is None or storage.intact or storage.nbytes > max(_CHECKED, 4 * entry.nbytes):
+            continue
+        found = 0
+        for place in range(0, storage.nbytes, _PIECE):
+            found = zlib.crc32(storage.data.read(place, _PIECE), found)
+        if found != storage.crc:
+            data = storage.data
+            where = (
+                f"{data.file}: the {data.length:,} bytes from {data.offset:,}"
+                if isinstance(data, FileRange)
+                else "a storage"
+            )
+            raise Corrupt(
+                f"{where} do not match their checksum (stored {storage.crc:08x}, found {found:08x})",
+                "They were damaged after the file was written.",
+                "See what else is damaged: ckptool verify FILE",
+            )
+        storage.intact = True
 
 
 def fill(data: Data, offset: int, buffer: memoryview) -> None:
@@ -85,6 +133,18 @@ def any_order(entry: TensorEntry) -> Data:
     return row_major(in_storage_order(entry) or entry)
 
 
+def without_repeats(entry: TensorEntry) -> tuple[TensorEntry, int]:
+    """The view with every expanded dimension (stride 0) at size 1, and how many times it shows each value.
+
+    A file of a kilobyte may show a tensor of a terabyte so; what holds for the values holds for their repetitions.
+    """
+    if entry.nbytes <= entry.storage.nbytes:
+        return entry, 1
+    shape = tuple(1 if step == 0 and size > 1 else size for size, step in zip(entry.shape, entry.stride, strict=True))
+    once = replace(entry, shape=shape)
+    return once, entry.numel // once.numel
+
+
 def in_storage_order(entry: TensorEntry) -> TensorEntry | None:
     """The same values as a contiguous view with permuted dimensions; None if they leave gaps or overlap."""
     order = storage_axes(entry)
@@ -107,6 +167,7 @@ def to_numpy(entry: TensorEntry) -> numpy.ndarray[tuple[int, ...], numpy.dtype[n
 
     if entry.dtype.numpy is None or len(entry.shape) > 64:
         raise packed(entry.dtype)
+    verify(entry)
     try:
         array = numpy.empty(entry.numel, entry.dtype.to_numpy())
     except (MemoryError, ValueError) as error:

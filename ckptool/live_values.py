@@ -14,7 +14,16 @@ from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint import (
+    Checkpoint,
+    Composite,
+    Computed,
+    LongBytes,
+    Storage,
+    StorageRef,
+    TensorEntry,
+    row_major_strides,
+)
 from ckptool.dtypes import DTYPES, DType
 from ckptool.errors import Unsupported, listed, printable
 from ckptool.graphs import SCALARS, After, Done, Empty, Made, Of, Remake
@@ -39,6 +48,7 @@ _AS_THEY_ARE = (
     TensorEntry,
     StorageRef,
     Composite,
+    LongBytes,
 )
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 _IDENTITY = frozenset(_AS_THEY_ARE)

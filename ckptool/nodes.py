@@ -7,7 +7,7 @@ Nodes are filled while a pickle is decoded (they may refer to themselves) and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -61,6 +61,10 @@ class OrderedDict(dict[Any, Any]):
         return found if isinstance(found, dict) else None
 
 
+_SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None)})
+SHOWN = 100  # items of a set in its `repr`
+
+
 class Set:
     """A Python set or frozenset, as the ordered list of its items (pickles keep the order of writing)."""
 
@@ -71,7 +75,10 @@ class Set:
         self.frozen = frozen
 
     def __repr__(self) -> str:
-        return f"{'frozenset' if self.frozen else 'set'}({self.items!r})"
+        """Its scalars; of what is inside of them only the kind, as sets of sets of one set could be written out for ever."""
+        shown = [repr(item) if type(item) in _SCALARS else f"<{type(item).__name__}>" for item in self.items[:SHOWN]]
+        more = ["…"] if len(self.items) > SHOWN else []
+        return f"{'frozenset' if self.frozen else 'set'}([{', '.join(shown + more)}])"
 
 
 class ByteString(bytes):
@@ -131,6 +138,21 @@ def is_hashable(value: Any) -> bool:
     return not (isinstance(value, (list, dict, bytearray)) or (type(value) is Set and not value.frozen))
 
 
+MAX_COLLISIONS = 100
+
+
+def check_collisions(keys: Iterable[Any]) -> None:
+    """Raises `LimitExceeded` for keys that were chosen so that looking one up means comparing it with all others.
+
+    Texts are not looked at: nobody can choose what they are hashed to.
+    """
+    others = [key for key in keys if type(key) is not str]
+    if len(others) > MAX_COLLISIONS and len(set(map(hash, others))) < len(others) - MAX_COLLISIONS:
+        raise LimitExceeded(
+            f"{len(others):,} keys of which most have the same hash", "They were chosen to make dictionaries slow."
+        )
+
+
 class _Missing:
     def __repr__(self) -> str:
         return "MISSING"
@@ -156,20 +178,66 @@ def structural_parts(node: Any) -> Iterator[Any]:
 
 MAX_DEPTH = 1_000
 
+# What the addresses of everything in a tree may come to, in characters, were they all written out: so much, and so much more for each node.
+FREE_TEXT = 16 << 20
+TEXT_PER_NODE = 256
+# How many containers a file may hold: so many, and one more for every so many bytes. Torch's own protocol takes at least that for each,
+# and twice that for an object.
+FREE_CONTAINERS = 50_000
+BYTES_PER_CONTAINER = 6
+_CONTAINERS = frozenset({dict, list, tuple, OrderedDict, Set, Object})
 
-def check_depth(root: Any) -> None:
-    """Raises `LimitExceeded` for trees so deep that anything which walks them by recursion would break."""
-    level, depth = [root], 0
+
+def check_depth(root: Any, nbytes: int | None = None) -> None:
+    """Raises `LimitExceeded` for trees that would break their readers: too deep, of too many parts, or with addresses too long in all.
+
+    nbytes: of the file, which bounds the number of containers. Goes where `tree.walk` does when it comes somewhere for the first time;
+    nothing here recurses.
+    """
+    most = FREE_CONTAINERS + nbytes // BYTES_PER_CONTAINER if nbytes is not None else 1 << 62
     seen: set[int] = set()
-    while level:
+    nodes = text = objects = 0
+    stack: list[tuple[Any, int, int]] = [(root, 0, 0)]  # a node, how deep it is, and the length of its address
+    while stack:
+        node, depth, length = stack.pop()
+        if id(node) in seen or type(node) not in _CONTAINERS:
+            continue
+        seen.add(id(node))
+        objects += type(node) is Object
+        if len(seen) + objects > most:
+            raise LimitExceeded(
+                f"more than {most:,} containers in {nbytes:,} bytes",
+                "Nothing writes them so tightly; it is built to exhaust its reader.",
+            )
         if depth > MAX_DEPTH:
             raise LimitExceeded(
                 f"values nested more than {MAX_DEPTH:,} deep", "No checkpoint is; it is built to break its reader."
             )
-        depth += 1
-        below: list[Any] = []
-        for node in level:
-            if isinstance(node, (dict, list, tuple, Set, Object)) and id(node) not in seen:
-                seen.add(id(node))
-                below.extend(structural_parts(node))
-        level = below
+        below, size, names = _contents(node, depth + 1, length + 8)
+        nodes += size
+        text += length * size + names
+        below.reverse()
+        stack += below
+    if text > FREE_TEXT + TEXT_PER_NODE * nodes:
+        raise LimitExceeded(
+            f"{nodes:,} values whose addresses have {text:,} characters",
+            "So much nested so deep, or under names so long, is built to exhaust its reader.",
+        )
+
+
+def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, int]], int, int]:
+    """The containers in a node, how many parts it has, and how long their names are."""
+    if isinstance(node, (list, tuple)):
+        return [(part, depth, length) for part in node if type(part) in _CONTAINERS], len(node), 0
+    if not isinstance(node, dict):
+        parts = list(structural_parts(node))
+        return [(part, depth, length) for part in parts if type(part) in _CONTAINERS], len(parts), 0
+    below = [
+        (value, depth, length + len(key) if type(key) is str else length)
+        for key, value in node.items()
+        if type(value) in _CONTAINERS
+    ]
+    if isinstance(node, OrderedDict) and node.attributes is not None:
+        below.append((node.attributes, depth, length))
+    below += [(key, depth, length) for key in node if type(key) is not str and type(key) in _CONTAINERS]  # no address leads there
+    return below, len(node), sum([len(key) for key in node if type(key) is str])

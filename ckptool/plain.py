@@ -16,11 +16,11 @@ import os
 import pathlib
 import struct
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.checkpoint import Composite, StorageRef, TensorEntry
+from ckptool.checkpoint import Composite, LongBytes, StorageRef, TensorEntry
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, printable
 from ckptool.graphs import After, Done, Empty, Made, Of, Remake
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
@@ -118,11 +118,21 @@ def python_value(node: Any) -> Any:
     if make is None or node.kwargs or node.items or node.elements is not None:
         return NotImplemented
     try:
+        _check_arguments(node)
         return make(node)
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError):
         raise Corrupt(
             f"{printable(node.name)} with arguments that it never writes", "The pickle was damaged, or made to mislead."
         ) from None
+
+
+def _check_arguments(node: Object, levels: int = 3) -> None:
+    """Raises `TypeError` for more arguments than these classes have, or arguments in arguments deeper than a time zone in a date."""
+    if not levels or type(node.args) is not tuple or len(node.args) > 10:
+        raise TypeError("more arguments than it has")
+    for part in node.args:
+        if isinstance(part, Object):
+            _check_arguments(part, levels - 1)
 
 
 def _stateless(node: Object) -> tuple[Any, ...]:
@@ -156,6 +166,14 @@ def _of_arguments(cls: Callable[..., Any], *kinds: type) -> Callable[[Object], A
         return cls(*args)
 
     return make
+
+
+def _fraction(node: Object) -> Any:
+    """Fractions are pickled as `numerator/denominator`. An exponent, which Python would also read, could take all memory."""
+    args = _stateless(node)
+    if any(type(arg) is str and (len(arg) > 2_500 or not set(arg) <= set("-0123456789/")) for arg in args):
+        raise ValueError("not as it is written")
+    return _of_arguments(fractions.Fraction, str, int)(node)
 
 
 def _timezone(node: Object) -> Any:
@@ -194,7 +212,7 @@ _VALUES: dict[str, Callable[[Object], Any]] = {
     "datetime.timedelta": _of_arguments(datetime.timedelta, int),
     "datetime.timezone": _timezone,
     "decimal.Decimal": _of_arguments(decimal.Decimal, str),
-    "fractions.Fraction": _of_arguments(fractions.Fraction, str, int),
+    "fractions.Fraction": _fraction,
     "uuid.UUID": _uuid,
     "pathlib.PosixPath": _path(posix=True, pure=False),
     "pathlib.WindowsPath": _path(posix=False, pure=False),
@@ -249,21 +267,28 @@ _OUR_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A numpy array of a pickle: its element type, its shape, and its bytes in row-major order (column-major where `fortran`)."""
+    """A numpy array of a pickle: its element type, its shape, and its bytes in row-major order (column-major where `fortran`).
+
+    data: the bytes, or where they are, of a large array that a format left in its file.
+    """
 
     type: ArrayType
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes | LongBytes
     fortran: bool = False
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def values(self) -> list[Any] | None:
-        """The elements in the order of their bytes; None for types that Python has no value for."""
-        width = self.type.itemsize
-        items = [element(self.type, self.data[i * width : (i + 1) * width]) for i in range(self.size)]
+    def values(self, limit: int | None = None) -> list[Any] | None:
+        """The elements in the order of their bytes, the first `limit` of them; None for types that Python has no value for."""
+        width, count = self.type.itemsize, self.size if limit is None else min(limit, self.size)
+        if isinstance(self.data, LongBytes) and count < self.size:
+            data = self.data.data.read(0, count * width)
+        else:
+            data = bytes(self.data)
+        items = [element(self.type, data[i * width : (i + 1) * width]) for i in range(count)]
         return None if NotImplemented in items else items
 
     def __repr__(self) -> str:
@@ -354,22 +379,26 @@ def array(node: Object) -> Any:
     else:
         return NotImplemented
     found = array_type(kind)
-    data = data.encode("latin-1") if isinstance(data, str) else data
-    if isinstance(data, list) or not isinstance(data, (bytes, bytearray)):
+    data = _python2_bytes(data)
+    if isinstance(data, list) or not isinstance(data, (bytes, bytearray, LongBytes)):
         raise Unsupported("a numpy array of Python objects", "It holds no plain numbers.")
     if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
         raise Corrupt("a numpy array whose shape is not a list of numbers")
     if math.prod(shape) * found.itemsize != len(data):
         raise Corrupt(f"a numpy array of shape {list(shape)} and type {found} with {len(data):,} bytes")
-    return Array(found, shape, bytes(data), bool(fortran))
+    return Array(found, shape, data if isinstance(data, LongBytes) else bytes(data), bool(fortran))
+
+
+def _python2_bytes(data: Any) -> Any:
+    """What Python 2 called a text was read as UTF-8 where it happened to be that; its bytes are meant."""
+    return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
 
 
 def scalar(node: Object) -> Any:
     """The type and bytes of a numpy scalar, as an `Array` without dimensions; `NotImplemented` for anything else."""
     if canonical(node.fn) != "numpy.core.multiarray.scalar" or len(node.args) != 2:
         return NotImplemented
-    kind, data = array_type(node.args[0]), node.args[1]
-    data = data.encode("latin-1") if isinstance(data, str) else data
+    kind, data = array_type(node.args[0]), _python2_bytes(node.args[1])
     if not isinstance(data, bytes) or len(data) != kind.itemsize:
         raise Corrupt(f"a numpy scalar of type {kind} that is not of {kind.itemsize} bytes")
     return Array(kind, (), data)
@@ -605,6 +634,8 @@ def _object(node: Object) -> str:
 MAX_JSON_DEPTH = 100
 MAX_JSON_NODES = 100_000
 MAX_JSON_BYTES = 4_096
+MAX_JSON_REPEATED = 4 << 20  # characters of what stands there already
+SHORT = 256
 
 
 def to_json(value: Any) -> Any:
@@ -613,18 +644,38 @@ def to_json(value: Any) -> Any:
     Bounded, whatever the value refers to: below 100 levels, and after 100,000 values, an object `{"...": what}` stands for the rest.
     Bytes are `{"base64": …}` (`{"bytes": n}` beyond 4 KiB), tensors `{"tensor": dtype, "shape": …}`, unknown objects `{"object": name, …}`.
     """
-    return _Json().value(plain(value), 0)
+    return to_jsons([value])[0]
+
+
+def to_jsons(values: Sequence[Any]) -> list[Any]:
+    """The same for several values, which are bounded together."""
+    writer = _Json(MAX_JSON_NODES + 4 * len(values))
+    return [writer.value(plain(value), 0) for value in values]
 
 
 class _Json:
-    def __init__(self) -> None:
-        self.left = MAX_JSON_NODES
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.repeated = MAX_JSON_REPEATED
+        self.written: dict[int, Any] = {}  # long texts and numbers, by id (and kept alive for it)
+
+    def _affordable(self, value: Any, size: int) -> bool:
+        """False for a long text or number that was written before, once such repetitions have come to too much."""
+        if size <= SHORT:
+            return True
+        if id(value) in self.written:
+            self.repeated -= size
+        self.written[id(value)] = value
+        return self.repeated >= 0
 
     def value(self, value: Any, depth: int) -> Any:
-        if value is None or type(value) in (bool, str):
-            return _text(value) if type(value) is str else value
+        if type(value) is str:
+            return _text(value) if self._affordable(value, len(value)) else {"...": summary(value)}
+        if value is None or type(value) is bool:
+            return value
         if type(value) is int:
-            return value if value.bit_length() < 1024 else str(hex(value))
+            short = value.bit_length() < 1024 or not self._affordable(value, value.bit_length() // 4)
+            return (value if value.bit_length() < 1024 else {"...": summary(value)}) if short else str(hex(value))
         if type(value) is float:
             return value if math.isfinite(value) else _float(value)
         self.left -= 1
@@ -647,13 +698,13 @@ class _Json:
 
     def _key(self, key: Any, owner: dict[Any, Any]) -> str:
         if type(key) is str:
-            return str(_text(key))
+            return str(_text(key)) if self._affordable(key, len(key)) else summary(key, SHORT)
         text = summary(key, 200) if not isinstance(key, (int, float)) or isinstance(key, bool) else str(key)
         return f"{text} ({type(key).__name__})" if text in owner else text  # 0 beside '0'
 
     def _other(self, value: Any, depth: int) -> Any:
         if isinstance(value, (bytes, bytearray)):
-            small = len(value) <= MAX_JSON_BYTES
+            small = len(value) <= MAX_JSON_BYTES and self._affordable(value, len(value))
             return {"base64": base64.b64encode(value).decode()} if small else {"bytes": len(value)}
         if isinstance(value, complex):
             return [self.value(value.real, depth), self.value(value.imag, depth)]

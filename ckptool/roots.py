@@ -2,18 +2,23 @@
 
 A *model root* is a dictionary of names to tensors that are weights. Verbs on keys act on all of them; verbs that take one root choose
 it here, and say so, or list the candidates: picking one in silence is how people train on the wrong weights.
+Where there is none, dictionaries of names to numpy arrays take their place for the verbs that only read one.
+A pickled module is a model root as well, by its state dict; its weights can be read, but not renamed inside the object.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.arrays import with_tensors
+from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.errors import UsageError, listed, printable
-from ckptool.tree import Path, address, find
+from ckptool.modules import module_state_dict
+from ckptool.nodes import Object, OrderedDict
+from ckptool.tree import Path, address, find, tensors
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
 
@@ -27,7 +32,7 @@ _AVERAGE_WORDS = re.compile(
     r"(^|_|\b)(ema|swa|averaged?|shadow|polyak|moving_average)($|_|\b|\d|(?-i:(?=[A-Z])))", re.IGNORECASE
 )
 _OTHER_WORDS = re.compile(
-    r"optim|scheduler|scaler|(^|_)rng|random|(^|_)(args|config|hparams|hyper_parameters|loops?|callbacks|history|metrics|loss(es)?|data_state|sampler)($|_)",
+    r"optim|scheduler|scaler|(^|_)rng|random|(^|_)(args|attributes|config|hparams|hyper_parameters|loops?|callbacks|history|metrics|loss(es)?|data_state|sampler)($|_)",
     re.IGNORECASE,
 )
 # What modules call their parameters and buffers: one of these as the last part of a key makes a dictionary look like a state dict.
@@ -40,12 +45,16 @@ _PARAMETER_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Root:
-    """A part of a checkpoint and what it looks like. `detail`: more about it, for people (`Adam state for 12 parameters`)."""
+    """A part of a checkpoint and what it looks like. `detail`: more about it, for people (`Adam state for 12 parameters`).
+
+    module: where the part is a whole pickled module; `node` is then its state dict, which stands nowhere in the tree.
+    """
 
     path: Path
     node: Any
     kind: str
     detail: str = ""
+    module: Object | None = None
 
     @property
     def address(self) -> str:
@@ -70,34 +79,55 @@ def find_roots(checkpoint: Checkpoint) -> list[Root]:
     special = list(_special(tree))
     if not isinstance(tree, dict) or any(root.path == () for root in special):
         return special or [Root((), tree, PLAIN)]
+    below: dict[Any, list[Root]] = {}
+    for root in special:
+        below.setdefault(root.path[0], []).append(root)
     roots: list[Root] = []
     for key, value in tree.items():
-        below = [root for root in special if root.path[0] is key or root.path[0] == key]
-        roots += below or [Root((key,), value, PLAIN)]
+        roots += below.get(key) or [Root((key,), value, PLAIN)]
     return roots
 
 
 def model_roots(checkpoint: Checkpoint, at: str | None = None) -> list[Root]:
-    """The model roots that a verb on keys acts on: all, or the dictionary at the address `at`.
+    """The model roots whose keys a verb may change: all, or the dictionary at the address `at`.
 
-    Raises `UsageError` if there is none, or if `at` is not a dictionary.
+    Raises `UsageError` if there is none, if `at` is not a dictionary, or if one is a whole module, whose insides have no keys to change.
     """
+    roots = _weights(checkpoint, at)
+    if whole := [root for root in roots if root.module is not None]:
+        where = checkpoint.source or "the checkpoint"
+        place = f"#{printable(whole[0].address)}" if whole[0].path else ""
+        raise UsageError(
+            f"{where}{place} is a {whole[0].detail}, pickled with its class",
+            "Its names are attributes of objects, not keys: changed, the class would not find its parts. Nothing was written.",
+            f"Write its weights alone, then change those: ckptool convert {where}{place} -o weights.safetensors",
+        )
+    return roots
+
+
+def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> list[Root]:
+    """The model roots, or what is at an address. arrays: of numpy arrays too, where there are no others."""
     if at is not None:
         path, node = find(checkpoint.tree, at)
-        if not isinstance(node, dict):
-            raise UsageError(
-                f"{printable(at) or 'the whole file'} is not a dictionary of tensors", f"It is {_article(node)}."
-            )
-        return [Root(path, node, WEIGHTS)]
+        if isinstance(node, dict):
+            return [(arrays and _array_root(path, node)) or Root(path, node, WEIGHTS)]
+        if root := _whole_module(path, node):
+            return [root]
+        raise UsageError(
+            f"{printable(at) or 'the whole file'} is not a dictionary of tensors", f"It is {_article(node)}."
+        )
     roots = [root for root in find_roots(checkpoint) if root.is_model]
-    if not roots:
+    found = [] if roots else array_roots(checkpoint.tree)
+    if not roots and not (arrays and found):
         where = checkpoint.source or "the checkpoint"
         raise UsageError(
             f"{where} has no dictionary that looks like model weights",
             "Verbs on keys act on those.",
-            f"See what it has: ckptool inspect {where}; then name the part: --at ADDRESS",
+            f"Make tensors of its {found[0].detail}: ckptool convert {where} -o weights.safetensors"
+            if found
+            else f"See what it has: ckptool inspect {where}; then name the part: --at ADDRESS",
         )
-    return roots
+    return roots or found
 
 
 def one_root(checkpoint: Checkpoint, at: str | None = None) -> tuple[Root, str]:
@@ -105,7 +135,7 @@ def one_root(checkpoint: Checkpoint, at: str | None = None) -> tuple[Root, str]:
 
     Raises `UsageError` listing the candidates where there are several.
     """
-    roots = model_roots(checkpoint, at)
+    roots = _weights(checkpoint, at, arrays=True)
     if len(roots) == 1:
         return roots[0], ""
     models = [root for root in roots if root.kind == WEIGHTS]
@@ -124,23 +154,101 @@ def _article(node: Any) -> str:
     return "a tensor" if isinstance(node, (TensorEntry, Composite)) else f"of type {type(node).__name__}"
 
 
+def _whole_module(path: Path, node: Any) -> Root | None:
+    """The root of a pickled module that has weights."""
+    names = module_state_dict(node)
+    if not names:
+        return None
+    return Root(path, names, _kind_at(path), f"whole module {printable(node.name)}", node)
+
+
+def array_roots(tree: Any) -> list[Root]:
+    """The dictionaries of names to numpy arrays in a tree, as people pickle them instead of state dicts; their nodes hold tensors.
+
+    Those that look like weights, if any do; of two inside each other, the one with more arrays.
+    """
+    found: list[Root] = []
+    left_out: set[int] = set()
+    seen: set[int] = set()
+    stack: list[tuple[Path, Any, int]] = [((), tree, -1)]  # and which of those found is around it
+    while stack:
+        path, node, around = stack.pop()
+        if id(node) in seen or not isinstance(node, (dict, list, tuple)) or is_optimizer(node):
+            continue
+        seen.add(id(node))
+        if isinstance(node, dict) and (root := _array_root(path, node)) is not None:
+            if around >= 0:
+                wider = _arrays_in(root) > _arrays_in(found[around])
+                left_out.add(around if wider else len(found))
+            around = len(found)
+            found.append(root)
+        stack += reversed([((*path, key), value, around) for key, value in _containers(node)])
+    roots = [root for number, root in enumerate(found) if number not in left_out]
+    return [root for root in roots if _looks_like_weights(root.path, root.node)] or roots
+
+
+def _arrays_in(root: Root) -> int:
+    return sum(isinstance(value, TensorEntry) for value in root.node.values())
+
+
+def _array_root(path: Path, node: dict[Any, Any]) -> Root | None:
+    """The root of a dictionary of which at least half are numpy arrays, and none a tensor."""
+    other = any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path)
+    if other or not all(type(key) is str for key in node):
+        return None
+    if any(isinstance(value, (TensorEntry, Composite)) for value in node.values()):
+        return None
+    made = with_tensors(node)
+    count = sum(isinstance(value, TensorEntry) for value in made.values())
+    if not count or 2 * count < len(made):
+        return None
+    return Root(path, made, _kind_at(path), f"{count:,} numpy array{'s' * (count != 1)}")
+
+
+def beside_names(root: Root) -> list[tuple[Path, Tensor]]:
+    """The tensors in a whole module that its state dict does not have: non-persistent buffers, plain attributes."""
+    named = {view_of(tensor) for tensor in root.node.values()}
+    return [(root.path + path, tensor) for path, tensor in tensors(root.module) if view_of(tensor) not in named]
+
+
+def view_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that are the same values of one storage."""
+    if isinstance(tensor, TensorEntry):
+        return id(tensor.storage), tensor.dtype, tensor.shape, tensor.stride, tensor.offset
+    return tuple(id(part.storage) for part in tensor.parts())
+
+
 def _special(tree: Any) -> Iterator[Root]:
     """Model roots and optimizers, outermost first, without looking into what they hold."""
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()
-        if id(node) in seen or not isinstance(node, (dict, list, tuple)):
+        if id(node) in seen or not isinstance(node, (dict, list, tuple, Object)):
             continue
         seen.add(id(node))
-        if is_optimizer(node):
+        if isinstance(node, Object):
+            if root := _whole_module(path, node):
+                yield root
+        elif is_optimizer(node):
             yield Root(path, node, OPTIMIZER, optimizer_detail(node))
         elif isinstance(node, dict) and _is_weights(path, node):
-            kind = AVERAGE if any(isinstance(key, str) and _AVERAGE_WORDS.search(key) for key in path) else WEIGHTS
-            yield Root(path, node, kind)
+            yield Root(path, node, _kind_at(path))
         else:
-            below = node.items() if isinstance(node, dict) else enumerate(node)
-            stack += reversed([((*path, key), value) for key, value in below])
+            stack += reversed([((*path, key), value) for key, value in _containers(node)])
+
+
+def _containers(node: Any) -> list[tuple[Any, Any]]:
+    """The parts of a dictionary, list or tuple that have parts themselves, with their keys."""
+    below = node.items() if isinstance(node, dict) else enumerate(node)
+    return [(key, value) for key, value in below if type(value) in _HOLDERS and value]
+
+
+_HOLDERS = frozenset({dict, OrderedDict, list, tuple, Object})
+
+
+def _kind_at(path: Path) -> str:
+    return AVERAGE if any(isinstance(key, str) and _AVERAGE_WORDS.search(key) for key in path) else WEIGHTS
 
 
 def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
@@ -156,8 +264,13 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
     nested = sum(1 for value in members.values() if isinstance(value, (dict, list, tuple)) and _holds_tensors(value))
     if nested and not (dotted and nested < len(tensor_keys)):
         return False  # a few tensors beside the weights: random states, a loss, class weights
-    looks = dotted or any(key in _PARAMETER_NAMES for key in tensor_keys)
-    return looks or not path or (isinstance(path[-1], str) and bool(_MODEL_WORDS.search(path[-1])))
+    return _looks_like_weights(path, tensor_keys)
+
+
+def _looks_like_weights(path: Path, names: Iterable[str]) -> bool:
+    if not path or any("." in name or name in _PARAMETER_NAMES for name in names):
+        return True
+    return isinstance(path[-1], str) and bool(_MODEL_WORDS.search(path[-1]))
 
 
 def _holds_tensors(node: Any, depth: int = 3) -> bool:

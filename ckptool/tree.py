@@ -6,13 +6,14 @@ its text, `state_dict/fc.weight`, with `/` and `~` in a key written `~1` and `~0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tensor, TensorEntry
-from ckptool.errors import Ambiguous, UnsafeObject, UsageError, listed, printable
-from ckptool.nodes import MISSING, Object, OrderedDict, Set
-from ckptool.pickles.known import is_known_call
+from ckptool.errors import Ambiguous, LimitExceeded, UnsafeObject, UsageError, listed, printable
+from ckptool.modules import module_state_dict
+from ckptool.nodes import MISSING, Object, OrderedDict, Set, structural_parts
+from ckptool.pickles.known import foreign_names, is_known_call
 from ckptool.pickles.torch_objects import rebuilt
 
 Path = tuple[Any, ...]
@@ -20,6 +21,8 @@ Leaf = Callable[[Any], Any]
 
 # A container that stands in several places is walked each time, up to so many nodes in all; after that only once.
 REPEATED_NODES = 200_000
+
+MANY_NAMES = 100_000  # of tensors, from where on it matters how many tensors they are names of
 
 _CONTAINERS = (dict, list, tuple, Set, Object)
 
@@ -66,11 +69,11 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
         for segment, node in below:
             here = (*path, segment)
             yield here, node
-            if isinstance(node, _CONTAINERS) and node:
+            if isinstance(node, _CONTAINERS) and (node or type(node) is OrderedDict):
                 if id(node) in seen:
                     if id(node) in inside or repeated > REPEATED_NODES:
                         continue
-                    repeated += _width(node)
+                    repeated += _width(node) * (1 + _length(here) // 64)
                 seen.add(id(node))
                 inside.append(id(node))
                 stack.append((here, children(node)))
@@ -78,6 +81,11 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
         else:
             stack.pop()
             inside.pop()
+
+
+def _length(path: Path) -> int:
+    """About how many characters an address has."""
+    return sum([len(segment) if type(segment) is str else 8 for segment in path])
 
 
 def _width(node: Any) -> int:
@@ -89,6 +97,16 @@ def tensors(tree: Any) -> Iterator[tuple[Path, Tensor]]:
     for path, node in walk(tree):
         if isinstance(node, (TensorEntry, Composite)):
             yield path, node
+
+
+def check_names(names: int, tensors: int) -> None:
+    """Raises `LimitExceeded` where a few tensors stand under very many names each."""
+    if names > MANY_NAMES and names > 4 * tensors:
+        raise LimitExceeded(
+            f"{names:,} names or more for {tensors:,} tensors",
+            "No model ties so many; it is built to exhaust its reader.",
+            "Look at a part of it: ckptool show FILE#ADDRESS",
+        )
 
 
 def stored_parts(node: Any) -> Iterator[TensorEntry | StorageRef]:
@@ -125,14 +143,17 @@ def address(path: Path) -> str:
 def find(tree: Any, text: str) -> tuple[Path, Any]:
     """The path and node that an address leads to; the whole tree for an empty one.
 
+    Below a pickled module stand the names of its state dict.
+
     Raises `UsageError` where nothing is there (with what is), `Ambiguous` where the keys 0 and '0' both are.
     """
     path: Path = ()
     node = tree
     for part in text.strip("/").split("/") if text.strip("/") else ():
-        matches = [(segment, child) for segment, child in children(node) if segment_text(segment) == part]
+        matches = _matching(children(node), part) or _matching((module_state_dict(node) or {}).items(), part)
         if not matches:
-            there = [printable(segment_text(segment)) for segment, _ in children(node)]
+            names = (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node)))
+            there = [printable(segment_text(segment)) for segment in names]
             where = f"in {printable(address(path))}" if path else "at the top"
             raise UsageError(
                 f"there is no {printable(part)} {where}",
@@ -146,6 +167,10 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
             )
         path, node = (*path, matches[0][0]), matches[0][1]
     return path, node
+
+
+def _matching(parts: Iterable[tuple[Any, Any]], text: str) -> list[tuple[Any, Any]]:
+    return [(segment, child) for segment, child in parts if segment_text(segment) == text]
 
 
 def _closest(word: str, there: list[str]) -> str | None:
@@ -279,12 +304,43 @@ def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:
 
 def unknown_calls(checkpoint: Checkpoint) -> list[tuple[str, Object]]:
     """The calls of functions that ckptool does not know, each with the address of where it sits."""
-    found = [
-        (address(path), node)
-        for path, node in walk(checkpoint.tree)
-        if isinstance(node, Object) and node.how == "call" and not is_known_call(node.fn, node.args)
-    ]
+    calls = list(_unknown_calls(checkpoint.tree))
+    places: dict[int, str] = {}
+    if calls:
+        wanted = {id(call) for call in calls}
+        for path, node in walk(checkpoint.tree):
+            for part in (node.made,) if isinstance(node, Composite) else (node,):
+                if id(part) in wanted:
+                    places.setdefault(id(part), address(path))
+    found = [(places.get(id(call), "(inside a key, a tensor or an argument)"), call) for call in calls]
     return found + [("(made and thrown away)", call) for call in checkpoint.discarded]
+
+
+def _unknown_calls(tree: Any) -> Iterator[Object]:
+    """Every unknown call in a tree, wherever it hides: in keys, in the arguments of tensors, behind an empty dictionary."""
+    seen: set[int] = set()
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Composite):
+            node = node.made
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Object) and node.how == "call" and not is_known_call(node.fn, node.args):
+            yield node
+        parts = [part for part in structural_parts(node) if type(part) in _MAY_HOLD]
+        parts.reverse()
+        stack += parts
+
+
+def _called(call: Object) -> str:
+    """What a call calls: the function, and the foreign names that it is given to call."""
+    given = foreign_names(call.fn, call.args)
+    return f"{call.name} with {listed(given, 3)}" if given else call.name
+
+
+_MAY_HOLD = frozenset({dict, OrderedDict, list, tuple, Set, Object, Composite})
 
 
 def refuse_unknown_calls(checkpoint: Checkpoint, keep_unknown: bool) -> None:
@@ -294,7 +350,7 @@ def refuse_unknown_calls(checkpoint: Checkpoint, keep_unknown: bool) -> None:
     calls = unknown_calls(checkpoint)
     if calls:
         source = checkpoint.source or "the checkpoint"
-        names = listed([f"{printable(call.name)} at {printable(place) or 'the top'}" for place, call in calls])
+        names = listed([f"{printable(_called(call))} at {printable(place) or 'the top'}" for place, call in calls])
         raise UnsafeObject(
             f"{source} calls {names}",
             "Loading the file runs this; ckptool neither ran it nor passes it on without being told to. Nothing was written.",

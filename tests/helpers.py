@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from ckptool.checkpoint import Checkpoint, Composite, Plan, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, LongBytes, Plan, Storage, StorageRef, TensorEntry
 from ckptool.formats import read, torch_zip
 from ckptool.nodes import Global, Object, OrderedDict, Set
 from ckptool.output.sink import Sink, segments_of
@@ -113,6 +113,8 @@ def _scalar(value: Any) -> Any:
         return struct.pack("<d", value)
     if type(value) is complex:
         return struct.pack("<2d", value.real, value.imag)
+    if isinstance(value, LongBytes):
+        return bytes(value), value.mutable
     return id(value) if isinstance(value, Global) else value
 
 

@@ -6,11 +6,13 @@ They are untrusted: `torch.load` sees them with `weights_only=True` only, and th
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckptool
 from ckptool.checkpoint import Composite, TensorEntry
@@ -19,19 +21,26 @@ from ckptool.formats import read
 from ckptool.roots import find_roots
 from ckptool.tree import tensors, unknown_calls
 from ckptool.verbs.saving import Written
-from tests.helpers import assert_same_objects, assert_same_tree
+from tests.helpers import assert_same_objects, assert_same_tree, load
 
 CORPUS = Path(__file__).resolve().parents[2] / "shared" / "corpus"
 
 
-def manifest() -> list[dict[str, str]]:
+CONTAINERS = {"zip": "torch-zip", "legacy": "torch-legacy", "raw-pickle": "pickle"}
+
+
+def manifest(*kinds: str) -> list[dict[str, str]]:
+    """The files of these kinds, or all; the parts of a folder are looked at as the folder."""
     if not CORPUS.is_dir():
         return []
     with (CORPUS / "MANIFEST.tsv").open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file, delimiter="\t") if row["kind"] in ("zip", "safetensors")]
+        rows = [row for row in csv.DictReader(file, delimiter="\t") if "/" not in row["file"]]
+    return [row for row in rows if not kinds or row["kind"] in kinds]
 
 
-each = pytest.mark.parametrize("row", manifest(), ids=lambda row: row["file"])
+every = pytest.mark.parametrize("row", manifest(), ids=lambda row: row["file"])
+each = pytest.mark.parametrize("row", manifest("zip", "safetensors"), ids=lambda row: row["file"])
+read_only = pytest.mark.parametrize("row", manifest("legacy", "raw-pickle"), ids=lambda row: row["file"])
 Row = dict[str, str]
 
 
@@ -55,10 +64,10 @@ def assert_same_file(file: Path, out: Path) -> None:
         assert_same_objects(before, torch.load(out, weights_only=True, map_location="cpu"))
 
 
-@each
+@every
 def test_inspect_counts_what_the_manifest_does(row: Row) -> None:
     found = ckptool.inspect(path_of(row)).listing
-    assert found.bytes == int(row["bytes"]) and found.container == {"zip": "torch-zip"}.get(row["kind"], row["kind"])
+    assert found.bytes == int(row["bytes"]) and found.container == CONTAINERS.get(row["kind"], row["kind"])
     assert len(found.tensors) == int(row["tensors"])
     if row["locations"]:
         counts = dict(part.rsplit(":", 1) for part in row["locations"].split(","))
@@ -75,6 +84,73 @@ def count_by(rows: tuple[Any, ...], name: str) -> dict[Any, int]:
         value = getattr(row.tensor, name)
         counts[value] = counts.get(value, 0) + 1
     return counts
+
+
+@every
+def test_every_tensor_has_the_bytes_that_torch_reads(row: Row) -> None:
+    """Where torch opens the file without running it, every tensor is the same, bit for bit, and no other is there."""
+    opened = dict(tensors(read(path_of(row)).tree))
+    assert all(isinstance(part, (TensorEntry, Composite)) for part in opened.values())
+    for tensor in opened.values():
+        _ = tensor.row_major() if isinstance(tensor, TensorEntry) else list(tensor.parts())
+    if not row["torch_load_weights_only"].startswith("ok"):
+        return
+    path = path_of(row)
+    theirs = load_file(path) if path.suffix == ".safetensors" else load(path)
+    expected = dict(live(theirs))
+    assert list(opened) == list(expected)
+    for place, entry in opened.items():
+        assert isinstance(entry, TensorEntry)
+        assert (entry.shape, entry.dtype.torch) == (tuple(expected[place].shape), str(expected[place].dtype)[6:]), place
+        assert entry.bytes() == expected[place].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), place
+
+
+def live(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors in what torch loaded, with their places."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from live(part, (*path, key))
+
+
+def test_the_folder_of_a_distributed_checkpoint() -> None:
+    if (folder := CORPUS / "lightning_dcp").is_dir():
+        found = ckptool.inspect(folder).listing
+        assert found.container == "dcp" and len(found.tensors) == 4
+
+
+@read_only
+def test_what_is_only_read_is_written_as_a_zip(row: Row, tmp_path: Path) -> None:
+    """The same tree, with its ties, flags and places; torch opens what it opened before."""
+    file, out = path_of(row), tmp_path / "out.pt"
+    calls = unknown_calls(read(file))
+    ckptool.convert(file, out, verify=True, keep_unknown=bool(calls))
+    assert_same_tree(read(file), read(out))
+    if row["torch_load_weights_only"].startswith("ok"):
+        assert_same_objects(load(file), load(out))
+
+
+def test_a_whole_module_gives_its_weights_without_its_class(tmp_path: Path) -> None:
+    file = CORPUS / "pytorch-vdsr__model_epoch_50.pth"
+    if not file.exists():
+        return
+    done = ckptool.convert(file, tmp_path / "weights.safetensors", verify=True)
+    assert done.facts["tensors"] == 20 and done.facts["left_behind"] == ["epoch"]
+    names = list(load_file(tmp_path / "weights.safetensors"))
+    assert sorted(names) == sorted(row.path[-1] for row in ckptool.inspect(file, at="model").listing.tensors)
+    assert "input.weight" in names and "residual_layer.0.conv.weight" in names
+
+
+def test_torchscript_gives_its_state_dict(tmp_path: Path) -> None:
+    file = CORPUS / "silero-vad__model_micro.jit"
+    if not file.exists():
+        return
+    done = ckptool.convert(file, tmp_path / "weights.safetensors", verify=True)
+    assert done.facts["tensors"] == 56 and ckptool.diff(file, tmp_path / "weights.safetensors").same
+    mobile = ckptool.inspect(CORPUS / "Compsci-528-DeFault-Data-Classification__model.ptl")
+    (note,) = [note for note in mobile.notes if note.code == "no-state-dict"]
+    assert [part.shape for part in ckptool.show(note.fix[-1]).entry] == [(427, 8), (427,)]
 
 
 @each
@@ -178,4 +254,4 @@ def test_diff(row: Row, tmp_path: Path) -> None:
 
 
 def test_the_manifest_is_read() -> None:
-    assert len(manifest()) >= 6 or not CORPUS.is_dir()
+    assert (len(manifest()) >= 15 and len(manifest("legacy")) >= 6) or not CORPUS.is_dir()

@@ -72,7 +72,7 @@ FIXTURES: dict[str, list[tuple[str, str]]] = {
     "protocol4.pt": [("state_dict", WEIGHTS), ("raw", PLAIN), ("epoch", PLAIN)],
     "protocol5.pt": [("state_dict", WEIGHTS), ("raw", PLAIN), ("epoch", PLAIN)],
     "rezipped_deflated.pt": [("state_dict", WEIGHTS), ("zeros", PLAIN)],
-    "whole_module.pt": [("", PLAIN)],
+    "whole_module.pt": [("", WEIGHTS)],
     "numpy_values.pt": [
         ("state_dict", WEIGHTS),
         *((name, PLAIN) for name in "loss history confusion args meters price when classes root".split()),

@@ -7,30 +7,45 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from ckptool.cli.console import say, style_of, tell
+from ckptool.errors import CkptoolError, printable
 
 if TYPE_CHECKING:
     from ckptool.cli.answers import Answers, Json
-    from ckptool.errors import CkptoolError
 
 # Command -> the module that has it, and the group that it stands in.
 COMMANDS = {
     "inspect": ("look", "Look"),
     "show": ("look", "Look"),
     "diff": ("look", "Look"),
+    "verify": ("health", "Look"),
+    "doctor": ("doctor", "Look"),
+    "scan": ("scan", "Look"),
     "strip-module": ("change", "Change"),
     "add-module": ("change", "Change"),
     "rename": ("change", "Change"),
     "remap": ("change", "Change"),
     "cast": ("change", "Change"),
     "edit": ("change", "Change"),
+    "slim": ("change", "Change"),
     "convert": ("change", "Change"),
+    "recover": ("health", "Change"),
+    "bundle": ("combine", "Combine"),
+    "unbundle": ("combine", "Combine"),
+    "warm-start": ("use", "Use"),
+    "spec": ("use", "Use"),
+    "train": ("training", "Use"),
+    "resume": ("training", "Use"),
+    "prove": ("training", "Use"),
+    "prune": ("training", "Use"),
+    "average": ("average", "Combine"),
+    "bake": ("bake", "Change"),
 }
 INTERRUPTED = 130
 
@@ -51,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # the one place that tells all of them
         if os.environ.get("CKPTOOL_DEBUG"):
             raise
-        code = _told(error, "--json" in words, done)
+        try:
+            code = _told(error, "--json" in words, done)
+        except Exception:  # noqa: BLE001 (not even for that there is room: memory or open files have run out)
+            code = _told_in_short(error)
     if arguments is None:
         os._exit(code)  # at once: taking a large tree apart takes as long as building it
     return code
@@ -122,11 +140,51 @@ def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
     return problem.exit_code
 
 
+def _told_in_short(error: Exception) -> int:
+    """The same without anything that is not loaded yet: where memory or open files have run out."""
+    code, what = "limit-exceeded", "there is not enough memory"
+    if isinstance(error, CkptoolError):
+        code, what = error.code, printable(error.what)
+    elif isinstance(error, (OSError, ImportError)):
+        code, what = "io", f"the system gives no more: {printable(str(error))}"
+    tell(f"error[{code}]: {what}\n  Outputs were left as they were.\n")
+    return 2
+
+
 def _as_program() -> None:
+    _open_standard_streams()
+    sys.unraisablehook = _raised_in_vain
+    _forget_working_directory()
     gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
             signal.signal(number, _stop)
+
+
+def _open_standard_streams() -> None:
+    """Opens those that are closed (`>&-`) to nowhere: a file that got their number would have messages written into it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115
+
+
+def _forget_working_directory() -> None:
+    """An empty part of PYTHONPATH (`$PYTHONPATH:/x`, where it was not set) is the working directory: modules beside a checkpoint."""
+    unnamed = [part for part in os.environ.get("PYTHONPATH", "/").split(os.pathsep) if not os.path.isabs(part)]
+    with suppress(OSError):  # a folder that is gone
+        places = {"", *map(os.path.abspath, unnamed)}
+        sys.path[:] = [place for place in sys.path if place not in places]
+
+
+def _raised_in_vain(lost: Any) -> None:
+    """For what is raised while an object is thrown away, where Python drops it: a signal is heard a moment later, an error is not told."""
+    if isinstance(lost.exc_value, (KeyboardInterrupt, SystemExit)):
+
+        def again(number: int, frame: object) -> NoReturn:
+            raise lost.exc_value
+
+        signal.signal(signal.SIGALRM, again)
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
 
 
 def _stop(number: int, frame: object) -> NoReturn:

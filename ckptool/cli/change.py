@@ -160,6 +160,26 @@ def edit(
     return write_each("edit", files, target, write)
 
 
+@writes
+def slim(
+    files: Files,
+    target: Target,
+    dedup: Annotated[
+        bool, typer.Option("--dedup", help="Store equal tensors once; ckptool gives each its own again.")
+    ] = False,
+    keep_optimizer: Annotated[
+        bool, typer.Option("--keep-optimizer", help="Drop only the bytes that no tensor shows.")
+    ] = False,
+) -> Answers:
+    """Leave out optimizer state and the bytes behind slices, and say what each saved."""
+    from ckptool.verbs.slim import slim
+
+    def write(file: str, out: str | None, **options: Any) -> Any:
+        return slim(file, out, dedup=dedup, keep_optimizer=keep_optimizer, **options)
+
+    return write_each("slim", files, target, write)
+
+
 class Ties(str, Enum):
     record = "record"
     copy = "copy"
@@ -180,6 +200,18 @@ def convert(
     materialize: Annotated[
         bool, typer.Option("--materialize", help="Write out views that are larger than what is stored.")
     ] = False,
+    weights_only: Annotated[
+        bool,
+        typer.Option("--weights-only", help="Plain values in place of what torch.load(weights_only=True) refuses."),
+    ] = False,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--shard-size",
+            metavar="SIZE",
+            help="A folder of safetensors files of at most 5GB, 500MiB, … each, with an index.",
+        ),
+    ] = None,
     at: At = None,
 ) -> Answers:
     """Convert between .pt and .safetensors: one set of weights, or everything with --all. From .pt to .pt: a compact file."""
@@ -195,6 +227,8 @@ def convert(
             exclude=exclude or (),
             ties=ties.value,
             materialize=materialize,
+            weights_only=weights_only,
+            shard_size=shard_size,
             **options,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 from ckptool.render.style import Style
@@ -48,8 +49,9 @@ def say(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Writes what is no part of the answer: errors, hints, progress."""
-    _write(sys.stderr, text)
+    """Writes what is no part of the answer: errors, hints, progress. Nothing fails because nobody can read them."""
+    with suppress(OSError):
+        _write(sys.stderr, text)
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -32,7 +32,7 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """What is in a checkpoint: parts, sizes, an outline, and notes with the commands that mend it."""
+    """What is in a checkpoint: parts, sizes, an outline, and notes with the commands that mend it; of a run, its checkpoints."""
     return Answers(_inspected(files, all, at, sort.value, depth, stats), as_json, separate=True)
 
 
@@ -40,8 +40,12 @@ def _inspected(
     files: list[str], all: bool, at: str | None, sort: str, depth: int | None, stats: bool
 ) -> Iterator[Answer]:
     from ckptool.verbs.inspect import inspect
+    from ckptool.verbs.inspect_run import inspect_run, is_run
 
     for file in files:
+        if is_run(file):
+            yield Answer("run", inspect_run(file))
+            continue
         found = inspect(file, at=at, stats=stats)
         yield Answer("inspection", found, {"all": all, "sort": sort, "depth": depth})
 

@@ -87,7 +87,7 @@ Container = Annotated[
     typer.Option(
         "--to",
         metavar="CONTAINER",
-        help="Write this container (torch-zip, safetensors), whatever the suffix.",
+        help="Write this container (torch-zip, safetensors, sharded, npz), whatever the suffix.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -219,7 +219,7 @@ def _in_folder(verb: str, files: Sequence[str], target: Target) -> Iterator[str]
         )
     taken: dict[str, str] = {}
     for file in files:
-        out = os.path.join(target.folder, _named(os.path.basename(split(file)[0]), target.container))
+        out = os.path.join(target.folder, _named(_name_of(split(file)[0]), target.container))
         if other := taken.get(out):
             raise Conflict(
                 f"{printable(other)} and {printable(file)} would both be written to {printable(out)}",
@@ -228,11 +228,17 @@ def _in_folder(verb: str, files: Sequence[str], target: Target) -> Iterator[str]
             )
         taken[out] = file
     if not target.force:
-        from ckptool.output import check_target
+        from ckptool.output import check_folder, check_target
 
         for out in taken if os.path.isdir(target.folder) else ():
-            check_target(out, overwrite=False)
+            (check_folder if os.path.isdir(out) else check_target)(out, overwrite=False)
     yield from taken
+
+
+def _name_of(path: str) -> str:
+    """The name of a file or folder; of an index of shards, which is written as a folder, what it is the index of."""
+    name = os.path.basename(os.path.abspath(path))
+    return name.split(".")[0] if name.endswith(".index.json") else name
 
 
 def _named(name: str, container: str | None) -> str:
@@ -241,4 +247,4 @@ def _named(name: str, container: str | None) -> str:
 
     if container is None or formats.for_output(name, "torch-zip").NAME == formats.by_name(container).NAME:
         return name
-    return os.path.splitext(name)[0] + formats.by_name(container).SUFFIXES[0]
+    return os.path.splitext(name)[0] + (formats.by_name(container).SUFFIXES or ("",))[0]

@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError
+from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable
 
 # What typer raises when the command line cannot be parsed; of its classes it exports the one below.
 BadUsage = typer.BadParameter.__mro__[1]
@@ -26,6 +26,12 @@ def in_words(error: Exception) -> CkptoolError:
         return error
     if isinstance(error, BadUsage):
         return _usage(error)
+    if _has_run_out(error):
+        return FileProblem(
+            f"the system gives no more: {printable(str(error))}",
+            "This process may not open more files, start more threads or use more memory. Outputs were left as they were.",
+            "Look at the limits: ulimit -a",
+        )
     if isinstance(error, (MemoryError, RecursionError)):
         what = "there is not enough memory" if isinstance(error, MemoryError) else "values are nested too deep"
         return LimitExceeded(
@@ -36,6 +42,14 @@ def in_words(error: Exception) -> CkptoolError:
             f"cannot write to standard output: {os.strerror(error.errno)}", "What was printed is not complete."
         )
     return _bug(error)
+
+
+def _has_run_out(error: Exception) -> bool:
+    """True where the system refuses a module, a thread or a file for want of room; Python says so in four ways."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+    words = ("Too many open files", "failed to map segment", "annot allocate memory", "can't start new thread")
+    return isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in words)
 
 
 def _usage(error: Exception) -> CkptoolError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TextIO
 
 from ckptool.cli.console import tell
 from ckptool.output.sink import Progress
@@ -48,3 +49,27 @@ class _Bar:
     def wipe(self) -> None:
         if self.drawn:
             tell("\r\x1b[K")
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Something to tell what is being done: on a terminal in one line, which is wiped at the end; elsewhere nowhere."""
+    terminal = sys.stderr.isatty()
+    try:
+        yield lambda text: tell(f"\r\x1b[K{text} …") if terminal else None
+    finally:
+        if terminal:
+            tell("\r\x1b[K")
+
+
+def training_progress(stream: TextIO) -> Callable[[dict[str, Any], float], None]:
+    """What tells each logged line of a run: one line that is written over on a terminal, a line each elsewhere."""
+    terminal = stream.isatty()
+
+    def tell(fact: dict[str, Any], rate: float) -> None:
+        numbers = [f"{key} {value:.5g}" for key, value in fact.items() if isinstance(value, float)]
+        line = f"step {fact['step']:,}  {'  '.join(numbers)}  {rate:.1f} steps/s"
+        stream.write(f"\r\x1b[K{line}" if terminal else line + "\n")
+        stream.flush()
+
+    return tell

@@ -2,7 +2,8 @@
 
 A format is a module with `NAME`, `detect(head, source)` and `read(source)`. One that can also be written has `SUFFIXES` (the first is
 the usual one), `write(checkpoint, keep_unknown=...)` and `append(checkpoint, keep_unknown=...)`, which gives None where it cannot be
-edited in place. To add one: its file, its line below, its test through the contract. Files are told by content, never by name.
+edited in place; `TENSORS_ONLY = True` if it holds names of tensors and nothing else, and then `TIES = False` if it cannot say that two are
+one. To add one: its file, its line below, its test through the contract. Files are told by content, never by name.
 """
 
 from __future__ import annotations
@@ -15,8 +16,20 @@ from typing import Any, Protocol, cast
 
 from ckptool.checkpoint import Checkpoint, Plan
 from ckptool.errors import Truncated, UsageError, listed
-from ckptool.files import Input, Source, open_input
-from ckptool.formats import safetensors, torch_zip
+from ckptool.files import Input, Source, open_input, unchanged
+from ckptool.formats import (
+    dcp,
+    npy,
+    npz,
+    pickle_file,
+    safetensors,
+    sharded,
+    torch_legacy,
+    torch_tar,
+    torch_zip,
+    torchscript,
+    zip_archive,
+)
 from ckptool.formats.others import refuse
 
 
@@ -42,7 +55,8 @@ class Format(Reader, Protocol):
     def append(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None: ...
 
 
-FORMATS: tuple[Reader, ...] = (torch_zip, safetensors)  # asked in this order
+# Asked in this order.
+FORMATS: tuple[Reader, ...] = (npz, torchscript, torch_zip, safetensors, torch_legacy, torch_tar, npy, pickle_file, sharded, dcp)
 WRITERS: tuple[Format, ...] = tuple(cast(Format, module) for module in FORMATS if hasattr(module, "write"))
 
 DEFAULT = "torch-zip"  # what is written where nothing says otherwise
@@ -55,6 +69,12 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     Raises `FileProblem`, `NotACheckpoint`, `Unsupported`, `Truncated`, `Corrupt`, `Ambiguous` or `LimitExceeded`.
     """
     source = open_input(path)
+    with unchanged(source):
+        return read_source(source)
+
+
+def read_source(source: Input) -> Checkpoint:
+    """The same of what is open already (a shard)."""
     if isinstance(source, Source) and not source.size:
         raise Truncated(
             f"{source} is empty (0 bytes)",
@@ -62,6 +82,8 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
             "Copy or download it again.",
         )
     head = source.read(0, min(HEAD, source.size)) if isinstance(source, Source) else b""
+    if isinstance(source, Source) and (problem := zip_archive.under_another_head(head, source)):
+        raise problem
     for container in FORMATS:
         if container.detect(head, source):
             with no_collection():
@@ -84,6 +106,16 @@ def no_collection() -> Iterator[None]:
 def writer(name: str) -> Format | None:
     """The format called `name`, if it can be written."""
     return next((container for container in WRITERS if name == container.NAME), None)
+
+
+def tensors_only(container: Format) -> bool:
+    """True if the container holds names of tensors and nothing else, so that one set of weights is chosen for it."""
+    return bool(getattr(container, "TENSORS_ONLY", False))
+
+
+def keeps_ties(container: Format) -> bool:
+    """True if the container can say that two names are one tensor."""
+    return bool(getattr(container, "TIES", True))
 
 
 def by_name(name: str) -> Format:

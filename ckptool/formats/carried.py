@@ -27,14 +27,16 @@ from ckptool.checkpoint import (
     Computed,
     Data,
     Flags,
+    LongBytes,
     Storage,
     StorageRef,
     TensorEntry,
     row_major_strides,
 )
 from ckptool.dtypes import DType, by_name
-from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, is_text, listed, printable
+from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported, is_text, listed, printable
 from ckptool.files import Source
+from ckptool.formats import recovered
 from ckptool.gather import row_major
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, check_depth
 from ckptool.pickles.known import is_known_call
@@ -56,6 +58,9 @@ _STAND_INS = {
 }
 
 
+MAX_REPEATED = 16 << 20
+
+
 def pack(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as a flat dictionary of tensors that safetensors can hold, and the record that leads back.
 
@@ -67,7 +72,7 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
     if not is_text(text):
         text = json.dumps(record, separators=(",", ":"))
-    metadata = {KEY: text}
+    metadata = {KEY: text} | {key: mark for key, mark in checkpoint.metadata.items() if key == recovered.KEY}
     return Checkpoint(packer.stored, checkpoint.container, metadata, checkpoint.source, tensors_only=True)
 
 
@@ -98,6 +103,8 @@ class _Packer:
         self.storage_indices: dict[int, int] = {}
         self.tensors: list[Any] = []
         self.covers = _covers(tree)
+        self.long: dict[int, Any] = {}  # texts, bytes and numbers that take some room, by id (and kept alive for it)
+        self.room = MAX_REPEATED
 
     def record(self) -> dict[str, Any]:
         root = self.value(self.tree)
@@ -110,12 +117,16 @@ class _Packer:
 
     def value(self, value: Any) -> Any:
         kind = type(value)
+        if kind in (str, int, bytes, ByteString):
+            self._count(value)
         if value is None or kind in (str, int, bool):
             return value
         if kind is float:
             return value if value - value == 0.0 else {"f": _float_bits(value)}
         if kind is bytes or kind is ByteString:
             return {"b" if kind is bytes else "p": base64.b64encode(value).decode()}
+        if kind is LongBytes and not value.mutable:
+            return {"b": base64.b64encode(value.whole()).decode()}
         if kind is complex:
             return {"c": [_float_bits(value.real), _float_bits(value.imag)]}
         if kind is Global:
@@ -127,6 +138,21 @@ class _Packer:
         if kind is StorageRef:
             return {"s": [self._storage(value.storage), value.dtype.name if value.dtype else None]}
         return {"n": self._index(value)}
+
+    def _count(self, value: Any) -> None:
+        """Raises `LimitExceeded` where long texts are repeated so often that the record would be many times longer than the file."""
+        size = value.bit_length() // 4 if type(value) is int else len(value)
+        if size <= 256:
+            return
+        if id(value) in self.long:
+            self.room -= size
+        self.long[id(value)] = value
+        if self.room < 0:
+            raise LimitExceeded(
+                f"one text stands in so many places that they would take more than {MAX_REPEATED:,} bytes",
+                "A pickle refers to it, this record has to repeat it.",
+                "Convert only the weights: without --all",
+            )
 
     def _index(self, node: Any) -> int:
         index = self.indices.get(id(node))
@@ -178,8 +204,8 @@ class _Packer:
             return ["list", [value(part) for part in node]]
         if isinstance(node, Set):
             return ["set", [value(part) for part in node.items], node.frozen]
-        if isinstance(node, bytearray):
-            return ["bytearray", base64.b64encode(node).decode()]
+        if isinstance(node, (bytearray, LongBytes)):
+            return ["bytearray", base64.b64encode(bytes(node)).decode()]
         if isinstance(node, Object):
             return ["object", node.how, *(value(getattr(node, name)) for name in _OBJECT_FIELDS), node.adds]
         raise Unsupported(f"a value of type {type(node).__name__} cannot be carried")
@@ -298,7 +324,7 @@ def _stand_in(entry: TensorEntry) -> TensorEntry:
     if entry.flags.conj or entry.flags.neg:
         data = _flip(data, entry.dtype, entry.flags.conj, entry.flags.neg, entry.storage)
     whole = data is not entry.storage.data and isinstance(data, Computed)
-    storage = Storage(data, entry.location, None if whole else entry.storage.crc)
+    storage = Storage(data, entry.location, None if whole else entry.storage.crc, twin=entry.storage.twin)
     shape = (*entry.shape, width) if width > 1 else entry.shape
     stride = (*(s * width for s in row_major_strides(entry.shape)), 1) if width > 1 else row_major_strides(entry.shape)
     return TensorEntry(storage, by_name(name), shape, stride)
@@ -372,6 +398,7 @@ class _Unpacker:
                 f"{source}: its tensors and the record of its tree no longer agree ({listed([printable(str(name)) for name in odd])})",
                 "Another program added, removed or renamed tensors and kept the record.",
             )
+        self.alike: dict[tuple[int, str], Data] = {}
         self.storages = [self._storage(*fields) for fields in record["storages"]]
         self.tensors = [self._tensor(*fields) for fields in record["tensors"]]
         self.nodes: list[Any] = []
@@ -450,8 +477,9 @@ class _Unpacker:
 
     def _storage(self, name: str, location: str, how: list[Any] | None) -> Storage:
         entry = self.stored[name]
+        twin = entry.storage.twin
         if how is None:
-            return Storage(entry.storage.data, location)
+            return Storage(entry.storage.data, location, twin=twin)
         dtype, shape, axes, conj, neg = by_name(how[0]), tuple(how[1]), how[2], how[3], how[4]
         width = _STAND_INS[dtype.name][1] if dtype.name in _STAND_INS else 1
         if entry.shape != (shape if width == 1 else (*shape, width)):
@@ -465,7 +493,9 @@ class _Unpacker:
             strides = row_major_strides(shape)
             view = TensorEntry(Storage(data), dtype, tuple(shape[a] for a in axes), tuple(strides[a] for a in axes))
             data = row_major(view)
-        return Storage(data, location)
+        if twin:  # on one piece of data, as they are stored
+            data = self.alike.setdefault((id(entry.storage.data), str(how)), data)
+        return Storage(data, location, twin=twin)
 
     def _tensor(self, storage_index: int, bits: int, *view: Any) -> TensorEntry:
         storage = self._at(self.storages, storage_index)

@@ -1,36 +1,58 @@
 """What a file is when it is no checkpoint that is read here: names lie, first bytes do not.
 
-Sources: the magic numbers of file(1), the git-lfs pointer specification, torch/serialization.py for the older torch files.
+Sources: the magic numbers of file(1), the git-lfs pointer specification, onnx.proto,
+saved_model.proto and the flatbuffers identifiers of TFLite (`TFL3`) and ExecuTorch (`ET12`), LevelDB's table format.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+from codecs import getincrementaldecoder
+from collections.abc import Iterable
+
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable
-from ckptool.files import Folder, Input, Source
+from ckptool.files import Folder, Input, Readable, Source
 
-_LEGACY_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")  # 0x1950a86a20f9469cfc6c, inside a pickled LONG1
-
+# name, and the program that unpacks it to its standard output
 _COMPRESSED = {
-    b"\x1f\x8b": ("gzip", "gunzip -k"),
-    b"BZh": ("bzip2", "bunzip2 -k"),
-    b"\xfd7zXZ\x00": ("xz", "xz -dk"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -dk"),
-    b"7z\xbc\xaf\x27\x1c": ("7-Zip", "7z x"),
-    b"Rar!\x1a\x07": ("RAR", "unrar x"),
+    b"\x1f\x8b": ("gzip", "gzip -dc", ".gz"),
+    b"BZh": ("bzip2", "bzip2 -dc", ".bz2"),
+    b"\xfd7zXZ\x00": ("xz", "xz -dc", ".xz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -dc", ".zst"),
+    b"\x04\x22\x4d\x18": ("lz4", "lz4 -dc", ".lz4"),
 }
+_ARCHIVES = {b"7z\xbc\xaf\x27\x1c": ("7-Zip", "7z x"), b"Rar!\x1a\x07": ("RAR", "unrar x")}
 _OTHER_MODELS = {
-    b"GGUF": "a GGUF model",
-    b"\x89HDF\r\n": "an HDF5 file",
-    b"\x93NUMPY": "a numpy array (.npy)",
-    b"PYTORCH1": "a PyTorch preview archive",
+    b"GGUF": "a GGUF model (llama.cpp)",
+    b"tjgg": "a GGML model (llama.cpp)",
+    b"lmgg": "a GGML model (llama.cpp)",
+    b"\x89HDF\r\n": "an HDF5 file (Keras .h5, or data)",
+    b"PYTORCH1": "a PyTorch preview archive (Caffe2, before 1.0)",
+    b"PAR1": "a Parquet table",
+    b"ARROW1": "an Arrow table",
+    b"\x12\x01\0\0\0\0\0\0": "an MXNet parameter file",
+}
+_FLATBUFFERS = {
+    b"TFL3": "a TensorFlow Lite model",
+    b"ET12": "an ExecuTorch program (.pte)",
+    b"ORTM": "an ONNX Runtime model",
 }
 _OTHER_FILES = {
     b"\x89PNG": "a PNG image",
     b"\x7fELF": "an ELF program",
     b"%PDF": "a PDF document",
     b"\xff\xd8\xff": "a JPEG image",
+    b"GIF8": "a GIF image",
     b"MZ": "a Windows program",
+    b"\xcf\xfa\xed\xfe": "a macOS program",
+    b"SQLite format 3\0": "an SQLite database",
+    b"#!": "a script",
 }
+_TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
+_READS = "ckptool reads what torch.save and safetensors write."
+MAX_ZEROS = 1 << 20
 
 
 def refuse(head: bytes, source: Input) -> CkptoolError:
@@ -39,8 +61,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         return _no_checkpoint_in(source)
     return (
         _text_file(head, source)
-        or _older_torch(head, source)
         or _by_magic(head, source)
+        or _other_model(head, source)
+        or _newer_pickle(head, source)
         or _nothing_known(head, source)
     )
 
@@ -49,76 +72,196 @@ def _no_checkpoint_in(folder: Folder) -> CkptoolError:
     held = f"It holds {listed([printable(name) for name in folder.names], 4)}." if folder.names else "It is empty."
     return NotACheckpoint(
         f"{folder} is a folder, not a checkpoint",
-        f"ckptool looked for *.safetensors.index.json, *.bin.index.json and .metadata. {held}",
+        f"ckptool looked for an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors. {held}",
         f"Name the file: ls {printable(folder.path)}; or see what is there: ckptool scan {printable(folder.path)}",
     )
 
 
 def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
-    for magic, (name, command) in _COMPRESSED.items():
+    for magic, (name, program, suffix) in _COMPRESSED.items():
         if head.startswith(magic):
+            inside = source.path.removesuffix(suffix)
+            out = inside if inside != source.path else f"{inside}.unpacked"
             return Unsupported(
                 f"{source} is compressed with {name}",
                 "The checkpoint is inside.",
-                f"Unpack it first: {command} {source}",
+                f"Unpack it first: {program} {quoted(source.path)} > {quoted(out)}",
             )
-    for magic, name in _OTHER_MODELS.items():
+    for magic, (name, program) in _ARCHIVES.items():
         if head.startswith(magic):
-            return Unsupported(f"{source} is {name}", "ckptool reads what torch.save and safetensors write.")
+            return Unsupported(
+                f"{source} is a {name} archive, whatever its name says",
+                "torch.save writes none; models are packed so to get past scanners that look for pickles in a zip.",
+                f"If you trust where it is from: {program} {quoted(source.path)}",
+            )
     for magic, name in _OTHER_FILES.items():
         if head.startswith(magic):
             return NotACheckpoint(f"{source} is {name}, whatever its name says")
     if head[257:262] == b"ustar":
         return Unsupported(
-            f"{source} is a tar archive", "The checkpoint may be inside.", f"See what is in it: tar tf {source}"
+            f"{source} is a tar archive, not one of torch's",
+            "The checkpoint may be inside.",
+            f"See what is in it: tar tf {quoted(source.path)}",
         )
     return None
 
 
+def quoted(path: str) -> str:
+    """A path as a shell takes it; one with control characters only as it can be printed."""
+    return shlex.quote(printable(path))
+
+
+def _other_model(head: bytes, source: Source) -> CkptoolError | None:
+    """Models of other programs, by their magic number, flatbuffers identifier or first protobuf fields."""
+    name = next((name for magic, name in _OTHER_MODELS.items() if head.startswith(magic)), None)
+    name = name or _FLATBUFFERS.get(head[4:8]) or _protobuf(head)
+    if name is None and source.size >= 48 and source.read(source.size - 8, 8) == _TABLE_END:
+        name = "the index of a TensorFlow checkpoint"
+    return Unsupported(f"{source} is {name}", _READS) if name is not None else None
+
+
+_ONNX = re.compile(rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)", re.DOTALL)
+_SAVED_MODEL = re.compile(rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a", re.DOTALL)
+_GRAPH = re.compile(
+    rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)", re.DOTALL
+)
+
+
+def _protobuf(head: bytes) -> str | None:
+    if _SAVED_MODEL.match(head) and not _ONNX.match(head):
+        return "a TensorFlow SavedModel"
+    if _ONNX.match(head):
+        return "an ONNX model"
+    return "a TensorFlow graph" if _GRAPH.match(head) else None
+
+
+# Zip archives ----------------------------------------------------------------------------------------------------------
+
+
+def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
+    """The error for a zip archive that is no checkpoint, by the names of its records: what it is, and what to do."""
+    names = set(records)
+    last = {name.rpartition("/")[2] for name in names}
+    inner = {name.partition("/")[2] for name in names}
+    if "serialized_exported_program.json" in last or "archive_format" in inner:
+        return Unsupported(
+            f"{source} is a program of torch.export (.pt2)",
+            "Its tensors belong to a graph that only torch can tell them from.",
+            "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')",
+        )
+    if ".data/extern_modules" in inner:
+        return Unsupported(
+            f"{source} is a torch.package archive",
+            "It holds source code that makes its objects; nothing of it is run here.",
+            "With torch, and only if you trust it: torch.package.PackageImporter(FILE).load_pickle(PACKAGE, RESOURCE).state_dict()",
+        )
+    if "MAR-INF/MANIFEST.json" in names:
+        inside = sorted(name for name in names if name.endswith((".pt", ".pth", ".bin", ".safetensors")))
+        return Unsupported(
+            f"{source} is a TorchServe archive (.mar)",
+            f"The checkpoint is inside: {listed(list(map(printable, inside))) if inside else 'no .pt or .pth is named'}.",
+            f"Unpack it: unzip {quoted(str(source))} -d {quoted(str(source) + '.unpacked')}",
+        )
+    if "model.json" in last:
+        return Unsupported(
+            f"{source} is a model of torch 1.0's first script format (model.json)",
+            "It holds no pickle to read.",
+            "With torch: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')",
+        )
+    return _ordinary_zip(source, names)
+
+
+_ZIPS = (
+    ("[Content_Types].xml", "an Office document"),
+    ("META-INF/MANIFEST.MF", "a Java archive"),
+    ("AndroidManifest.xml", "an Android program"),
+    ("model.weights.h5", "a Keras model (.keras)"),
+    ("mimetype", "an OpenDocument or EPUB document"),
+)
+
+
+def _ordinary_zip(source: Readable, names: set[str]) -> CkptoolError:
+    what = next((f"is {what}" for name, what in _ZIPS if name in names), "is a zip archive")
+    inside = sorted(name for name in names if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".safetensors")))
+    held = (
+        f"It holds {listed(list(map(printable, inside)), 4)}."
+        if inside
+        else "A checkpoint has a data.pkl in its one folder."
+    )
+    return NotACheckpoint(
+        f"{source} {what}, but not a PyTorch checkpoint",
+        held,
+        f"{'Unpack it: unzip' if inside else 'See what is in it: unzip -l'} {quoted(str(source))}",
+    )
+
+
+# Texts -----------------------------------------------------------------------------------------------------------------
+
+
 def _text_file(head: bytes, source: Source) -> CkptoolError | None:
-    start = head.lstrip()[:64].lower()
-    if start.startswith(b"version https://git-lfs"):
-        facts = printable(" ".join(head.decode("utf-8", "replace").split()[2:6]))
+    text = head.decode("utf-8-sig", "replace").lstrip()
+    start = text[:64].lower()
+    if start.startswith("version https://git-lfs"):
+        facts = printable(" ".join(text.split()[2:6]))
         return NotACheckpoint(
             f"{source} is a git-lfs pointer ({facts}), not the file itself",
             "The repository was cloned without its large files.",
             "Fetch them: git lfs pull",
         )
-    if start.startswith((b"<!doctype", b"<html", b"<?xml")):
+    if start.startswith(("<!doctype", "<html", "<head", "<?xml", "<error", "<!--")):
         return NotACheckpoint(
             f"{source} is a web page",
             "The download gave a login or error page instead of the file.",
             "Download it again, logged in.",
         )
-    if start.startswith((b"{", b"[")) and _is_text(head):
-        return NotACheckpoint(
-            f"{source} is a JSON text",
-            "An index or an error message, not the tensors.",
-            "Name the .safetensors or .bin file beside it.",
-        )
+    if start.startswith(("{", "[")) and _is_text(head):
+        return _json_text(text, source)
     return None
 
 
-def _older_torch(head: bytes, source: Source) -> CkptoolError | None:
-    if _LEGACY_MAGIC in head[:32] or b"L119547037146038801333356L\n" in head[:64]:
-        return Unsupported(
-            f"{source} is a checkpoint in torch's format before 1.6",
-            "This version reads zip checkpoints (torch 1.6 and newer) and safetensors.",
-            "Convert it with torch: torch.save(torch.load(FILE, map_location='cpu', weights_only=True), 'new.pt')",
+def _json_text(text: str, source: Source) -> CkptoolError:
+    if said := re.match(r'\{\s*"(?:error|message|detail|errors)"\s*:\s*"?([^"]{1,120})', text):
+        return NotACheckpoint(
+            f"{source} is the answer of a server: {printable(said[1])}",
+            "The download failed, and what the server said was saved instead of the file.",
+            "Download it again, logged in.",
         )
-    if head[:1] == b"\x80" and len(head) > 1 and head[1] <= 5:
-        return Unsupported(
-            f"{source} is a bare pickle (protocol {head[1]})",
-            "torch.save puts its pickles into a zip; this is the work of another library.",
-        )
+    beside = _weights_beside(source.path)
+    return NotACheckpoint(
+        f"{source} is a JSON text",
+        "An index, a configuration or an error message, not the tensors.",
+        f"Name the file with them: {listed([quoted(name) for name in beside], 4)}"
+        if beside
+        else "Name the .safetensors or .bin file; beside this one there is none.",
+    )
+
+
+def _weights_beside(path: str) -> list[str]:
+    folder = os.path.dirname(path)
+    try:
+        with os.scandir(folder or ".") as entries:
+            names = [entry.name for _, entry in zip(range(10_000), entries, strict=False)]
+    except OSError:
+        return []
+    return sorted(
+        os.path.join(folder, name) for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))
+    )
+
+
+def _newer_pickle(head: bytes, source: Source) -> CkptoolError | None:
+    if len(head) > 2 and head[0] == 0x80 and head[1] > 5 and source.read(source.size - 1, 1) == b".":
+        return Unsupported(f"{source} is a pickle of the unknown protocol {head[1]}", "Protocols 0 to 5 exist.")
     return None
 
 
 def _nothing_known(head: bytes, source: Source) -> CkptoolError:
     if not head.strip(b"\0"):
+        start = source.read(0, min(MAX_ZEROS, source.size))
+        zeros = len(start) - len(start.lstrip(b"\0"))
+        more = " or more" if zeros == MAX_ZEROS < source.size else ""
         return Corrupt(
-            f"{source} begins with {len(head)} zero bytes",
-            "It was reserved but never written, or lost in a crash.",
+            f"{source}: the first {zeros:,}{more} of its {source.size:,} bytes are zero",
+            "They were reserved but never written, or lost in a crash.",
             "Copy or download it again.",
         )
     if _is_text(head):
@@ -131,4 +274,9 @@ def _nothing_known(head: bytes, source: Source) -> CkptoolError:
 
 
 def _is_text(head: bytes) -> bool:
-    return b"\0" not in head and all(byte >= 32 or byte in b"\t\r\n\f" for byte in head)
+    """True for the beginning of a text in UTF-8."""
+    try:
+        getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return all(byte >= 32 or byte in b"\t\r\n\f" for byte in head)

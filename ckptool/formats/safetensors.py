@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import (
@@ -29,6 +31,7 @@ from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import (
     Ambiguous,
     BadTensor,
+    CkptoolError,
     Corrupt,
     LimitExceeded,
     Truncated,
@@ -38,31 +41,40 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.files import Input, Source
-from ckptool.formats import carried
+from ckptool.formats import carried, recovered
+from ckptool.formats.strict_json import members
 
 NAME = "safetensors"
 SUFFIXES = (".safetensors", ".sft")
+TENSORS_ONLY = True
 MAX_HEADER = 100_000_000  # the stock library's limit
 METADATA = "__metadata__"
+TWINS = "ckptool.twins"  # names that are no ties, though their equal bytes are stored once
 MAX_TENSORS = 1_000_000
+MAX_RANK = 64
 
 
 def detect(head: bytes, source: Input) -> bool:
-    return (
-        len(head) > 9
-        and head[8:9] == b"{"
-        and (head[9:10] in b'" }\n\t\r')
-        and int.from_bytes(head[:8], "little") < 1 << 40
-    )
+    if not isinstance(source, Source) or len(head) <= 8:
+        # Too short to tell; the name may say what it was to be.
+        return b"\0" in head and bool(head.strip(b"\0")) and str(source).lower().endswith(SUFFIXES)
+    size, start = int.from_bytes(head[:8], "little"), head[8:10]
+    if start[:1] == b"{" and start[1:] in b'" }\n\t\r':
+        return size < 1 << 40 or b"\0" in head[:8] or not head[:8].isascii()  # else a text, with an object in it
+    fits = 0 < size <= min(MAX_HEADER, source.size - 8)
+    return fits and (start[:1] in b'{["' or head[8:11] == b"\xef\xbb\xbf")
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: Source, *, cut: bool = False) -> Checkpoint:
     """The checkpoint in a safetensors file. Reads the header only.
 
     Tensors that stock `save_model` left out as tied (`{dropped: kept}` in the metadata) are there again, tied. A file that `convert --all`
-    made gives its whole tree back. Raises `Truncated`, `Corrupt`, `Ambiguous`, `BadTensor` or `LimitExceeded`.
+    made gives its whole tree back. cut: data may be missing at its end, or too much be there; whoever reads a tensor has to look.
+    Raises `Truncated`, `Corrupt`, `Ambiguous`, `BadTensor` or `LimitExceeded`.
     """
     size = int.from_bytes(source.read(0, 8), "little")
+    if size < 2:
+        raise Truncated(f"{source}: a header of {size:,} bytes", "It was never written, or the file was damaged.")
     if size > MAX_HEADER:
         raise LimitExceeded(f"{source}: a header of {size:,} bytes", f"safetensors allows {MAX_HEADER:,}.")
     if 8 + size > source.size:
@@ -71,69 +83,67 @@ def read(source: Source) -> Checkpoint:
             "The file was cut off.",
             "Copy or download it again.",
         )
-    header = _parse(source, source.read(8, size))
-    metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
-        raise Corrupt(f"{source}: its metadata is not a list of texts")
-    if len(header) > MAX_TENSORS:
-        raise LimitExceeded(f"{source}: {len(header):,} tensors")
-    tree = _entries(source, header, 8 + size)
-    notes: tuple[Note, ...] = ()
+    header = _Header(source, size, cut)
+    tree, metadata = header.entries, header.metadata
+    notes = header.notes()
     whole_tree = carried.KEY in metadata
+    ties = {dropped: kept for dropped, kept in metadata.items() if kept in tree and dropped not in tree}
+    twins = _twins(source, metadata.pop(TWINS, "[]"))
+    tree.update({dropped: _alias(tree[kept], dropped in twins) for dropped, kept in ties.items()})
+    metadata = {key: value for key, value in metadata.items() if key not in ties}
     if whole_tree:
         tree = carried.unpack(source, tree, metadata)
         metadata = {key: value for key, value in metadata.items() if key != carried.KEY}
-    else:
-        ties = {dropped: kept for dropped, kept in metadata.items() if kept in tree and dropped not in tree}
-        tree.update({dropped: _alias(tree[kept]) for dropped, kept in ties.items()})
-        metadata = {key: value for key, value in metadata.items() if key not in ties}
-        if ties:
-            notes = (
-                Note(
-                    "ties-recorded",
-                    f"{len(ties):,} names are stored as ties of others: {listed([printable(name) for name in ties], 3)}",
-                ),
-            )
+    elif ties:
+        message = f"{len(ties):,} names are stored as ties of others: {listed([printable(name) for name in ties], 3)}"
+        notes = (*notes, Note("ties-recorded", message))
+    notes += recovered.notes(metadata)
     return Checkpoint(tree, NAME, metadata, source, notes=notes, tensors_only=not whole_tree)
 
 
-def _alias(entry: TensorEntry) -> TensorEntry:
-    return TensorEntry(entry.storage, entry.dtype, entry.shape, entry.stride)
+def _alias(entry: TensorEntry, twin: bool) -> TensorEntry:
+    """Another name of a tensor; a twin is no tie: it has a storage of its own, on the same bytes."""
+    storage = entry.storage
+    if twin:
+        storage.twin = True
+        storage = replace(storage)
+    return TensorEntry(storage, entry.dtype, entry.shape, entry.stride)
 
 
-def _parse(source: Source, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise Ambiguous(
-                f"{source}: its header names {printable(_repeated(pairs))} twice", "Readers take one or the other."
-            )
-        return found
-
+def _twins(source: Source, text: str) -> set[str]:
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{source}: its header is not valid JSON ({printable(str(error))[:100]})") from None
-    if not isinstance(header, dict):
-        raise Corrupt(f"{source}: its header is not a JSON object")
-    if b"\\u" in raw and not is_text(json.dumps(header, ensure_ascii=False)):
-        raise Corrupt(f"{source}: its header has texts that are not Unicode (half a surrogate pair)")
-    return header
+        return set(json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        raise Corrupt(f"{source}: its record of twin storages is damaged", "It is not what ckptool writes.") from None
 
 
-def _repeated(pairs: list[tuple[str, Any]]) -> str:
-    seen: set[str] = set()
-    return next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+class _Header:
+    """The header of a file, read member by member.
 
+    entries: its tensors.  metadata: its texts.
+    """
 
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
+    def __init__(self, source: Source, size: int, cut: bool) -> None:
+        self.source, self.base = source, 8 + size
+        self.entries: dict[str, TensorEntry] = {}
+        self.metadata: dict[str, str] = {}
+        self.unknown: dict[str, int] = {}  # fields that the format does not have, and how many tensors have them
+        ranges: list[tuple[int, int]] = []
+        seen_metadata = False
+        for name, fields in members(source.read(8, size), f"{source}: its header", METADATA):
+            if name in self.entries or (name == METADATA and seen_metadata):
+                raise Ambiguous(f"{source}: its header names {printable(name)} twice", "Readers take one or the other.")
+            if name == METADATA:
+                self.metadata, seen_metadata = fields, True
+            else:
+                self.entries[name] = self._entry(name, fields, ranges)
+            if len(ranges) > MAX_TENSORS:
+                raise LimitExceeded(f"{source}: more than {MAX_TENSORS:,} tensors")
+        promised = max((end for _, end in ranges), default=0)
+        _check_cover(source, ranges, promised if cut else source.size - self.base)
 
-
-def _entries(source: Source, header: dict[str, Any], base: int) -> dict[str, TensorEntry]:
-    entries: dict[str, TensorEntry] = {}
-    ranges = []
-    for name, fields in header.items():
+    def _entry(self, name: str, fields: Any, ranges: list[tuple[int, int]]) -> TensorEntry:
+        source = self.source
         try:
             dtype, shape, (begin, end) = BY_SAFETENSORS[fields["dtype"]], fields["shape"], fields["data_offsets"]
         except (KeyError, TypeError, ValueError):
@@ -144,23 +154,38 @@ def _entries(source: Source, header: dict[str, Any], base: int) -> dict[str, Ten
             raise _bad_fields(source, name, fields)
         stride, count = _contiguous(shape)
         if count * dtype.itemsize != end - begin:
-            raise BadTensor(f"{source}: {printable(name)} of type {dtype} and shape {shape} has {end - begin:,} bytes")
-        storage = Storage(FileRange(source, base + begin, end - begin))
-        entries[name] = TensorEntry(storage, dtype, tuple(shape), stride)
+            shown = listed(shape, 8)
+            raise BadTensor(
+                f"{source}: {printable(name)} of type {dtype} and shape [{printable(shown)[:200]}] has {end - begin:,} bytes"
+            )
+        if len(fields) > 3:
+            for key in fields.keys() - {"dtype", "shape", "data_offsets"}:
+                if key in self.unknown or len(self.unknown) < 100:
+                    self.unknown[key] = self.unknown.get(key, 0) + 1
         ranges.append((begin, end))
-    _check_cover(source, ranges, source.size - base)
-    return entries
+        storage = Storage(FileRange(source, self.base + begin, end - begin))
+        return TensorEntry(storage, dtype, tuple(shape), stride)
+
+    def notes(self) -> tuple[Note, ...]:
+        if not self.unknown:
+            return ()
+        names = listed([printable(key)[:40] for key in sorted(self.unknown)], 3)
+        message = f"{max(self.unknown.values()):,} tensors have fields that the format does not know, which are not kept: {names}"
+        return (Note("unknown-fields", message, ("ckptool", "convert", "{file}", "-o", "{out}")),)
 
 
-def _bad_fields(source: Source, name: str, fields: Any) -> Corrupt | Unsupported:
-    if isinstance(fields, dict) and isinstance(fields.get("dtype"), str) and fields["dtype"] not in BY_SAFETENSORS:
-        return Unsupported(f"{source}: {printable(name)} has the unknown type {printable(fields['dtype'])}")
+def _bad_fields(source: Source, name: str, fields: Any) -> CkptoolError:
+    kind = fields.get("dtype") if isinstance(fields, dict) else None
+    if isinstance(kind, str) and kind not in BY_SAFETENSORS:
+        what = f"{source}: {printable(name)} has the unknown type {printable(kind)[:40]}"
+        is_newer = re.fullmatch(r"[A-Z][A-Z0-9_]{0,15}", kind)
+        return Unsupported(what, "A newer safetensors may have it.") if is_newer else BadTensor(what)
     return Corrupt(f"{source}: the header's entry for {printable(name)} is damaged")
 
 
 def _contiguous(shape: list[Any]) -> tuple[tuple[int, ...], int]:
-    """Row-major strides, and the number of elements (-1 for sizes that are none)."""
-    if any(type(size) is not int or not 0 <= size < 1 << 62 for size in shape):
+    """Row-major strides, and the number of elements (-1 for sizes that are none, or too many)."""
+    if len(shape) > MAX_RANK or any(type(size) is not int or not 0 <= size < 1 << 62 for size in shape):
         return (), -1
     return row_major_strides(tuple(shape)), math.prod(shape)
 
@@ -169,12 +194,12 @@ def _pairs(source: Source, name: str, shape: Any) -> Any:
     """The shape of packed 4-bit values as torch has it, two to an element; the file counts them singly."""
     if type(shape) is not list or not shape or type(shape[-1]) is not int or shape[-1] % 2:
         raise BadTensor(
-            f"{source}: {printable(name)} of 4-bit values has the shape {shape}, which is not of whole bytes"
+            f"{source}: {printable(name)} of 4-bit values has the shape {str(shape)[:200]}, which is not of whole bytes"
         )
     return [*shape[:-1], shape[-1] // 2]
 
 
-def _check_cover(source: Source, ranges: Iterable[tuple[int, int]], size: int) -> None:
+def _check_cover(source: Source, ranges: Sequence[tuple[int, int]], size: int) -> None:
     at = 0
     for begin, end in sorted(ranges):
         if begin != at:
@@ -183,8 +208,8 @@ def _check_cover(source: Source, ranges: Iterable[tuple[int, int]], size: int) -
     if at > size:
         raise Truncated(
             f"{source} ends {at - size:,} bytes before the data that its header promises",
-            "The file was cut off.",
-            "Copy or download it again.",
+            f"The file was cut off. {sum(end <= size for _, end in ranges):,} of its {len(ranges):,} tensors are whole.",
+            f"Save what is whole: ckptool recover {source} -o OUT; or copy or download it again.",
         )
     if at < size:
         raise Corrupt(
@@ -204,10 +229,12 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """
     if checkpoint.container == NAME and not checkpoint.tensors_only:
         checkpoint = carried.pack(checkpoint)  # it was read from a file with a whole tree, and stays one
-    tensors = _holdable(checkpoint)
-    stored, ties = _without_ties(tensors)
+    tensors = holdable(checkpoint)
+    stored, ties = without_ties(tensors)
     metadata = {
-        key: text for key, text in checkpoint.metadata.items() if checkpoint.container == NAME or key == carried.KEY
+        key: text
+        for key, text in checkpoint.metadata.items()
+        if checkpoint.container == NAME or key in (carried.KEY, recovered.KEY)
     }
     if clash := sorted(set(metadata) & set(ties)):
         raise Unsupported(
@@ -216,6 +243,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         )
     metadata.setdefault("format", "pt")
     metadata.update(ties)
+    twins = [name for name, kept in ties.items() if tensors[name].storage is not tensors[kept].storage]
+    if twins:
+        metadata[TWINS] = json.dumps(twins, separators=(",", ":"), ensure_ascii=False)
     places, at = {}, 0
     in_order = sorted(stored, key=lambda name: -stored[name].dtype.itemsize)
     for name in in_order:
@@ -260,7 +290,7 @@ def _add(entry: TensorEntry, segments: list[Segment], checks: list[Storage]) -> 
     segments.append(data)
 
 
-def _holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """The tensors to write, or `Unsupported` with everything that a safetensors file cannot hold."""
     tree = checkpoint.tree
     if not isinstance(tree, dict):
@@ -297,13 +327,13 @@ def _why_not(name: Any, value: Any) -> str:
     return "" if value.dtype.safetensors else f"type {value.dtype}"
 
 
-def _without_ties(tensors: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def without_ties(tensors: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors to store, and for each other name the one that it is an exact tie of."""
     first: dict[Any, str] = {}
     stored, ties = {}, {}
     for name, entry in tensors.items():
         view = (
-            id(entry.storage),
+            id(entry.storage.data if entry.storage.twin else entry.storage),
             entry.dtype,
             entry.shape,
             entry.stride,

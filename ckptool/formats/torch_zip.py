@@ -9,40 +9,44 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import (
     Checkpoint,
-    Computed,
-    Crc,
     Data,
     FileRange,
-    Late,
     Literal,
     Note,
     Plan,
-    Segment,
     Storage,
     StorageRef,
-    Summed,
 )
 from ckptool.dtypes import DType
-from ckptool.errors import Ambiguous, Conflict, Corrupt, NotACheckpoint, Unsupported, printable
-from ckptool.files import Input, Source
-from ckptool.formats import zip_archive, zip_parts
-from ckptool.formats.zip_archive import Archive, Record
+from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, printable
+from ckptool.files import Input, Readable
+from ckptool.formats import recovered, twins, zip_archive, zip_parts
+from ckptool.formats.others import other_zip
+from ckptool.formats.zip_archive import Archive
+from ckptool.formats.zip_layout import ZipLayout
+from ckptool.formats.zip_names import leads_elsewhere
+from ckptool.formats.zip_records import Record
+from ckptool.gather import swapped
 from ckptool.nodes import Global
-from ckptool.pickles.decode import decode
+from ckptool.pickles.builders import Builder
+from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
+from ckptool.pickles.texts import python2_notes
 from ckptool.pickles.torch_objects import BUILDERS, storage_class
 from ckptool.tree import refuse_unknown_calls
 
 NAME = "torch-zip"
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
 ALIGNMENT = 64
+TWINS = ".ckptool/twins"  # a record of ours, which torch does not read
 MAX_SMALL = 1 << 16
+MAX_VERSION = 99  # torch 2.13 reads up to 10
 _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
 
@@ -63,36 +67,35 @@ def detect(head: bytes, source: Input) -> bool:
     return head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
 
 
-def read(source: Source) -> Checkpoint:
+def read(source: Readable) -> Checkpoint:
     """The checkpoint in a torch zip. Reads the directory and the pickle, no tensor data.
 
     Raises `NotACheckpoint` for another kind of zip, `Unsupported` for TorchScript, and what `read_archive` and `decode` raise.
     """
     archive = zip_archive.read_archive(source)
-    pickle = _find_pickle(archive)
+    pickle = find_pickle(archive)
     root = pickle.name.removesuffix("data.pkl")
     _refuse_other_kinds(archive, root)
-    small = {name: _small_record(archive, root + name) for name in _SMALL}
-    if small["byteorder"] not in (None, "little", "big"):
-        raise Corrupt(f"{source}: its byteorder record says {printable(str(small['byteorder']))!r}")
-    limit = min(max(4 << 20, 16 * pickle.stored), zip_archive.MAX_INFLATED)
-    storages = _Storages(archive, root, big_endian=small["byteorder"] == "big")
-    data = pickle.contents(limit)
-    decoded = decode(data, storages.load, BUILDERS, name=f"{source}: data.pkl", file_bytes=source.size)
-    if decoded.end != len(data):
-        raise Ambiguous(
-            f"{source}: data.pkl has {len(data) - decoded.end:,} bytes after its end",
-            "Another pickle may be hidden there.",
-        )
+    small = small_records(archive, root)
+    storages = Storages(archive, root + "data/", big_endian=small["byteorder"] == "big")
+    decoded = decoded_record(pickle, storages)
     alignment = _alignment(source, small[".storage_alignment"])
     # Of a big-endian file nothing can be copied as it is: it is written as if it came from elsewhere.
     origin = None if storages.big_endian else Origin(archive, root, alignment)
-    notes = (*archive.notes, *_notes(archive, root, storages))
+    notes = (*archive.notes, *record_notes(archive, root, storages), *python2_notes(decoded.byte_strings))
     metadata = {name: text for name, text in small.items() if text is not None}
-    return Checkpoint(decoded.root, NAME, metadata, source, origin, notes, decoded.discarded)
+    if (mark := archive.records.get(root + recovered.RECORD)) is not None:
+        metadata[recovered.KEY] = mark.contents(recovered.MAX_RECORD).decode("utf-8", "replace")
+        notes += recovered.notes(metadata)
+    tree = decoded.root
+    if (shared := archive.records.get(root + TWINS)) is not None:
+        tree, told = twins.separated(tree, shared.contents(twins.MAX_RECORD))
+        notes += tuple(told)
+    return Checkpoint(tree, NAME, metadata, source.file, origin, notes, decoded.discarded)
 
 
-def _find_pickle(archive: Archive) -> Record:
+def find_pickle(archive: Archive) -> Record:
+    """The one `data.pkl` of an archive; raises `Ambiguous` where there are two, and says what else a zip without any is."""
     pickles = [
         record for name, record in archive.records.items() if name.endswith("/data.pkl") and name.count("/") == 1
     ]
@@ -102,34 +105,48 @@ def _find_pickle(archive: Archive) -> Record:
             f"{archive.source} holds two checkpoints ({names})", "Readers would disagree which of them it is."
         )
     if not pickles:
-        if "model.json" in {name.rpartition("/")[2] for name in archive.records}:
-            raise Unsupported(
-                f"{archive.source} is a model of torch 1.0's first script format (model.json)",
-                "It holds no pickle to read.",
+        if twin := next((name for name in archive.records if name.lower().endswith("/data.pkl")), None):
+            raise Ambiguous(
+                f"{archive.source} has no data.pkl, but {printable(twin)}",
+                "torch takes it for one, other readers do not.",
             )
-        raise NotACheckpoint(
-            f"{archive.source} is a zip archive, but not a PyTorch checkpoint",
-            "A checkpoint has a data.pkl in its one folder.",
-            f"See what is in it: unzip -l {archive.source}",
+        raise other_zip(archive.source, archive.records)
+    root = pickles[0].name.removesuffix("data.pkl")
+    if f"{root}.data/extern_modules" in archive.records:
+        raise other_zip(archive.source, archive.records)
+    if outside := [
+        name for name in archive.records if not name.startswith(root) and not leads_elsewhere(name)
+    ]:
+        raise Ambiguous(
+            f"{archive.source} has records outside its folder {printable(root)}: {printable(outside[0])}",
+            "A checkpoint has one folder.",
         )
     return pickles[0]
 
 
 def _refuse_other_kinds(archive: Archive, root: str) -> None:
-    """Says by name what else torch writes into zips with a data.pkl."""
-    if outside := [name for name in archive.records if not name.startswith(root)]:
-        raise Ambiguous(
-            f"{archive.source} has records outside its folder {root}: {printable(outside[0])}",
-            "A checkpoint has one folder.",
-        )
+    """A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other."""
     if root + "constants.pkl" in archive.records or any(name.startswith(root + "code/") for name in archive.records):
-        raise Unsupported(
-            f"{archive.source} is a TorchScript archive, whatever its name says",
-            "It holds a program beside its tensors; this version reads plain checkpoints.",
-            "With torch: torch.save(torch.jit.load(FILE, map_location='cpu').state_dict(), 'weights.pt')",
+        raise Ambiguous(
+            f"{archive.source} is a checkpoint that has records of a TorchScript program as well",
+            "torch.load and torch.jit.load would see two different things in it.",
         )
-    if any(name.startswith(root + ".data/extern") for name in archive.records):
-        raise Unsupported(f"{archive.source} is a torch.package archive", "It holds source code beside its tensors.")
+
+
+def small_records(archive: Archive, root: str) -> dict[str, str | None]:
+    """The records of a word that say how an archive was written; raises `Corrupt` for an unknown byte order or version."""
+    for record in archive.records.values():
+        if record.name.count("/") == 1:
+            record.confirm()  # under another name in its own header, it would say something to one reader alone
+    small = {name: _small_record(archive, root + name) for name in _SMALL}
+    version = small["version"] or _small_record(archive, root + ".data/version")
+    if version is None:
+        raise Corrupt(f"{archive.source}: it has no record {printable(root)}version", "torch refuses such a file.")
+    if not version.isascii() or not version.isdigit() or not 1 <= int(version[:9]) <= MAX_VERSION:
+        raise Corrupt(f"{archive.source}: its version record says {printable(version[:40])!r}")
+    if small["byteorder"] not in (None, "little", "big"):
+        raise Corrupt(f"{archive.source}: its byteorder record says {printable(str(small['byteorder']))!r}")
+    return small
 
 
 def _small_record(archive: Archive, name: str) -> str | None:
@@ -137,19 +154,40 @@ def _small_record(archive: Archive, name: str) -> str | None:
     return record.contents(MAX_SMALL).decode("utf-8", "replace").strip() if record is not None else None
 
 
-def _alignment(source: Source, text: str | None) -> int:
+def inflated_limit(stored: int) -> int:
+    """How large a pickle or program of so many stored bytes may be when it is inflated."""
+    return min(max(4 << 20, 16 * stored), zip_archive.MAX_INFLATED)
+
+
+def decoded_record(record: Record, storages: Storages, builders: Mapping[Global, Builder] = BUILDERS) -> Decoded:
+    """The pickle in a record; raises `Ambiguous` for bytes after its end, and what `decode` raises."""
+    source, name = record.archive.source, record.name.partition("/")[2]
+    data = record.contents(inflated_limit(record.stored))
+    decoded = decode(data, storages.load, builders, name=f"{source}: {printable(name)}", file_bytes=source.size)
+    if decoded.end != len(data):
+        raise Ambiguous(
+            f"{source}: {printable(name)} has {len(data) - decoded.end:,} bytes after its end",
+            "Another pickle may be hidden there.",
+        )
+    return decoded
+
+
+def _alignment(source: Readable, text: str | None) -> int:
     if text is None:
         return ALIGNMENT
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 15:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= 1 << 15:
         raise Corrupt(f"{source}: its .storage_alignment record says {printable(text[:40])!r}")
     return int(text)
 
 
-class _Storages:
-    """Gives the storage for a persistent id: one `Storage` for each record, whatever the number of tensors that share it."""
+class Storages:
+    """Gives the storage for a persistent id: one `Storage` for each record, whatever the number of tensors that share it.
 
-    def __init__(self, archive: Archive, root: str, big_endian: bool) -> None:
-        self.archive, self.prefix, self.big_endian = archive, root + "data/", big_endian
+    prefix: the folder of the records (`archive/data/`).
+    """
+
+    def __init__(self, archive: Archive, prefix: str, big_endian: bool) -> None:
+        self.archive, self.prefix, self.big_endian = archive, prefix, big_endian
         self.by_class: dict[Global, dict[str, StorageRef]] = {}
 
     def load(self, pid: Any) -> StorageRef:
@@ -183,7 +221,7 @@ class _Storages:
             )
         record = self.archive.records.get(self.prefix + key)
         if record is None:
-            what = f"the storage {printable(key)} has no record {printable(self.prefix + key)} in the archive"
+            what = f"the storage {printable(key[:200])} has no record {printable((self.prefix + key)[:200])} in the archive"
             raise Corrupt(what, "Its data is not in the file.")
         if numel < 0 or numel * _width(dtype) != record.size:
             what = f"the storage {printable(key)} should have {numel} elements; its record {record} has {record.size:,} bytes"
@@ -223,29 +261,19 @@ def _turned(storage: Storage, dtype: DType | None) -> Storage:
     return storage if dtype.itemsize == 1 else Storage(swapped(storage, dtype), storage.location)
 
 
-def swapped(storage: Storage, dtype: DType) -> Computed:
-    """The same elements in the other byte order."""
-    data, width = storage.data, dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
-
-    def read(offset: int, length: int) -> bytes:
-        begin, end = offset - offset % width, min(-(-(offset + length) // width) * width, data.length)
-        raw = data.read(begin, end - begin)
-        turned = bytearray(len(raw))
-        for i in range(width):
-            turned[i::width] = raw[width - 1 - i :: width]
-        return bytes(turned[offset - begin : offset - begin + length])
-
-    return Computed(data.length, read, (storage,))
-
-
 def _width(dtype: DType | None) -> int:
     return dtype.itemsize if dtype is not None else 1
 
 
-def _notes(archive: Archive, root: str, storages: _Storages) -> list[Note]:
+def record_notes(archive: Archive, root: str, storages: Storages) -> list[Note]:
+    """What is unusual about the records of an archive, once its pickle was read."""
     notes = []
     compact = ("ckptool", "convert", "{file}", "-o", "{out}")
-    unused = [r for name, r in archive.records.items() if not r.is_used and name.startswith(root + "data/")]
+    unused = [
+        record
+        for name, record in archive.records.items()
+        if not record.is_used and name.startswith(root + "data/") and not name.endswith("/")  # a folder's own entry
+    ]
     if unused:
         size = sum(record.stored for record in unused)
         notes.append(
@@ -272,26 +300,38 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """
     refuse_unknown_calls(checkpoint, keep_unknown)
     layout = _Layout(checkpoint.origin if isinstance(checkpoint.origin, Origin) else None)
-    pickle = encode(checkpoint.tree, layout.key_of)
-    layout.add("data.pkl", Literal(pickle))
+    layout.add("data.pkl", Literal(encode(checkpoint.tree, layout.key_of)))
     if layout.origin is None:
-        _lay_out_new(layout, zlib.crc32(pickle))
+        _lay_out_new(layout)
+        if mark := checkpoint.metadata.get(recovered.KEY):
+            layout.add(recovered.RECORD, Literal(mark.encode()))
     else:
         for record in layout.origin.archive.by_offset():
             layout.copy(record)
         layout.add_fresh()
-    return layout.finish()
+    if layout.twins and (shared := twins.record_of(checkpoint.tree)):
+        layout.add(TWINS, Literal(shared))
+    return layout.zip.finish()
 
 
-def _lay_out_new(layout: _Layout, pickle_crc: int) -> None:
+def _lay_out_new(layout: _Layout) -> None:
     layout.add(".format_version", Literal(b"1"))
     layout.add(".storage_alignment", Literal(str(ALIGNMENT).encode()))
     layout.add("byteorder", Literal(b"little"))
     layout.add_fresh()
     layout.add("version", Literal(b"3\n"))
-    # 40 digits that name the contents, as torch's do (another hash: it is compared with nothing).
-    sums = b"".join((storage.crc or 0).to_bytes(4, "little") for _, storage in layout.fresh)
-    layout.add(".data/serialization_id", Literal(f"{pickle_crc:020d}{zlib.crc32(sums):020d}".encode()))
+    layout.zip.add_late(f"{layout.root}.data/serialization_id", _ID_DIGITS, _identity)
+
+
+_ID_DIGITS = 40
+
+
+def _identity(sums: Sequence[int]) -> bytes:
+    """40 digits that name the contents, as torch's do (another hash: it is compared with nothing). sums: of all records, the pickle first.
+
+    They are those of the bytes that were written, so that the same contents have the same name wherever they came from.
+    """
+    return f"{sums[0]:020d}{zlib.crc32(b''.join(value.to_bytes(4, 'little') for value in sums)):020d}".encode()
 
 
 def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None:
@@ -312,13 +352,15 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
         )
     layout = _Layout(origin, begin=archive.end)
     layout.add("data.pkl", Literal(encode(checkpoint.tree, layout.key_of)))
+    if layout.twins or origin.root + TWINS in archive.records:
+        return None  # which tensors share a record is written anew with every change
     if 4 * sum(storage.nbytes for _, storage in layout.fresh) > archive.end:
         return None  # the old values would stay inside beside the new ones: a new file is the better place
     layout.add_fresh()
     for record in archive.by_offset():
         if record.name != f"{origin.root}data.pkl":
-            layout.enter_moved(record, record.header)
-    plan = layout.finish()
+            layout.zip.enter_moved(record, record.header)
+    plan = layout.zip.finish()
     return Plan(plan.files, keep=archive.end, guard=zip_archive.guard(archive.end_records), guard_every=GUARD_EVERY)
 
 
@@ -327,7 +369,7 @@ GUARD_EVERY = 65_000
 
 
 class _Layout:
-    """Lays records out one after the other; knows each one's place, and so the directory, before a byte is written."""
+    """Which records a new archive gets: those of the old file that are still used, and those of its own."""
 
     def __init__(self, origin: Origin | None, begin: int = 0) -> None:
         self.origin = origin
@@ -335,12 +377,10 @@ class _Layout:
         self.root = origin.root if origin else "archive/"
         self.alignment = origin.alignment if origin else ALIGNMENT
         # Appended to an archive without checksums, a record has none either: one alone would say that the zeros of the others count.
-        self.checksums = not begin or origin is None or origin.archive.has_checksums
-        self.at = begin
-        self.segments: list[Segment | _NewRecord] = []
-        self.entries: list[bytes | _NewRecord] = []  # of the directory
-        self.directory_size = 0
+        checksums = not begin or origin is None or origin.archive.has_checksums
+        self.zip = ZipLayout(self.alignment, begin, checksums)
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
+        self.twins: dict[tuple[int, str], str] = {}  # the same for twins: their data and location
         self.fresh: list[tuple[str, Storage]] = []
         self.used: set[Record] = set()
         self.taken = {name.removeprefix(self.root + "data/") for name in origin.archive.records} if origin else set()
@@ -349,6 +389,9 @@ class _Layout:
     def key_of(self, storage: Storage) -> str:
         """The key of a storage: its old record's, as long as no other storage claimed that (two that were made different stay so)."""
         key = self.keys.get(id(storage))
+        if key is not None:
+            return key
+        key = self.twins.get((id(storage.data), storage.location)) if storage.twin else None
         if key is None:
             record = self.records.get(id(storage.data))
             if record is None or record in self.used:
@@ -357,97 +400,32 @@ class _Layout:
             else:
                 self.used.add(record)
                 key = record.name.removeprefix(self.root + "data/")
-            self.keys[id(storage)] = key
+        self.keys[id(storage)] = key
+        if storage.twin:
+            self.twins[id(storage.data), storage.location] = key
         return key
 
     def add(self, name: str, data: Data, crc: int | None = None) -> None:
-        """A record of our own under the root, with the header and descriptor that torch would write. `crc`, if known, is checked."""
-        name = self.root + name
-        total = Crc(zlib.crc32(data.content)) if isinstance(data, Literal) else Crc(expected=crc, name=name)
-        record = _NewRecord(self, name, data, self.at, total)
-        self.segments.append(record)
-        self.entries.append(record)
-        self.directory_size += len(record.entry())
-        self.at += sum(segment.length for segment in record.segments())
+        """A record of our own under the root. `crc`, if known, is checked."""
+        self.zip.add(self.root + name, data, crc)
 
     def copy(self, record: Record) -> None:
         """A record of the old file, unless the tree no longer uses it: whole where it moves by a multiple of the alignment."""
         archive, name = record.archive, record.name.removeprefix(self.root)
-        if name == "data.pkl" or (name.startswith("data/") and record not in self.used):
+        if name in ("data.pkl", TWINS) or (name.startswith("data/") and record not in self.used):
             return
-        fits = record.wide or not zip_parts.needs_zip64(record.size, self.at)
-        aligned = (self.at - record.header) % self.alignment == 0
-        if fits and aligned and not record.method and archive.has_checksums:
-            self.segments.append(FileRange(archive.source, record.header, record.end - record.header, record.confirm))
-            self.enter_moved(record, self.at)
-            self.at += record.end - record.header
+        if not record.name.startswith(self.root):
+            return  # its name leads out of the folder
+        fits = record.wide or not zip_parts.needs_zip64(record.size, self.zip.at)
+        aligned = (self.zip.at - record.header) % self.alignment == 0
+        if fits and aligned and not record.method and archive.has_checksums and record.is_torch_like:
+            place = archive.source.start + record.header
+            whole = FileRange(archive.source.file, place, record.end - record.header, record.confirm)
+            self.zip.add_copy(record, whole)
         else:
             self.add(name, record.data, record.crc if archive.has_checksums else None)
-
-    def enter_moved(self, record: Record, at: int) -> None:
-        """The directory's line for a record of the old file, which is (or will be) at byte `at`."""
-        entry = zip_parts.moved_entry(record, at)
-        self.entries.append(entry)
-        self.directory_size += len(entry)
 
     def add_fresh(self) -> None:
         """The storages that the old file does not have, in the order in which the tree mentions them."""
         for key, storage in self.fresh:
             self.add(f"data/{key}", storage.data, storage.crc)
-
-    def finish(self) -> Plan:
-        entries, size = self.entries, self.directory_size
-
-        def directory() -> bytes:
-            return b"".join(entry if isinstance(entry, bytes) else entry.entry() for entry in entries)
-
-        self.segments.append(Late(size, directory))
-        self.segments.append(Literal(zip_parts.end_records(len(entries), self.at, size)))
-        return Plan({"": _Segments(self.segments)})
-
-
-class _NewRecord:
-    """A record of our own. What stands around its data is made when it is asked for: a layout may have 50,000 of them."""
-
-    __slots__ = ("at", "data", "layout", "name", "total")
-
-    def __init__(self, layout: _Layout, name: str, data: Data, at: int, total: Crc) -> None:
-        self.layout, self.name, self.data, self.at, self.total = layout, name, data, at, total
-
-    @property
-    def crc(self) -> int:
-        return self.total.value if self.layout.checksums else 0
-
-    def segments(self) -> Iterator[Segment]:
-        """Header, data and descriptor; the last can only be made when the data has passed."""
-        size = self.data.length
-        yield Literal(zip_parts.local_header(self.name, self.at, size, self.layout.alignment))
-        if isinstance(self.data, Literal):
-            yield self.data
-            yield Literal(self.descriptor())
-        else:
-            yield Summed(self.data, self.total)
-            yield Late(len(self.descriptor()), self.descriptor)
-
-    def descriptor(self) -> bytes:
-        return zip_parts.descriptor(self.crc, self.data.length, self.at)
-
-    def entry(self) -> bytes:
-        """Its line in the directory."""
-        return zip_parts.central_entry(self.name, self.crc, self.data.length, self.at)
-
-
-class _Segments:
-    """The segments of a layout, those of new records made in passing."""
-
-    __slots__ = ("parts",)
-
-    def __init__(self, parts: list[Segment | _NewRecord]) -> None:
-        self.parts = parts
-
-    def __iter__(self) -> Iterator[Segment]:
-        for part in self.parts:
-            if isinstance(part, _NewRecord):
-                yield from part.segments()
-            else:
-                yield part

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import struct
 
-from ckptool.formats.zip_archive import (
-    CENTRAL,
-    DESCRIPTOR,
-    DESCRIPTOR64,
-    END,
-    END64,
-    FULL,
-    FULL16,
-    LOCAL,
-    LOCATOR,
-    Record,
-)
+from ckptool.formats.zip_archive import END, END64, LOCATOR
+from ckptool.formats.zip_records import CENTRAL, DESCRIPTOR, DESCRIPTOR64, FULL, FULL16, LOCAL, Record
 
 
 def local_header(name: str, at: int, size: int, alignment: int) -> bytes:

@@ -1,7 +1,19 @@
 """The one place that writes: plans in, files out, and at every instant the old file or the new one whole under its name."""
 
 from ckptool.output.append import append_in_place
-from ckptool.output.durable import check_target, replace_file
+from ckptool.output.durable import check_target, make_folder, replace_file
+from ckptool.output.folders import check_folder, replace_folder
+from ckptool.output.running import RunningDigest, digest_of
 from ckptool.output.sink import Progress
 
-__all__ = ["Progress", "append_in_place", "check_target", "replace_file"]
+__all__ = [
+    "Progress",
+    "RunningDigest",
+    "append_in_place",
+    "check_folder",
+    "check_target",
+    "digest_of",
+    "make_folder",
+    "replace_file",
+    "replace_folder",
+]

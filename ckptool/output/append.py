@@ -16,7 +16,7 @@ from ckptool.checkpoint import Plan
 from ckptool.errors import Conflict, FileProblem, printable
 from ckptool.files import Source, file_problem
 from ckptool.output.copying import write_all
-from ckptool.output.durable import _check_space, _sweep, write_problem
+from ckptool.output.durable import _check_space, _close, _sweep, settle, write_problem
 from ckptool.output.sink import Progress, Sink, segments_of
 
 
@@ -42,14 +42,27 @@ def append_in_place(
             _append(fd, plan, progress)
             if verify is not None:
                 verify(path)
-        except BaseException:
-            os.ftruncate(fd, plan.keep)
-            os.fsync(fd)
+        except BaseException as error:
+            _take_back(fd, plan, path, error)
             raise
     except OSError as error:
         raise write_problem(error, path) from error
     finally:
-        os.close(fd)
+        _close(fd)
+
+
+def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
+    """Cuts the file back to its old state, and says so in other words where even that fails."""
+    try:
+        os.ftruncate(fd, plan.keep)
+        os.fsync(fd)
+    except OSError as second:
+        reason = os.strerror(second.errno or 0)
+        raise FileProblem(
+            f"the change of {printable(path)} was stopped, and could not be taken back: {reason}",
+            "Whoever reads the file finds its old state or the new one, whole; bytes of the other may be left behind it.",
+            f"Look at it: ckptool inspect {printable(path)}. The next change in place clears it.",
+        ) from error
 
 
 def refuse_links(path: str) -> None:
@@ -102,4 +115,4 @@ def _append(fd: int, plan: Plan, progress: Progress | None) -> None:
     Sink(fd, plan.keep, plan.nbytes, progress).write(segments_of(plan), plan.checks)
     os.fsync(fd)
     os.ftruncate(fd, end)
-    os.fsync(fd)
+    settle(fd)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 
@@ -16,9 +17,19 @@ from ckptool.files import Source
 
 PIECE = 8 << 20
 BUFFER = 256 << 10
+PATIENCE, PAUSE = 100, 0.01  # how often, and after how many seconds, a write that took nothing is tried again
 
 # What copy_file_range answers where it cannot: other file systems, old kernels, special mounts.
-_CANNOT = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY}
+_CANNOT = {
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EBADF,
+    errno.ETXTBSY,
+    errno.EAGAIN,
+}
 
 
 def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progress: Callable[[int], None]) -> None:
@@ -63,9 +74,17 @@ def _through_buffer(source: Source, offset: int, fd: int, at: int, size: int) ->
 
 def write_all(fd: int, data: bytes | bytearray | memoryview, at: int) -> None:
     """Writes all of `data` to byte `at`, however many calls that takes."""
-    view = memoryview(data)
+    view, patience = memoryview(data), PATIENCE
     while len(view):
-        written = os.pwrite(fd, view, at)
+        try:
+            written = os.pwrite(fd, view, at)
+        except BlockingIOError:  # "try again", as some network file systems say
+            written = 0
+        if not written:
+            if not patience:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            patience -= 1
+            time.sleep(PAUSE)
         view = view[written:]
         at += written
 
@@ -101,6 +120,7 @@ def _system_call(name: str) -> Callable[..., int] | None:
     arguments = {
         "sync_file_range": (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint),
         "fallocate": (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
+        "renameat2": (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint),
     }
     try:
         call = getattr(ctypes.CDLL(None, use_errno=True), name)

@@ -13,13 +13,16 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
-from ckptool.checkpoint import Plan
+from ckptool.checkpoint import Note, Plan
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
-from ckptool.files import Input, file_problem
+from ckptool.files import Input, file_problem, unchanged
 from ckptool.output.copying import reserve
+from ckptool.output.running import RunningDigest
 from ckptool.output.sink import Progress, Sink, segments_of
 
+ATTEMPTS = 100  # to make a temporary file that no other run takes for one that was left
 UNTOUCHED = "Nothing else was changed: {} is as it was."
 
 
@@ -69,10 +72,12 @@ def replace_file(
     inputs: Iterable[Input] = (),
     verify: Callable[[str], None] | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Writes a plan of one file to `target`, durably.
+    digest: RunningDigest | None = None,
+) -> tuple[Note, ...]:
+    """Writes a plan of one file to `target`, durably. Returns what its user should know of the new file, if anything.
 
     inputs: must not have changed by the time of the commit.  verify: called with the complete temporary file; it raises to refuse.
+    digest: adds up what is written, on the way.
     Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum); then nothing is changed.
     """
     _sweep(check_target(target, overwrite=True))
@@ -81,13 +86,12 @@ def replace_file(
     try:
         _check_space(plan.nbytes, os.path.dirname(os.path.abspath(real)), real)
         temporary, fd = _temporary_for(real)
-        reserve(fd, plan.nbytes)
-        Sink(fd, 0, plan.nbytes, progress).write(segments_of(plan), plan.checks)
-        os.fsync(fd)
-        if verify is not None:
-            verify(temporary)
-        for source in inputs:
-            source.check_unchanged()
+        with unchanged(*inputs):
+            reserve(fd, plan.nbytes)
+            Sink(fd, 0, plan.nbytes, progress, digest).write(segments_of(plan), plan.checks)
+            settle(fd)
+            if verify is not None:
+                verify(temporary)
         _commit(temporary, real, overwrite)
         temporary = ""
     except OSError as error:
@@ -95,9 +99,34 @@ def replace_file(
     finally:
         if temporary:
             _remove(temporary)
-        if fd >= 0:
-            os.close(fd)
-    _sync_folder(real)
+        _close(fd)
+        if digest is not None:
+            digest.close()
+    return _sync_folder(real)
+
+
+def settle(fd: int) -> None:
+    """Waits until all that was written is on the disk. Raises `OSError` if any of it is not; it must not be asked again then.
+
+    Some file systems (NFS, quotas) report what went wrong when a file is closed. Closing a second descriptor asks them,
+    while the first keeps the lock.
+    """
+    os.fsync(fd)
+    os.close(os.dup(fd))
+
+
+def make_folder(path: str) -> None:
+    """Makes a folder, and those above it that are missing, so that their names survive a power cut. Raises `FileProblem`."""
+    missing, place = [], os.path.abspath(path)
+    while not os.path.lexists(place):
+        missing.append(place)
+        place = os.path.dirname(place)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise file_problem(error, path, "make the folder") from error
+    for made in reversed(missing):
+        _sync_folder(made)
 
 
 def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolError:
@@ -134,22 +163,35 @@ def _prefix(target: str) -> str:
     return f".ckptool-{hashlib.sha256(os.path.basename(target).encode('utf-8', 'surrogateescape')).hexdigest()[:16]}-"
 
 
-def _temporary_for(target: str) -> tuple[str, int]:
-    """A new, locked, empty file beside the target, with the target's permissions if it exists."""
+def _new_file(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def _temporary_for(target: str, make: Callable[[str], int] = _new_file) -> tuple[str, int]:
+    """A new, locked, empty file beside the target (or what else `make` opens), with the target's permissions if it exists."""
     folder = os.path.dirname(os.path.abspath(target))
-    while True:
-        path = os.path.join(folder, f"{_prefix(target)}{secrets.token_hex(8)}.tmp")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    for _ in range(ATTEMPTS):
+        path, fd = os.path.join(folder, f"{_prefix(target)}{secrets.token_hex(8)}.tmp"), -1
         try:
-            _lock(fd, wait=True)
-            if os.fstat(fd).st_nlink:  # else it was swept between being made and being locked
+            fd = make(path)
+            if _lock(fd) is not False and os.fstat(fd).st_nlink:  # else it is being swept, or was, before it was locked
                 _copy_mode(target, fd)
                 return path, fd
+        except FileExistsError:
+            continue
         except BaseException:
             _remove(path)
-            os.close(fd)
+            _close(fd)
             raise
-        os.close(fd)
+        _close(fd)
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def _close(fd: int) -> None:
+    """Closes a file of which nothing is wanted any more."""
+    if fd >= 0:
+        with suppress(OSError):
+            os.close(fd)
 
 
 def _copy_mode(target: str, fd: int) -> None:
@@ -159,14 +201,17 @@ def _copy_mode(target: str, fd: int) -> None:
         return
 
 
-def _lock(fd: int, *, wait: bool = False) -> bool:
-    """Marks a file as owned by this process, for as long as it lives. False if another one owns it."""
+def _lock(fd: int) -> bool | None:
+    """Marks a file as owned by this process, for as long as it lives. False if another one owns it, None where there are no locks.
+
+    It never waits: the lock of a machine that is gone may stay for ever.
+    """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks: then nothing is ever swept there
-        return False
+        return None
     return True
 
 
@@ -180,21 +225,43 @@ def _sweep(target: str) -> None:
     for name in names:
         path = os.path.join(folder, name)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = _opened(path)
         except OSError:
             continue
         try:
             if _lock(fd):
                 _remove(path)
         finally:
-            os.close(fd)
+            _close(fd)
+
+
+def _opened(path: str) -> int:
+    """A descriptor of a temporary file or folder, to lock it by."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except IsADirectoryError:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def _remove(path: str) -> None:
+    """Removes a temporary file, or a temporary folder with the files in it."""
     try:
-        os.unlink(path)
+        _unlink(path)
     except OSError:
         return  # someone else was quicker, or the folder became read-only: the next run sweeps
+    except BaseException:  # a signal: first what was begun
+        with suppress(OSError):
+            _unlink(path)
+        raise
+
+
+def _unlink(path: str) -> None:
+    if not os.path.isdir(path) or os.path.islink(path):
+        os.unlink(path)
+        return
+    for name in os.listdir(path):
+        os.unlink(os.path.join(path, name))
+    os.rmdir(path)
 
 
 # The commit ----------------------------------------------------------------------------------------------------------
@@ -214,23 +281,23 @@ def _commit(temporary: str, target: str, overwrite: bool) -> None:
         check_target(target, overwrite=False)
         os.replace(temporary, target)
         return
-    os.unlink(temporary)
+    _remove(temporary)  # the new file is there: if its other name stays, the next run sweeps it
 
 
-def _sync_folder(target: str) -> None:
-    """Makes the name itself survive a power cut. Raises `FileProblem` where the disk says that it did not."""
-    folder = os.path.dirname(os.path.abspath(target))
+def _sync_folder(target: str) -> tuple[Note, ...]:
+    """Makes the name itself survive a power cut. Returns a note where the disk says that it may not."""
+    fd = -1
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return  # a folder that may not be read: nothing can be asked of it
-    try:
+        fd = os.open(os.path.dirname(os.path.abspath(target)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # file systems that have no such notion
-            raise FileProblem(
-                f"{printable(target)} was written, but its folder could not be synced: {os.strerror(error.errno or 0)}",
-                "The file is complete and visible; whether its name survives a power cut is uncertain.",
-            ) from error
+        return (
+            Note(
+                "not-synced",
+                f"{printable(target)} is complete and visible, but its durability is uncertain: its folder could not be synced "
+                f"({os.strerror(error.errno or 0)}), so a power cut may undo the change of its name",
+            ),
+        )
     finally:
-        os.close(fd)
+        _close(fd)
+    return ()

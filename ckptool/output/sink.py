@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ckptool.checkpoint import Computed, Crc, Data, FileRange, Late, Literal, Plan, Segment, Storage, Summed
 from ckptool.errors import Corrupt
 from ckptool.output.copying import copy_range, start_writeback, write_all
+from ckptool.output.running import RunningDigest
 
 Progress = Callable[[int, int], None]
 """Told the bytes written so far, and in all."""
@@ -24,10 +25,12 @@ SUM = 1 << 20
 
 
 class Sink:
-    """Writes one plan's segments into an open file, from byte `at`."""
+    """Writes one plan's segments into an open file, from byte `at`. digest: fed with what is written; not with copied ranges."""
 
-    def __init__(self, fd: int, at: int, total: int, progress: Progress | None) -> None:
-        self.fd = fd
+    def __init__(
+        self, fd: int, at: int, total: int, progress: Progress | None, digest: RunningDigest | None = None
+    ) -> None:
+        self.fd, self.digest = fd, digest
         self.at = at  # where the next segment goes
         self.total, self.done, self.progress = total, 0, progress
         self.gathered = bytearray()
@@ -51,7 +54,7 @@ class Sink:
             for job in self.jobs:
                 job.result()
             for at, late in self.late:
-                write_all(self.fd, made(late), at)
+                self._write(made(late), at)
         finally:
             self.cancelled = True
             if self.pool is not None:
@@ -123,7 +126,7 @@ class Sink:
             crc.update(data)
         if len(data) >= GATHER:
             self._flush_gathered()
-            write_all(self.fd, data, self.at)
+            self._write(data, self.at)
             start_writeback(self.fd, self.at, len(data))
             self.gathered_at = self.at + len(data)
             self._passed(len(data))
@@ -141,12 +144,17 @@ class Sink:
 
     def _flush_gathered(self) -> None:
         if self.gathered:
-            write_all(self.fd, self.gathered, self.gathered_at)
+            self._write(self.gathered, self.gathered_at)
             if len(self.gathered) >= SMALL:
                 start_writeback(self.fd, self.gathered_at, len(self.gathered))
             self._passed(len(self.gathered))
             self.gathered_at += len(self.gathered)
             self.gathered = bytearray()
+
+    def _write(self, data: bytes | bytearray, at: int) -> None:
+        if self.digest is not None:
+            self.digest.feed(at, data)
+        write_all(self.fd, data, at)
 
     def _passed(self, size: int) -> None:
         self.done += size

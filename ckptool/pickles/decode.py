@@ -7,12 +7,22 @@ One loop over the bytes with the opcodes in order of their frequency in torch fi
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
-from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported, printable
+from ckptool.checkpoint import Blob, TensorEntry
+from ckptool.errors import (
+    CkptoolError,
+    Conflict,
+    Corrupt,
+    LimitExceeded,
+    Truncated,
+    UnsafeObject,
+    Unsupported,
+    printable,
+)
 from ckptool.nodes import (
     MISSING,
     ByteString,
@@ -20,30 +30,36 @@ from ckptool.nodes import (
     Object,
     OrderedDict,
     Set,
+    check_collisions,
     check_depth,
     is_hashable,
     structural_parts,
 )
+from ckptool.pickles.builders import Builder, PerPickle, purse
 from ckptool.pickles.known import is_known_call
+from ckptool.pickles.texts import MAX_STRING, key_text, python2_text, python2_unescaped, whole
 
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
 FREE_OPCODES = 1_000_000
-MAX_STRING = 64 << 20
+FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice the bytes of larger ones
 MAX_INTEGER_BITS = 4_096
 MAX_KEY_DEPTH = 4
-
-Builder = Callable[[tuple[Any, ...]], Any]
-"""Makes the value of a known call from its arguments; returns `NotImplemented` for arguments that it does not know."""
+BLOB = 0xFF  # no opcode of Python's: in a skeleton, the number of a value that was left in the file follows
+_FRAME_END = 0xFE  # nor this one
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A decoded pickle. `discarded`: unknown calls that it makes and throws away. `end`: the byte after its STOP."""
+    """A decoded pickle. `discarded`: unknown calls that it makes and throws away. `end`: the byte after its STOP.
+
+    byte_strings: how many texts of Python 2 in it are not UTF-8.
+    """
 
     root: Any
     discarded: tuple[Object, ...]
     protocol: int
     end: int
+    byte_strings: int = 0
 
 
 def decode(
@@ -53,30 +69,41 @@ def decode(
     *,
     name: str = "data.pkl",
     file_bytes: int = 0,
+    blobs: Sequence[Any] | None = None,
+    place: Callable[[int], int] = int,
 ) -> Decoded:
     """The tree that the pickle at the start of `data` describes.
 
     persistent: gives the value for a persistent id.  builders: known functions and what their calls mean.
     name: what to call the pickle in errors.  file_bytes: the size of the file it came from, which bounds the work.
+    blobs: for a skeleton (of which the frames were checked), the values that its opcode 0xFF stands for.
+    place: where in the file a byte of `data` is.
     Raises `Corrupt`, `Truncated`, `LimitExceeded`, `Unsupported` or `Conflict`; each names the byte.
     """
-    machine = _Machine(data, persistent, builders, max(FREE_OPCODES, file_bytes))
+    left_out = sum(blob.data.length if type(blob) is Blob else len(blob) for blob in blobs or ())
+    budget = 2 * max(len(data) + left_out, file_bytes, FREE_BYTES)
+    builders = {fn: made.make(purse(budget)) if type(made) is PerPickle else made for fn, made in builders.items()}
+    machine = _Machine(data, persistent, builders, max(FREE_OPCODES, file_bytes), blobs)
     try:
         root = machine.run()
-        check_depth(root)
+        check_depth(root, max(len(data), file_bytes))
     except CkptoolError as error:
-        raise error.within(f"{name} at byte {machine.at:,}") from None
+        if machine.frame and type(error) is Truncated:
+            error = machine.straddling()
+        raise error.within(f"{name} at byte {place(machine.base + machine.at):,}") from None
     except (IndexError, struct.error) as error:
         if str(error) in ("list index out of range", "pop from empty list"):
             raise machine.underflow().within(name) from None
+        if machine.frame:
+            raise machine.straddling().within(name) from None
         raise Truncated(
-            f"{name}: the pickle ends at byte {len(data):,}, before its STOP", "The file was cut off."
+            f"{name}: the pickle ends at byte {place(len(data)):,}, before its STOP", "The file was cut off."
         ) from None
     except KeyError as error:
         raise Corrupt(f"{name} refers to value {error}, which was not stored", _DAMAGED) from None
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds text that is not UTF-8", _DAMAGED) from None
-    return Decoded(root, machine.discarded(root), machine.protocol, machine.at)
+    return Decoded(root, machine.discarded(root), machine.protocol, machine.at, machine.byte_strings)
 
 
 _DAMAGED = "The pickle was damaged, or made to mislead."
@@ -89,18 +116,42 @@ _FLOAT = struct.Struct(">d").unpack_from
 
 
 class _Machine:
-    __slots__ = ("at", "builders", "calls", "data", "limit", "persistent", "protocol")
+    __slots__ = (
+        "at",
+        "base",
+        "blobs",
+        "builders",
+        "byte_strings",
+        "calls",
+        "data",
+        "frame",
+        "hashed",
+        "limit",
+        "outer",
+        "persistent",
+        "protocol",
+    )
 
     def __init__(
-        self, data: bytes, persistent: Callable[[Any], Any], builders: Mapping[Global, Builder], limit: int
+        self,
+        data: bytes,
+        persistent: Callable[[Any], Any],
+        builders: Mapping[Global, Builder],
+        limit: int,
+        blobs: Sequence[Any] | None,
     ) -> None:
-        self.data = data
+        self.data = self.outer = data
+        self.frame = False
+        self.base = 0  # where in the pickle `data` begins
+        self.blobs = blobs
+        self.byte_strings = 0
         self.persistent = persistent
         self.builders = builders
         self.limit = limit
         self.at = 0
         self.protocol = 0
         self.calls: list[Object] = []
+        self.hashed = 0  # parts of keys so far
 
     def run(self) -> Any:
         data, persistent, builders = self.data, self.persistent, self.builders
@@ -196,7 +247,7 @@ class _Machine:
             elif op == 0x63:  # GLOBAL
                 module, pos = self._line(pos)
                 attribute, pos = self._line(pos)
-                stack.append(Global(module, attribute))
+                stack.append(self._name(module, attribute, pos))
             elif op == 0x62:  # BUILD
                 state = stack.pop()
                 self._set_state(stack[-1], state, pos)
@@ -211,6 +262,8 @@ class _Machine:
                 stack.append(self._integer(pos + 1, size))
                 pos += 1 + size
             elif op == 0x2E:  # STOP
+                if self.frame:
+                    pos = self._stop_in_frame(pos)
                 self.at = pos
                 if marks or len(stack) != 1:
                     raise self._corrupt(
@@ -220,8 +273,8 @@ class _Machine:
             elif op == 0x93:  # STACK_GLOBAL
                 attribute, module = stack.pop(), stack.pop()
                 if type(attribute) is not str or type(module) is not str:
-                    raise self._corrupt(pos, "a name that is not text")
-                stack.append(Global(module, attribute))
+                    raise self._computed(module, attribute, pos)
+                stack.append(self._name(module, attribute, pos))
             elif op == 0x81:  # NEWOBJ
                 args = stack.pop()
                 stack[-1] = self._new(stack[-1], args, None, pos)
@@ -236,14 +289,17 @@ class _Machine:
                     ).within(f"byte {pos:,}")
                 pos += 1
             elif op == 0x95:  # FRAME
-                if _ULONG(data, pos)[0] > len(data) - pos - 8:
-                    raise self._corrupt(pos, "a frame that is longer than the pickle")
-                pos += 8
+                if self.blobs is None:
+                    data, pos = self._frame(pos + 8, _ULONG(data, pos)[0]), 0
+                else:
+                    pos += 8
             elif op in _SIZED_BYTES:
                 kind, width = _SIZED_BYTES[op]
                 size = int.from_bytes(self._take(pos, width), "little", signed=op == 0x54)
                 pos += width
-                stack.append(self._text(pos, size) if kind is str else kind(self._take(pos, size)))
+                value = self._text(pos, size) if kind is str else kind(self._take(pos, size))
+                self.byte_strings += type(value) is ByteString
+                stack.append(value)
                 pos += size
             elif op == 0x8F:  # EMPTY_SET
                 stack.append(Set([]))
@@ -278,7 +334,7 @@ class _Machine:
                 module, pos = self._line(pos)
                 attribute, pos = self._line(pos)
                 items, stack = stack, self._unmark(marks, pos)
-                stack.append(self._instance(Global(module, attribute), tuple(items)))
+                stack.append(self._instance(self._name(module, attribute, pos), tuple(items)))
             elif op == 0x6F:  # OBJ
                 items, stack = stack, self._unmark(marks, pos)
                 stack.append(self._instance(items[0], tuple(items[1:])))
@@ -299,8 +355,16 @@ class _Machine:
                     stack.append(persistent(line))
                 else:
                     stack.append(self._scalar(op, line, pos))
-            elif op in _REFUSED:
-                raise Unsupported(f"opcode {_REFUSED[op]} at byte {pos - 1:,} is not read", "No PyTorch file uses it.")
+            elif op == BLOB and self.blobs:
+                stack.append(self.blobs[_UINT(data, pos)[0]])
+                pos += 4
+            elif op == _FRAME_END and pos == len(data) and self.frame:
+                pos += self.base - 1
+                data = self._leave_frame()
+            elif op in REFUSED:
+                raise Unsupported(
+                    f"opcode {REFUSED[op]} at byte {self.base + pos - 1:,} is not read", "No PyTorch file uses it."
+                )
             else:
                 raise self._corrupt(pos, f"0x{op:02x} is not a pickle opcode")
         self.at = pos
@@ -309,7 +373,32 @@ class _Machine:
             "A pickle this long cannot come from a file of this size; it is built to exhaust its reader.",
         )
 
+    # Frames: the machine works on a copy of one at a time, with an opcode of our own behind it. Nothing can reach over its end then.
+
+    def _frame(self, begin: int, size: int) -> bytes:
+        if self.frame:
+            raise self._corrupt(begin, "a frame inside of a frame")
+        if size > len(self.data) - begin:
+            raise self._corrupt(begin, "a frame that is longer than the pickle")
+        self.frame, self.base, self.outer = True, begin, self.data
+        self.data = self.data[begin : begin + size] + bytes([_FRAME_END])
+        return self.data
+
+    def _leave_frame(self) -> bytes:
+        self.frame, self.base, self.data = False, 0, self.outer
+        return self.data
+
+    def _stop_in_frame(self, pos: int) -> int:
+        if pos != len(self.data) - 1:
+            raise self._corrupt(pos, "a frame that goes on after the end of the pickle")
+        pos += self.base
+        self._leave_frame()
+        return pos
+
     # What the opcodes need ---------------------------------------------------------------------------------------
+
+    def straddling(self) -> Corrupt:
+        return Corrupt(f"an opcode reaches over the end of the frame that begins at byte {self.base:,}", _DAMAGED)
 
     def underflow(self) -> Corrupt:
         return Corrupt("the pickle takes a value that is not there", "It was damaged, or is not a pickle at all.")
@@ -361,6 +450,19 @@ class _Machine:
         except UnicodeDecodeError:
             raise self._corrupt(pos, "a name that is not UTF-8") from None
 
+    def _name(self, module: str, attribute: str, pos: int) -> Global:
+        if not (module.isprintable() and attribute.isprintable()):
+            raise self._corrupt(pos, f"the name {printable(module)[:200]}.{printable(attribute)[:200]}")
+        return Global(module, attribute)
+
+    def _computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:
+        if isinstance(module, Object) or isinstance(attribute, Object):
+            self.at = pos
+            return UnsafeObject(
+                "a name is computed", "What would be called is decided by calling something else first."
+            )
+        return self._corrupt(pos, "a name is computed, not text")
+
     def _unescaped(self, raw: bytes, pos: int) -> str:
         try:
             return raw.decode("raw_unicode_escape")
@@ -371,7 +473,9 @@ class _Machine:
         raw = raw.strip()
         if len(raw) < 2 or raw[:1] != raw[-1:] or raw[0] not in b"'\"":
             raise self._corrupt(pos, "a text without quotes")
-        return _python2_text(_python2_unescaped(raw[1:-1]))
+        text = python2_text(python2_unescaped(raw[1:-1]))
+        self.byte_strings += type(text) is ByteString
+        return text
 
     def _number(self, line: str, pos: int) -> int:
         if len(line) > MAX_INTEGER_BITS // 4:
@@ -424,11 +528,13 @@ class _Machine:
             raise self._corrupt(pos, f"items set on a {_kind(target)}")
         if len(items) % 2:
             raise self._corrupt(pos, "a key without a value")
-        keys = items[::2]
+        keys = items[::2] if not self.blobs and not self.byte_strings else [key_text(whole(key)) for key in items[::2]]
         for key in keys:
             if type(key) is not str and type(key) is not int:
                 self._check_key(key, pos)
         size = len(mapping)
+        if (size + len(keys)).bit_length() > max(7, size.bit_length()):  # now and then, so that it costs nothing
+            check_collisions(chain(mapping, keys))
         mapping.update(zip(keys, items[1::2], strict=True))
         if len(mapping) != size + len(keys):
             self.at = pos
@@ -442,6 +548,10 @@ class _Machine:
             if depth == MAX_KEY_DEPTH:
                 self.at = pos
                 raise LimitExceeded("a dictionary key of tuples within tuples", "Hashing it could take for ever.")
+            self.hashed += len(key)
+            if self.hashed > self.limit:
+                self.at = pos
+                raise LimitExceeded(f"dictionary keys of more than {self.limit:,} parts", "Hashing them could take for ever.")
             for part in key:
                 self._check_key(part, pos, depth + 1)
         elif not is_hashable(key) or key != key:
@@ -482,8 +592,16 @@ class _Machine:
             and all(type(k) is str for k in state)
         ):
             target.attributes = state
-        else:
+        elif not self._set_tensor(target, state):
             raise self._corrupt(pos, f"a state set on a {_kind(target)}")
+
+    @staticmethod
+    def _set_tensor(target: Any, state: Any) -> bool:
+        if type(target) is not TensorEntry:
+            return False
+        from ckptool.pickles.torch_objects import set_tensor_state
+
+        return set_tensor_state(target, state)
 
     def discarded(self, root: Any) -> tuple[Object, ...]:
         """The unknown calls that do not end up in the tree: they would have run all the same."""
@@ -503,43 +621,6 @@ def _kind(value: Any) -> str:
     return value.name if isinstance(value, Object) else type(value).__name__
 
 
-def _python2_unescaped(raw: bytes) -> bytes:
-    """The bytes that a Python 2 string literal spells; what is no escape stays as it is."""
-    import re
-
-    def one(match: re.Match[bytes]) -> bytes:
-        code = match[1]
-        if code[:1] == b"x":
-            return bytes([int(code[1:], 16)])
-        if code.isdigit():
-            return bytes([int(code, 8) & 0xFF])
-        return _ESCAPES.get(code, match[0])
-
-    return re.sub(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", one, raw)
-
-
-_ESCAPES = {
-    b"\\": b"\\",
-    b"'": b"'",
-    b'"': b'"',
-    b"n": b"\n",
-    b"r": b"\r",
-    b"t": b"\t",
-    b"a": b"\a",
-    b"b": b"\b",
-    b"f": b"\f",
-    b"v": b"\v",
-}
-
-
-def _python2_text(raw: bytes) -> Any:
-    """A Python 2 `str`: text where its bytes are valid UTF-8, as torch's own default reads it; else bytes of their own kind."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return ByteString(raw)
-
-
 # opcode -> what it makes of its bytes, and the width of its length field
 _SIZED_BYTES: dict[int, tuple[Callable[[bytes], Any], int]] = {
     0x43: (bytes, 1),  # SHORT_BINBYTES
@@ -547,9 +628,9 @@ _SIZED_BYTES: dict[int, tuple[Callable[[bytes], Any], int]] = {
     0x8E: (bytes, 8),  # BINBYTES8
     0x96: (bytearray, 8),  # BYTEARRAY8
     0x8D: (str, 8),  # BINUNICODE8
-    0x55: (_python2_text, 1),  # SHORT_BINSTRING
-    0x54: (_python2_text, 4),  # BINSTRING
+    0x55: (python2_text, 1),  # SHORT_BINSTRING
+    0x54: (python2_text, 4),  # BINSTRING
 }
 # INT, LONG, FLOAT, PUT, GET, PERSID: an argument up to the end of the line
 _TEXT_OPCODES = frozenset(b"ILFpgP")
-_REFUSED = {0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER"}
+REFUSED = {0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER"}

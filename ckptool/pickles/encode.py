@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from typing import Any
 
-from ckptool.checkpoint import Composite, Flags, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Composite, Flags, LongBytes, Storage, StorageRef, TensorEntry
 from ckptool.dtypes import DType
 from ckptool.errors import Conflict, Unsupported
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
@@ -99,17 +99,12 @@ class _Encoder:
         elif kind is bytes or kind is ByteString:
             self._bytes(value)
         elif kind is complex:
-            self._global(_COMPLEX)
-            self.out += (
-                b"G"
-                + _pack_float(value.real)
-                + b"G"
-                + _pack_float(value.imag)
-                + b"\x86"
-                + self._put()
-                + b"R"
-                + self._put()
-            )
+            if not self._recalled(value):
+                self._global(_COMPLEX)
+                self.out += (
+                    b"G" + _pack_float(value.real) + b"G" + _pack_float(value.imag) + b"\x86" + self._put() + b"R"
+                )
+                self._memoize(value)
         else:
             return self._recalled(value) if kind is not StorageRef else self._storage(value.storage, value.dtype)
         return True
@@ -347,6 +342,20 @@ class _Encoder:
         self._memoize(value)
         yield from ()
 
+    def _long(self, value: LongBytes) -> Steps:
+        """As `_bytes`, but nobody else has the same, so it is not remembered by its contents."""
+        if value.mutable:
+            self._global(_BYTEARRAY)
+        raw = value.whole().decode("latin-1").encode()
+        self._global(_ENCODE)
+        self.out += b"X" + _pack_uint(len(raw)) + raw
+        self._text("latin1")
+        self.out += b"\x86R"
+        if value.mutable:
+            self.out += b"\x85R"
+        self._memoize(value)
+        yield from ()
+
     def _composite(self, value: Composite) -> Steps:
         yield from self._object(value.made, value)
 
@@ -384,6 +393,7 @@ class _Encoder:
         (Composite, _composite),
         (Set, _set),
         (bytearray, _bytearray),
+        (LongBytes, _long),
     )
 
 

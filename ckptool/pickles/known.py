@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from ckptool.dtypes import BY_TORCH
-from ckptool.nodes import Global, Object
+from ckptool.nodes import Global, Object, structural_parts
 
 _TORCH_CALLS: dict[str, str] = {
     "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state"
@@ -92,6 +93,11 @@ def _is_known(module: str, name: str) -> bool:
     return module == "numpy.dtypes" and name.endswith("DType")
 
 
+# A tensor's backward hooks are functions that torch calls when gradients are computed.
+_HOOKED = frozenset(
+    ("torch._utils", name) for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_qtensor")
+)
+
 # These call what they are given: `_rebuild_from_type_v2(os.system, ...)` is a call of os.system. (numpy's constructors take the class of
 # a bit generator.)
 _CALLERS = frozenset(
@@ -109,27 +115,46 @@ _CALLERS = frozenset(
     }
 )
 
+MAX_ARGUMENTS = 1_000  # that are looked through for names; a call with more is not one that is known
+
 
 def is_known_call(fn: Any, args: Any = ()) -> bool:
     """True if a call of `fn` with these arguments is understood (tiers 1 to 4), so that it may be written back."""
     if type(fn) is not Global or not _is_known(fn.module, fn.name):
         return False
-    return (fn.module, fn.name) not in _CALLERS or all(
-        _is_known(name.module, name.name) or is_torch_name(name) for name in _names_in(args)
+    kind = (fn.module, fn.name)
+    return (kind not in _CALLERS and kind not in _HOOKED) or all(
+        name is not None and (_is_known(name.module, name.name) or is_torch_name(name))
+        for name in _names_in(args, containers=kind in _HOOKED)
     )
 
 
-def _names_in(args: Any) -> Iterator[Global]:
-    """Every name in a tuple and the tuples in it, and what made the objects there: one of an unknown class may be callable."""
+def foreign_names(fn: Any, args: Any) -> list[str]:
+    """The names that are not understood among what a caller (`_rebuild_from_type_v2`) is given; empty for any other function."""
+    if type(fn) is not Global or (fn.module, fn.name) not in _CALLERS | _HOOKED:
+        return []
+    given = [name for name in _names_in(args, containers=True) if name is not None]
+    return [str(name) for name in dict.fromkeys(given) if not (_is_known(name.module, name.name) or is_torch_name(name))]
+
+
+def _names_in(args: Any, containers: bool) -> Iterator[Global | None]:
+    """Every name in a tuple and the tuples in it (containers: lists and dictionaries too), and what made the objects there.
+
+    An object of an unknown class may be callable. Ends with None where there is too much to look through.
+    """
+    kinds = (tuple, list, dict) if containers else (tuple,)
     stack: list[Any] = [args]
-    seen: set[int] = set()
-    while stack:
+    for _ in range(MAX_ARGUMENTS):
+        if not stack:
+            return
         part = stack.pop()
         if type(part) is Global:
             yield part
-        elif isinstance(part, (tuple, Object)) and id(part) not in seen:
-            seen.add(id(part))
-            stack += part if isinstance(part, tuple) else (part.fn,)
+        elif isinstance(part, Object):
+            stack.append(part.fn)
+        elif isinstance(part, kinds):
+            stack += islice(structural_parts(part), MAX_ARGUMENTS)
+    yield None
 
 
 def is_torch_name(name: Global) -> bool:

@@ -8,14 +8,23 @@ torch/_tensor.py, torch 0.4 to 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import NO_FLAGS, Blob, Composite, Flags, Literal, Storage, StorageRef, TensorEntry
 from ckptool.dtypes import BY_STORAGE, BY_TORCH, DType
 from ckptool.errors import BadTensor
-from ckptool.nodes import Global, Object, OrderedDict, Set, is_hashable
+from ckptool.nodes import Global, Object, OrderedDict, Set, check_collisions, is_hashable
+from ckptool.pickles.builders import PerPickle
+from ckptool.pickles.invariants import check_compressed, check_coordinates, check_quantization
+from ckptool.pickles.skeleton import encoded
+from ckptool.pickles.texts import key_text
 
 MAX_RANK = 64
+MOST = (1 << 63) - 1  # what a size, a stride and a number of elements may be
+
+_DAMAGED = "The pickle contradicts itself: it was damaged, or made to mislead."
 
 REBUILD_TENSOR_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 REBUILD_TENSOR_V3 = Global("torch._utils", "_rebuild_tensor_v3")
@@ -23,6 +32,7 @@ REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 ORDERED_DICT = Global("collections", "OrderedDict")
 UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 SIZE = Global("torch", "Size")
+LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 
 _FLAGS = {
     (rg, conj, neg): Flags(rg, False, conj, neg)
@@ -30,6 +40,20 @@ _FLAGS = {
     for conj in (False, True)
     for neg in (False, True)
 }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageView:
+    """A part of a storage that old files give as a storage: its elements from `offset`. Tensors of it are made on the whole.
+
+    Only builders meet it. key: its name in the file.  window: what it would be as a storage of its own.
+    """
+
+    key: str
+    storage: Storage
+    dtype: DType | None
+    offset: int
+    window: Storage
 
 
 def dtype_of(name: Any) -> DType | None:
@@ -50,32 +74,41 @@ def storage_class(name: Any) -> tuple[bool, DType | None]:
 def check_view(storage: Storage, dtype: DType, shape: Any, stride: Any, offset: Any) -> None:
     """Raises `BadTensor` unless every element of the view lies inside the storage."""
     if type(shape) is not tuple or type(stride) is not tuple or type(offset) is not int:
-        raise BadTensor("a tensor whose sizes, strides or offset are not numbers")
+        raise BadTensor("a tensor whose sizes, strides or offset are not numbers", _DAMAGED)
     if len(shape) != len(stride):
-        raise BadTensor(f"a tensor with {len(shape)} sizes but {len(stride)} strides")
+        raise BadTensor(f"a tensor with {len(shape)} sizes but {len(stride)} strides", _DAMAGED)
     if len(shape) > MAX_RANK:
-        raise BadTensor(f"a tensor with {len(shape)} dimensions; torch allows {MAX_RANK}")
-    last, empty = offset, False
+        raise BadTensor(f"a tensor with {len(shape)} dimensions; torch allows {MAX_RANK}", _DAMAGED)
+    last, empty, count = offset, False, 1
     for size, step in zip(shape, stride, strict=True):
-        if type(size) is not int or type(step) is not int or size < 0 or step < 0:
-            raise BadTensor(f"a tensor of shape {list(shape)} with strides {list(stride)}")
+        if type(size) is not int or type(step) is not int or not (0 <= size <= MOST and 0 <= step <= MOST):
+            raise BadTensor(f"a tensor of shape {list(shape)} with strides {list(stride)}", _DAMAGED)
         empty = empty or size == 0
         last += (size - 1) * step
+        count *= size
+    if count > MOST:
+        raise BadTensor(f"a tensor of shape {list(shape)} has more elements than 64 bits can count", _DAMAGED)
     if offset < 0 or (not empty and (last + 1) * dtype.itemsize > storage.data.length):
         raise BadTensor(
             f"a tensor of shape {list(shape)}, strides {list(stride)} and offset {offset} needs {(last + 1) * dtype.itemsize:,} bytes; "
-            f"its storage has {storage.data.length:,}"
+            f"its storage has {storage.data.length:,}",
+            _DAMAGED,
         )
 
 
 def _strided(ref: Any, offset: Any, shape: Any, stride: Any, flags: Flags, dtype: DType | None = None) -> Any:
-    if type(ref) is not StorageRef:
+    if type(ref) is not StorageRef and type(ref) is not StorageView:
         return NotImplemented
     dtype = dtype or ref.dtype
     if dtype is None:
         return NotImplemented
     if type(shape) is not tuple:
         shape = _as_sizes(shape)
+    if type(ref) is StorageView:
+        check_view(ref.window, dtype, shape, stride, offset)
+        if dtype.itemsize != (ref.dtype.itemsize if ref.dtype else 1):
+            return NotImplemented
+        offset += ref.offset
     check_view(ref.storage, dtype, shape, stride, offset)
     return TensorEntry(ref.storage, dtype, shape, stride, offset, flags)
 
@@ -133,6 +166,94 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
     return TensorEntry(data.storage, data.dtype, data.shape, data.stride, data.offset, flags)
 
 
+# Before torch 0.4, tensors and parameters were made empty or from one another, and given a state.
+
+
+def _tensor_class(dtype: DType) -> Callable[[tuple[Any, ...]], Any]:
+    """`torch.cuda.FloatTensor()`: an empty tensor, until it is given a state."""
+
+    def build(args: tuple[Any, ...]) -> Any:
+        return NotImplemented if args else TensorEntry(Storage(Literal(b"")), dtype, (0,), (1,))
+
+    return build
+
+
+def _variable(parameter: bool) -> Callable[[tuple[Any, ...]], Any]:
+    """`Parameter(tensor)` and `Variable(tensor)`; without arguments they are empty, until they are given a state."""
+
+    def build(args: tuple[Any, ...]) -> Any:
+        args = args or (TensorEntry(Storage(Literal(b"")), BY_TORCH["float32"], (0,), (1,)),)
+        if len(args) != 1 or type(args[0]) is not TensorEntry or args[0].flags.parameter:
+            return NotImplemented
+        data, flags = args[0], args[0].flags._replace(requires_grad=parameter, parameter=parameter)
+        return TensorEntry(data.storage, data.dtype, data.shape, data.stride, data.offset, flags)
+
+    return build
+
+
+def set_tensor_state(entry: TensorEntry, state: Any) -> bool:
+    """Gives a tensor the state that old pickles have for it; False where it is none.
+
+    `(storage, offset, sizes, strides)`; of variables and parameters `(requires_grad, volatile, hooks)`, or with their tensor
+    `(tensor, gradient, hooks, requires_grad, volatile)`. Source: torch/_tensor.py (`__setstate__`).
+    """
+    if type(state) is not tuple:
+        return False
+    if len(state) == 4:
+        value = _strided(*state, entry.flags)
+        return isinstance(value, TensorEntry) and value.dtype is entry.dtype and _set_tensor(entry, value)
+    if len(state) == 5:
+        if type(state[0]) is not TensorEntry or not _set_tensor(entry, state[0]):
+            return False
+        state = (state[3], state[4], state[2])
+    if len(state) != 3 or type(state[0]) is not bool or not _no_hooks(state[2]):
+        return False
+    entry.flags = entry.flags._replace(requires_grad=state[0])
+    return True
+
+
+def _set_tensor(entry: TensorEntry, value: TensorEntry) -> bool:
+    entry.dtype, entry.storage, entry.shape, entry.stride, entry.offset = (
+        value.dtype,
+        value.storage,
+        value.shape,
+        value.stride,
+        value.offset,
+    )
+    return True
+
+
+def _newobj(args: tuple[Any, ...]) -> Any:
+    """`copyreg.__newobj__(cls, *args)`: how protocols 0 and 1 spell the opcode of that name."""
+    if not args or type(args[0]) is not Global:
+        return NotImplemented
+    return _made_new(args[0], args[1:])
+
+
+def _made_new(cls: Global, args: tuple[Any, ...]) -> Any:
+    builder = _TENSOR_CLASSES.get(cls)
+    value = builder(args) if builder is not None else NotImplemented
+    return Object(cls, args, "new") if value is NotImplemented else value
+
+
+_TENSOR_CLASSES: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
+    **{
+        Global(module, str(dtype.storage).replace("Storage", "Tensor")): _tensor_class(dtype)
+        for module in ("torch", "torch.cuda")
+        for dtype in BY_STORAGE.values()
+        if dtype.kind != "quantized"
+    },
+    Global("torch.nn.parameter", "Parameter"): _variable(parameter=True),
+    Global("torch.autograd.variable", "Variable"): _variable(parameter=False),
+}
+
+
+def _nested_streams(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]:
+    from ckptool.pickles.legacy import nested_streams  # which needs what is here
+
+    return nested_streams(1, spend)
+
+
 def _composite(
     name: str,
     understand: Callable[[tuple[Any, ...]], tuple[str, DType | None, Any] | None],
@@ -155,9 +276,11 @@ def _as_sizes(value: Any) -> tuple[int, ...]:
     """The numbers of a shape, given as a tuple, a list or a `torch.Size`."""
     if isinstance(value, Object) and value.fn is SIZE and len(value.args) == 1:
         value = value.args[0]
-    if isinstance(value, (list, tuple)) and all(type(size) is int for size in value):
+    if isinstance(value, (list, tuple)) and len(value) <= MAX_RANK and all(type(n) is int and n >= 0 for n in value):
+        if prod(value) > MOST:
+            raise BadTensor(f"a tensor of shape {list(value)} has more elements than 64 bits can count", _DAMAGED)
         return tuple(value)
-    raise BadTensor("a tensor whose shape is not a list of numbers")
+    raise BadTensor("a tensor whose shape is not a list of numbers", _DAMAGED)
 
 
 def _tensor_like(value: Any) -> bool:
@@ -192,6 +315,7 @@ def _quantized(args: tuple[Any, ...]) -> Any:
         return None
     if args[0].dtype.name not in ("qu4x2", "qu2x4"):  # packed types count several elements to a byte
         check_view(args[0].storage, args[0].dtype, args[2], args[3], args[1])
+    check_quantization(args[4], _as_sizes(args[2]))
     return "quantized", args[0].dtype, args[2]
 
 
@@ -202,12 +326,19 @@ def _sparse(args: tuple[Any, ...]) -> Any:
     layout = str(args[0].args[0]).removeprefix("torch.").replace("_", " ") if args[0].args else "sparse"
     at = 1 if "coo" in layout else 2
     values, size = args[1][at : at + 2] if len(args[1]) > at + 1 else (None, None)
-    return (layout, values.dtype, size) if isinstance(values, TensorEntry) else None
+    if not isinstance(values, TensorEntry):
+        return None
+    if at == 1:
+        check_coordinates(args[1][0], values, _as_sizes(size))
+    else:
+        check_compressed(layout, args[1][:3], _as_sizes(size))
+    return layout, values.dtype, size
 
 
 def _sparse_csr(args: tuple[Any, ...]) -> Any:
     if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) != 4 or not isinstance(args[0][2], TensorEntry):
         return None
+    check_compressed("sparse csr", args[0][:3], _as_sizes(args[0][3]))
     return "sparse csr", args[0][2].dtype, args[0][3]
 
 
@@ -238,53 +369,77 @@ def _device_cpu_tensor(args: tuple[Any, ...]) -> Any:
 # Plain values --------------------------------------------------------------------------------------------------------
 
 
-def _ordered_dict(args: tuple[Any, ...]) -> Any:
-    if not args:
-        return OrderedDict()
-    pairs = args[0]  # Python 2 gave the items as a list of pairs
-    if (
-        len(args) != 1
-        or not isinstance(pairs, list)
-        or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs)
-    ):
-        return NotImplemented
-    if not all(isinstance(pair[0], (str, int, bytes)) for pair in pairs):
-        return NotImplemented
-    return OrderedDict((pair[0], pair[1]) for pair in pairs)
-
-
-def _set(frozen: bool) -> Callable[[tuple[Any, ...]], Any]:
+def _ordered_dict(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]:
     def build(args: tuple[Any, ...]) -> Any:
-        if len(args) != 1 or not isinstance(args[0], (list, tuple)) or not all(map(is_hashable, args[0])):
+        if not args:
+            return OrderedDict()
+        pairs = args[0]  # Python 2 gave the items as a list of pairs
+        if len(args) != 1 or not isinstance(pairs, list):
             return NotImplemented
-        return Set(list(args[0]), frozen)
+        spend(8 * len(pairs))
+        if not all(isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[0], (str, int, bytes)) for p in pairs):
+            return NotImplemented
+        check_collisions(pair[0] for pair in pairs)
+        made = OrderedDict((key_text(pair[0]), pair[1]) for pair in pairs)
+        return made if len(made) == len(pairs) else NotImplemented
 
     return build
+
+
+def _set(frozen: bool) -> Callable[[Callable[[int], None]], Callable[[tuple[Any, ...]], Any]]:
+    def make(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]:
+        def build(args: tuple[Any, ...]) -> Any:
+            if len(args) != 1 or not isinstance(args[0], (list, tuple)):
+                return NotImplemented
+            spend(2 * len(args[0]))
+            return Set(list(args[0]), frozen) if all(map(is_hashable, args[0])) else NotImplemented
+
+        return build
+
+    return make
 
 
 def _complex(args: tuple[Any, ...]) -> Any:
     return complex(*args) if len(args) == 2 and all(type(a) is float for a in args) else NotImplemented
 
 
-def _latin1_bytes(args: tuple[Any, ...]) -> Any:
+def _latin1_bytes(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]:
     """`_codecs.encode(text, "latin1")`: how protocol 2 spells bytes. Any other codec stays a call."""
-    if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
-        return NotImplemented
-    try:
-        return args[0].encode("latin-1")
-    except UnicodeEncodeError:
-        return NotImplemented
+
+    def build(args: tuple[Any, ...]) -> Any:
+        if len(args) != 2 or type(args[0]) not in (str, Blob) or args[1] not in ("latin1", "latin-1"):
+            return NotImplemented
+        if type(args[0]) is Blob:
+            spend(args[0].data.length)
+            return (encoded(args[0]) if args[0].kind == "text" else None) or NotImplemented
+        spend(len(args[0]))
+        try:
+            return args[0].encode("latin-1")
+        except UnicodeEncodeError:
+            return NotImplemented
+
+    return build
 
 
 def _bytes(args: tuple[Any, ...]) -> Any:
     return NotImplemented if args else b""
 
 
-def _bytearray(args: tuple[Any, ...]) -> Any:
-    if not args:
-        return bytearray()
-    data = args[0] if len(args) == 1 and type(args[0]) is bytes else _latin1_bytes(args)
-    return NotImplemented if data is NotImplemented else bytearray(data)
+def _bytearray(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]:
+    encode = _latin1_bytes(spend)
+
+    def build(args: tuple[Any, ...]) -> Any:
+        if not args:
+            return bytearray()
+        data = args[0] if len(args) == 1 else encode(args)
+        if type(data) is Blob:
+            return Blob(data.data, "bytearray", data.of or data) if data.kind == "bytes" else NotImplemented
+        if type(data) is not bytes:
+            return NotImplemented
+        spend(len(data))
+        return bytearray(data)
+
+    return build
 
 
 def _reconstructor(args: tuple[Any, ...]) -> Any:
@@ -296,7 +451,7 @@ def _reconstructor(args: tuple[Any, ...]) -> Any:
         and args[1].name == "object"
         and args[2] is None
     ):
-        return Object(args[0], (), "new")
+        return _made_new(args[0], ())
     return NotImplemented
 
 
@@ -305,8 +460,11 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     REBUILD_TENSOR_V2: _rebuild_tensor_v2,
     REBUILD_TENSOR_V3: _rebuild_tensor_v3,
     REBUILD_PARAMETER: _rebuild_parameter,
-    ORDERED_DICT: _ordered_dict,
-    Global("_codecs", "encode"): _latin1_bytes,
+    ORDERED_DICT: PerPickle(_ordered_dict),
+    Global("_codecs", "encode"): PerPickle(_latin1_bytes),
+    LOAD_FROM_BYTES: PerPickle(_nested_streams),
+    **_TENSOR_CLASSES,
+    **{Global(module, "__newobj__"): _newobj for module in ("copyreg", "copy_reg")},
     **dict(
         (
             _composite("_rebuild_parameter_with_state", _parameter_with_state),
@@ -325,11 +483,11 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
             _composite("_rebuild_device_tensor_from_cpu_tensor", _device_cpu_tensor),
         )
     ),
-    **{Global(module, "set"): _set(False) for module in ("builtins", "__builtin__")},
-    **{Global(module, "frozenset"): _set(True) for module in ("builtins", "__builtin__")},
+    **{Global(module, "set"): PerPickle(_set(False)) for module in ("builtins", "__builtin__")},
+    **{Global(module, "frozenset"): PerPickle(_set(True)) for module in ("builtins", "__builtin__")},
     **{Global(module, "complex"): _complex for module in ("builtins", "__builtin__")},
     **{Global(module, "bytes"): _bytes for module in ("builtins", "__builtin__")},
-    **{Global(module, "bytearray"): _bytearray for module in ("builtins", "__builtin__")},
+    **{Global(module, "bytearray"): PerPickle(_bytearray) for module in ("builtins", "__builtin__")},
     **{Global(module, "_reconstructor"): _reconstructor for module in ("copyreg", "copy_reg")},
 }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint import Composite
 from ckptool.errors import listed, printable
 from ckptool.nodes import Object
-from ckptool.plain import to_json
+from ckptool.plain import to_json, to_jsons
 from ckptool.render.json import Json, finite, notes_json, path_json, tensor_json, type_name
 from ckptool.render.outline import Branch, outline
 from ckptool.render.style import BAR, PLAIN, Style, bar, columns, counted, number, short, size
@@ -199,6 +199,7 @@ def _everything(listing: Listing, divided: Sequence[Part], order: str, style: St
         (printable(row.address) or WHOLE, value_text(row.value)) for row in _sorted_entries(listing.entries, order)
     ]
     blocks += ["\n".join([style.bold("entries"), *columns(entries)])] if entries else []
+    blocks += [f"… and {listing.unlisted:,} more entries"] if listing.unlisted else []
     return "\n\n".join(blocks)
 
 
@@ -276,8 +277,9 @@ def inspection_json(found: Inspection) -> Json:
         ],
         "tensors": tensors,
         "entries": [
-            {"path": path_json(row.path), "type": type_name(row.value), "value": to_json(row.value)}
-            for row in listing.entries
+            {"path": path_json(row.path), "type": type_name(row.value), "value": value}
+            for row, value in zip(listing.entries, to_jsons([row.value for row in listing.entries]), strict=True)
         ],
+        "entries_not_listed": listing.unlisted,
         "notes": notes_json(found.notes),
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, TensorEntry
-from ckptool.errors import listed, printable
+from ckptool.errors import printable
 from ckptool.nodes import Object, Set
 from ckptool.plain import to_json
 from ckptool.render.json import Json, finite, tensor_json, type_name
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 SHOWN_LINES = 1_000
+WIDEST = 10_000  # characters of one value below the one that is shown
 
 
 def shown_text(shown: Shown, *, all: bool = False, style: Style = PLAIN) -> str:
@@ -54,8 +55,10 @@ def _value_lines(value: Any, limit: int | None) -> Iterable[str]:
         return
     if isinstance(value, Array):
         yield value_text(value, None)
-        items = value.values()
-        yield from () if items is None else (listed([value_text(item, None) for item in items], limit or len(items)),)
+        items = value.values(limit)
+        if items is not None:
+            left = value.size - len(items)
+            yield ", ".join(value_text(item, None) for item in items) + (f" and {left:,} more" if left else "")
         return
     if not isinstance(value, (dict, list, tuple, Set, Object)) or not value:
         yield value_text(value, None)
@@ -69,7 +72,14 @@ def _value_lines(value: Any, limit: int | None) -> Iterable[str]:
             if len(path) > 1 and _inside_flat(value, path):
                 continue
             label = "  " * (len(path) - 1) + (printable(segment_text(path[-1])) or "''")
-            yield f"{label}:" if below else f"{label}: {value_text(node, None)}"
+            yield f"{label}:" if below else f"{label}: {_entry_text(node, limit)}"
+
+
+def _entry_text(value: Any, limit: int | None) -> str:
+    """A value below the one that is shown; of a text of many lines (a program) only how many, unless everything was asked for."""
+    if isinstance(value, str) and limit is not None and value.count("\n") > 3:
+        return f"a text of {value.count(chr(10)):,} lines"
+    return value_text(value, None if limit is None else WIDEST)
 
 
 def _flat(node: Any) -> bool:

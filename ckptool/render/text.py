@@ -48,7 +48,7 @@ def tensor_text(tensor: Tensor, part: Part | None = None) -> str:
 def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
     """What happened, what it means, what to type: a line each."""
     lines = [f"{style.red(f'error[{error.code}]')}: {printable(error.what)}"]
-    lines += [f"  {printable(error.why)}"] if error.why else []
+    lines += [f"  {printable(line)}" for line in error.why.split("\n")] if error.why else []
     lines += [f"  {style.cyan(printable(error.fix))}"] if error.fix else []
     return "\n".join(lines) + "\n"
 

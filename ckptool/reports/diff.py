@@ -6,16 +6,20 @@ containers can express them; the report names what was not compared.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, StorageRef, Tensor, TensorEntry
+from ckptool.arrays import array_entry
+from ckptool.checkpoint import Checkpoint, Composite, Data, Literal, LongBytes, StorageRef, Tensor, TensorEntry
 from ckptool.errors import Conflict, UsageError, printable
+from ckptool.gather import without_repeats
 from ckptool.nodes import Object, OrderedDict, Set
+from ckptool.plain import canonical, summary
 from ckptool.prefixes import without_wrappers
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
-from ckptool.tree import Path, address, children, walk
+from ckptool.tree import Path, address, check_names, children, walk
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
 # What a safetensors file cannot say; two of a kind that can are compared in it.
@@ -61,6 +65,9 @@ class Diff:
     ignored: tuple[str, ...]
     not_compared: tuple[str, ...]
     remarks: tuple[str, ...] = ()
+
+
+_Aspects = dict[str, tuple[Any, Any]]
 
 
 @dataclass(slots=True)
@@ -129,6 +136,7 @@ class _Comparer:
         self.trusted = False
         self.close = False  # bytes that differ were called the same
         self.seen: set[tuple[int, int]] = set()
+        self.compared: dict[tuple[int, int], tuple[_Aspects, ValueDifference | None, Tensor, Tensor]] = {}
         self.found = _Found()
         self.bare: dict[int, Any] = {}  # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
 
@@ -141,7 +149,9 @@ class _Comparer:
 
     def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
         """Compares two nodes; gives the pairs of parts that are still to be compared."""
-        if isinstance(a, (TensorEntry, Composite)) and isinstance(b, (TensorEntry, Composite)):
+        if arrays := self._arrays(a, b):
+            self._tensors(path, *arrays, counted=isinstance(a, TensorEntry) or isinstance(b, TensorEntry))
+        elif isinstance(a, (TensorEntry, Composite)) and isinstance(b, (TensorEntry, Composite)):
             self._tensors(path, a, b)
         elif isinstance(a, StorageRef) and isinstance(b, StorageRef):
             self._storages(path, a, b)
@@ -151,6 +161,14 @@ class _Comparer:
                 yield from self._containers(path, a, b)
         elif not _same_plain(a, b) and not self._same_parameter(path, a, b):
             self._change(path, a, b, {"value": (a, b)})
+
+    def _arrays(self, a: Any, b: Any) -> tuple[TensorEntry, TensorEntry] | None:
+        """Pickled numpy arrays as tensors; one beside a tensor only where a container has no word for the difference."""
+        kinds = [isinstance(node, TensorEntry) for node in (a, b)]
+        if not any(isinstance(node, Object) for node in (a, b)) or (any(kinds) and "strides" not in self.skipped):
+            return None
+        one, other = (node if is_tensor else array_entry(node) for node, is_tensor in zip((a, b), kinds, strict=True))
+        return (one, other) if one is not None and other is not None else None
 
     def _same_parameter(self, path: Path, a: Any, b: Any) -> bool:
         """True for an optimizer's names of one parameter where prefixes do not count."""
@@ -170,14 +188,16 @@ class _Comparer:
         left, right = self._by_key(a), self._by_key(b)
         for key in left:
             if key not in right:
-                self.found.only_left.append(((*path, _plain_key(key)), left[key][1]))
+                self.found.only_left.append(((*path, _segment(key, left)), left[key][1]))
         for key in right:
             if key not in left:
-                self.found.only_right.append(((*path, _plain_key(key)), right[key][1]))
+                self.found.only_right.append(((*path, _segment(key, right)), right[key][1]))
         common = [key for key in left if key in right]
         if isinstance(a, dict) and common != [key for key in right if key in left]:
             self.found.order.append(address(path))
         for key in common:
+            if key[0] is _Node:
+                yield (*path, left[key][0]), left[key][0], right[key][0]
             yield (*path, left[key][0]), left[key][1], right[key][1]
 
     def _by_key(self, node: Any) -> dict[Any, tuple[Any, Any]]:
@@ -196,16 +216,28 @@ class _Comparer:
     def _parts(self, node: Any) -> Iterator[tuple[Any, tuple[Any, Any]]]:
         strip = "prefix" in self.skipped and isinstance(node, dict) and id(node) not in self.bare
         hidden = {"_metadata"} if "metadata" in self.skipped and isinstance(node, OrderedDict) else set()
+        counts: Counter[str] = Counter()
         for segment, part in children(node):
             if segment not in hidden or (isinstance(node, dict) and segment in node):
                 key = without_wrappers(segment) if strip and type(segment) is str else segment
                 if strip and segment == "_metadata" and segment not in node and isinstance(part, dict):
                     part = _without_wrapper_modules(part)
                     self.bare[id(part)] = part
-                yield (type(key), key), (segment, part)
+                yield _comparable(key, counts), (segment, part)
 
-    def _tensors(self, path: Path, a: Tensor, b: Tensor) -> None:
-        self.found.tensors += 1
+    def _tensors(self, path: Path, a: Tensor, b: Tensor, counted: bool = True) -> None:
+        """Compares two tensors; what stands under several names only once."""
+        self.found.tensors += counted
+        check_names(self.found.tensors, len(self.compared))
+        key = (id(a), id(b))
+        known = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
+        if known[0]:
+            self.found.changed.append(Change(path, a, b, known[0], known[1]))
+        else:
+            self.found.equal += counted
+
+    def _different(self, a: Tensor, b: Tensor) -> tuple[_Aspects, ValueDifference | None]:
+        """In what two tensors differ, and by how much their values do."""
         aspects: dict[str, tuple[Any, Any]] = {}
         if a.shape != b.shape:
             aspects["shape"] = (a.shape, b.shape)
@@ -224,10 +256,7 @@ class _Comparer:
             differs, values = self._values(a, b)
             if differs:
                 aspects["values"] = (None, None)
-        if aspects:
-            self.found.changed.append(Change(path, a, b, aspects, values))
-        else:
-            self.found.equal += 1
+        return aspects, values
 
     def _strided(self, a: TensorEntry, b: TensorEntry, aspects: dict[str, tuple[Any, Any]]) -> None:
         if "strides" not in self.skipped and "shape" not in aspects and _strides(a) != _strides(b):
@@ -245,6 +274,7 @@ class _Comparer:
             self.trusted = True
             if a.storage.crc == b.storage.crc:
                 return False, None
+        a, b = _shown_once(a, b)
         exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags[2:] == b.flags[2:]
         if exact and not self.statistics:
             return not same_bytes(a.row_major(), b.row_major()), None
@@ -292,16 +322,38 @@ def _shape_of(node: Any) -> Any:
     if isinstance(node, Set):
         return "set", node.frozen, len(node.items)
     if isinstance(node, Object):
-        return "object", node.name, node.how
+        return "object", canonical(node.fn) or node.name, node.how
     return None
 
 
-def _plain_key(key: tuple[type, Any]) -> Any:
-    return key[1]
+class _Node:
+    """The kind of a key that is, or holds, an inert object or a tensor."""
+
+
+def _comparable(key: Any, counts: Counter[str]) -> tuple[type, Any]:
+    """What a key is known by in both files. An inert object equals only itself: it goes by its text, and by its place among those alike."""
+    if type(key) is str or type(key) is int or not _holds_node(key):
+        return type(key), key
+    text = summary(key, 200)
+    counts[text] += 1
+    return _Node, (text, counts[text])
+
+
+def _holds_node(key: Any) -> bool:
+    if type(key) is tuple:
+        return any(map(_holds_node, key))  # the decoder bounds how deep keys are nested
+    return isinstance(key, (Object, Set, TensorEntry, Composite, StorageRef))
+
+
+def _segment(key: tuple[type, Any], parts: dict[Any, tuple[Any, Any]]) -> Any:
+    return parts[key][0] if key[0] is _Node else key[1]
 
 
 def _same_plain(a: Any, b: Any) -> bool:
     """Equal values of one type; NaN equals NaN, and 0.0 is not -0.0."""
+    if isinstance(a, LongBytes) or isinstance(b, LongBytes):
+        one, other = _long_data(a), _long_data(b)
+        return one is not None and other is not None and same_bytes(one, other)
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
@@ -311,8 +363,21 @@ def _same_plain(a: Any, b: Any) -> bool:
     return a is b or bool(a == b)
 
 
+def _long_data(value: Any) -> Data | None:
+    """The bytes of an array, wherever they are."""
+    if isinstance(value, LongBytes):
+        return value.data
+    return Literal(bytes(value)) if isinstance(value, (bytes, bytearray)) else None
+
+
 def _kind(tensor: Tensor) -> str:
     return tensor.kind if isinstance(tensor, Composite) else "plain"
+
+
+def _shown_once(a: TensorEntry, b: TensorEntry) -> tuple[TensorEntry, TensorEntry]:
+    """Two views that repeat values along the same dimensions, each value once: a kilobyte may show a terabyte."""
+    once, other = without_repeats(a)[0], without_repeats(b)[0]
+    return (once, other) if once.shape == other.shape else (a, b)
 
 
 def _strides(entry: TensorEntry) -> tuple[int, ...]:

@@ -11,10 +11,11 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, Tensor, TensorEntry
 from ckptool.errors import listed, printable
 from ckptool.nodes import Object, Set
 from ckptool.prefixes import COUNTER, wrappers
-from ckptool.roots import Root, find_roots
-from ckptool.tree import Path, address, find, unknown_calls, walk
+from ckptool.roots import OPTIMIZER, Root, array_roots, beside_names, find_roots
+from ckptool.tree import MANY_NAMES, Path, address, check_names, find, unknown_calls, walk
 
 WASTE_WORTH_A_NOTE = 1 << 16
+MAX_ENTRIES = 50_000  # plain values that are listed one by one
 
 
 # Rows are not frozen, though nobody assigns to them: there is one for each tensor, and making a frozen object takes four times as long.
@@ -49,7 +50,7 @@ class EntryRow:
 class Listing:
     """The contents of a checkpoint. `at` is the address that was asked for; sizes are in bytes.
 
-    tensor_bytes: what the storages that the tensors use take up, each counted once.
+    tensor_bytes: what the storages that the tensors use take up, each counted once.  unlisted: plain values beyond the first 50,000.
     """
 
     file: str
@@ -64,6 +65,7 @@ class Listing:
     storages: int
     tensor_bytes: int
     metadata: dict[str, Any]
+    unlisted: int = 0
 
 
 def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
@@ -73,6 +75,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     entries: list[EntryRow] = []
     numbers: dict[int, int] = {}
     sizes: dict[int, int] = {}
+    unlisted = 0
     for below, node in walk(tree):
         path = base + below
         if isinstance(node, TensorEntry):
@@ -84,9 +87,16 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
                 sizes[numbers.setdefault(id(part.storage), len(numbers))] = part.storage.nbytes
             rows.append(TensorRow(path, node, None))
         elif _is_leaf(node):
-            entries.append(EntryRow(path, node))
+            if len(entries) < MAX_ENTRIES:
+                entries.append(EntryRow(path, node))
+            else:
+                unlisted += 1
+    check_names(len(rows), len({id(row.tensor) for row in rows}) if len(rows) > MANY_NAMES else 0)
     source = checkpoint.source
     roots = tuple(replace(root, path=base + root.path) for root in find_roots(replace(checkpoint, tree=tree)))
+    for root in roots:
+        if root.module is not None:
+            rows = _with_names(rows, root, numbers)
     return Listing(
         source.path if source else "",
         checkpoint.container,
@@ -100,7 +110,21 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
         len(numbers),
         sum(sizes.values()),
         dict(checkpoint.metadata),
+        unlisted,
     )
+
+
+def _with_names(rows: list[TensorRow], root: Root, numbers: dict[int, int]) -> list[TensorRow]:
+    """The rows with those of a whole module under the names of its state dict; what that does not have keeps its address."""
+    depth = len(root.path)
+    own = [index for index, row in enumerate(rows) if row.path[:depth] == root.path]
+    named = [((*root.path, key), tensor) for key, tensor in root.node.items()] + beside_names(root)
+    fresh = [
+        TensorRow(path, tensor, numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None)
+        for path, tensor in named
+    ]
+    gone = set(own)
+    return [*rows[: own[0]], *fresh, *(row for index, row in enumerate(rows) if index > own[0] and index not in gone)]
 
 
 def _is_leaf(node: Any) -> bool:
@@ -117,8 +141,8 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _notes(checkpoint: Checkpoint, roots: tuple[Root, ...], rows: list[TensorRow]) -> Iterator[Note]:
-    yield from _prefix_notes(roots)
-    yield from _device_notes(rows)
+    for note in (*_prefix_notes(roots), *_device_notes(rows)):
+        yield replace(note, fix=()) if checkpoint.beside else note  # beside a program nothing can be changed
     calls = unknown_calls(checkpoint)
     if calls:
         names = sorted({printable(call.name) for _, call in calls})
@@ -127,14 +151,42 @@ def _notes(checkpoint: Checkpoint, roots: tuple[Root, ...], rows: list[TensorRow
             f"loading it with pickle would call {listed(names)} (first at {printable(calls[0][0]) or 'the top'}); ckptool does not",
         )
     yield from _waste_notes(rows)
+    yield from _optimizer_notes(roots)
+    if not any(root.is_model for root in roots):
+        yield from _array_notes(checkpoint)
     yield from checkpoint.notes
+
+
+def _optimizer_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
+    """Optimizer state of parameters that are in none of its groups: loading it fails, or gives it to another parameter."""
+    for root in roots:
+        if root.kind != OPTIMIZER:
+            continue
+        state = root.node["state"]
+        groups = [group.get("params") for group in root.node["param_groups"] if isinstance(group, dict)]
+        known = {id_ for names in groups if isinstance(names, (list, tuple)) for id_ in names if type(id_) in (int, str)}
+        missing = [key for key in state if key not in known]
+        if missing and groups:
+            which = listed([printable(str(key)[:100]) for key in missing])
+            where = printable(root.address) or "the file"
+            message = f"{where}: {len(missing):,} of {len(state):,} states belong to no parameter: {which}"
+            yield Note("optimizer-mismatch", message)
+
+
+def _array_notes(checkpoint: Checkpoint) -> Iterator[Note]:
+    found = array_roots(checkpoint.tree)
+    places = listed([f"{root.detail} at {printable(root.address) or 'the top'}" for root in found], 3)
+    fix = ("ckptool", "convert", "{file}", "-o", "{tensors}") if len(found) == 1 else ()
+    if found:
+        yield Note("numpy-weights", f"{places}: no tensors yet, but convert and diff take them for weights", fix)
 
 
 def _prefix_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
     fix: tuple[str, ...] = ("ckptool", "strip-module", "{file}", "-o", "{out}")
     found: list[tuple[str, str]] = []
     for root in roots:
-        names = [name for name in root.node if type(name) is str and name != COUNTER] if root.is_model else []
+        named = root.is_model and root.module is None  # a whole module's names are not its keys
+        names = [name for name in root.node if type(name) is str and name != COUNTER] if named else []
         kinds = Counter(kind for name in names if (kind := wrappers(name)))
         if not kinds:
             continue
@@ -178,4 +230,7 @@ def _waste_notes(rows: list[TensorRow]) -> Iterator[Note]:
     waste = sum(max(0, total - shown[number]) for number, total in totals.items())
     if waste >= WASTE_WORTH_A_NOTE:
         count = sum(1 for number, total in totals.items() if shown[number] < total)
-        yield Note("wasted-storage", f"{waste:,} bytes in {count:,} storages are behind no tensor (slices saved whole)")
+        fix = ("ckptool", "slim", "{file}", "--keep-optimizer", "-o", "{out}")
+        yield Note(
+            "wasted-storage", f"{waste:,} bytes in {count:,} storages are behind no tensor (slices saved whole)", fix
+        )

@@ -7,7 +7,7 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.gather import any_order, chunks
+from ckptool.gather import any_order, chunks, without_repeats
 from ckptool.values import dot, numbers, resolve, scratch
 
 if TYPE_CHECKING:
@@ -39,11 +39,12 @@ def statistics(entry: TensorEntry) -> Statistics:
     """Reads the tensor once, in chunks, and returns its statistics. Raises `Unsupported` for packed types."""
     import numpy
 
+    entry, times = without_repeats(entry)
     moments = _Moments()
     with numpy.errstate(all="ignore"):
         for raw in chunks(any_order(entry), entry.dtype.itemsize, "raw"):
             moments.add(numbers(resolve(raw, entry.dtype, entry.flags), entry.dtype, "wide"))
-    return moments.result(entry.numel)
+    return moments.repeated(times).result(entry.numel * times)
 
 
 class _Moments:
@@ -54,6 +55,13 @@ class _Moments:
         self.low: int | float | None = None
         self.high: int | float | None = None
         self.mean = self.squares = 0.0  # squares: of the distances from the mean
+
+    def repeated(self, times: int) -> _Moments:
+        """The same as if every value had come so many times."""
+        for name in ("zeros", "nans", "infs", "finite"):
+            setattr(self, name, getattr(self, name) * times)
+        self.squares *= times
+        return self
 
     def add(self, values: Array) -> None:
         import numpy

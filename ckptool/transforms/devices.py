@@ -15,7 +15,7 @@ from ckptool.pickles.torch_objects import rebuilt
 from ckptool.tree import map_storages, rebuild, storages, walk
 
 # The device types that torch knows a loader for (torch/serialization.py, _package_registry); those with an index write it.
-_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia|npu|xla|ipu|privateuseone)(?::(\d{1,3}))?")
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia|npu|xla|ipu|privateuseone)(?::([0-9]{1,3}))?")
 _UNNUMBERED = {"cpu", "mps"}
 _ON_DEVICE = ("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_xla_tensor")
 

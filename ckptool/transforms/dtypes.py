@@ -105,7 +105,7 @@ class _Cast:
         fill(self.data, start * size, raw.data)
         with numpy.errstate(all="ignore"):
             before = numbers(raw, self.source, "cast before")
-            after = _rounded(before, self.target)
+            after = rounded(before, self.target)
             if self.tally is not None:
                 for first, last in _unseen(self.seen, start, stop):
                     self._count(self.tally, before[first - start : last - start], after[first - start : last - start])
@@ -124,7 +124,7 @@ class _Cast:
         _count_losses(tally, before, back)
 
 
-def _rounded(values: Array, target: DType) -> Array:
+def rounded(values: Array, target: DType) -> Array:
     """`values` (f32 or f64) as `target`, the way torch rounds; float8 as the bytes of its patterns."""
     import numpy
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.errors import Conflict, Unsupported, listed, printable
-from ckptool.roots import Root
+from ckptool.roots import Root, beside_names
 from ckptool.transforms.select import selected
 from ckptool.tree import address
 
@@ -31,34 +31,50 @@ def export(
     *,
     copy_ties: bool = False,
     materialize: bool = False,
+    container: str = "safetensors",
 ) -> Exported:
     """The tensors of `root` whose keys match, as a flat dictionary.
 
     copy_ties: write tied tensors once for each name.  materialize: also write out views that are larger than their storage.
+    container: where they go, for the messages.
     Raises `Unsupported` naming tensors that are no plain ones, `Conflict` for expanded views unless `materialize`.
     """
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
     chosen = {
         key: value for key, value in root.node.items() if key in keys and isinstance(value, (TensorEntry, Composite))
     }
-    behind = [address((*root.path, key)) for key in root.node if key not in chosen] + _siblings(checkpoint.tree, root)
+    behind = [address((*root.path, key)) for key in root.node if key not in chosen] + siblings(checkpoint.tree, root)
+    behind += [address(path) for path, _ in beside_names(root)] if root.module is not None else []
     if wrong := [f"{printable(key)} ({value.kind})" for key, value in chosen.items() if isinstance(value, Composite)]:
         raise Unsupported(
-            f"safetensors cannot hold {listed(wrong)}",
+            f"{container} cannot hold {listed(wrong)}",
             "It has plain tensors only.",
             "Leave them out: --exclude NAME; or keep everything, to be restored by ckptool: --all",
         )
     tensors = {key: value for key, value in chosen.items() if isinstance(value, TensorEntry)}
     if not materialize:
-        _refuse_expanded(tensors)
+        _refuse_expanded(tensors, container)
     if copy_ties:
         tensors = {key: replace(entry, storage=replace(entry.storage)) for key, entry in tensors.items()}
     return Exported(
-        replace(checkpoint, tree=tensors, tensors_only=True), tuple(behind), tuple(_notes(tensors, copy_ties))
+        replace(checkpoint, tree=tensors, tensors_only=True, beside={}),
+        tuple(behind),
+        tuple(_notes(tensors, copy_ties)),
     )
 
 
-def _siblings(tree: Any, root: Root) -> list[str]:
+def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[Note]:
+    """What to know of tied tensors that go into a container which has no ties."""
+    names: dict[int, list[str]] = {}
+    for key in exported.checkpoint.tree:
+        if isinstance(entry := node[key], TensorEntry):
+            names.setdefault(id(entry.storage), []).append(printable(key))
+    tied = [" = ".join(group) for group in names.values() if len(group) > 1]
+    message = f"{container} has no ties: written once for each name: {listed(tied, 3)}"
+    return [Note("ties-copied", message)] if tied else []
+
+
+def siblings(tree: Any, root: Root) -> list[str]:
     """The entries beside the root, and beside everything above it."""
     behind: list[str] = []
     node = tree
@@ -69,12 +85,12 @@ def _siblings(tree: Any, root: Root) -> list[str]:
     return behind
 
 
-def _refuse_expanded(tensors: dict[str, TensorEntry]) -> None:
+def _refuse_expanded(tensors: dict[str, TensorEntry], container: str) -> None:
     for key, entry in tensors.items():
         if entry.nbytes > entry.storage.nbytes:
             raise Conflict(
                 f"{printable(key)} is an expanded view: {entry.nbytes:,} bytes to write, {entry.storage.nbytes:,} stored",
-                "safetensors has no strides, so every repeated value would be written out.",
+                f"{container} has no strides, so every repeated value would be written out.",
                 "Write it out: --materialize; leave it out: --exclude NAME; or keep it as it is: --all",
             )
 

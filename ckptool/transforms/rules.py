@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.errors import UsageError, printable
+from ckptool.transforms.expressions import match_within_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Rule:
 
     def __call__(self, key: str) -> str | None:
         """The new key, or None if the rule does not match."""
-        match = self.pattern.fullmatch(key)
+        match = match_within_limit(self.pattern.fullmatch, key, self.pattern)
         return None if match is None else match.expand(self.template)
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from ckptool.errors import NoMatch, UsageError, printable
+from ckptool.transforms.expressions import match_within_limit
 
 Matcher = Callable[[str], bool]
 
@@ -18,7 +19,7 @@ def matcher(pattern: str) -> Matcher:
             expression = re.compile(pattern[3:])
         except re.error as error:
             raise UsageError(f"{printable(pattern)!r} is not a regular expression: {error}") from None
-        return lambda key: expression.search(key) is not None
+        return lambda key: match_within_limit(expression.search, key, expression) is not None
     compiled = re.compile(fnmatch.translate(pattern))
     return lambda key: compiled.match(key) is not None
 

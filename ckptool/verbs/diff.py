@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import printable
+from ckptool.files import unchanged
+from ckptool.modules import module_attributes
 from ckptool.reports.diff import Diff
 from ckptool.reports.diff import diff as compare
 from ckptool.roots import Root, find_roots, one_root
@@ -35,13 +38,16 @@ def diff(
     parts, remarks = _comparable(a, b)
     if "prefix" in ignore:
         parts = _unwrapped(parts[0]), _unwrapped(parts[1])
-    return compare(*parts, atol=atol, rtol=rtol, ignore=ignore, quick=quick, statistics=stat, remarks=remarks)
+    with unchanged(a.checkpoint.source, b.checkpoint.source):
+        return compare(*parts, atol=atol, rtol=rtol, ignore=ignore, quick=quick, statistics=stat, remarks=remarks)
 
 
 def _comparable(a: Opened, b: Opened) -> tuple[tuple[Checkpoint, Checkpoint], tuple[str, ...]]:
     """The two trees to compare: what was named, the whole files, or the weights in each."""
     left, right = _part(a), _part(b)
     remarks: list[str] = []
+    if _whole_module(left.tree) != _whole_module(right.tree):  # one of them by its state dict: so the other, too
+        left, right = (_weights_of(one, remarks) if _whole_module(one.tree) else one for one in (left, right))
     if a.at is None and b.at is None and not _alike(left, right):
         left, right = _weights_of(left, remarks), _weights_of(right, remarks)
     elif a.at is None and b.at is not None and _is_flat(right) and not _is_flat(left):
@@ -51,17 +57,22 @@ def _comparable(a: Opened, b: Opened) -> tuple[tuple[Checkpoint, Checkpoint], tu
     return (left, right), tuple(remarks)
 
 
+def _whole_module(tree: Any) -> bool:
+    return module_attributes(tree) is not None
+
+
 def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     """The one set of weights in a file; says in `remarks` which, where there was more."""
     root, remark = one_root(checkpoint)
     remarks += [remark] if remark else []
     remarks += [f"compared {printable(root.address)} of {checkpoint.source}"] if root.path else []
+    remarks += [f"compared the state dict of the {root.detail} in {checkpoint.source}"] if root.module else []
     return replace(checkpoint, tree=root.node)
 
 
 def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as `strip_module` leaves it: `_metadata` and the optimizer's names follow the keys."""
-    roots = [root for root in find_roots(checkpoint) if root.is_model]
+    roots = [root for root in find_roots(checkpoint) if root.is_model and root.module is None]
     return strip(checkpoint, roots, partial=True).checkpoint if roots else checkpoint
 
 

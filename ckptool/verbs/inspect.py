@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Composite, Note
 from ckptool.errors import listed, printable
+from ckptool.files import unchanged
 from ckptool.reports.listing import Listing, listing
 from ckptool.verbs.opening import PathLike, open_file
 
@@ -45,6 +46,13 @@ def inspect(file: PathLike, *, at: str | None = None, stats: bool = False) -> In
     found = listing(opened.checkpoint, opened.at or "")
     if not stats:
         return Inspection(found, {}, runnable(found.notes, opened.path))
+    with unchanged(opened.checkpoint.source):
+        numbers = _numbers(found)
+    return Inspection(found, numbers, (*_non_finite(found, numbers), *runnable(found.notes, opened.path)))
+
+
+def _numbers(found: Listing) -> dict[str, Statistics]:
+    """The statistics of every plain tensor by its address; tensors that are the same view of the same data are read once."""
     from ckptool.reports.statistics import statistics
 
     numbers: dict[str, Statistics] = {}
@@ -57,7 +65,7 @@ def inspect(file: PathLike, *, at: str | None = None, stats: bool = False) -> In
         if view not in known:
             known[view] = statistics(entry)
         numbers[row.address] = known[view]
-    return Inspection(found, numbers, (*_non_finite(found, numbers), *runnable(found.notes, opened.path)))
+    return numbers
 
 
 _ENDINGS = {"strip-module": "clean", "remap": "cpu"}
@@ -71,7 +79,10 @@ def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
 def _filled(command: tuple[str, ...], path: str) -> Iterator[str]:
     file = os.path.join(".", path) if path.startswith("-") else path
     for word in command:
-        yield {"{file}": file, "{out}": _free_name(file, command[1])}.get(word, word) if word[:1] == "{" else word
+        if word == "{tensors}":
+            yield _free_name(os.path.splitext(file)[0] + ".safetensors", command[1])
+        else:
+            yield {"{file}": file, "{out}": _free_name(file, command[1])}.get(word, word) if word[:1] == "{" else word
 
 
 def _free_name(path: str, verb: str) -> str:

@@ -10,8 +10,9 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.files import Source
 from ckptool.live_values import from_live
-from ckptool.output import check_target, replace_file
+from ckptool.output import check_target
 from ckptool.tree import storages
+from ckptool.verbs.saving import put_in_place
 
 
 def save(
@@ -24,18 +25,19 @@ def save(
 ) -> None:
     """Writes `tree` to `path`: what `torch.save` takes, and entries and checkpoints that ckptool opened.
 
-    container: `torch-zip` or `safetensors`; by default what the suffix of `path` stands for, else `torch-zip`.
+    container: `torch-zip`, `safetensors`, `sharded`, `npz`, …; by default what the suffix of `path` stands for, else `torch-zip`.
     overwrite: replace what is there; it stays whole under its name until the new file is.
     keep_unknown: write objects of unknown classes as `torch.save` would (the file then opens with `weights_only=False` only).
-    Numpy arrays become tensors in safetensors and stay arrays in torch files.
+    Numpy arrays become tensors in safetensors and other containers of tensors alone, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
-    check_target(path, overwrite=overwrite)
     target = formats.by_name(container) if container else formats.for_output(path, "torch-zip")
-    made = checkpoint_of(tree, arrays_as_tensors=target.NAME == "safetensors", keep_unknown=keep_unknown)
+    if target.SUFFIXES:  # else it is a folder
+        check_target(path, overwrite=overwrite)
+    made = checkpoint_of(tree, arrays_as_tensors=formats.tensors_only(target), keep_unknown=keep_unknown)
     with formats.no_collection():
         plan = target.write(made, keep_unknown=keep_unknown)
-    replace_file(plan, path, overwrite=overwrite, inputs=_sources(made))
+    put_in_place(plan, path, overwrite=overwrite, inputs=_sources(made))
 
 
 def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Checkpoint:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan
-from ckptool.errors import Conflict, FileProblem, UsageError, VerifyFailed, printable
-from ckptool.files import Folder, Input, file_problem
+from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, VerifyFailed, listed, printable
+from ckptool.files import Folder, Input
 from ckptool.formats import Format, no_collection
-from ckptool.output import Progress, append_in_place, check_target, replace_file
+from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
+from ckptool.output.durable import make_folder
 from ckptool.reports.diff import Diff, diff
 
 
@@ -59,13 +61,14 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Where and how something was saved; `how` and the sizes as in `Written`."""
+    """Where and how something was saved; `how` and the sizes as in `Written`. notes: what happened on the way."""
 
     output: str
     container: str
     how: str
     bytes_written: int
     file_bytes: int
+    notes: tuple[Note, ...] = ()
 
 
 def save(
@@ -77,13 +80,15 @@ def save(
     *,
     changes: bool = True,
     expected: Checkpoint | None = None,
+    inputs: Sequence[Input] = (),
 ) -> Saved:
     """Writes `changed` where the options say. `changes=False`: it is the original, so the output is a copy of the file.
 
-    expected: what reading the output gives, where that is not `changed`.
+    expected: what reading the output gives, where that is not `changed`.  inputs: what it was made from beside the original.
     Raises `UsageError` unless there is exactly one of `out` and `in_place`, and everything that writing raises.
     """
     source = original.source
+    inputs = [*([source] if source is not None else []), *inputs]
     if (out is None) == (not options.get("in_place", False)):
         raise UsageError(
             f"{verb} needs a place to write to" if out is None else f"{verb} was given both an output and --in-place",
@@ -93,23 +98,34 @@ def save(
     if out is None:
         if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
-        return _save_in_place(original, changed, options, changes)
+        return _save_in_place(original, changed, options, changes, inputs)
     target = os.fspath(out)
-    if source is not None and source.is_at(target) and not options.get("overwrite", False):
+    if any(given.is_at(target) for given in inputs) and not options.get("overwrite", False):
         raise Conflict(
             f"{printable(target)} is the input itself",
             "It was left as it is.",
-            "Change the file itself: --in-place; or replace it by a new one: -f",
+            f"{'Change the file itself: --in-place; or replace' if source else 'Replace'} it by a new one: -f",
         )
     container = _container(changed, target, options)
     if not changes and source is not None and _stays(original, container, options):
         plan, how = _copy_of(source), "copy"
     else:
+        refuse_beside(changed, container)
         with no_collection():
             plan, how = container.write(changed, keep_unknown=options.get("keep_unknown", False)), "new file"
-    return _replace(
-        target, container, plan, how, expected or changed, options, overwrite=options.get("overwrite", False)
-    )
+    expected = changed if expected is None else expected
+    return _replace(target, container, plan, how, expected, options, inputs, overwrite=options.get("overwrite", False))
+
+
+def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
+    """Raises `Unsupported` where the file holds what no container that is written here can: a program."""
+    if checkpoint.beside:
+        source = checkpoint.source or "the checkpoint"
+        raise Unsupported(
+            f"{source} holds {listed(sorted(checkpoint.beside))} beside its tensors; {container.NAME} cannot",
+            "What is left without its program is no longer that model. Nothing was written.",
+            f"Write its weights alone, then change those: ckptool convert {source} -o weights.safetensors",
+        )
 
 
 def _container(checkpoint: Checkpoint, target: str, options: SaveOptions) -> Format:
@@ -120,7 +136,8 @@ def _container(checkpoint: Checkpoint, target: str, options: SaveOptions) -> For
 def _stays(checkpoint: Checkpoint, container: Format, options: SaveOptions) -> bool:
     """True if a file that nothing was to be changed in can be copied: its container is the one to write, or is not written at all."""
     as_asked = options.get("container") is None and container.NAME == formats.DEFAULT
-    return checkpoint.container == container.NAME or (formats.writer(checkpoint.container) is None and as_asked)
+    only_read = formats.writer(checkpoint.container) is None and not isinstance(checkpoint.source, Folder)
+    return checkpoint.container == container.NAME or (only_read and as_asked)
 
 
 def _copy_of(source: Input) -> Plan:
@@ -128,7 +145,9 @@ def _copy_of(source: Input) -> Plan:
     return Plan({name: [FileRange(file, 0, file.size)] for name, file in files.items()})
 
 
-def _save_in_place(original: Checkpoint, changed: Checkpoint, options: SaveOptions, changes: bool) -> Saved:
+def _save_in_place(
+    original: Checkpoint, changed: Checkpoint, options: SaveOptions, changes: bool, inputs: Sequence[Input]
+) -> Saved:
     source = original.source
     assert source is not None
     if isinstance(source, Folder) or formats.writer(original.container) is None:
@@ -152,40 +171,85 @@ def _save_in_place(original: Checkpoint, changed: Checkpoint, options: SaveOptio
     plan = container.append(changed, keep_unknown=options.get("keep_unknown", False))
     if plan is None:
         plan = container.write(changed, keep_unknown=options.get("keep_unknown", False))
-        return _replace(source.path, container, plan, "new file", changed, options, overwrite=True)
+        return _replace(source.path, container, plan, "new file", changed, options, inputs, overwrite=True)
     if not options.get("dry_run", False):
         if not os.access(source.path, os.W_OK):
             raise FileProblem(
                 f"cannot change {source}: no permission to write to it", "It is as it was.", "Write a new file with -o."
             )
-        verify = _verifier(changed) if options.get("verify", False) else None
-        append_in_place(plan, source, verify=verify, progress=options.get("progress"))
+        verify = verifier(changed) if options.get("verify", False) else None
+
+        def confirm(path: str) -> None:
+            for given in inputs:
+                if given is not source:
+                    given.check_unchanged()
+            if verify is not None:
+                verify(path)
+
+        append_in_place(plan, source, verify=confirm, progress=options.get("progress"))
     return Saved(source.path, container.NAME, "in place", plan.nbytes, plan.keep + plan.nbytes)
 
 
 def _replace(
-    target: str, container: Format, plan: Plan, how: str, changed: Checkpoint, options: SaveOptions, *, overwrite: bool
+    target: str,
+    container: Format,
+    plan: Plan,
+    how: str,
+    changed: Checkpoint,
+    options: SaveOptions,
+    inputs: Sequence[Input],
+    *,
+    overwrite: bool,
 ) -> Saved:
     if options.get("make_folder", False) and not os.path.lexists(os.path.dirname(target) or "."):
         _make_folder(target, options)
     elif options.get("dry_run", False):
-        check_target(target, overwrite=overwrite)
+        _check(target, plan, overwrite)
+    notes: tuple[Note, ...] = ()
     if not options.get("dry_run", False):
-        verify = _verifier(changed) if options.get("verify", False) else None
-        inputs = [changed.source] if changed.source else []
-        replace_file(plan, target, overwrite=overwrite, inputs=inputs, verify=verify, progress=options.get("progress"))
-    return Saved(target, container.NAME, how, plan.nbytes, plan.nbytes)
+        verify = verifier(changed) if options.get("verify", False) else None
+        progress = options.get("progress")
+        notes = put_in_place(plan, target, overwrite=overwrite, inputs=inputs, verify=verify, progress=progress)
+    return Saved(target, container.NAME, how, plan.nbytes, plan.nbytes, notes)
+
+
+def put_in_place(plan: Plan, target: str | os.PathLike[str], *, overwrite: bool, **options: Any) -> tuple[Note, ...]:
+    """Writes a plan to `target`, a file or a folder, with the options of `replace_file`. Returns what its user should know of it."""
+    if _is_folder(plan):
+        return replace_folder(plan, target, overwrite=overwrite, replaceable=_files_at(target), **options)
+    return replace_file(plan, target, overwrite=overwrite, **options)
+
+
+def _is_folder(plan: Plan) -> bool:
+    """True for a plan of several files, or of one with a name of its own: they are a folder."""
+    return set(plan.files) != {""}
+
+
+def _check(target: str, plan: Plan, overwrite: bool) -> None:
+    """Raises what writing the plan to `target` would."""
+    if _is_folder(plan):
+        check_folder(target, overwrite=overwrite, replaceable={*_files_at(target), *plan.files})
+    else:
+        check_target(target, overwrite=overwrite)
+
+
+def _files_at(target: str | os.PathLike[str]) -> set[str]:
+    """The names of the files in a folder that together are the checkpoint in it; none where it holds none."""
+    if not os.path.isdir(target):
+        return set()
+    try:
+        source = formats.read(target).source
+    except CkptoolError:
+        return set()
+    return set(source.files) if isinstance(source, Folder) else {os.path.basename(source.path)} if source else set()
 
 
 def _make_folder(target: str, options: SaveOptions) -> None:
     if not options.get("dry_run", False):
-        try:
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-        except OSError as error:
-            raise file_problem(error, os.path.dirname(target), "make the folder") from error
+        make_folder(os.path.dirname(target))
 
 
-def _verifier(expected: Checkpoint) -> Any:
+def verifier(expected: Checkpoint) -> Any:
     """Re-reads what was written and compares every tensor and entry with what was meant."""
 
     def verify(path: str) -> None:
@@ -212,4 +276,5 @@ def written(verb: str, original: Checkpoint, saved: Saved, options: SaveOptions,
     dry = options.get("dry_run", False)
     verified = options.get("verify", False) and not dry and saved.how != "nothing"
     where = (saved.output, saved.container, saved.how, saved.bytes_written, saved.file_bytes)
+    more["notes"] = (*more.get("notes", ()), *saved.notes)
     return Written(verb, file, *where, summary, dry_run=dry, verified=verified, **more)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Composite, TensorEntry
+from ckptool.arrays import array_entry
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.errors import UsageError, printable
+from ckptool.files import unchanged
 from ckptool.gather import slice_view, to_numpy
 from ckptool.tree import address, find
 from ckptool.verbs.opening import PathLike, open_file
@@ -43,7 +45,10 @@ def show(file: PathLike, *, at: str | None = None, slice: str | None = None, all
     leads nowhere, a slice that does not fit, or a slice of something else.
     """
     opened = open_file(file, at)
-    path, node = find(opened.checkpoint.tree, opened.at or "")
+    path, node = find(_holder(opened.checkpoint, opened.at or ""), opened.at or "")
+    array = array_entry(node)
+    if array is not None and (slice is not None or array.numel > WHOLE):
+        node = array  # of a few values, all are shown as they stand
     if not isinstance(node, TensorEntry):
         if slice is not None:
             kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"
@@ -51,8 +56,15 @@ def show(file: PathLike, *, at: str | None = None, slice: str | None = None, all
         return Shown(opened.path, address(path), node, None, None, False)
     view = slice_view(node, slice) if slice is not None else node
     edges = not all and view.numel > WHOLE
-    values = _corners(view) if edges else to_numpy(view)
+    with unchanged(opened.checkpoint.source):
+        values = _corners(view) if edges else to_numpy(view)
     return Shown(opened.path, address(path), node, slice, values, edges)
+
+
+def _holder(checkpoint: Checkpoint, at: str) -> Any:
+    """The tree; for an address that leads to something beside it (the code of a program), that."""
+    name = at.strip("/").partition("/")[0]
+    return {name: checkpoint.beside[name]()} if name in checkpoint.beside else checkpoint.tree
 
 
 def _corners(entry: TensorEntry) -> Any:

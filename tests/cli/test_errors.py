@@ -25,11 +25,11 @@ def state_of(folder: Path) -> dict[str, str]:
 
 BAD = {
     "missing file": ("inspect missing.pt", 2, "io"),
-    "folder": ("inspect .", 2, "not-a-checkpoint"),
+    "folder": ("inspect folder", 2, "not-a-checkpoint"),
     "empty file": ("inspect empty.pt", 2, "truncated"),
     "text file": ("inspect text.pt", 2, "not-a-checkpoint"),
     "cut-off zip": ("inspect cut.pt", 2, "truncated"),
-    "older format": ("strip-module legacy.pt -o x.pt", 2, "unsupported"),
+    "text file to change": ("strip-module text.pt -o x.pt", 2, "not-a-checkpoint"),
     "unknown address": ("inspect training.pt#nothing", 2, "usage"),
     "unknown root": ("strip-module training.pt --at nothing -o x.pt", 2, "usage"),
     "address of a value": ("strip-module training.pt --at epoch -o x.pt", 2, "usage"),
@@ -124,13 +124,14 @@ def test_a_folder_that_takes_no_files(files: Path, run: Run) -> None:
 
 
 def test_several_files_stop_at_the_first_that_fails_and_say_what_was_done(files: Path, run: Run) -> None:
-    words = ("strip-module", "dp.pt", "legacy.pt", "compiled.pt", "-d", "out")
+    (files / "text.pt").write_text("just some words\n")
+    words = ("strip-module", "dp.pt", "text.pt", "compiled.pt", "-d", "out")
     ran = run(*words)
     assert ran.code == 2 and ran.out.startswith("strip-module: 9 of 9 keys renamed → out/dp.pt")
-    assert "1 of 3 files were done before" in ran.err and "legacy.pt" in ran.err
+    assert "1 of 3 files were done before" in ran.err and "text.pt" in ran.err
     assert [path.name for path in (files / "out").iterdir()] == ["dp.pt"]
     found = json.loads(run(*words, "-f", "--json").out)
-    assert found["code"] == "unsupported" and [done["output"] for done in found["done"]] == ["out/dp.pt"]
+    assert found["code"] == "not-a-checkpoint" and [done["output"] for done in found["done"]] == ["out/dp.pt"]
 
 
 def test_a_fault_of_ours_is_told_in_words(files: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,20 @@
-"""Zip archives taken apart and put together otherwise than torch does."""
+"""Zip archives taken apart and put together otherwise than torch does, and what several readers make of them."""
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
 from pathlib import Path
+
+import pytest
+import torch
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import CkptoolError
+from ckptool.formats import read
+from ckptool.formats.zip_archive import END, END64, LOCATOR
+from tests.helpers import load, torch_bytes
 
 
 def rezipped(path: Path, out: Path, compression: int, replaced: dict[str, bytes] | None = None) -> Path:
@@ -35,3 +45,50 @@ def record_starts(path: Path) -> dict[str, int]:
             name, extra = struct.unpack("<2H", file.read(4))
             starts[info.filename] = info.header_offset + 30 + name + extra
     return starts
+
+
+# Hostile ones -------------------------------------------------------------------------------------------------------
+
+TENSORS = {"w": torch.arange(1.0, 4.0), "v": torch.tensor([7.0, 8.0])}
+FILE = torch_bytes(TENSORS)  # as torch writes it: streamed, with descriptors and zip64 end records
+END_AT = len(FILE) - END.size
+END64_AT = END_AT - LOCATOR.size - END64.size
+DIRECTORY = struct.unpack_from("<Q", FILE, END64_AT + 48)[0]
+W = bytes(TENSORS["w"].numpy())
+EXPECTED = {name: bytes(tensor.numpy()) for name, tensor in TENSORS.items()}
+
+
+def refused(path: Path, error: type[CkptoolError], words: str | None = None) -> CkptoolError:
+    """The error that reading the file, and taking every value, gives; of exactly this class. The file is as it was."""
+    before = path.read_bytes()
+    with pytest.raises(error, match=words) as caught:
+        values(read(path))
+    assert type(caught.value) is error and str(path) in caught.value.what
+    assert path.read_bytes() == before
+    return caught.value
+
+
+def values(checkpoint: Checkpoint) -> dict[str, bytes]:
+    return {name: entry.bytes() for name, entry in checkpoint.tree.items()}
+
+
+def accepted(path: Path, *codes: str) -> Checkpoint:
+    """The checkpoint, which has the right values and these notes."""
+    checkpoint = read(path)
+    assert values(checkpoint) == EXPECTED
+    assert {note.code for note in checkpoint.notes} == set(codes)
+    return checkpoint
+
+
+def python_sees(data: bytes, name: str) -> bytes:
+    """What Python's zipfile reads."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return archive.read(name)
+
+
+def torch_sees(path: Path) -> dict[str, bytes]:
+    return {name: bytes(tensor.numpy()) for name, tensor in load(path).items()}
+
+
+def at(data: bytes, place: int, new: bytes) -> bytes:
+    return data[:place] + new + data[place + len(new) :]

@@ -425,7 +425,89 @@ def test_row_75_colliding_integer_keys() -> None:
 def test_row_86_python_2() -> None:
     ordered = b"ccollections\nOrderedDict\nq\x04]q\x05(]q\x06(U\x01aK\x01e]q\x07(U\x01bK\x02ee\x85q\x08Rq\t"
     data = b"\x80\x02}q\x01(U\x06weightq\x02K\x01U\x02\xe9\xe8q\x03K\x02U\x01d" + ordered + b"u."
-    same(data, {"weight": 1, ByteString(b"\xe9\xe8"): 2, "d": OrderedDict({"a": 1, "b": 2})})
+    same(data, {"weight": 1, "\xe9\xe8": 2, "d": OrderedDict({"a": 1, "b": 2})})
+    assert run(data).byte_strings == 1
+    same(b"\x80\x02}U\x01\xe9U\x01\xe8s.", {"\xe9": ByteString(b"\xe8")})  # keys become text, values stay bytes
+    pairs = b"ccollections\nOrderedDict\n](](U\x01\xe9K\x01ee\x85R."
+    same(pairs, OrderedDict({"\xe9": 1}))
+
+
+def test_row_77_protocols_and_where_they_are_given() -> None:
+    for protocol in range(6):
+        assert run(b"\x80%c]." % protocol).protocol == protocol
+        assert run(b"](\x80%cK\x01e." % protocol).protocol == protocol  # not first: Python reads it too
+    assert run(b"\x80\x02\x80\x04].").protocol == 4
+    for protocol in (6, 42, 255):
+        with pytest.raises(Unsupported, match=f"protocol {protocol}"):
+            run(b"\x80%c]." % protocol)
+
+
+# Frames (PEP 3154) -----------------------------------------------------------------------------------------------------
+
+
+def frame(content: bytes, size: int | None = None) -> bytes:
+    return b"\x95" + struct.pack("<Q", len(content) if size is None else size) + content
+
+
+WHOLE_FRAMES = {
+    "one up to the end": b"\x80\x04" + frame(b"]."),
+    "one before the end": b"\x80\x04" + frame(b"]") + b".",
+    "several": b"\x80\x04" + frame(b"](") + frame(b"K\x01K\x02") + b"K\x03" + frame(b"e.") + b"after",
+    "an empty one": b"\x80\x04" + frame(b"") + b"](K\x01" + frame(b"") + b"e.",
+    "around a memo": b"\x80\x04" + frame(b"]\x94h\x00") + b"\x86" + frame(b"."),
+    "around a long text": b"\x80\x04" + frame(b"X\x64\0\0\0" + b"x" * 100) + frame(b"."),
+    "ends with the byte that we put behind one": b"\x80\x04" + frame(b"C\x01\xfe") + b".",
+}
+
+
+@pytest.mark.parametrize("data", WHOLE_FRAMES.values(), ids=WHOLE_FRAMES)
+def test_frames_are_as_python_reads_them(data: bytes) -> None:
+    decoded = run(data)
+    assert_same_tree(decoded.root, pickle.loads(data))
+    assert data[decoded.end - 1 :].startswith(b".") and decoded.end == data.rindex(b".") + 1
+
+
+TORN_FRAMES = {
+    "an argument of one byte": frame(b"](K", 3) + b"\x01e.",
+    "an argument of four bytes": frame(b"](J\1\0", 5) + b"\0\0e.",
+    "a short text": frame(b"]\x8c\x05ab", 5) + b"cdea.",
+    "a text of 40 bytes": frame(b"]X\x28\0\0\0" + b"x" * 20, 26) + b"x" * 20 + b"a.",
+    "a text of 100 bytes": frame(b"]X\x64\0\0\0" + b"x" * 20, 26) + b"x" * 80 + b"a.",
+    "bytes": frame(b"]B\x64\0\0\0" + b"x" * 20, 26) + b"x" * 80 + b"a.",
+    "a name": frame(b"]ccoll", 6) + b"ections\nOrderedDict\na.",
+    "the line of a number": frame(b"](I12", 5) + b"34\ne.",
+    "the header of a frame": frame(b"]\x95\1\0", 4) + b"\0\0\0\0\0\0.",
+    "a recall": frame(b"]\x94(h", 4) + b"\0e.",
+    "a frame in a frame": frame(b"](" + frame(b"K\x01") + b"e."),
+    "a frame in a frame, of the same end": frame(b"](" + frame(b"K\x01e.")),
+    "longer than the pickle": frame(b"].", 3),
+    "much longer": frame(b"].", 1 << 63),
+    "goes on after the end": frame(b"].K\x01"),
+}
+
+
+@pytest.mark.parametrize("data", TORN_FRAMES.values(), ids=TORN_FRAMES)
+def test_row_79_frames_that_tear_an_opcode(data: bytes) -> None:
+    with pytest.raises(Corrupt):
+        run(b"\x80\x04" + data)
+
+
+def test_row_79_a_hundred_thousand_frames() -> None:
+    data = b"\x80\x04](" + frame(b"N") * 100_000 + b"e."
+    began = time.process_time()
+    assert len(run(data).root) == 100_000
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize("op", [0xFE, 0xFF])
+def test_the_opcodes_of_our_own_are_none_in_a_file(op: int) -> None:
+    for data in (
+        b"%c\0\0\0\0." % op,
+        b"\x80\x04" + frame(b"%c\0\0\0\0." % op),
+        b"\x80\x04" + frame(b"N%c" % op) + b".",
+    ):
+        with pytest.raises(Corrupt, match=f"0x{op:02x} is not"):
+            run(data)
 
 
 SMALL = [

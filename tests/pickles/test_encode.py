@@ -131,7 +131,7 @@ def test_row_33_bytes_of_python_2_stay_bytes() -> None:
     data = to_bytes({ByteString(b"\xe9"): ByteString(b"\xe8")})
     assert pickle.loads(data, encoding="bytes") == {b"\xe9": b"\xe8"}
     assert pickle.loads(data, encoding="latin-1") == {"é": "è"}
-    assert_same_tree(back(data), {ByteString(b"\xe9"): ByteString(b"\xe8")})
+    assert_same_tree(back(data), {"é": ByteString(b"\xe8")})  # keys are read as text (FORMATS.md, section 2)
 
 
 def test_keyword_arguments_need_protocol_4() -> None:

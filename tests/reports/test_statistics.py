@@ -128,3 +128,16 @@ def test_dense_views_are_read_in_storage_order(tmp_path: Path, monkeypatch: pyte
         shape, stride = (2, 3, 4), (12, 4, 1)
         entry = TensorEntry(storage, by_name("f32"), tuple(shape[i] for i in order), tuple(stride[i] for i in order))
         assert statistics(entry).mean == 11.5
+
+
+def test_row_092_a_terabyte_behind_four_bytes_takes_no_time() -> None:
+    base = numpy.array([1.0, 0.0, nan, 2.0], dtype="<f4")
+    storage = Storage(Literal(base.tobytes()))
+    entry = TensorEntry(storage, by_name("f32"), (1 << 38, 4), (0, 1))
+    found = statistics(entry)
+    times = 1 << 38
+    assert (found.count, found.zeros, found.nans) == (4 * times, times, times)
+    assert found.mean == 1.0 and found.norm == pytest.approx((5 * times) ** 0.5)
+    small = statistics(TensorEntry(storage, by_name("f32"), (3, 4), (0, 1)))
+    repeated = statistics(TensorEntry(Storage(Literal(base.tobytes() * 3)), by_name("f32"), (3, 4), (4, 1)))
+    assert small == repeated

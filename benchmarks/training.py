@@ -1,0 +1,130 @@
+"""A step of the harness against the same loop written by hand, on the conv model; and a save against `torch.save`, each in turn.
+
+Both loops are in one process, see the same samples from a `DataLoader`, and go through the same switches; a few steps of one, then of the
+other, so that what else the machine does falls on both. A ratio is the median over such pairs.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+CLAIM = "training, a step of the conv model, against a loop by hand"
+SAVE = "training, a save of 50 MB ({how}), against torch.save + sync"
+STEPS = 5  # in turn
+PAIRS = 60
+SAVES = 5
+Row = tuple[str, float, float, float, str]
+
+
+def rows(only: str, runs: int) -> Iterator[Row]:
+    """What was measured: name, seconds of ours and of the peer's, ratio, goal."""
+    if only in CLAIM:
+        yield step(PAIRS * max(1, runs // 5))
+    for how in ("size", "full"):
+        if only in SAVE.format(how=how):
+            yield save(how, max(runs, SAVES))
+
+
+def step(pairs: int) -> Row:
+    """One training step."""
+    import torch
+
+    from ckptool.training import configfile
+    from ckptool.training.hooks import Hooks
+    from ckptool.training.loop import one_step
+    from ckptool.training.parallel import World
+    from ckptool.training.trainer import build
+
+    torch.set_num_threads(1)  # two spin on each other's time where a machine does other things too
+    values: dict[str, Any] = {
+        "run": "unused",
+        "data": {"name": "images", "args": {"samples": 640, "size": 16}, "batch": 32},
+        "models": {"main": {"name": "conv", "args": {"dropout": 0.1}}},
+        "train": {"steps": 10**9},
+    }
+    trainer = build(configfile.checked(values, "benchmark"), World())
+    batches = trainer.data.stream(trainer)
+    hooks = Hooks([])
+    by_hand = hand(trainer.data.dataset)
+
+    def ours() -> None:
+        one_step(trainer, next(batches), hooks)
+
+    return compared(CLAIM, ours, lambda: next(by_hand), STEPS, pairs, "≤ 1.02 ×")
+
+
+def hand(dataset: Any) -> Iterator[float]:
+    """The loop of a tutorial: the loss is looked at in each step, as the harness looks at it."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from ckptool.training.models import Conv
+
+    torch.manual_seed(0)
+    model = Conv([1, 16, 16], 4, dropout=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    loss_of = nn.CrossEntropyLoss()
+    loader = DataLoader(dataset, batch_size=32, shuffle=True)
+    while True:
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = loss_of(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+
+def save(how: str, pairs: int) -> Row:
+    """One save: sha256 included; `full` reads the file once more, as resuming does."""
+    import torch
+
+    from ckptool.training.store import Store, check
+
+    tree = {"model_state_dict": {f"layer{i}": torch.randn(1024, 1280) for i in range(10)}, "step": 1}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("CKPTOOL_BENCH")) as folder:
+        store, peer = Store(folder, "benchmark"), Path(folder, "peer.pt")
+        store.make()
+
+        def ours() -> None:
+            check(store.commit(1, tree, {}), how)
+
+        def theirs() -> None:
+            torch.save(tree, peer)
+            with open(peer, "rb") as file:
+                os.fsync(file.fileno())
+
+        return compared(SAVE.format(how=how), ours, theirs, 1, pairs, "≤ 1.1 ×" if how == "size" else "")
+
+
+def compared(name: str, ours: Callable[[], Any], theirs: Callable[[], Any], each: int, pairs: int, goal: str) -> Row:
+    """Some of ours, then as many of theirs, again and again."""
+    one: list[float] = []
+    other: list[float] = []
+    for number in range(pairs + 2):
+        turn = ((ours, one), (theirs, other))
+        for work, times in turn if number % 2 else turn[::-1]:
+            begun = time.perf_counter()
+            for _ in range(each):
+                work()
+            times.append((time.perf_counter() - begun) / each)
+    one, other = one[2:], other[2:]  # the first warm the caches
+    ratio = statistics.median(a / b for a, b in zip(one, other, strict=True))
+    return name, statistics.median(one), statistics.median(other), ratio, goal
+
+
+def printed(row: Row) -> str:
+    """A line of the table of `make bench`."""
+    name, ours, theirs, ratio, goal = row
+    return f"| {name} | {ours * 1e3:.2f} ms | | {theirs * 1e3:.2f} ms | {ratio:.3f} × | {goal} |"
+
+
+if __name__ == "__main__":
+    for found in rows("", 5):
+        print(printed(found), flush=True)

@@ -1,0 +1,157 @@
+"""Commands that put files together and take them apart: bundle, unbundle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ckptool.cli.answers import Answer, Answers
+from ckptool.cli.options import AsJson, Container, DryRun, File, Force, KeepUnknown, Target, Verify, write_each, writes
+from ckptool.errors import Conflict, UsageError, printable
+
+_EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3"
+
+
+@writes
+def bundle(
+    target: Target,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME=FILE|NAME:=JSON|FILE",
+            help="Members: files, parts of files (NAME=FILE#ADDRESS), plain values. Or one bundle to change.",
+            show_default=False,
+        ),
+    ] = None,
+    add: Annotated[
+        list[str] | None,
+        typer.Option("--add", metavar="NAME=FILE", help="Add a member (or NAME:=JSON) to the bundle. Repeatable."),
+    ] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option("--drop", metavar="NAME", help="Leave out a member of the bundle. Repeatable.")
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option("--rename", metavar="OLD=NEW", help="Call a member of the bundle otherwise. Repeatable."),
+    ] = None,
+    from_folder: Annotated[
+        str | None, typer.Option("--from", metavar="DIR", help="Put together again what unbundle wrote to DIR.")
+    ] = None,
+    dedup: Annotated[
+        bool, typer.Option("--dedup", help="Store equal tensors once; ckptool gives each member its own again.")
+    ] = False,
+) -> Answers:
+    """Put several models, optimizers and values into one file: bundle -o gan.tar generator=G.pt epoch:=3."""
+    from ckptool.verbs.bundle import bundle
+
+    if target.folder is not None:
+        raise UsageError("bundle writes one file, and was given a folder", "Its members all go into it.", _EXAMPLE)
+    base, given = _base_and_members(words or [], bool(add or drop or rename or target.in_place))
+    files, values = _members([*given, *(add or ())])
+    renames = _renames(rename or ())
+
+    def write(_: str, out: str | None, **options: Any) -> Any:
+        return bundle(
+            files,
+            out,
+            values=values,
+            file=base,
+            drop=drop or (),
+            rename=renames,
+            from_folder=from_folder,
+            dedup=dedup,
+            **options,
+        )
+
+    return write_each("bundle", [base or from_folder or target.out or ""], target, write)
+
+
+def _base_and_members(words: Sequence[str], changes: bool) -> tuple[str | None, Sequence[str]]:
+    """The bundle to change, where one word names a file, and the words that name members."""
+    if len(words) == 1 and ("=" not in words[0] or os.path.lexists(words[0])):
+        return words[0], ()
+    if changes and words:
+        raise UsageError(
+            f"bundle was given {len(words)} words beside its changes",
+            "--add, --drop and --rename change one bundle.",
+            "For example: ckptool bundle gan.tar --add epoch:=4 -o new.tar",
+        )
+    return None, words
+
+
+def _members(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The files and the plain values among `NAME=FILE` and `NAME:=JSON`."""
+    from ckptool.transforms.edit import parse_assignment
+
+    files: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for word in words:
+        name, separator, file = word.partition("=")
+        if not (name and separator and file):
+            raise UsageError(f"{printable(word)!r} names no member", "It is written NAME=FILE or NAME:=JSON.", _EXAMPLE)
+        plain = name.endswith(":")
+        if plain:
+            name, file = parse_assignment(word)
+        if name in files or name in values:
+            raise Conflict(
+                f"two members are called {printable(name)}",
+                "One member would replace the other. Nothing was written.",
+                "Give one of them another name.",
+            )
+        (values if plain else files)[name] = file
+    return files, values
+
+
+def _renames(texts: Sequence[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in texts:
+        old, _, new = text.partition("=")
+        if not (old and new):
+            raise UsageError(
+                f"--rename {printable(text)!r} has no two sides",
+                "It is written OLD=NEW.",
+                "For example: --rename G=generator",
+            )
+        if old in pairs:
+            raise UsageError(f"--rename was given {printable(old)!r} twice", "Only one of them can be meant.")
+        pairs[old] = new
+    return pairs
+
+
+def unbundle(
+    file: File,
+    folder: Annotated[
+        str | None,
+        typer.Option("-d", "--dir", metavar="DIR", help="Write the members and bundle.json into this new folder."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Only this member. Repeatable.")
+    ] = None,
+    container: Container = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    verify: Verify = False,
+    keep_unknown: KeepUnknown = False,
+    as_json: AsJson = False,
+) -> Answers:
+    """Write the members of a bundle to files of their own, and bundle.json, which says how they belong together."""
+    options = {
+        "container": container,
+        "overwrite": force,
+        "dry_run": dry_run,
+        "verify": verify,
+        "keep_unknown": keep_unknown,
+    }
+    return Answers(_unbundled(file, folder, only or (), options), as_json)
+
+
+def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict[str, Any]) -> Iterator[Answer]:
+    from ckptool.cli.progress import progress_bar
+    from ckptool.verbs.unbundle import unbundle
+
+    with progress_bar(f"unbundle {printable(os.path.basename(file))}") as progress:
+        report = unbundle(file, folder, only=only, progress=progress, **options)
+    yield Answer("written", report)

@@ -1,0 +1,364 @@
+"""`dcp`: a folder that `torch.distributed.checkpoint.save` wrote: `.metadata`, and what each rank saved, one thing after the other.
+
+Source: torch/distributed/checkpoint (metadata.py, filesystem.py, _nested_dict.py, _traverse.py), torch 2.0 to 2.13. `.metadata` is a pickle
+of a `Metadata`: for every name the size and chunks of a tensor or nothing (an object), for every chunk the bytes of a `.distcp` file
+where it is, and for every name its path in the nested dictionaries that were saved. The bytes of each are a torch zip by themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage, TensorEntry
+from ckptool.dtypes import BY_TORCH, DType
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported, listed, printable
+from ckptool.files import Folder, Input
+from ckptool.formats import torch_zip
+from ckptool.formats.chunks import Box, Chunk, assembled, covers
+from ckptool.nodes import MAX_DEPTH, Global, Object
+from ckptool.pickles.decode import decode
+from ckptool.pickles.torch_objects import BUILDERS
+
+NAME = "dcp"
+METADATA = ".metadata"
+SUFFIX = ".distcp"
+MAX_METADATA = 256 << 20
+MAX_RANK = 64
+
+Key = tuple[str, tuple[int, ...] | None]  # a name, and the offsets of a chunk; None for an object
+
+
+def detect(head: bytes, source: Input) -> bool:
+    return isinstance(source, Folder) and (METADATA in source or any(name.endswith(SUFFIX) for name in source.names))
+
+
+def read(folder: Folder) -> Checkpoint:
+    """The checkpoint in a folder of `torch.distributed.checkpoint`. Reads its table and the directories of its zips, no tensor data.
+
+    A tensor that several ranks share is one entry, put together when its bytes are asked for. The nesting of dictionaries and lists is
+    as it was saved; without a record of it, names stay flat. Raises `Truncated`, `Corrupt`, `Ambiguous`, `Unsupported` or `LimitExceeded`.
+    """
+    if METADATA not in folder:
+        raise Truncated(
+            f"{folder} holds {SUFFIX} files and no {METADATA}",
+            "It is written last: the run was stopped while it saved, or the file was not copied along.",
+            "Copy the whole folder, or take an earlier checkpoint.",
+        )
+    facts = _metadata(folder)
+    shelf = _Shelf(folder, _places(folder, facts.get("storage_data")))
+    described = facts.get("state_dict_metadata")
+    if not isinstance(described, dict) or not all(type(name) is str for name in described):
+        raise _damaged(folder, "has no table of names")
+    values = {name: _value(folder, shelf, name, node) for name, node in described.items()}
+    paths, notes = _paths(folder, facts.get("planner_data"), values)
+    notes += _notes(folder, shelf, described)
+    version = facts.get("version")
+    metadata = {"version": version} if type(version) is str else {}
+    return Checkpoint(
+        _nested(folder, values, paths), NAME, metadata, folder, None, tuple(notes), tuple(shelf.discarded)
+    )
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+
+def _metadata(folder: Folder) -> dict[Any, Any]:
+    """The fields of the `Metadata` that the folder's table is a pickle of."""
+    source = folder.open(METADATA)
+    if source.size > MAX_METADATA:
+        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_METADATA:,} are read.")
+    data = source.read(0, source.size)
+    decoded = decode(data, _no_storage, BUILDERS, name=str(source), file_bytes=source.size)
+    if decoded.end != len(data):
+        raise Ambiguous(
+            f"{source} has {len(data) - decoded.end:,} bytes after its end", "Another pickle may be hidden there."
+        )
+    if _class(decoded.root) != "Metadata":
+        raise NotACheckpoint(
+            f"{folder} is a folder, and its {METADATA} is not that of torch.distributed.checkpoint",
+            "Another program wrote it.",
+            f"Name the file: ls {printable(folder.path)}",
+        )
+    return decoded.root.attributes  # type: ignore[no-any-return]
+
+
+def _no_storage(pid: Any) -> Any:
+    raise Corrupt("a persistent id in a table that has no storages", "The file is of another kind.")
+
+
+def _class(node: Any) -> str:
+    """The name of the class of torch.distributed that an object is of; empty for anything else."""
+    known = isinstance(node, Object) and type(node.fn) is Global and node.fn.module.startswith("torch.distributed.")
+    return node.fn.name if known else ""
+
+
+def _damaged(folder: Folder, what: str) -> Corrupt:
+    return Corrupt(f"{folder}: its {METADATA} {what}", "The table was damaged, or put together to mislead.")
+
+
+def _sizes(node: Any) -> tuple[int, ...] | None:
+    """The numbers in a `torch.Size`, none of them negative; None where it is anything else."""
+    if isinstance(node, Object) and str(node.fn) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
+        node = node.args[0]
+    if not isinstance(node, (tuple, list)) or len(node) > MAX_RANK:
+        return None
+    return tuple(node) if all(type(n) is int and 0 <= n < 1 << 62 for n in node) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a chunk or an object is: a file of the folder, and the range of its bytes."""
+
+    file: str
+    offset: int
+    length: int
+    packed: tuple[str, ...] = ()  # how the bytes were packed by extensions of the writer
+
+
+def _places(folder: Folder, table: Any) -> dict[Key, _Place]:
+    """Where everything is, by name and offsets."""
+    if not isinstance(table, dict):
+        raise _damaged(folder, "does not say where its values are")
+    places: dict[Key, _Place] = {}
+    for index, info in table.items():
+        key, place = _key(index), _place(info)
+        if key is None or place is None:
+            raise _damaged(folder, f"has an entry {len(places):,} that says nothing of a place")
+        if key in places:
+            raise Ambiguous(
+                f"{folder}: its {METADATA} has two places for {printable(key[0])}", "Readers take one or the other."
+            )
+        places[key] = place
+    if missing := folder.missing(place.file for place in places.values()):
+        raise Corrupt(
+            f"{folder} lacks {len(missing):,} of its files: {listed([printable(name) for name in missing], 3)}",
+            "What the ranks saved is only complete together.",
+            "Copy the whole folder.",
+        )
+    return places
+
+
+def _key(index: Any) -> Key | None:
+    if _class(index) != "MetadataIndex":
+        return None
+    fields = index.attributes
+    name, offset = fields.get("fqn"), fields.get("offset")
+    offsets = None if offset is None else _sizes(offset)
+    return (name, offsets) if type(name) is str and (offset is None) == (offsets is None) else None
+
+
+def _place(info: Any) -> _Place | None:
+    if _class(info) != "_StorageInfo":
+        return None
+    fields = info.attributes
+    file, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+    packed = fields.get("transform_descriptors") or ()
+    if (
+        type(file) is not str
+        or type(offset) is not int
+        or type(length) is not int
+        or not isinstance(packed, (list, tuple))
+    ):
+        return None
+    return _Place(file, offset, length, tuple(str(name) for name in packed))
+
+
+# The values ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Shelf:
+    """The zips in the files of the ranks, each opened once. `taken`: the names whose values were asked for."""
+
+    folder: Folder
+    places: dict[Key, _Place]
+    opened: dict[_Place, Any] = field(default_factory=dict)
+    taken: set[Key] = field(default_factory=set)
+    discarded: list[Object] = field(default_factory=list)
+
+    def take(self, key: Key) -> Any:
+        """What was saved under this name; of a tensor, the chunk at these offsets."""
+        place = self.places.get(key)
+        if place is None:
+            what = printable(key[0]) if key[1] is None else f"the chunk of {printable(key[0])} at {list(key[1])}"
+            raise _damaged(self.folder, f"does not say where {what} is")
+        self.taken.add(key)
+        if place not in self.opened:
+            self.opened[place] = self._open(key[0], place)
+        return self.opened[place]
+
+    def _open(self, name: str, place: _Place) -> Any:
+        if place.packed:
+            raise Unsupported(
+                f"{self.folder}: {printable(name)} is packed by {printable(listed(place.packed))}",
+                "An extension of torch's writer did that; only it can undo it.",
+                "With torch: load it with the same extension, and save it without.",
+            )
+        part = self.folder.open(place.file).part(place.offset, place.length)
+        if place.file.endswith(".safetensors"):
+            raise Unsupported(
+                f"{self.folder} was written by torch.distributed.checkpoint as safetensors",
+                "Here its folders of .distcp files are read.",
+                "With torch: torch.distributed.checkpoint.HuggingFaceStorageReader",
+            )
+        if not torch_zip.detect(part.read(0, min(4, part.size)), part.file):
+            raise Corrupt(
+                f"{part}: there is no torch zip where {printable(name)} should be",
+                "The file or the table is another's.",
+            )
+        checkpoint = torch_zip.read(part)
+        self.discarded.extend(checkpoint.discarded)
+        return _settled(checkpoint.tree)
+
+
+def _settled(value: Any) -> Any:
+    """A tensor by itself without the directory of its zip, whose place in the file is confirmed; anything else as it is.
+
+    There may be hundreds of thousands of them, each in a zip of its own.
+    """
+    if not isinstance(value, TensorEntry) or not isinstance(value.storage.data, FileRange):
+        return value
+    data = value.storage.data
+    data.ready()
+    place = FileRange(data.file, data.offset, data.length)
+    return replace(value, storage=Storage(place, value.storage.location, value.storage.crc))
+
+
+def _value(folder: Folder, shelf: _Shelf, name: str, node: Any) -> Any:
+    kind = _class(node)
+    if kind == "BytesStorageMetadata":
+        return shelf.take((name, None))
+    if kind != "TensorStorageMetadata":
+        raise _damaged(folder, f"says of {printable(name)} that it is a {printable(kind or type(node).__name__)}")
+    size, dtype, trained = _sizes(node.attributes.get("size")), *_properties(node.attributes.get("properties"))
+    if size is None or dtype is None:
+        raise _damaged(folder, f"says nothing of the shape or type of {printable(name)}")
+    boxes = _boxes(node.attributes.get("chunks"), len(size))
+    if boxes is None or not covers(size, boxes):
+        raise _damaged(
+            folder, f"has chunks of {printable(name)} that overlap, leave gaps or lie outside of its shape {list(size)}"
+        )
+    parts = [Chunk(_chunk(folder, shelf, name, dtype, box), box[0]) for box in boxes if not _is_nothing(box, size)]
+    whole = parts[0].entry if len(parts) == 1 and parts[0].entry.shape == size else assembled(size, parts)
+    return replace(whole, flags=whole.flags._replace(requires_grad=trained)) if trained else whole
+
+
+def _is_nothing(box: Box, size: tuple[int, ...]) -> bool:
+    """True for a rank's share that has no elements of a tensor which has some."""
+    return 0 in box[1] and 0 not in size
+
+
+def _properties(node: Any) -> tuple[DType | None, bool]:
+    """The type of a tensor, and whether it requires a gradient."""
+    state = node.state if _class(node) == "TensorProperties" else None
+    if type(state) is tuple and len(state) == 5:
+        dtype, trained = state[0], state[2]
+    elif isinstance(state, dict):
+        dtype, trained = state.get("dtype"), state.get("requires_grad")
+    else:
+        return None, False
+    known = type(dtype) is Global and dtype.module == "torch"
+    return BY_TORCH.get(dtype.name) if known else None, trained is True
+
+
+def _boxes(chunks: Any, rank: int) -> list[Box] | None:
+    """Where each chunk begins, and its sizes."""
+    boxes = []
+    for chunk in chunks if isinstance(chunks, list) else ():
+        fields = chunk.attributes if _class(chunk) == "ChunkStorageMetadata" else {}
+        begin, sizes = _sizes(fields.get("offsets")), _sizes(fields.get("sizes"))
+        if begin is None or sizes is None or len(begin) != rank or len(sizes) != rank:
+            return None
+        boxes.append((begin, sizes))
+    return boxes or None
+
+
+def _chunk(folder: Folder, shelf: _Shelf, name: str, dtype: DType, box: Box) -> TensorEntry:
+    value = shelf.take((name, box[0]))
+    if isinstance(value, TensorEntry) and (value.shape, value.dtype) == (box[1], dtype):
+        return value
+    raise Corrupt(
+        f"{folder}: the chunk of {printable(name)} at {list(box[0])} should be {dtype}{list(box[1])}, its file has {value!r:.100}",
+        "The files are of two checkpoints, or one of them was damaged.",
+    )
+
+
+# The tree ------------------------------------------------------------------------------------------------------------
+
+
+def _paths(folder: Folder, table: Any, values: dict[str, Any]) -> tuple[dict[str, tuple[str | int, ...]], list[Note]]:
+    """For every name its path in what was saved; and what is to be said of it."""
+    if not isinstance(table, dict) or not table:
+        note = Note("flat-names", "how the names were nested is not recorded, so they are as torch had flattened them")
+        return {}, [note] if any("." in name for name in values) else []
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for name in values:
+        path = table.get(name)
+        if path is None:
+            continue
+        if not isinstance(path, (tuple, list)) or not path or type(path[0]) is not str:
+            raise _damaged(folder, f"has no path for {printable(name)}")
+        if len(path) > MAX_DEPTH:
+            raise LimitExceeded(f"{folder}: {printable(name)[:80]} is nested {len(path):,} deep", "No checkpoint is.")
+        if not all(type(part) in (str, int) for part in path):
+            raise _damaged(folder, f"has a path for {printable(name)} that is not of names and numbers")
+        paths[name] = tuple(path)
+    return paths, []
+
+
+class _List(dict[int, Any]):
+    """A list of which the elements come in any order."""
+
+
+def _nested(folder: Folder, values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[Any, Any]:
+    """The dictionaries and lists that were saved: a number in a path is a place in a list, as torch's own reader has it."""
+    root: dict[Any, Any] = {}
+    lists: list[tuple[dict[Any, Any], str | int]] = []
+    made: set[int] = {id(root)}
+    for name, value in values.items():
+        path = paths.get(name, (name,))
+        node = root
+        for key, after in pairwise(path):
+            if key not in node:
+                below: dict[Any, Any] = _List() if type(after) is int else {}
+                node[key] = below
+                made.add(id(below))
+                if isinstance(below, _List):
+                    lists.append((node, key))
+            node = node[key]
+            if id(node) not in made or isinstance(node, _List) != (type(after) is int):
+                raise _damaged(folder, f"has a path for {printable(name)} that goes through another value")
+        if path[-1] in node:
+            raise _damaged(folder, f"has one path for two values, {printable(name)} and another")
+        node[path[-1]] = value
+    for parent, key in reversed(lists):
+        parent[key] = _as_list(folder, parent[key])
+    return root
+
+
+def _as_list(folder: Folder, parts: dict[int, Any]) -> list[Any]:
+    """The elements in order; torch records no empty dictionaries, and reads None in their places."""
+    last = max(parts)
+    if min(parts) < 0 or last > 4 * len(parts) + 1_000:
+        raise _damaged(folder, f"has a list with an element {last:,} and only {len(parts):,} in all")
+    return [parts.get(i) for i in range(last + 1)]
+
+
+def _notes(folder: Folder, shelf: _Shelf, described: dict[str, Any]) -> list[Note]:
+    notes = []
+    unused = sorted({printable(name) for name, _ in shelf.places.keys() - shelf.taken})
+    if unused:
+        notes.append(Note("unused-record", f"{len(unused):,} names have data that no tensor uses: {listed(unused, 3)}"))
+    named = {place.file for place in shelf.places.values()}
+    stale = [name for name in folder.names if name.endswith(SUFFIX) and name not in named]
+    if stale:
+        shown = listed([printable(name) for name in stale], 3)
+        notes.append(
+            Note(
+                "stale-shards",
+                f"{len(stale):,} files are of no value in {METADATA}, perhaps left from another run: {shown}",
+            )
+        )
+    return notes

@@ -1,0 +1,143 @@
+"""`npz`: what `numpy.savez` and `savez_compressed` write, a zip of one `.npy` for each name.
+
+Source: numpy/lib/_npyio_impl.py (`_savez`) and Lib/zipfile; `npy_array` has the arrays. Written as `numpy.savez` does, without compression,
+with the array of each record aligned in the file. Names may differ in case alone: numpy tells them apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Data, Literal, Note, Plan, TensorEntry
+from ckptool.errors import Ambiguous, Unsupported, is_text, listed, printable
+from ckptool.files import Input, Source
+from ckptool.formats import zip_archive, zip_parts
+from ckptool.formats.npy_array import Budget, read_array, spelled
+from ckptool.formats.zip_layout import ZipLayout
+from ckptool.formats.zip_records import LOCAL
+from ckptool.nodes import Object
+from ckptool.plain import summary
+
+NAME = "npz"
+SUFFIXES = (".npz",)
+TENSORS_ONLY = True
+TIES = False
+ENDING = ".npy"
+ALIGNMENT = 64
+MAX_OTHERS = 1 << 20  # bytes of records that are no arrays, which numpy gives as bytes
+MAX_NAME = 0xFFFF - len(ENDING)
+
+
+def detect(head: bytes, source: Input) -> bool:
+    """True for a zip whose first record is an array, and for one without records, as `numpy.savez` writes it of nothing."""
+    if head[:4] == b"PK\x05\x06":
+        return source.size == zip_archive.END.size
+    name_at = LOCAL.size
+    if head[:4] != b"PK\x03\x04" or len(head) < name_at or not isinstance(source, Source):
+        return False
+    size = int.from_bytes(head[26:28], "little")
+    end = min(name_at + size, source.size)
+    name = head[name_at:end] if end <= len(head) else source.read(name_at, end - name_at)
+    return name.endswith(ENDING.encode())
+
+
+def read(source: Source) -> Checkpoint:
+    """The arrays in an `.npz` by their names. Reads the directory and the headers of the arrays, no numbers.
+
+    Arrays of texts, dates and objects are inert objects, as in a pickle; records that are no arrays are bytes, as `numpy.load` has them.
+    Raises what `read_archive` and `read_array` raise.
+    """
+    archive = zip_archive.read_archive(source, twins=True)
+    if pickles := [name for name in archive.records if name.rpartition("/")[2] == "data.pkl"]:
+        raise Ambiguous(
+            f"{source} holds numpy arrays beside {printable(pickles[0])}",
+            "numpy would read the one, torch the other.",
+        )
+    tree: dict[str, Any] = {}
+    discarded: list[Object] = []
+    budget, others = Budget(source.size), 0
+    for name, record in archive.records.items():
+        key = name.removesuffix(ENDING)
+        if key in tree or (key != name and key in archive.records):
+            raise Ambiguous(
+                f"{source} has the records {printable(key)} and {printable(name)}",
+                "numpy gives both the same name.",
+            )
+        if key == name:
+            tree[key] = record.contents(MAX_OTHERS - others)
+            others += record.size
+        else:
+            crc = record.crc if archive.has_checksums else None
+            tree[key], thrown_away = read_array(record.data, f"{source}: {record}", budget, crc)
+            discarded += thrown_away
+    notes = (*archive.notes, *_notes(tree))
+    return Checkpoint(tree, NAME, {}, source, notes=notes, discarded=tuple(discarded), tensors_only=True)
+
+
+def _notes(tree: dict[str, Any]) -> list[Note]:
+    others = [
+        f"{printable(name)} ({summary(value)})" for name, value in tree.items() if not isinstance(value, TensorEntry)
+    ]
+    return [Note("other-arrays", f"{len(others):,} entries are no tensors: {listed(others, 4)}")] if others else []
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
+    """The plan of an `.npz` with these tensors, which must be a dictionary of texts to tensors of numpy's own types.
+
+    Ties are written once for each name. Raises `Unsupported` naming everything that cannot be kept.
+    """
+    arrays = _holdable(checkpoint.tree)
+    if not arrays:
+        return Plan({"": [Literal(zip_parts.end_records(0, 0, 0)[-zip_archive.END.size :])]})
+    layout, checks = ZipLayout(ALIGNMENT), []
+    for name, (header, data, crc) in arrays.items():
+        layout.add(name + ENDING, data, crc, header)
+        value = checkpoint.tree[name]
+        if isinstance(value, TensorEntry) and value.storage.crc is not None and crc is None:
+            checks.append(value.storage)  # of which only a part is written, or another order
+    return layout.finish(checks)
+
+
+def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> None:
+    """An `.npz` is not edited in place: it is written anew."""
+    return
+
+
+def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
+    """What `spelled` gives for each name; `Unsupported` with everything that numpy cannot hold."""
+    if not isinstance(tree, dict):
+        raise Unsupported(
+            "an .npz file holds a dictionary of arrays, nothing else",
+            "",
+            "Choose a part: ckptool convert FILE#ADDRESS -o OUT.npz",
+        )
+    found = {name: (None if _bad_name(name) else spelled(value)) for name, value in tree.items()}
+    wrong = [f"{printable(str(name))} ({_why_not(name, tree[name])})" for name, array in found.items() if array is None]
+    if wrong:
+        raise Unsupported(
+            f"an .npz file cannot hold {listed(wrong)}",
+            "It has names for arrays of numpy's own types: no bf16, no float8, no packed or quantized values.",
+            "Cast the weights first: ckptool cast FILE --dtype f32 -o OUT; or leave them out: ckptool convert --exclude NAME",
+        )
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def _bad_name(name: Any) -> str:
+    if type(name) is not str:
+        return f"a {type(name).__name__} as a name"
+    if not is_text(name) or "\0" in name:
+        return "a name that is not Unicode text"
+    if name.endswith(ENDING):
+        return f"a name that ends with {ENDING}"
+    return "a name that is too long" if len(name.encode()) > MAX_NAME else ""
+
+
+def _why_not(name: Any, value: Any) -> str:
+    if bad := _bad_name(name):
+        return bad
+    if isinstance(value, TensorEntry):
+        return f"type {value.dtype}"
+    return f"{value.kind} tensor" if isinstance(value, Composite) else f"{summary(value)}, no array of numbers or texts"

@@ -1,0 +1,117 @@
+"""`pickle`: a pickle by itself, as `pickle.dump` writes it, of any protocol. It is read, not run, and not written.
+
+It may hold numpy arrays, whose data stays in the file, and tensors, which torch pickles as a stream inside of a byte string
+(`torch.storage._load_from_bytes`; see `pickles/legacy.py`). One file is one pickle: what follows it would be lost without a word, so a
+file of several is refused.
+Sources: PEP 307, PEP 3154, PEP 574 and Lib/pickletools.py; numpy's `__reduce__` methods; joblib/numpy_pickle.py for what is no pickle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ckptool.arrays import left_in_file
+from ckptool.checkpoint import Checkpoint, FileRange
+from ckptool.errors import Ambiguous, CkptoolError, Truncated, Unsupported, printable
+from ckptool.files import Input, Source
+from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.skeleton import decode_lazily, skeleton
+from ckptool.pickles.texts import python2_notes
+from ckptool.pickles.torch_objects import BUILDERS
+
+NAME = "pickle"
+SMALLEST = 4  # bytes; an empty dictionary of protocol 2 has as many
+_PROTO = 0x80
+# How a pickle of protocol 0 or 1 begins: with a container, a class, an object of a class, or a tuple of such things. Their opcodes are
+# letters and brackets, so texts begin like that too; whoever matches is tried.
+_NAME = rb"[\w.]{1,200}\n[\w.]{1,200}\n"
+_OLD = re.compile(
+    rb"[\]}]|\([dlt]|\(*(?:c%b|\(i%b|\((?:[\]}(KMJX]|I-?\d+\n|L-?\d+L?\n|F[-\d]|S['\"]|V[^\n]*\n))" % (_NAME, _NAME)
+)
+_JOBLIB = b"joblib.numpy_pickle"
+_FIRST = 1 << 20  # of a file that cannot be read, in which joblib's name is looked for
+
+
+def detect(head: bytes, source: Input) -> bool:
+    """True for what begins as a pickle; older ones, which begin with a letter or a bracket, are tried as far as `head` goes."""
+    if not isinstance(source, Source) or source.size < SMALLEST:
+        return False
+    if head[0] == _PROTO:
+        return head[1:2] <= b"\5"
+    if _OLD.match(head) is None:
+        return False
+    try:
+        decode(head, lambda _: None, {}, name="")
+    except Truncated:
+        return source.size > len(head)
+    except CkptoolError:
+        return False
+    return True
+
+
+def read(source: Source) -> Checkpoint:
+    """What a bare pickle holds. Reads its opcodes; the data of large arrays and of tensors stays in the file.
+
+    Raises `Ambiguous` for a file of several pickles, `Unsupported` for one that is a part of something else (joblib, a torch zip), and
+    what `skeleton` and `decode` raise.
+    """
+    try:
+        decoded, end = _decoded(source)
+    except CkptoolError:
+        _refuse_joblib(source)
+        raise
+    if end != source.size:
+        _refuse_more(source, end)
+    notes = tuple(python2_notes(decoded.byte_strings))
+    return Checkpoint(decoded.root, NAME, {}, source, notes=notes, discarded=decoded.discarded)
+
+
+def _decoded(source: Source) -> tuple[Decoded, int]:
+    name = str(source)
+    made = skeleton(FileRange(source, 0, source.size), name=name)
+
+    def run(blobs: Sequence[Any]) -> Decoded:
+        found = decode(
+            made.data, _refuse_id, BUILDERS, name=name, file_bytes=source.size, blobs=blobs, place=made.place
+        )
+        return left_in_file(found)
+
+    return decode_lazily(made, run), made.end
+
+
+def _refuse_id(pid: Any) -> NoReturn:
+    if type(pid) is tuple and pid and pid[0] == "storage":
+        raise Unsupported(
+            "it is the data.pkl of a torch zip, taken out of it",
+            "The data of its tensors is in the other records of the archive.",
+            "Name the archive itself, or zip its folder again: zip -0 -r NEW.pt FOLDER",
+        )
+    shown = f" ({printable(pid[:40])})" if type(pid) is str else ""
+    raise Unsupported(
+        f"it refers to something outside of the pickle, by a persistent id{shown}",
+        "Only the program that wrote it knows what is meant.",
+        "Load it with that program, and save its weights with torch.save.",
+    )
+
+
+def _refuse_joblib(source: Source) -> None:
+    if _JOBLIB in source.read(0, min(_FIRST, source.size)):
+        raise Unsupported(
+            f"{source} was written by joblib",
+            "Its arrays lie between the opcodes, where no pickle has them; only joblib reads that.",
+            "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))",
+        ) from None
+
+
+def _refuse_more(source: Source, end: int) -> NoReturn:
+    rest = source.size - end
+    several = detect(source.read(end, min(512, rest)), source)
+    raise Ambiguous(
+        f"{source} has {rest:,} bytes after the end of its pickle",
+        "They begin another one (pickle.dump was called several times): pickle.load gives the first alone."
+        if several
+        else "No reader of pickles looks at them; something may be hidden there.",
+        f"Take the first by itself: head -c {end} {source} > first.pkl",
+    )

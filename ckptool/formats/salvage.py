@@ -1,0 +1,429 @@
+"""What is left of a damaged checkpoint: the tree, with the tensors that are whole and stand-ins for those that are not.
+
+Zip archives by their records' checksums (`zip_salvage`); safetensors by what its header says, as the format has no checksums. Where the
+pickle of a zip is lost, nobody can say which bytes are which tensor: its records are then given as bytes, under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
+from ckptool.dtypes import by_name
+from ckptool.errors import CkptoolError, Corrupt, FileProblem, UsageError
+from ckptool.files import Input, Readable, Source
+from ckptool.formats import no_collection, recovered, safetensors, torch_zip, twins, zip_archive
+from ckptool.formats.checksums import Progress, checksums
+from ckptool.formats.zip_archive import Archive
+from ckptool.formats.zip_records import DESCRIPTOR, DESCRIPTOR64, LOCAL, Record
+from ckptool.formats.zip_salvage import (
+    BUDGET,
+    DAMAGED,
+    FREE,
+    HEADER,
+    NO_NAME,
+    NO_SUM,
+    SMALL,
+    TWICE,
+    Piece,
+    Sizes,
+    Walk,
+    is_pickle,
+    record_of,
+    sizes_in,
+)
+from ckptool.nodes import Global
+
+QUICK = 16 << 20  # bytes searched for a count
+COUNTED = 100_000  # records looked at for it
+_NEAR_PICKLE = 2_048  # bytes behind it in which torch puts the byte order
+MISSING = "it is not in the file"
+UNDONE = "undid an in-place edit that was not finished"
+BY_HEADERS = "found the records by their own headers: the directory is missing or damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class LostRecord:
+    """A record that did not come back, or a tensor of a file without records: where it was (None: unknown), and why."""
+
+    name: str
+    offset: int | None
+    nbytes: int
+    why: str
+
+
+@dataclass(slots=True, eq=False)
+class Salvaged:
+    """What is left of a file.
+
+    checkpoint: the tree; storages that are lost are in it, and `lost_of` says so.  records, whole: how many there were and are.
+    lost: by the id of a storage's data.  proven: by checksums.  raw: records by name, as the pickle is lost.  how: what was done, in words.
+    prefix: so many bytes of the file are a whole archive as they are (None: they are not).
+    """
+
+    checkpoint: Checkpoint
+    records: int
+    whole: int
+    lost_records: tuple[LostRecord, ...]
+    proven: bool
+    raw: bool = False
+    how: str = ""
+    prefix: int | None = None
+    lost: dict[int, LostRecord] = field(default_factory=dict)
+
+    def lost_of(self, storage: Storage) -> LostRecord | None:
+        """Why a storage's data is lost; None if it is there."""
+        pending = [storage]
+        while pending:
+            data = pending.pop().data
+            if id(data) in self.lost:
+                return self.lost[id(data)]
+            if isinstance(data, Computed):
+                pending += data.inputs
+        return None
+
+
+def salvage(source: Input, error: CkptoolError | None = None, progress: Progress | None = None) -> Salvaged:
+    """What is left of `source`, which was found damaged (`error`: how).
+
+    Raises `error` where nothing can be told of it, `FileProblem`, or `UsageError` for a folder or a container that is not salvaged.
+    """
+    if not isinstance(source, Source):
+        raise UsageError(
+            f"{source} is a folder",
+            "Files are recovered one by one.",
+            "Name the damaged file: ckptool recover FILE -o OUT",
+        )
+    head = source.read(0, min(16, source.size))
+    with no_collection():
+        if head[:2] == b"PK":
+            return _salvaged_zip(source, error, progress)
+        if safetensors.detect(head, source):
+            return _salvaged_safetensors(source)
+    raise error or UsageError(
+        f"{source} is of a container that cannot be recovered",
+        "Torch zips and safetensors files are.",
+        "Copy or download it again.",
+    )
+
+
+def whole_records(source: Readable) -> tuple[int, int] | None:
+    """How many storages of a damaged zip look whole, and how many there were, without reading them; None where it cannot be told."""
+    try:
+        with no_collection():
+            walk = Walk(source, min(QUICK, BUDGET * source.size + FREE), COUNTED).run()
+    except CkptoolError:
+        return None
+    sizes = walk.sizes.of
+    found = {piece.name for piece in walk.pieces if piece.name in sizes and not piece.why and piece.named}
+    return (len(found), len(sizes)) if sizes else None
+
+
+# Safetensors ----------------------------------------------------------------------------------------------------------
+
+
+def _salvaged_safetensors(source: Source) -> Salvaged:
+    """The tensors whose ranges are inside the file; whether their bytes are the right ones, nobody can say."""
+    checkpoint = safetensors.read(source, cut=True)
+    lost: dict[int, LostRecord] = {}
+    names = set()
+    for data in _ranges(checkpoint.tree):
+        names.add(data.offset)
+        if data.offset + data.length > source.size:
+            lost[id(data)] = LostRecord("", data.offset, data.length, "the file ends before it does")
+    gone = {found.offset for found in lost.values()}
+    return Salvaged(checkpoint, len(names), len(names - gone), tuple(lost.values()), False, lost=lost)
+
+
+def _ranges(tree: Any) -> list[FileRange]:
+    from ckptool.tree import storages
+
+    found, pending = [], list(storages(tree))
+    while pending:
+        data = pending.pop().data
+        if isinstance(data, FileRange):
+            found.append(data)
+        elif isinstance(data, Computed):
+            pending += data.inputs
+    return found
+
+
+# Zip archives ---------------------------------------------------------------------------------------------------------
+
+
+def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress | None) -> Salvaged:
+    pieces, root, how, state, mentions = _pieces(source, error)
+    proven = _prove(source, pieces, progress)
+    _drop_twins(pieces, mentions)
+    archive = Archive(source, 0, 0, b"", has_checksums=proven)
+    for piece in pieces:
+        if not piece.why and piece.name.startswith(root):
+            archive.records[piece.name] = record_of(archive, piece)
+    lost = [LostRecord(p.name, p.header, p.size, p.why) for p in pieces if p.why and p.name not in archive.records]
+    if not archive.records:
+        raise error or Corrupt(f"{source}: no record of it is whole", "Nothing can be recovered.")
+    found = _opened(archive, root, lost)
+    names = {piece.name for piece in pieces} | {record.name for record in found.lost_records}
+    prefix = state.end if state is not None and not found.lost_records and _agrees(state, pieces) else None
+    return replace(found, records=len(names), whole=len(archive.records), proven=proven, how=how, prefix=prefix)
+
+
+def _agrees(state: Archive, pieces: list[Piece]) -> bool:
+    """True if the headers and checksums of an archive all say the same: then its bytes are good as they are."""
+    try:
+        for record in state.records.values():
+            record.confirm()
+    except CkptoolError:
+        return False
+    return not state.has_checksums or all(state.records[piece.name].crc == piece.crc for piece in pieces)
+
+
+# Records, their root folder, what was done, the directory that they are from, and the headers that any directory names.
+_Met = tuple[list[Piece], str, str, Archive | None, Collection[int]]
+
+
+def _pieces(source: Source, error: CkptoolError | None) -> _Met:
+    """Every record that is there or was, from the directory if it can be read, else from the records' own headers."""
+    try:
+        archive = zip_archive.read_archive(source)
+    except FileProblem:
+        raise
+    except CkptoolError as problem:
+        walk = Walk(source, BUDGET * source.size + FREE).run()
+        if walk.states:
+            state = _earlier_state(source, walk, error or problem)
+            return *_listed(state), UNDONE, state, ()
+        walk = _again(walk)
+        _settle_names(walk)
+        return walk.pieces, walk.sizes.root, BY_HEADERS, None, walk.mentions.keys()
+    undone = any(note.code == "interrupted-edit" for note in archive.notes)
+    return *_listed(archive), UNDONE if undone else "", archive, ()
+
+
+def _earlier_state(source: Source, walk: Walk, error: CkptoolError) -> Archive:
+    """The last complete archive in a file to which something was added; raises `error` if that is another archive."""
+    end = walk.states[-1]
+    archive = zip_archive.read_archive(source.part(0, end))
+    for piece in walk.pieces:
+        if piece.header >= end:
+            is_pickle = piece.name.endswith("/data.pkl")
+            if (piece.name not in archive.records) == is_pickle:
+                raise error
+    return archive
+
+
+def _listed(archive: Archive) -> tuple[list[Piece], str]:
+    """The records of a directory, each with the name that its own header confirms, or that the pickle does."""
+    pieces = []
+    for record in archive.by_offset():
+        piece = Piece(record.name, record.header, record.data_at, record.stored, record.size, record.method, record.end)
+        piece.claims = (record.crc, *_descriptor_sum(archive, record)) if archive.has_checksums else ()
+        pieces.append(piece)
+    sizes = Sizes()
+    for piece in pieces:
+        own = _own_name(archive, piece)
+        piece.named = own == piece.name
+        if not piece.named and own is not None and is_pickle(own):
+            piece.name, piece.named = own, True
+    pickle = next((p for p in pieces if is_pickle(p.name)), None)
+    if pickle is not None:
+        root = pickle.name.removesuffix("data.pkl")
+        data = record_of(archive, pickle).data
+        if pickle.size <= torch_zip.inflated_limit(pickle.stored):
+            sizes.learn(root, sizes_in(data, f"{root}data/", archive.source))
+        pickle.named = pickle.named or bool(sizes.of)
+    _agree(archive, pieces, sizes)
+    return pieces, sizes.root
+
+
+def _agree(archive: Archive, pieces: list[Piece], sizes: Sizes) -> None:
+    """Settles the name where a record's header and the directory differ: the one that alone makes sense."""
+    taken = {piece.name for piece in pieces if piece.named}
+    known = set(sizes.of) | {sizes.root + name for name in SMALL}
+    for piece in pieces:
+        if not piece.named:
+            names = {piece.name, _own_name(archive, piece)} & known - taken
+            fitting = [name for name in names if name is not None and sizes.of.get(name, piece.size) == piece.size]
+            if len(fitting) == 1:
+                piece.name, piece.named = fitting[0], True
+
+
+def _own_name(archive: Archive, piece: Piece) -> str | None:
+    """The name in a record's own header; None where there is no header, or none that leads to the data."""
+    head = archive.source.read(piece.header, LOCAL.size)
+    name_size, extra_size = LOCAL.unpack(head)[-2:]
+    if head[:4] != b"PK\x03\x04" or piece.header + LOCAL.size + name_size + extra_size != piece.data_at:
+        return None
+    return archive.source.read(piece.header + LOCAL.size, name_size).decode("utf-8", "replace")
+
+
+def _descriptor_sum(archive: Archive, record: Record) -> tuple[int, ...]:
+    """The checksum in a record's descriptor, where that has the same sizes: the directory's own may be what is damaged."""
+    for layout in (DESCRIPTOR, DESCRIPTOR64):
+        if record.descriptor_size == layout.size:
+            raw = archive.source.read(record.data_at + record.stored, layout.size)
+            signature, crc, stored, size = layout.unpack(raw)
+            return (crc,) if (signature, stored, size) == (b"PK\x07\x08", record.stored, record.size) else ()
+    return ()
+
+
+def _again(walk: Walk) -> Walk:
+    """The walk with the pickle known from the start, where it stands behind the storages and only the directory proves it."""
+    pickles = [
+        p for p in walk.pieces if is_pickle(p.name) and walk.mentions.get(p.header, ("",))[0] == p.name and not p.why
+    ]
+    if walk.sizes.root or len(pickles) != 1:
+        return walk
+    second = Walk(walk.source, BUDGET * walk.source.size + FREE)
+    second.learn(pickles[0])
+    return second.run()
+
+
+def _settle_names(walk: Walk) -> None:
+    """Names that the order does not prove are believed where a directory says the same, or where no other storage has the size."""
+    counts: dict[int, int] = {}
+    for size in walk.sizes.of.values():
+        counts[size] = counts.get(size, 0) + 1
+    for piece in walk.pieces:
+        name, crc, size = walk.mentions.get(piece.header, ("", 0, -1))
+        if size == piece.size and piece.end and (piece.claims or not piece.method):
+            agrees = (
+                crc in piece.claims or not piece.claims
+            )  # else it is of other data that was here: bytes are missing
+            piece.claims = (*piece.claims, crc)
+            piece.why = "" if piece.why == NO_SUM else piece.why
+            piece.named = piece.named or (agrees and name == piece.name)
+        elif not name and counts.get(piece.size) == 1 and walk.sizes.of.get(piece.name) == piece.size:
+            piece.named = True
+
+
+# What is proven -------------------------------------------------------------------------------------------------------
+
+
+def _prove(source: Readable, pieces: list[Piece], progress: Progress | None = None) -> bool:
+    """Sums up every piece that is not known to be lost, and says in `why` which are; False if there are no checksums at all."""
+    checked = any(claim for piece in pieces for claim in piece.claims)
+    archive = Archive(source, 0, 0, b"")
+    whole = [piece for piece in pieces if not piece.why]
+    sums = checksums([_stretch(archive, piece) for piece in whole], progress)
+    for piece, total in zip(whole, sums, strict=True):
+        if isinstance(total, CkptoolError):
+            piece.why = total.what
+        elif checked and total not in piece.claims:
+            piece.why = DAMAGED if piece.claims else NO_SUM
+        elif not piece.named:
+            piece.why = NO_NAME
+        else:
+            piece.crc = total
+    return checked
+
+
+def _stretch(archive: Archive, piece: Piece) -> Data:
+    if piece.method:
+        return record_of(archive, piece).data
+    return FileRange(archive.source.file, archive.source.start + piece.data_at, piece.stored)
+
+
+def _drop_twins(pieces: list[Piece], mentions: Collection[int]) -> None:
+    """Two whole records of one name: the same bytes are one record; others are none, as nobody can tell which is meant.
+
+    Of several pickles, which in-place edits leave, the last counts that a directory names. mentions: the headers that one does.
+    """
+    pickles = [piece for piece in pieces if not piece.why and is_pickle(piece.name)]
+    chosen = [piece for piece in pickles if piece.header in mentions][-1:] or pickles[:1]
+    pieces[:] = [piece for piece in pieces if piece in chosen or piece not in pickles]
+    first: dict[str, Piece] = {}
+    for piece in pieces:
+        if not piece.why:
+            other = first.setdefault(piece.name, piece)
+            if other is not piece and (other.crc, other.size) != (piece.crc, piece.size):
+                other.why = piece.why = TWICE
+
+
+# The tree ---------------------------------------------------------------------------------------------------------------
+
+
+class _Lossy(torch_zip.Storages):
+    """Gives storages as ever, and stand-ins for those whose record is not whole."""
+
+    def __init__(self, archive: Archive, prefix: str, big_endian: bool, lost: list[LostRecord]) -> None:
+        super().__init__(archive, prefix, big_endian)
+        self.reasons = {record.name: record for record in lost}
+        self.lost: dict[int, LostRecord] = {}
+
+    def _first(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:
+        from ckptool.pickles.torch_objects import storage_class
+
+        known, dtype = storage_class(cls)
+        name, size = self.prefix + key, numel * (dtype.itemsize if dtype else 1)
+        record = self.archive.records.get(name)
+        if known and numel >= 0 and (record is None or (record.size != size and id(record.data) not in self.lost)):
+            why = self.reasons.get(name) or LostRecord(name, None, size, MISSING if record is None else HEADER)
+            stand_in = Record(self.archive, name, b"", 0, 0, 0, size, size, 0, False)
+            stand_in._data = Computed(size, _gone)
+            self.archive.records[name] = stand_in
+            self.lost[id(stand_in._data)] = replace(why, nbytes=size)
+        return super()._first(cls, key, location, numel)
+
+
+def _gone(offset: int, length: int) -> bytes:
+    raise Corrupt("the data of this tensor is lost", "It was not in the damaged file, or not whole.")
+
+
+def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
+    """The tree of what is left, or the records by themselves where there is no pickle to say what they are."""
+    whole = dict(archive.records)
+    pickle = whole.get(f"{root}data.pkl") if root else None
+    script = any(name.startswith(f"{root}code/") or name == f"{root}constants.pkl" for name in whole)
+    if pickle is None or script:
+        return _records_as_bytes(archive, lost)
+    order = _small(archive, root, "byteorder")
+    _check_order(archive, root, order, lost)
+    storages = _Lossy(archive, root + "data/", order == "big", lost)
+    decoded = torch_zip.decoded_record(pickle, storages)
+    tree, notes = decoded.root, list[Note]()
+    if (shared := whole.get(root + torch_zip.TWINS)) is not None:
+        tree, notes = twins.separated(tree, shared.contents(twins.MAX_RECORD))
+    metadata: dict[str, Any] = {"byteorder": order} if order else {}
+    if before := _small(archive, root, recovered.RECORD, recovered.MAX_RECORD):
+        metadata[recovered.KEY] = before
+    archive.records = whole
+    checkpoint = Checkpoint(tree, torch_zip.NAME, metadata, archive.source.file, None, tuple(notes), decoded.discarded)
+    every = {record.name: record for record in (*lost, *storages.lost.values())}
+    return Salvaged(checkpoint, 0, 0, tuple(every.values()), True, lost=storages.lost)
+
+
+def _small(archive: Archive, root: str, name: str, limit: int = torch_zip.MAX_SMALL) -> str:
+    record = archive.records.get(root + name)
+    return record.contents(limit).decode("utf-8", "replace").strip() if record is not None else ""
+
+
+def _check_order(archive: Archive, root: str, order: str, lost: list[LostRecord]) -> None:
+    """Raises `Corrupt` where the record that says how numbers are spelled is lost, and may have said: the other way."""
+    if order in ("little", "big") or not any(name.startswith(f"{root}data/") for name in archive.records):
+        return
+    gone = next((record for record in lost if record.name == f"{root}byteorder"), None)
+    if gone is not None and gone.nbytes == len("little"):
+        return
+    newer = any(f"{root}{name}" in archive.records for name in (".format_version", ".storage_alignment"))
+    if not order and gone is None and not newer:
+        return  # torch wrote none before 2.1
+    begin = archive.records[f"{root}data.pkl"].end
+    near = archive.source.read(begin, min(_NEAR_PICKLE, archive.source.size - begin))
+    if b"little" not in near:
+        raise Corrupt(
+            f"{archive.source}: its byteorder record is damaged",
+            "Whether its numbers are little-endian cannot be told, and wrong ones would come back.",
+        )
+
+
+def _records_as_bytes(archive: Archive, lost: list[LostRecord]) -> Salvaged:
+    u8 = by_name("u8")
+    checked = archive.has_checksums
+    tree = {
+        record.name: TensorEntry(Storage(record.data, crc=record.crc if checked else None), u8, (record.size,), (1,))
+        for record in archive.by_offset()
+    }
+    return Salvaged(Checkpoint(tree, torch_zip.NAME, {}, archive.source.file), 0, 0, tuple(lost), checked, raw=True)

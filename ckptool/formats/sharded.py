@@ -1,0 +1,389 @@
+"""`sharded`: one checkpoint in several files, and an index that says which tensor is in which.
+
+Source: huggingface_hub/serialization (`split_state_dict_into_shards_factory`, `save_torch_state_dict`) and what transformers, diffusers
+and accelerate read: `{"metadata": {"total_size": n}, "weight_map": {name: file}}`, the shards safetensors or torch files. Here
+index and shards must agree on every name. A folder with an index stands for it; one with a single file of the usual names, for that file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
+from ckptool.errors import (
+    Ambiguous,
+    Conflict,
+    Corrupt,
+    LimitExceeded,
+    NotACheckpoint,
+    Unsupported,
+    listed,
+    printable,
+)
+from ckptool.files import Folder, Input, Source
+from ckptool.formats import safetensors
+from ckptool.formats.shards import NUMBERED, Origin, append, divided, size_in_bytes, write
+from ckptool.formats.strict_json import parse_object
+from ckptool.nodes import OrderedDict
+
+__all__ = ["NAME", "SUFFIXES", "TENSORS_ONLY", "append", "detect", "divided", "read", "size_in_bytes", "write"]
+
+NAME = "sharded"
+SUFFIXES: tuple[str, ...] = ()  # it is a folder
+TENSORS_ONLY = True
+
+INDEXES = (".safetensors.index.json", ".bin.index.json")
+SINGLE = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.bin",
+    "pytorch_lora_weights.safetensors",
+    "consolidated.safetensors",
+    "consolidated.00.pth",
+)
+MAX_INDEX = 100_000_000
+HEAD = 512
+
+
+def detect(head: bytes, source: Input) -> bool:
+    if isinstance(source, Folder):
+        return bool(_found(source, INDEXES) or _found(source, SINGLE) or any(map(NUMBERED.fullmatch, source.names)))
+    start = head.lstrip()
+    return start.startswith(b"{") and (source.path.endswith(INDEXES) or b'"weight_map"' in head)
+
+
+def _found(folder: Folder, endings: tuple[str, ...]) -> list[str]:
+    """The names in a folder that are, or (where the endings begin with a dot) end as, one of these."""
+    whole = not endings[0].startswith(".")
+    return [name for name in folder.names if (name in endings if whole else name.endswith(endings))]
+
+
+def read(source: Input) -> Checkpoint:
+    """The checkpoint that an index, or the one index in a folder, puts together. Reads the tables of all shards, no tensor data.
+
+    Tensors are in the index's order, those of torch files in the order of the shards. Raises `Corrupt` for an index that leads outside
+    of its folder, to missing files or to itself, `Conflict` where index and shards disagree, `Ambiguous` for a folder of two checkpoints.
+    """
+    if isinstance(source, Source):
+        return _read_index(Folder(os.path.dirname(source.path), shown=source.path), os.path.basename(source.path))
+    found = _found(source, INDEXES) or _found(source, SINGLE)
+    if ".metadata" in source and found:
+        found.append(".metadata")
+    if len(found) > 1:
+        raise Ambiguous(
+            f"{source} holds {len(found)} checkpoints: {listed([printable(name) for name in found])}",
+            "Nothing says which of them is meant.",
+            f"Name one of them: {printable(os.path.join(source.path, found[0]))}",
+        )
+    if not found:
+        raise _no_index(source)
+    if found[0].endswith(INDEXES):
+        return _read_index(source, found[0])
+    return _opened(source.open(found[0]))
+
+
+def _opened(source: Source) -> Checkpoint:
+    from ckptool import formats
+
+    return formats.read_source(source)
+
+
+def _no_index(folder: Folder) -> Corrupt | Unsupported:
+    shards = [name for name in folder.names if NUMBERED.fullmatch(name)]
+    if any(name.startswith("shard-") for name in shards):
+        return Unsupported(
+            f"{folder} was written by torch.distributed.checkpoint as safetensors, and not consolidated",
+            "Its tensors are in pieces, which only torch puts together.",
+            "With torch: torch.distributed.checkpoint.HuggingFaceStorageWriter(..., enable_consolidation=True)",
+        )
+    return Corrupt(
+        f"{folder} holds shards and no index: {listed([printable(name) for name in shards], 2)}",
+        "Which tensors make up the checkpoint, and whether all of its files are there, is only said in *.index.json.",
+        "Copy the index too; or name one shard, which is read by itself.",
+    )
+
+
+# The index -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Index:
+    """An index and the shards that it names. `map`: name -> file.  metadata: what it says beside that."""
+
+    folder: Folder
+    name: str
+    map: dict[str, str]
+    metadata: dict[str, Any]
+    shards: dict[str, Checkpoint] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{printable(os.path.join(self.folder.path, self.name))}"
+
+
+def _read_index(folder: Folder, name: str) -> Checkpoint:
+    index = _parsed(folder, name)
+    files = sorted(set(index.map.values()))
+    if missing := folder.missing(files):
+        raise Corrupt(
+            f"{index}: {len(missing):,} of its {len(files):,} shards are missing: {listed([printable(f) for f in missing], 3)}",
+            "A checkpoint in shards is only complete with all of them.",
+            "Download or copy the missing files.",
+        )
+    _check_numbers(index, files)
+    index.shards = {file: _shard(index, file) for file in files}
+    pickled = _is_pickled(index)
+    _check_agreement(index)
+    tree = _in_order(index, pickled)
+    ties = _recorded_ties(index, tree)
+    _add_ties(index, tree, ties)
+    sizes = _check_size(index, tree)
+    notes = (*_notes_of_shards(index), *_stale(index, files), *sizes)
+    if ties:
+        shown = listed([printable(dropped) for dropped in ties], 3)
+        notes += (Note("ties-recorded", f"{len(ties):,} names are stored as ties of names in other shards: {shown}"),)
+    metadata = {key: value for key, value in index.metadata.items() if key not in ties}
+    origin = Origin.of(name, pickled, index.shards, ties)
+    discarded = tuple(call for shard in index.shards.values() for call in shard.discarded)
+    return Checkpoint(tree, NAME, metadata, folder, origin, notes, discarded, tensors_only=not pickled)
+
+
+def _parsed(folder: Folder, name: str) -> _Index:
+    source = folder.open(name)
+    if source.size > MAX_INDEX:
+        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"An index of at most {MAX_INDEX:,} is read.")
+    fields = parse_object(source.read(0, source.size), f"{source}: the index")
+    names, metadata = fields.get("weight_map"), fields.get("metadata", {})
+    if names is None:
+        raise NotACheckpoint(
+            f"{source} is a JSON text without a weight_map",
+            "An error message, perhaps, or another index; not one of tensors in shards.",
+            f"See what it says: head -c 300 {source}",
+        )
+    if not isinstance(names, dict) or not all(type(file) is str for file in names.values()):
+        raise Corrupt(f"{source}: its weight_map is not a list of names and files", "It cannot be followed.")
+    if not names:
+        raise Corrupt(f"{source}: its weight_map is empty", "It names no tensor at all.")
+    if len(names) > safetensors.MAX_TENSORS:
+        raise LimitExceeded(f"{source}: {len(names):,} tensors", f"At most {safetensors.MAX_TENSORS:,} are read.")
+    if not isinstance(metadata, dict):
+        raise Corrupt(f"{source}: its metadata is not a list of names and values", "It was damaged.")
+    folder.open(name)
+    return _Index(folder, name, names, metadata)
+
+
+def _shard(index: _Index, file: str) -> Checkpoint:
+    source = index.folder.open(file)
+    if detect(source.read(0, min(HEAD, source.size)), source):
+        raise Corrupt(
+            f"{index} names an index as a shard: {printable(file)}", "Shards hold tensors, not further shards."
+        )
+    shard = _opened(source)
+    if shard.container == safetensors.NAME and not shard.tensors_only:
+        raise Unsupported(
+            f"{source} holds a whole tree, as convert --all writes it, and is a shard of {index}",
+            "The two do not go together.",
+        )
+    if not isinstance(shard.tree, dict):
+        raise Corrupt(f"{source} is a shard of {index}, but holds no dictionary of names", "It is of another kind.")
+    return shard
+
+
+def _is_pickled(index: _Index) -> bool:
+    """True for shards of torch's own containers, false for safetensors."""
+    kinds = {file: shard.container != safetensors.NAME for file, shard in index.shards.items()}
+    if len(set(kinds.values())) > 1:
+        odd = next(file for file in kinds if kinds[file])
+        raise Conflict(
+            f"{index} names shards of safetensors and of torch, as {printable(odd)}",
+            "Writers use one of them; the files are of two runs.",
+            "Download or copy all of them again, index included.",
+        )
+    return any(kinds.values())
+
+
+# Do they belong together? ------------------------------------------------------------------------------------------------
+
+
+def _check_numbers(index: _Index, files: list[str]) -> None:
+    """The numbers in the names of shards say how many there are; they must agree with how many the index names."""
+    numbered = [file for file in files if NUMBERED.fullmatch(file)]
+    numbers = {found["count"] for file in numbered if (found := NUMBERED.fullmatch(file))}
+    if not numbers or (len(numbers) == 1 and int(max(numbers)) == len(numbered)):
+        return
+    said = " and ".join(f"of {int(number):,}" for number in sorted(numbers))
+    raise Conflict(
+        f"{index} names {len(numbered):,} shards, whose names say that they are {said}: {listed([printable(f) for f in numbered], 3)}",
+        "The files are of two runs, or the index is not theirs.",
+        "Download or copy all of them again, index included.",
+    )
+
+
+def _check_agreement(index: _Index) -> None:
+    """Every name of the index is in its shard, and every tensor of a shard is in the index: else they are of two runs."""
+    trees = {file: shard.tree for file, shard in index.shards.items()}
+    lacking = [name for name, file in index.map.items() if name not in trees[file]]
+    strange = []
+    for file, tree in trees.items():
+        own = {
+            id(entry.storage.data)
+            for name, entry in tree.items()
+            if isinstance(entry, TensorEntry) and index.map.get(name) == file
+        }
+        for name, entry in tree.items():
+            where = index.map.get(name)
+            tied = where is None and isinstance(entry, TensorEntry) and id(entry.storage.data) in own
+            if where != file and not tied:
+                strange.append((name, file, where))
+    twice = [(name, file, where) for name, file, where in strange if where is not None and name in trees[where]]
+    if twice:
+        name, file, where = twice[0]
+        raise Conflict(
+            f"{index}: {printable(str(name))} is in two shards, {printable(where)} and {printable(file)}",
+            "Which of the two values is right, nothing says; readers take one or the other.",
+            "Download or copy all of them again, index included.",
+        )
+    if lacking or strange:
+        raise Conflict(f"{index} and its shards do not belong together: {_disagreement(lacking, strange)}",
+            "They are of two runs, or a shard was replaced.",
+            "Download or copy all of them again, index included.",
+        )  # fmt: skip
+
+
+def _disagreement(lacking: list[str], strange: list[tuple[Any, str, str | None]]) -> str:
+    parts = []
+    if lacking:
+        parts.append(
+            f"{len(lacking):,} of its names are not in their shards ({listed([printable(n) for n in lacking], 3)})"
+        )
+    if strange:
+        names = [f"{printable(str(name))} in {printable(file)}" for name, file, _ in strange]
+        parts.append(f"{len(strange):,} tensors of shards are not in it ({listed(names, 3)})")
+    return ", and ".join(parts)
+
+
+def _check_size(index: _Index, tree: dict[Any, Any]) -> list[Note]:
+    """What the index says of the bytes in all. Many writers get it wrong, so it is a note, unless it tells two runs apart."""
+    said = index.metadata.get("total_size")
+    if said is None:
+        return []
+    entries = [value for value in tree.values() if isinstance(value, (TensorEntry, Composite))]
+    seen: dict[Any, int] = {}
+    for entry in entries:
+        seen.setdefault(id(entry.storage.data) if isinstance(entry, TensorEntry) else id(entry), entry.nbytes)
+    found = sum(seen.values())
+    if said in (found, sum(entry.nbytes for entry in entries)):
+        return []
+    if type(said) is int:
+        _refuse_two_types(index, said)
+    shown = f"{said:,}" if type(said) in (int, float) else printable(repr(said)[:40])
+    return [Note("total-size", f"the index says that its tensors have {shown} bytes; they have {found:,}")]
+
+
+def _refuse_two_types(index: _Index, said: int) -> None:
+    """Raises `Conflict` where shards have different float types, and the index's sum fits one of these for all of them."""
+    sums: dict[str, int] = {}
+    entries = {file: [e for e in s.tree.values() if isinstance(e, TensorEntry)] for file, s in index.shards.items()}
+    floats = {file: {e.dtype for e in found if e.dtype.kind == "float"} for file, found in entries.items()}
+    kinds = [found for found in floats.values() if found]
+    if not any(a.isdisjoint(b) for a in kinds[:1] for b in kinds[1:]):
+        return
+    for dtype in set().union(*kinds):
+        every = (
+            e.numel * (dtype if e.dtype.kind == "float" else e.dtype).itemsize
+            for found in entries.values()
+            for e in found
+        )
+        sums[str(dtype)] = sum(every)
+    for dtype_name, total in sums.items():
+        if total == said:
+            odd = [
+                file for file, found in floats.items() if dtype_name not in {str(dtype) for dtype in found} and found
+            ]
+            raise Conflict(
+                f"{index} counts the bytes of a checkpoint in {dtype_name}; of another type are {listed([printable(f) for f in odd], 3)}",
+                "The shards are of two runs, or of two versions of one.",
+                "Download or copy all of them again, index included.",
+            )
+
+
+# The tree ------------------------------------------------------------------------------------------------------------
+
+
+def _in_order(index: _Index, pickled: bool) -> dict[Any, Any]:
+    """All tensors: in the order of the index; of pickles, whose order is that of the model, in theirs (indexes are often sorted)."""
+    if pickled:
+        return _joined([shard.tree for shard in index.shards.values()])
+    tree = {name: index.shards[file].tree[name] for name, file in index.map.items()}
+    for shard in index.shards.values():
+        tree.update({name: value for name, value in shard.tree.items() if name not in tree})  # tied within their shard
+    return tree
+
+
+def _joined(trees: list[dict[Any, Any]]) -> dict[Any, Any]:
+    """The dictionaries of all shards as one: ordered if they are, with all that is set on them (`_metadata`, of every module)."""
+    items = {name: value for tree in trees for name, value in tree.items()}
+    if not all(isinstance(tree, OrderedDict) for tree in trees):
+        return items
+    set_on = [tree.attributes for tree in trees if isinstance(tree, OrderedDict) and tree.attributes]
+    attributes: dict[str, Any] = {key: value for found in set_on for key, value in found.items()}
+    modules = [found["_metadata"] for found in set_on if isinstance(found.get("_metadata"), dict)]
+    if len(modules) > 1:
+        attributes["_metadata"] = OrderedDict({key: value for found in modules for key, value in found.items()})
+    return OrderedDict(items, attributes or None)
+
+
+def _recorded_ties(index: _Index, tree: dict[Any, Any]) -> dict[str, str]:
+    """The names that were left out as ties of others: `{dropped: kept}`, in the index's metadata (the hub's savers) or a shard's."""
+    ties: dict[str, str] = {}
+    for place in (index.metadata, *(shard.metadata for shard in index.shards.values())):
+        for dropped, kept in place.items():
+            tied = type(kept) is str and isinstance(tree.get(kept), TensorEntry) and dropped not in tree
+            if tied and ties.setdefault(dropped, kept) != kept:
+                raise Conflict(
+                    f"{index}: {printable(dropped)} is recorded as a tie of {printable(kept)} and of {printable(ties[dropped])}",
+                    "The shards are of two runs.",
+                )
+    return ties
+
+
+def _add_ties(index: _Index, tree: dict[Any, Any], ties: dict[str, str]) -> None:
+    for dropped, kept in ties.items():
+        tree[dropped] = replace(tree[kept])
+
+
+# Notes ---------------------------------------------------------------------------------------------------------------
+
+
+def _notes_of_shards(index: _Index) -> Iterator[Note]:
+    """The notes of all shards, one of each kind."""
+    by_code: dict[str, list[tuple[str, Note]]] = {}
+    for file, shard in index.shards.items():
+        for note in shard.notes:
+            by_code.setdefault(note.code, []).append((file, note))
+    for code, found in by_code.items():
+        file, note = found[0]
+        more = f" (and in {len(found) - 1:,} other shards)" if len(found) > 1 else ""
+        yield Note(code, f"{printable(file)}: {note.message}{more}")
+
+
+def _stale(index: _Index, files: Iterable[str]) -> Iterator[Note]:
+    """Files that are named as shards of this checkpoint and are not in its index."""
+    named, stem = set(files), index.name.removesuffix(".index.json")
+    beginnings = {found["stem"] for file in named if (found := NUMBERED.fullmatch(file))} | {os.path.splitext(stem)[0]}
+    stale = [
+        name
+        for name in index.folder.names
+        if name not in named and (found := NUMBERED.fullmatch(name)) and found["stem"] in beginnings
+    ]
+    if stale:
+        shown = listed([printable(name) for name in stale], 3)
+        yield Note(
+            "stale-shards",
+            f"{len(stale):,} files are named like shards and not in the index, perhaps of another run: {shown}",
+        )

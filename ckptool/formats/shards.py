@@ -1,0 +1,269 @@
+"""Dividing a checkpoint into shards, and the plan of their files; see `sharded`, which reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Literal, Plan, Segment, Storage, TensorEntry
+from ckptool.errors import Unsupported, UsageError, is_text, listed, printable
+from ckptool.formats import carried, safetensors, torch_zip
+from ckptool.nodes import OrderedDict
+from ckptool.tree import storages
+
+NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
+DEFAULT_SIZE = 5_000_000_000  # of a shard, in bytes, as the hub's savers have it
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def size_in_bytes(size: int | str) -> int:
+    """The number of bytes that a text like `5GB` (10^9), `5GiB` (2^30), `500MB` or `1000` says. Raises `UsageError`."""
+    found = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,9})?\s*([kmgt]?)(i?)b?", str(size).strip().lower())
+    if found is not None and (found[3] or not (found[2] or found[4])):
+        scale: int = (1024 if found[4] else 1000) ** _UNITS[found[3]]
+        count = int(found[1]) * scale + int(float(found[2] or 0) * scale)
+        if count:
+            return count
+    raise UsageError(
+        f"{printable(str(size)[:40])!r} is not a size of a shard",
+        "It is a number of bytes, of which there is at least one.",
+        "For example: 5GB, 500MB, 2GiB",
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """How to divide a checkpoint anew: at most `limit` bytes of tensors to a shard."""
+
+    limit: int
+    stem: str = "model"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """How a checkpoint was divided: the files, and what was in which.
+
+    pickled: the shards are torch's files.  metadata: what each shard says beside its tensors.
+    """
+
+    index: str
+    pickled: bool
+    metadata: dict[str, dict[str, Any]]
+    origins: dict[str, Any]
+    by_name: dict[Any, str]
+    by_storage: dict[int, str]
+    alive: tuple[Storage, ...]  # so that no other storage gets the `id` of one of these
+
+    @classmethod
+    def of(cls, index: str, pickled: bool, shards: Mapping[str, Checkpoint], ties: Mapping[str, str]) -> Origin:
+        """What is to be remembered of these shards; `ties` across them are recorded anew when they are written."""
+        alive = {id(storage): (storage, file) for file, shard in shards.items() for storage in storages(shard.tree)}
+        return cls(
+            index,
+            pickled,
+            {file: {k: v for k, v in shard.metadata.items() if k not in ties} for file, shard in shards.items()},
+            {file: shard.origin for file, shard in shards.items()},
+            {name: file for file, shard in shards.items() for name in shard.tree},
+            {key: file for key, (_, file) in alive.items()},
+            tuple(storage for storage, _ in alive.values()),
+        )
+
+    @property
+    def stem(self) -> str:
+        """How the names of its shards begin."""
+        found = next(filter(None, map(NUMBERED.fullmatch, self.metadata)), None)
+        return found["stem"] if found else "model"
+
+    def file_of(self, names: Iterable[Any], value: Any) -> str | None:
+        """The shard that a tensor came from: by its storage, else by its name; None for a new one."""
+        for storage in storages(value):
+            if found := self.by_storage.get(id(storage)):
+                return found
+        return next((self.by_name[name] for name in names if name in self.by_name), None)
+
+
+def divided(checkpoint: Checkpoint, shard_size: int | str) -> Checkpoint:
+    """The same checkpoint, to be written in shards of at most this size, which counts the bytes of tensors."""
+    stem = (
+        checkpoint.origin.stem if isinstance(checkpoint.origin, Origin) and not checkpoint.origin.pickled else "model"
+    )
+    return replace(checkpoint, origin=Division(size_in_bytes(shard_size), stem))
+
+
+def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> None:
+    """Files of one checkpoint that change one after the other are at times those of two: never in place."""
+    return
+
+
+def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
+    """The plan of a folder: shards, and their index; of one shard, `model.safetensors` without an index.
+
+    A checkpoint that was read from shards keeps its division, and shards of torch's own files stay such; any other is divided in the
+    order of its keys, at most 5 GB of tensors to a shard (a single tensor may be larger). Ties stay together and are recorded.
+    Raises `Unsupported` naming everything that cannot be kept.
+    """
+    if carried.KEY in checkpoint.metadata:
+        raise Unsupported(
+            "a whole tree (convert --all) is one safetensors file, and is not divided into shards",
+            "The record that leads back to it is in that file.",
+            "Write it as one: --to safetensors; or only its weights: without --all",
+        )
+    origin = checkpoint.origin if isinstance(checkpoint.origin, Origin) else None
+    pickled = origin is not None and origin.pickled and not checkpoint.tensors_only
+    units = _units_of_pickles(checkpoint) if pickled else _units_of_tensors(checkpoint)
+    if origin is not None:
+        shards = _as_before(origin, units, checkpoint.tree, pickled)
+    else:
+        division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division(DEFAULT_SIZE)
+        shards = _named(_split(units, division.limit), division.stem, ".safetensors")
+    return _plan(checkpoint, origin, shards, pickled, keep_unknown)
+
+
+# Dividing ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unit:
+    """Names that stay in one shard, since they share their bytes; the first of them has them. `size` in bytes."""
+
+    names: list[Any]
+    size: int
+
+
+def _units_of_tensors(checkpoint: Checkpoint) -> list[_Unit]:
+    stored, ties = safetensors.without_ties(safetensors.holdable(checkpoint))
+    units = {name: _Unit([name], entry.nbytes) for name, entry in stored.items()}
+    for dropped, kept in ties.items():
+        units[kept].names.append(dropped)
+    return list(units.values())
+
+
+def _units_of_pickles(checkpoint: Checkpoint) -> list[_Unit]:
+    """The entries of a dictionary, those that share a storage together."""
+    wrong = [printable(str(key)[:80]) for key in checkpoint.tree if type(key) is not str or not is_text(key)]
+    if wrong:
+        raise Unsupported(f"an index of shards has texts for names; not one is {listed(wrong)}", "JSON has no other.")
+    leader: dict[Any, Any] = {name: name for name in checkpoint.tree}
+    first: dict[int, Any] = {}
+    for name, value in checkpoint.tree.items():
+        for storage in storages(value):
+            other = _leader(leader, first.setdefault(id(storage.data), name))
+            leader[_leader(leader, name)] = other
+    groups: dict[Any, list[Any]] = {}
+    for name in checkpoint.tree:
+        groups.setdefault(_leader(leader, name), []).append(name)
+    return [_Unit(names, _bytes_of(checkpoint.tree, names)) for names in groups.values()]
+
+
+def _leader(leader: dict[Any, Any], name: Any) -> Any:
+    """The name that stands for all that share bytes with this one."""
+    while leader[name] != name:
+        leader[name] = name = leader[leader[name]]
+    return name
+
+
+def _bytes_of(tree: dict[Any, Any], names: Iterable[Any]) -> int:
+    return sum({id(s.data): s.nbytes for name in names for s in storages(tree[name])}.values())
+
+
+def _split(units: list[_Unit], limit: int) -> list[list[_Unit]]:
+    """The units in order, as many to a shard as fit; one that is too large for any has a shard of its own, as the hub's savers do it."""
+    shards: list[list[_Unit]] = []
+    current: list[_Unit] = []
+    size = 0
+    for unit in units:
+        if unit.size > limit:
+            shards.append([unit])
+            continue
+        if size + unit.size > limit:
+            shards.append(current)
+            current, size = [], 0
+        current.append(unit)
+        size += unit.size
+    return [*shards, current] if current or not shards else shards
+
+
+def _as_before(origin: Origin, units: list[_Unit], tree: dict[Any, Any], pickled: bool) -> dict[str, list[_Unit]]:
+    """Every unit in the shard that it came from; what is new goes with what stands before it."""
+    shards: dict[str, list[_Unit]] = {file: [] for file in origin.metadata}
+    before = next(iter(shards))
+    for unit in units:
+        before = origin.file_of(unit.names, tree[unit.names[0]]) or before
+        shards[before].append(unit)
+    if pickled == origin.pickled and all(shards.values()):
+        return shards
+    return _named(
+        [found for found in shards.values() if found] or [[]], origin.stem, ".bin" if pickled else ".safetensors"
+    )
+
+
+def _named(shards: list[list[_Unit]], stem: str, suffix: str) -> dict[str, list[_Unit]]:
+    if len(shards) == 1:
+        return {stem + suffix: shards[0]}
+    count = len(shards)
+    return {f"{stem}-{number:05d}-of-{count:05d}{suffix}": shard for number, shard in enumerate(shards, 1)}
+
+
+# The plan ------------------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    checkpoint: Checkpoint, origin: Origin | None, shards: dict[str, list[_Unit]], pickled: bool, keep_unknown: bool
+) -> Plan:
+    files: dict[str, Iterable[Segment]] = {}
+    checks: list[Storage] = []
+    shard_of = {name: file for file, units in shards.items() for unit in units for name in unit.names}
+    parts = _empty_parts(checkpoint.tree, shards)
+    for name, value in checkpoint.tree.items():
+        parts[shard_of[name]][name] = value
+    for file, tree in parts.items():
+        same = origin is not None and pickled == origin.pickled and file in origin.metadata
+        metadata, own = (origin.metadata[file], origin.origins[file]) if origin is not None and same else ({}, None)
+        if pickled:
+            plan = torch_zip.write(Checkpoint(tree, torch_zip.NAME, metadata, origin=own), keep_unknown=keep_unknown)
+        else:
+            plan = safetensors.write(Checkpoint(tree, safetensors.NAME, metadata, tensors_only=True))
+        (files[file],) = plan.files.values()
+        checks += plan.checks
+    first = next(iter(shards))
+    if len(shards) > 1 or NUMBERED.fullmatch(first):
+        weight_map = {name: shard_of[name] for name in checkpoint.tree} if pickled else _stored(shards, checkpoint.tree)
+        total = sum(unit.size for units in shards.values() for unit in units)
+        files[_index_name(origin, first)] = [Literal(_index(checkpoint, weight_map, total))]
+    return Plan(files, checks)
+
+
+def _empty_parts(tree: dict[Any, Any], shards: Iterable[str]) -> dict[str, dict[Any, Any]]:
+    """A dictionary for each shard, of the tree's kind; what is set on the tree (`_metadata`) goes with the first."""
+    if not isinstance(tree, OrderedDict):
+        return {file: {} for file in shards}
+    return {file: OrderedDict((), None if number else tree.attributes) for number, file in enumerate(shards)}
+
+
+def _stored(shards: dict[str, list[_Unit]], tree: dict[Any, Any]) -> dict[str, str]:
+    """The names that are really in the shards, in the tree's order; the others are recorded as ties of these."""
+    places = {unit.names[0]: file for file, units in shards.items() for unit in units}
+    return {name: places[name] for name in tree if name in places}
+
+
+def _index_name(origin: Origin | None, first: str) -> str:
+    if origin is not None and first in origin.metadata:
+        return origin.index
+    found = NUMBERED.fullmatch(first)
+    assert found is not None
+    return f"{found['stem']}{found['suffix']}.index.json"
+
+
+def _index(checkpoint: Checkpoint, weight_map: dict[str, str], total: int) -> bytes:
+    metadata = dict(checkpoint.metadata) if checkpoint.container == "sharded" else {}
+    metadata["total_size"] = total
+    if "total_parameters" in metadata:
+        metadata["total_parameters"] = sum(
+            value.numel for name in weight_map if isinstance(value := checkpoint.tree[name], TensorEntry)
+        )
+    index = {"metadata": metadata, "weight_map": weight_map}
+    return json.dumps(index, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"

@@ -1,0 +1,141 @@
+"""JSON as two readers cannot understand it in two ways: no name twice, no NaN, nothing but Unicode text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, is_text, printable
+
+MAX_VALUE = 1 << 16  # characters of one member, where members are read one by one
+MAX_TEXTS = 1_000_000
+_USUAL_VALUE = 1 << 9
+
+_OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*")
+_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_NEXT = re.compile(r"[ \t\n\r]*([,}])[ \t\n\r]*")
+
+
+def parse_object(raw: bytes, what: str) -> dict[str, Any]:
+    """The JSON object that `raw` is. `what` names it in errors (`model.safetensors: its header`).
+
+    Raises `Ambiguous` for a name that is there twice, `Corrupt` for anything that is not an object in strict JSON.
+    """
+
+    try:
+        value = _decoder(what).decode(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{what} is not valid JSON ({printable(str(error))[:100]})") from None
+    if not isinstance(value, dict):
+        raise Corrupt(f"{what} is not a JSON object")
+    if b"\\u" in raw and not is_text(json.dumps(value, ensure_ascii=False)):
+        raise Corrupt(f"{what} has texts that are not Unicode (half a surrogate pair)")
+    return value
+
+
+def members(raw: bytes, what: str, texts: str) -> Iterator[tuple[str, Any]]:
+    """Name and value of each member of the JSON object that `raw` is, one after the other.
+
+    So many a value may be in `raw`, only one is in memory as an object: a hostile header would take thirty times its size. A value may have
+    65,536 characters; the one of the member called `texts` may be larger, and is an object of nothing but texts.
+    Raises `Corrupt` for anything that is not strict JSON, `Ambiguous` for a name that is there twice in a value (whether `members`
+    gave one twice is for the caller to see), `LimitExceeded` for more than a million texts.
+    """
+    try:
+        cursor = _Cursor(raw.decode("utf-8"), what)
+    except ValueError as error:
+        raise Corrupt(f"{what} is not valid JSON ({printable(str(error))[:100]})") from None
+    for name in cursor.names():
+        yield name, cursor.texts() if name == texts else cursor.value()
+    if cursor.at != len(cursor.text):
+        raise cursor.wrong("something follows its end")
+
+
+class _Cursor:
+    """A place in a JSON text."""
+
+    def __init__(self, text: str, what: str) -> None:
+        self.text, self.what, self.at = text, what, 0
+        self.decoder = _decoder(what)
+        self.escapes = "\\u" in text  # only these can spell half a surrogate pair
+
+    def names(self) -> Iterator[str]:
+        """The names of the object that begins here; whoever takes one reads its value before the next."""
+        if not self.skip(_OPEN):
+            raise self.wrong("it is not an object")
+        if self.text.startswith("}", self.at):
+            self.skip(re.compile(r"\}[ \t\n\r]*"))
+            return
+        while True:
+            name = self.string()
+            if not self.skip(_COLON):
+                raise self.wrong("a name without a value")
+            yield name
+            if (end := self.skip(_NEXT)) is None:
+                raise self.wrong("a member that does not end")
+            if end == "}":
+                return
+
+    def skip(self, pattern: re.Pattern[str]) -> str | None:
+        """Steps over what the pattern matches; gives its group, or an empty text if it has none."""
+        found = pattern.match(self.text, self.at)
+        if found is None:
+            return None
+        self.at = found.end()
+        return found[1] if pattern.groups else " "
+
+    def string(self) -> str:
+        if not self.text.startswith('"', self.at):
+            raise self.wrong("a text was expected")
+        try:
+            value, self.at = self.decoder.raw_decode(self.text, self.at)
+        except ValueError as error:
+            raise self.wrong(str(error)) from None
+        if self.escapes and not is_text(value):
+            raise Corrupt(f"{self.what} has texts that are not Unicode (half a surrogate pair)")
+        return str(value)
+
+    def value(self) -> Any:
+        for most in (_USUAL_VALUE, MAX_VALUE):
+            try:
+                value, length = self.decoder.raw_decode(self.text[self.at : self.at + most])
+            except (ValueError, RecursionError) as error:
+                problem = str(error)
+            else:
+                self.at += length
+                return value
+        raise self.wrong(problem)
+
+    def texts(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name in self.names():
+            if name in found:
+                raise Ambiguous(f"{self.what} names {printable(name)} twice", "Readers take one or the other.")
+            found[name] = self.string()
+            if len(found) > MAX_TEXTS:
+                raise LimitExceeded(f"{self.what} holds more than {MAX_TEXTS:,} texts")
+        return found
+
+    def wrong(self, why: str) -> Corrupt:
+        return Corrupt(f"{self.what} is not valid JSON at character {self.at:,} ({printable(why)[:100]})")
+
+
+def _decoder(what: str) -> json.JSONDecoder:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise Ambiguous(f"{what} names {printable(_repeated(pairs))} twice", "Readers take one or the other.")
+        return found
+
+    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=_no_constant)
+
+
+def _repeated(pairs: list[tuple[str, Any]]) -> str:
+    seen: set[str] = set()
+    return next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")

@@ -1,0 +1,298 @@
+"""`torch-tar`: what `torch.save` wrote before 0.1.10 (the first ResNets of torchvision), a tar archive of four files.
+
+`sys_info`: a pickle of what the machine was like.
+`storages`: the number of storages; for each a pickle `(key, location, type)`, its number of elements as an int64, and the elements;
+then a pickle of the views among them, `[(key, root key, offset, elements)]`. The first versions had no locations and no views.
+`tensors`: the number of tensors; for each a pickle `(key, storage key, type)`, the number of dimensions (4 bytes, and 4 that count for
+nothing), sizes, strides and offset as int64.
+`pickle`: the value; a persistent id is the key of a tensor or storage, or `(class, file, source text)` of a module.
+
+The files are read where they are: nothing is extracted, and the storages are ranges of the archive. torch refuses such files with
+`weights_only=True`. Source: torch/serialization.py (`legacy_load`; `save` of torch 0.1.9).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from types import NoneType
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Data, Note, Storage, StorageRef, TensorEntry
+from ckptool.dtypes import DType
+from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, printable
+from ckptool.files import Input, Source
+from ckptool.formats import tar_archive
+from ckptool.gather import subrange
+from ckptool.nodes import Global, Object
+from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.legacy import (
+    COMPACT,
+    as_text,
+    machine_order,
+    module_source,
+    shown,
+    small_pickle,
+    source_notes,
+    turned,
+)
+from ckptool.pickles.skeleton import decode_lazily, skeleton
+from ckptool.pickles.texts import python2_notes
+from ckptool.pickles.torch_objects import BUILDERS, MAX_RANK, check_view, storage_class
+
+NAME = "torch-tar"
+MEMBERS = ("sys_info", "pickle", "tensors", "storages")
+VERSION = 1000
+_DAMAGED = "The file was damaged, or made by another program."
+
+
+def detect(head: bytes, source: Input) -> bool:
+    """True for a tar of torch's files, or of some of them; any other tar is none."""
+    if not isinstance(source, Source) or not tar_archive.is_tar(head):
+        return False
+    found = [head[:100].partition(b"\0")[0].decode("latin-1"), *tar_archive.names(source)]
+    return any(name in MEMBERS for name in found[:2]) or len({name for name in found if name in MEMBERS}) > 1
+
+
+def read(source: Source) -> Checkpoint:
+    """The checkpoint in a tar of torch's. Reads the pickles and the places of the tensors, no tensor data.
+
+    Raises `Corrupt`, `BadTensor`, `Truncated`, `LimitExceeded` or `Unsupported`.
+    """
+    members, end = tar_archive.read_members(source, MEMBERS)
+    info = small_pickle(members["sys_info"], 0, f"{source}: sys_info")
+    little_endian = machine_order(info.root, VERSION, f"{source}: sys_info")
+    tables = _Tables(little_endian)
+    for name, parse in (("storages", tables.read_storages), ("tensors", tables.read_tensors)):
+        try:
+            parse(members[name])
+        except CkptoolError as error:
+            raise error.within(f"{source}: {name}") from None
+    decoded = _decoded(members["pickle"], tables, f"{source}: pickle")
+    metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
+    if tables.sources:
+        metadata["sources"] = dict(tables.sources)
+    told = (*python2_notes(decoded.byte_strings), *source_notes(tables.sources))
+    notes = (*told, *_notes(tables, little_endian, source.size - end))
+    calls = (*info.discarded, *tables.discarded, *decoded.discarded)
+    return Checkpoint(decoded.root, NAME, metadata, source, notes=notes, discarded=calls)
+
+
+def _decoded(data: Data, tables: _Tables, name: str) -> Decoded:
+    made = skeleton(data, name=name)
+    if made.end != data.length:
+        raise Corrupt(
+            f"{name} has {data.length - made.end:,} bytes after its end", "Another pickle may be hidden there."
+        )
+
+    def run(blobs: Sequence[Any]) -> Decoded:
+        return decode(
+            made.data, tables.load, BUILDERS, name=name, file_bytes=data.length, blobs=blobs, place=made.place
+        )
+
+    return decode_lazily(made, run)
+
+
+def _notes(tables: _Tables, little_endian: bool, left: int) -> list[Note]:
+    what = "the format has checksums of its headers only: damage to its data cannot be noticed"
+    notes = [Note("no-checksums", what, COMPACT)]
+    if not little_endian:
+        how = "turned" if tables.big_endian else "little-endian, and read so"
+        notes.append(Note("big-endian", f"written on a big-endian machine; its elements are {how}", COMPACT))
+    if left:
+        notes.append(Note("trailing-bytes", f"{left:,} bytes after the archive are used by nothing", COMPACT))
+    if tables.trailing:
+        what = f"{tables.trailing:,} bytes in the archive's files are used by nothing"
+        notes.append(Note("unused-bytes", what, COMPACT))
+    return notes
+
+
+class _View:
+    """A part of a storage that has a key of its own."""
+
+    __slots__ = ("offset", "ref", "root")
+
+    def __init__(self, ref: StorageRef, root: StorageRef, offset: int) -> None:
+        self.ref, self.root, self.offset = ref, root, offset
+
+
+class _Tables:
+    """The storages and tensors by their keys."""
+
+    def __init__(self, little_endian: bool) -> None:
+        self.little_endian = little_endian
+        self.big_endian = False  # whether the numbers and elements are
+        self.storages: dict[int | str, StorageRef] = {}
+        self.views: dict[int | str, _View] = {}
+        self.tensors: dict[int | str, TensorEntry] = {}
+        self.sources: dict[str, dict[str, str | None]] = {}
+        self.discarded: list[Object] = []
+        self.trailing = 0
+
+    def load(self, pid: Any) -> Any:
+        """What a persistent id stands for: a tensor, a storage, or a module's class."""
+        if type(pid) is tuple:
+            return self._module(pid)
+        key = pid
+        if isinstance(pid, (str, bytes)):
+            text = as_text(pid)
+            if not text.removeprefix("-").isdigit() or len(text) > 20:
+                raise Corrupt(f"the persistent id {printable(text[:40])!r}", "torch writes numbers.")
+            key = int(text)
+        if type(key) is not int:
+            raise Corrupt("a persistent id that is no number", "torch writes numbers, and modules' classes.")
+        found = self.tensors.get(key) or self.storages.get(key)
+        if found is None and (view := self.views.get(key)) is not None:
+            found = view.ref
+        if found is None:
+            raise Corrupt(f"the value refers to the tensor {key}, which is not in the file", _DAMAGED)
+        return found
+
+    def _module(self, pid: tuple[Any, ...]) -> Global:
+        """The class of a pickled module: a name. The file it was in and its source text are kept as text, to be shown."""
+        cls, source = module_source(pid)
+        if source is not None:
+            self.sources[str(cls)] = source
+        return cls
+
+    def _pickle(self, data: Data, at: int, what: str) -> tuple[Any, int]:
+        found = small_pickle(data, at, what)
+        self.discarded += found.discarded
+        return found.root, found.end
+
+    def _count(self, data: Data, what: str) -> tuple[int, int]:
+        count, at = self._pickle(data, 0, f"the number of {what}")
+        if type(count) is not int or not 0 <= count <= data.length:
+            raise Corrupt(f"{shown(count)} as the number of {what}", _DAMAGED)
+        return count, at
+
+    # Storages ----------------------------------------------------------------------------------------------------
+
+    def read_storages(self, data: Data) -> None:
+        count, at = self._count(data, "storages")
+        with_views = True
+        for number in range(count):
+            place, at = self._pickle(data, at, f"storage {number:,}")
+            parts = place if type(place) is tuple else ()
+            with_views = len(parts) == 3
+            if len(parts) == 2 and type(parts[1]) is Global:  # before locations
+                parts = (parts[0], "cuda:0" if parts[1].module == "torch.cuda" else "cpu", parts[1])
+            at = self._storage(data, at, number, parts)
+        if with_views or at != data.length:
+            views, at = self._pickle(data, at, "the views")
+            for view in views if type(views) is list else [None]:
+                self._view(view)
+        self.trailing += data.length - at
+
+    def _storage(self, data: Data, at: int, number: int, parts: tuple[Any, ...]) -> int:
+        key, location, kind = parts if len(parts) == 3 else (None, None, None)
+        location = as_text(location)
+        if not isinstance(key, (int, str)) or type(location) is not str or type(kind) is not Global:
+            raise Corrupt(f"storage {number:,} is described by {shown(parts)}", _DAMAGED)
+        self._check_new(key)
+        known, dtype = storage_class(kind)
+        if not known or dtype is None:
+            raise Unsupported(f"storage {number:,} has the unknown type {kind}", "Its elements cannot be told.")
+        if at + 8 > data.length:
+            raise Truncated(f"storage {number:,} ends before its number of elements", "The file was cut off.")
+        size = self._elements(data.read(at, 8), dtype, data.length - at - 8, number) * dtype.itemsize
+        storage = Storage(subrange(data, at + 8, size), location)
+        if self.big_endian:
+            storage.data = turned(storage, dtype)
+        self.storages[key] = StorageRef(storage, dtype)
+        return at + 8 + size
+
+    def _elements(self, header: bytes, dtype: DType, room: int, number: int) -> int:
+        """How many elements a storage has; where only the big-endian number is possible, the whole file is read so."""
+        count = int.from_bytes(header, "big" if self.big_endian else "little", signed=True)
+        if not 0 <= count * dtype.itemsize <= room and not self.little_endian and not self.big_endian:
+            self.big_endian = all(not ref.storage.nbytes for ref in self.storages.values())
+            count = int.from_bytes(header, "big", signed=True)
+        if count < 0:
+            raise Corrupt(f"storage {number:,} has {count:,} elements", _DAMAGED)
+        if count * dtype.itemsize > room:
+            raise Truncated(
+                f"storage {number:,} has {count:,} elements of {dtype.itemsize} bytes; {room:,} bytes are left",
+                "The file was cut off, or the number is wrong.",
+            )
+        return count
+
+    def _view(self, view: Any) -> None:
+        target, root, offset, size = view if type(view) is tuple and len(view) == 4 else (None, None, None, None)
+        if (
+            not isinstance(target, (int, str))
+            or not isinstance(root, (int, str))
+            or type(offset) is not int
+            or type(size) is not int
+        ):
+            raise Corrupt(f"a view of a storage is described by {shown(view)}", _DAMAGED)
+        self._check_new(target)
+        whole = self.storages.get(root)
+        if whole is None:
+            raise BadTensor(f"a view of the storage {shown(root)}, which is not in the file or a view itself", _DAMAGED)
+        width = whole.dtype.itemsize if whole.dtype else 1
+        if offset < 0 or size < 0 or (offset + size) * width > whole.storage.nbytes:
+            raise BadTensor(
+                f"a view of the elements {offset:,} to {offset + size:,} of a storage that has {whole.storage.nbytes // width:,}",
+                _DAMAGED,
+            )
+        part = Storage(subrange(whole.storage.data, offset * width, size * width), whole.storage.location)
+        self.views[target] = _View(StorageRef(part, whole.dtype), whole, offset)
+
+    # Tensors -----------------------------------------------------------------------------------------------------
+
+    def read_tensors(self, data: Data) -> None:
+        count, at = self._count(data, "tensors")
+        for number in range(count):
+            place, at = self._pickle(data, at, f"tensor {number:,}")
+            at = self._tensor(data, at, number, place)
+        self.trailing += data.length - at
+
+    def _tensor(self, data: Data, at: int, number: int, place: Any) -> int:
+        key, storage, kind = place if type(place) is tuple and len(place) == 3 else (None, None, None)
+        if not isinstance(key, (int, str)) or not isinstance(storage, (int, str, NoneType)):
+            raise Corrupt(f"tensor {number:,} is described by {shown(place)}", _DAMAGED)
+        self._check_new(key)
+        rank, at = self._numbers(data, at, 1, number)
+        # The number of dimensions was an int, of which 8 bytes were written: the other four can be anything.
+        dimensions = (rank[0] >> 32 if self.big_endian else rank[0]) & 0xFFFFFFFF
+        if dimensions > MAX_RANK:
+            raise Corrupt(f"tensor {number:,} has {dimensions:,} dimensions; torch allows {MAX_RANK}", _DAMAGED)
+        sizes, at = self._numbers(data, at, 2 * dimensions + 1, number)
+        if storage is None:
+            self.tensors[key] = self._without_storage(kind, number)
+        else:
+            self.tensors[key] = self._entry(storage, sizes[:dimensions], sizes[dimensions:-1], sizes[-1], number)
+        return at
+
+    @staticmethod
+    def _without_storage(kind: Any, number: int) -> TensorEntry:
+        """An empty tensor, of the type that it is said to be."""
+        made = BUILDERS[kind](()) if type(kind) is Global and kind in BUILDERS else None
+        if not isinstance(made, TensorEntry):
+            raise Corrupt(f"tensor {number:,} has no storage and is {shown(kind)}", _DAMAGED)
+        return made
+
+    def _numbers(self, data: Data, at: int, count: int, number: int) -> tuple[tuple[int, ...], int]:
+        if at + 8 * count > data.length:
+            raise Truncated(f"tensor {number:,} ends before its sizes", "The file was cut off.")
+        order = ">" if self.big_endian else "<"
+        return struct.unpack(f"{order}{count}q", data.read(at, 8 * count)), at + 8 * count
+
+    def _entry(
+        self, key: int | str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, number: int
+    ) -> TensorEntry:
+        view = self.views.get(key)
+        ref, root, begin = (view.ref, view.root, view.offset) if view else (self.storages.get(key), None, 0)
+        if ref is None or ref.dtype is None:
+            raise Corrupt(
+                f"tensor {number:,} is a view of the storage {shown(key)}, which is not in the file", _DAMAGED
+            )
+        if not shape and not ref.storage.nbytes:  # what had no dimensions was empty then
+            shape, stride = (0,), (1,)
+        check_view(ref.storage, ref.dtype, shape, stride, offset)
+        return TensorEntry((root or ref).storage, ref.dtype, shape, stride, begin + offset)
+
+    def _check_new(self, key: Any) -> None:
+        if key in self.storages or key in self.views or key in self.tensors:
+            raise Corrupt(f"the key {shown(key)} is given twice", "Readers would disagree which is right.")

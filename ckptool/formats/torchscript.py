@@ -1,0 +1,279 @@
+"""`torchscript`: what `torch.jit.save` writes, a zip of a pickled module, the program that runs it, and the program's constants.
+
+Source: torch/csrc/jit/serialization (export_module.cpp, import.cpp, import_source.cpp, python_print.cpp), torch 1.4 to 2.13. The tree is
+what `torch.jit.load(...).state_dict()` gives, and beside it every other attribute by its dotted name; which attributes are parameters
+and buffers is read off the headers of the classes in the program's text. The program is shown as text, never run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Note
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, printable
+from ckptool.files import Input, Readable, Source
+from ckptool.formats import zip_archive
+from ckptool.formats.torch_zip import (
+    Storages,
+    decoded_record,
+    find_pickle,
+    inflated_limit,
+    record_notes,
+    small_records,
+)
+from ckptool.formats.torch_zip import detect as is_zip
+from ckptool.formats.zip_archive import Archive
+from ckptool.formats.zip_records import FULL, Record
+from ckptool.modules import detached, walk_modules
+from ckptool.nodes import Global, Object, OrderedDict
+from ckptool.pickles.torch_objects import BUILDERS
+from ckptool.tree import tensors
+
+NAME = "torchscript"
+MARK = b"/constants.pkl"  # by which torch tells them, too
+MAX_FOLDERS = 32
+
+
+def detect(head: bytes, source: Input) -> bool:
+    """True for a zip whose directory names the constants of a program; only looks, `read` checks."""
+    if not isinstance(source, Source) or not is_zip(head, source):
+        return False
+    tail_at = max(0, source.size - (1 << 16))
+    tail = source.read(tail_at, source.size - tail_at)
+    end = tail.rfind(b"PK\x05\x06", 0, len(tail) - zip_archive.END.size + 4)
+    if end < 0:
+        return False
+    end += tail_at
+    size, at = zip_archive.END.unpack(source.read(end, zip_archive.END.size))[5:7]
+    end64 = end - zip_archive.LOCATOR.size - zip_archive.END64.size
+    if FULL in (size, at) and end64 >= 0:
+        size, at = zip_archive.END64.unpack(source.read(end64, zip_archive.END64.size))[8:10]
+    fits = size <= zip_archive.MAX_DIRECTORY and at + size <= source.size
+    return fits and MARK in source.read(at, size)
+
+
+def read(source: Readable) -> Checkpoint:
+    """The tensors and attributes of a TorchScript file. Reads the directory, the pickle and the program's text, no tensor data.
+
+    Raises `Ambiguous` for an archive that is a plain checkpoint as well, and what `read_archive` and `decode` raise.
+    """
+    archive = zip_archive.read_archive(source)
+    pickle = find_pickle(archive)
+    root = pickle.name.removesuffix("data.pkl")
+    small = small_records(archive, root)
+    big_endian = small["byteorder"] == "big"
+    storages = Storages(archive, root + "data/", big_endian)
+    decoded = decoded_record(pickle, storages, _BUILDERS)
+    if not _is_script(decoded.root) or root + "constants.pkl" not in archive.records:
+        raise Ambiguous(
+            f"{source} is a checkpoint that has the records of a TorchScript program as well",
+            "torch.load and torch.jit.load would see two different things in it.",
+        )
+    program = _Program(archive, root, big_endian)
+    tree = _tree(decoded.root, program.classes())
+    notes = (
+        *_program_notes(program, tree),
+        *_without_commands([*archive.notes, *record_notes(archive, root, storages)]),
+    )
+    metadata = {"class": decoded.root.name, **{name: text for name, text in small.items() if text is not None}}
+    return Checkpoint(tree, NAME, metadata, source.file, None, notes, decoded.discarded, beside=program.beside())
+
+
+def _is_script(node: Any) -> bool:
+    return type(node) is Object and node.how == "new" and type(node.fn) is Global and _is_script_name(node.fn)
+
+
+def _is_script_name(name: Global) -> bool:
+    return name.module == "__torch__" or name.module.startswith("__torch__.")
+
+
+# The module --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """What the header of a class in the program says. buffers: None where torch did not write them yet (before 1.6)."""
+
+    is_module: bool
+    parameters: frozenset[str]
+    buffers: frozenset[str] | None
+
+    def keeps(self, name: str) -> bool:
+        """True if a tensor of this name is in the state dict."""
+        return self.buffers is None or name in self.buffers or name in self.parameters
+
+
+_UNKNOWN = _Class(True, frozenset(), None)
+_HEADER = re.compile(
+    r"^class (\w+)(?:\((\w*)\))?:\n(?:  __parameters__ = \[([^\n]*)\]\n)?(?:  __buffers__ = \[([^\n]*)\]\n)?",
+    re.MULTILINE,
+)
+_QUOTED = re.compile(r'"([^"\n]*)"')
+
+
+def _tree(top: Object, classes: dict[Global, _Class]) -> dict[str, Any]:
+    """`state_dict` with the names and the order that torch gives, `attributes` with everything else."""
+    owners: dict[int, _Class] = {}
+
+    def attributes_of(node: Any) -> dict[Any, Any] | None:
+        declared = classes.get(node.fn, _UNKNOWN) if _is_script(node) else None
+        if declared is None or not declared.is_module or type(node.state) is not dict:
+            return None  # a module that pickles itself in its own way stays an object, with the tensors in its state
+        if not all(type(name) is str for name in node.state):
+            raise Corrupt(f"an attribute of {printable(node.name)} that has no name", "The file was made to mislead.")
+        owners[id(node.state)] = declared
+        return node.state
+
+    def below(attributes: dict[Any, Any]) -> dict[Any, Any]:
+        return {name: value for name, value in attributes.items() if _is_script(value)}
+
+    names: dict[str, Any] = OrderedDict()
+    others: dict[str, Any] = {}
+    for prefix, attributes in walk_modules(top, attributes_of, below):
+        declared = owners[id(attributes)]
+        kept = {
+            name: tensor for name, value in attributes.items() if (tensor := detached(value)) and declared.keeps(name)
+        }
+        for name in sorted(kept, key=lambda name: name not in declared.parameters):
+            _add(names, prefix + name, kept[name])
+        for name, value in attributes.items():
+            if name not in kept and attributes_of(value) is None:
+                _add(others, prefix + name, value)
+    if attributes_of(top) is None:
+        others[""] = top
+    return {"state_dict": names, "attributes": others}
+
+
+def _add(names: dict[str, Any], name: str, value: Any) -> None:
+    if name in names:
+        raise Corrupt(
+            f"two attributes called {printable(name)}", "Names of modules have no dots; the file was made to mislead."
+        )
+    names[name] = value
+
+
+# torch/jit/_pickle.py: lists with the type of their elements, and values with their type
+def _typed_list(kinds: tuple[type, ...] | None) -> Callable[[tuple[Any, ...]], Any]:
+    def build(args: tuple[Any, ...]) -> Any:
+        if len(args) != 1 or type(args[0]) is not list:
+            return NotImplemented
+        return args[0] if kinds is None or all(type(item) in kinds for item in args[0]) else NotImplemented
+
+    return build
+
+
+def _restore_type_tag(args: tuple[Any, ...]) -> Any:
+    return args[0] if len(args) == 2 and type(args[1]) is str else NotImplemented
+
+
+_BUILDERS = BUILDERS | {
+    Global("torch.jit._pickle", "build_intlist"): _typed_list((int,)),
+    Global("torch.jit._pickle", "build_doublelist"): _typed_list((float, int)),
+    Global("torch.jit._pickle", "build_boollist"): _typed_list((bool,)),
+    Global("torch.jit._pickle", "build_tensorlist"): _typed_list(None),
+    Global("torch.jit._pickle", "restore_type_tag"): _restore_type_tag,
+}
+
+
+# The program -------------------------------------------------------------------------------------------------------------
+
+
+class _Program:
+    """The code of an archive, and what else stands beside its module: constants, a traced module's inputs, mobile bytecode."""
+
+    def __init__(self, archive: Archive, root: str, big_endian: bool) -> None:
+        self.archive, self.root, self.big_endian = archive, root, big_endian
+        self.files: dict[str, Record] = {}
+        self.extra: dict[str, Record] = {}
+        self.pickles: dict[str, Record] = {}
+        for name, record in archive.records.items():
+            inner = name.removeprefix(root)
+            if inner.startswith("code/") and inner.endswith(".py"):
+                self.files[inner.removeprefix("code/")] = record
+            elif inner.startswith("extra/"):
+                self.extra[inner.removeprefix("extra/")] = record
+            elif inner.endswith(".pkl") and "/" not in inner and inner != "data.pkl":
+                self.pickles[inner.removesuffix(".pkl")] = record
+        size, stored = (sum(getattr(record, name) for record in self.files.values()) for name in ("size", "stored"))
+        if size > inflated_limit(stored):
+            raise LimitExceeded(
+                f"{archive.source}: its {len(self.files):,} files of code are {size:,} bytes when unpacked",
+                f"At most {inflated_limit(stored):,} are read of so little; it is built to exhaust its reader.",
+            )
+
+    def beside(self) -> dict[str, Callable[[], Any]]:
+        """What can be shown beside the tree, by name."""
+        found: dict[str, Callable[[], Any]] = {"code": lambda: _folders(self.texts(self.files))}
+        if self.extra:
+            found["extra"] = lambda: self.texts(self.extra)
+        return found | {name: partial(self.unpickled, name) for name in self.pickles}
+
+    def texts(self, records: dict[str, Record]) -> dict[str, str]:
+        """The contents of records, as text."""
+        return {
+            name: record.contents(inflated_limit(record.stored)).decode("utf-8", "replace")
+            for name, record in records.items()
+        }
+
+    def unpickled(self, name: str) -> Any:
+        """One of the pickles beside the module; of `constants` the tensors' bytes lie in a folder of that name."""
+        folder = f"{self.root}{name}/"
+        if not any(record.startswith(folder) for record in self.archive.records):
+            folder = f"{self.root}constants/"
+        return decoded_record(self.pickles[name], Storages(self.archive, folder, self.big_endian), _BUILDERS).root
+
+    def classes(self) -> dict[Global, _Class]:
+        """The classes that the code declares; of each only the header is looked at."""
+        found: dict[Global, _Class] = {}
+        for name, text in self.texts(self.files).items():
+            module = name.removesuffix(".py").replace("/", ".")
+            for own, base, parameters, buffers in map(re.Match.groups, _HEADER.finditer(text)):
+                names = [None if part is None else frozenset(_QUOTED.findall(part)) for part in (parameters, buffers)]
+                found[Global(module, own)] = _Class(base == "Module", names[0] or frozenset(), names[1])
+        return found
+
+
+def _folders(texts: dict[str, str]) -> dict[str, Any]:
+    """Texts by the parts of their names, as they lie in folders."""
+    tree: dict[str, Any] = {}
+    for name, text in texts.items():
+        parts = name.split("/")
+        here = tree
+        for part in parts[:-1] if len(parts) <= MAX_FOLDERS else ():
+            below = here.setdefault(part, {})
+            if not isinstance(below, dict):
+                break
+            here = below
+        else:
+            here[parts[-1] if len(parts) <= MAX_FOLDERS else name] = text
+            continue
+        tree[name] = text
+    return tree
+
+
+def _program_notes(program: _Program, tree: dict[str, Any]) -> list[Note]:
+    path = program.archive.source.file.path
+    shown = ", ".join(program.beside())
+    message = (
+        f"holds a program as well ({len(program.files):,} files of code), which is never run; to be shown: {shown}"
+    )
+    notes = [Note("torchscript", message, ("ckptool", "show", f"{path}#code"))]
+    if not tree["state_dict"]:
+        packed = next(tensors(tree["attributes"]), None) is not None
+        why = (
+            "tensors are packed in attributes"
+            if packed
+            else "what was frozen or made for mobile is constants of the program"
+        )
+        where = "attributes" if packed else "constants"
+        notes.append(Note("no-state-dict", f"its state dict is empty: {why}", ("ckptool", "show", f"{path}#{where}")))
+    return notes
+
+
+def _without_commands(notes: list[Note]) -> list[Note]:
+    """Notes on the archive: that code is deflated is as it should be, and to write the file anew is not offered."""
+    return [replace(note, fix=()) for note in notes if note.code != "deflated"]

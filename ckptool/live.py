@@ -1,0 +1,431 @@
+"""Verbs on a live `nn.Module`: loading a checkpoint into it, and saving it for machines without its device.
+
+Names are those of `state_dict()`: parameters and persistent buffers, module by module. Loading is a plan that is accepted first: nothing
+of the model changes unless the whole of it is; then the tensors that it names change, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, Note, Storage, TensorEntry
+from ckptool.dtypes import BY_TORCH
+from ckptool.errors import Conflict, MissingExtra, Unsupported, UsageError, listed, printable
+from ckptool.gather import verify
+from ckptool.prefixes import INNER_WRAPPERS
+from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name
+from ckptool.reports.warm_start import LoadReport, Refusal, not_loaded, refusal
+from ckptool.roots import WEIGHTS, Root, one_root
+from ckptool.transforms.conversion import first_part
+from ckptool.transforms.matching import Chosen, Matching, match, wishes_of
+from ckptool.transforms.optimizer_state import Carried, carried
+from ckptool.transforms.rename import apply
+from ckptool.transforms.select import matcher
+from ckptool.tree import map_storages
+from ckptool.user_code import called, own
+from ckptool.verbs.opening import open_file
+from ckptool.verbs.save import save
+
+try:
+    import torch
+    from torch import nn
+    from torch.optim import swa_utils
+
+    from ckptool import bridge
+except ImportError as error:
+    raise MissingExtra(
+        "torch is not installed", "Live modules are torch's; files are read without it.", "pip install 'ckptool[torch]'"
+    ) from error
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (torch.Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """Where a tensor of a model sits."""
+
+    module: nn.Module
+    attribute: str
+    tensor: torch.Tensor
+
+    def put(self, tensor: torch.Tensor) -> None:
+        held: Any = self.module._parameters if self.attribute in self.module._parameters else self.module._buffers
+        held[self.attribute] = tensor
+
+
+# Models as targets -----------------------------------------------------------------------------------------------------
+
+
+def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
+    """The module inside DataParallel, DistributedDataParallel and what `torch.compile` gives; `averages`: inside `AveragedModel` too.
+
+    Raises `Unsupported` for FSDP, whose tensors are pieces of the real ones.
+    """
+    while True:
+        inner: Any = None
+        if type(model).__name__ == "FullyShardedDataParallel":
+            raise Unsupported(
+                "a model in FSDP has only pieces of its tensors on each machine",
+                "Its names and shapes are not the model's.",
+                "Load before it is wrapped; or use torch.distributed.checkpoint",
+            )
+        if isinstance(model, _WRAPPERS) or (averages and isinstance(model, swa_utils.AveragedModel)):
+            inner = model.module
+        elif type(model).__name__ == "OptimizedModule":
+            inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _slots(model: nn.Module) -> dict[str, _Slot]:
+    """Every parameter and persistent buffer by its name, in the order of `state_dict()`; tied ones under each of their names."""
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        passing = module._non_persistent_buffers_set
+        own_ones = [*module._parameters.items(), *(item for item in module._buffers.items() if item[0] not in passing)]
+        for name, tensor in own_ones:
+            if tensor is not None:
+                found[f"{prefix}.{name}" if prefix else name] = _Slot(module, name, tensor)
+    return found
+
+
+def _expected(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> dict[str, Expected]:
+    """What a model wants. Raises `Unsupported` naming tensors of classes that only their own code can fill."""
+    odd = [
+        f"{printable(name)} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN
+    ]
+    if odd:
+        raise Unsupported(
+            f"the model has tensors that are no plain ones: {listed(odd)}",
+            "Sharded, quantized and lazy tensors are filled by code of their own.",
+            "Load before the model is sharded or quantized; run a lazy model once on a batch",
+        )
+    first: dict[Any, str] = {}
+    made = {}
+    for name, tensor in tensors.items():
+        tied = first.setdefault(_identity(tensor), name)
+        dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
+        made[name] = Expected(name, dtype, tuple(tensor.shape), kinds[name], tied if tied != name else None)
+    return made
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """What two names have in common that are one tensor: the object, or the same view of the same memory."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _target(slots: Mapping[str, _Slot], name: str) -> Target:
+    kinds = {key: PARAMETER if isinstance(slot.tensor, nn.Parameter) else BUFFER for key, slot in slots.items()}
+    return Target(name, MODULE, _expected({key: slot.tensor for key, slot in slots.items()}, kinds), kinds_known=True)
+
+
+def target_of_code(name: str) -> Target:
+    """What `file.py:factory` or `pkg.module:factory` makes, as a target with values: a module, or a state dict.
+
+    A factory is called without arguments, from the seed 0, so that the same command gives the same values.
+    Raises `UserCodeFailed` with its traceback where it raises, `UsageError` where it makes something else.
+    """
+    made = own(name, "the target")
+    if not isinstance(made, nn.Module) and callable(made):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(0)
+            made = called(made, "the target", name)
+    if isinstance(made, nn.Module):
+        model = unwrapped(made)
+        kinds = {
+            key: PARAMETER if isinstance(slot.tensor, nn.Parameter) else BUFFER for key, slot in _slots(model).items()
+        }
+        state = called(model.state_dict, "the target", name, keep_vars=True)
+    elif isinstance(made, Mapping):
+        kinds, state = {}, made
+    else:
+        raise UsageError(
+            f"{printable(name)} made {type(made).__name__}, not a torch.nn.Module",
+            "A target is a module, or a state dict.",
+            "For example: def build(): return MyModel()",
+        )
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    told = {key: kinds.get(key) or _kind(key, value) for key, value in tensors.items()}
+    expected = _expected(tensors, told)
+    metadata = {path: dict(facts) for path, facts in getattr(state, "_metadata", {}).items()} or None
+    return Target(name, MODULE, expected, bool(kinds), _values(state), metadata)
+
+
+def _kind(name: str, tensor: torch.Tensor) -> str:
+    return kind_by_name(name, BY_TORCH.get(str(tensor.dtype).removeprefix("torch.")))
+
+
+def _values(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The values of a state dict as nodes; None for a model on the meta device, which has none."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        return None
+    bare = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    nodes: Mapping[str, Any] = bridge.from_torch(bare, keep_unknown=True)
+    return nodes
+
+
+# Loading ---------------------------------------------------------------------------------------------------------------
+
+
+def load_into(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    *,
+    at: str | None = None,
+    rename: str | Sequence[str] = (),
+    rules_file: str | None = None,
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    on_mismatch: str = "error",
+    min_loaded: float | None = None,
+    missing: str | Sequence[str] | None = None,
+    strict: bool = False,
+    assign: bool | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    dry_run: bool = False,
+) -> LoadReport:
+    """Loads what fits of a checkpoint into a live model, all of the plan or nothing, and reports it name by name.
+
+    checkpoint: a path, `FILE#ADDRESS`, or what `ckptool.open` gave; its tensors are mapped, not read into memory as a whole.
+    at: the weights in it, where there are several.  rename, rules_file: rules `OLD => NEW` for its keys.  only, exclude: patterns for names
+    of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for tensors of another shape.
+    min_loaded: the least share of the model's values, 0 to 1.  missing: patterns for the only names that may be missing.
+    strict: no missing and no unexpected names.  assign: put new tensors in place of the model's instead of copying into them; by default
+    where those are on the meta device.  optimizer: gets the state of the parameters that are loaded, and keeps its own settings.
+    dry_run: only the report, whose `refused` says why the plan would not be accepted.
+    Raises `PlanRefused` (its `report` says why) and what opening the checkpoint raises; then no tensor of the model has changed.
+    """
+    wishes = wishes_of(
+        rename, rules_file, only, exclude, missing, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
+    )
+    bare = unwrapped(model)
+    slots = _slots(bare)
+    target = _target(slots, type(bare).__name__)
+    whole, root, remark = _weights(checkpoint, at)
+    plan = match(root, str(whole.source or "the checkpoint"), target, wishes, remark)
+    plan = replace(plan, report=_with_device_facts(plan, bare, slots, wishes.missing, assign))
+    moved = _for_optimizer(optimizer, whole, root, target, plan, slots, assign) if optimizer is not None else None
+    if moved is not None:
+        plan = replace(plan, report=replace(plan.report, optimizer=moved.report))
+    if dry_run:
+        return plan.report
+    if plan.report.refused:
+        raise refusal(plan.report)
+    changes = _staged(plan, slots, target, assign)
+    if optimizer is not None and moved is not None:
+        _load_optimizer(optimizer, moved, slots)
+    with torch.no_grad():
+        for change in changes:
+            change.carry_out()
+    return replace(plan.report, applied=True)
+
+
+def _weights(checkpoint: str | os.PathLike[str] | Checkpoint, at: str | None) -> tuple[Checkpoint, Root, str]:
+    if not isinstance(checkpoint, Checkpoint):
+        opened = open_file(checkpoint, at)
+        checkpoint, at = opened.checkpoint, opened.at
+    return checkpoint, *one_root(checkpoint, at)
+
+
+def _with_device_facts(
+    plan: Matching, model: nn.Module, slots: Mapping[str, _Slot], missing: Sequence[str] | None, assign: bool | None
+) -> LoadReport:
+    """The report with what only the live model tells: tensors without memory, or that cannot be written to."""
+    report, found = plan.report, list(plan.report.refused)
+    on_meta = {name for name, slot in slots.items() if slot.tensor.device.type == "meta"}
+    if on_meta and assign is False:
+        found.append(
+            Refusal("meta", f"{len(on_meta):,} tensors are on the meta device and have no memory", "assign=True")
+        )
+    allowed = [matcher(pattern) for pattern in missing or ()]
+    partly = [name for name, choice in plan.chosen.items() if choice.part is not None and name in on_meta]
+    empty = [name for name in not_loaded(report) if name in on_meta and not any(matches(name) for matches in allowed)]
+    if report.loaded and (left := [printable(name) for name in (*partly, *empty)]):
+        fix = "Give them values yourself, and allow it: missing='PATTERN'"
+        found.append(Refusal("meta-missing", f"on the meta device, and without values after it: {listed(left)}", fix))
+    tensors = {name: choice.tensor for name, choice in plan.chosen.items()}
+    odd = [f"{printable(name)} ({tensor.kind})" for name, tensor in tensors.items() if isinstance(tensor, Composite)]
+    if odd:
+        found.append(
+            Refusal(
+                "kind-mismatch", f"no plain tensors in the checkpoint: {listed(odd)}", "Leave them out: exclude=[…]"
+            )
+        )
+    stuck = [
+        printable(name) for name in plan.chosen if assign is not True and name not in on_meta and _is_stuck(slots[name])
+    ]
+    if stuck:
+        what = f"expanded or inference tensors, which cannot be copied into: {listed(stuck)}"
+        found.append(Refusal("read-only", what, "Put new ones in their place: assign=True"))
+    return replace(report, refused=tuple(found), normalised=(*report.normalised, *_passing(model)))
+
+
+def _is_stuck(slot: _Slot) -> bool:
+    tensor = slot.tensor
+    repeated = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return repeated or (tensor.is_inference() and not torch.is_inference_mode_enabled())
+
+
+def _passing(model: nn.Module) -> Iterable[Note]:
+    """A word on buffers that no checkpoint has and that have no values either."""
+    names = [
+        printable(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+        if (buffer := module._buffers.get(name)) is not None and buffer.device.type == "meta"
+    ]
+    if names:
+        yield Note("meta-buffers", f"buffers that are not saved stay on the meta device: {listed(names)}")
+
+
+# Carrying it out ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """One tensor of the model, under all its names, and what it gets."""
+
+    slots: Sequence[_Slot]
+    entry: TensorEntry
+    mapped: torch.Tensor | None
+    assign: bool
+    shared: bool
+
+    def carry_out(self) -> None:
+        old = self.slots[0].tensor
+        made = self.mapped if self.mapped is not None else bridge.to_torch(self.entry)
+        if not self.assign:
+            old[tuple(slice(0, size) for size in self.entry.shape)].copy_(made)
+            return
+        device = "cpu" if old.device.type == "meta" else old.device
+        new = made.resolve_conj().resolve_neg().to(device, old.dtype)
+        new = new.clone() if self.shared and new.data_ptr() == made.data_ptr() else new
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, old.requires_grad)
+        vars(new).update(vars(old))
+        for slot in self.slots:
+            slot.put(new)
+
+
+def _staged(plan: Matching, slots: Mapping[str, _Slot], target: Target, assign: bool | None) -> list[_Change]:
+    """Everything that can go wrong, before anything changes: checksums, views, mapping. Raises what reading raises."""
+    groups: dict[str, list[str]] = {}
+    for name in plan.chosen:
+        groups.setdefault(target.tensors[name].tied_to or name, []).append(name)
+    entries = {first: _bare_entry(plan.chosen[names[0]]) for first, names in groups.items()}
+    for entry in entries.values():
+        verify(entry)
+    mapped = bridge.build(Checkpoint({first: entry for first, entry in entries.items() if _is_mapped(entry)}, ""))
+    changes, seen = [], set()
+    for first, names in groups.items():
+        tensor = slots[first].tensor
+        new = tensor.device.type == "meta" if assign is None else assign
+        storage = id(entries[first].storage)
+        every = (
+            [slots[name] for name in target.tensors if (target.tensors[name].tied_to or name) == first] if new else []
+        )
+        whole = plan.chosen[names[0]].part in (None, tuple(tensor.shape))
+        held = every or [slots[first]]
+        changes.append(_Change(held, entries[first], mapped.get(first), new and whole, storage in seen))
+        seen.add(storage)
+    return changes
+
+
+def _bare_entry(choice: Chosen) -> TensorEntry:
+    """The tensor or its part, without what it was in the checkpoint: a parameter, one with gradients."""
+    assert isinstance(choice.tensor, TensorEntry)  # others were refused
+    entry = choice.tensor if choice.part is None else first_part(choice.tensor, choice.part)
+    return replace(entry, flags=Flags(False, False, *entry.flags[2:]))
+
+
+def _is_mapped(entry: TensorEntry) -> bool:
+    return isinstance(entry.storage.data, FileRange) and not entry.storage.twin
+
+
+# Optimizers --------------------------------------------------------------------------------------------------------------
+
+
+def _for_optimizer(
+    optimizer: torch.optim.Optimizer,
+    checkpoint: Checkpoint,
+    root: Root,
+    target: Target,
+    plan: Matching,
+    slots: Mapping[str, _Slot],
+    assign: bool | None,
+) -> Carried:
+    """The state for a live optimizer. Raises `UsageError` where it is not one of this model, or would be left with old tensors."""
+    names = _names_in(optimizer, slots)
+    if any(assign or slots[name].tensor.device.type == "meta" for name in names):
+        raise UsageError(
+            "the optimizer would keep the tensors that the model loses",
+            "With assign (and on the meta device) parameters are replaced by new ones.",
+            "Load first, then make the optimizer and load again with it",
+        )
+    return carried(checkpoint, root, target, plan.chosen, names)
+
+
+def _names_in(optimizer: torch.optim.Optimizer, slots: Mapping[str, _Slot]) -> list[str]:
+    """The names of an optimizer's parameters, in its order."""
+    names: dict[int, str] = {}
+    for name, slot in slots.items():
+        names.setdefault(id(slot.tensor), name)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in held):
+        raise UsageError(
+            "the optimizer has parameters that are not the model's",
+            "State is carried along by the names that the model gives them.",
+            "Make it of this model: torch.optim.X(model.parameters())",
+        )
+    return [names[id(parameter)] for parameter in held]
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, moved: Carried, slots: Mapping[str, _Slot]) -> None:
+    """Gives an optimizer the state by name, all or none; settings and other state stay its own."""
+    state = bridge.build(Checkpoint(moved.state, ""), mmap=False)
+    mine = optimizer.state_dict()
+    ids = [slot for group in mine["param_groups"] for slot in group["params"]]
+    by_id = zip(ids, _names_in(optimizer, slots), strict=True)
+    merged = {**mine["state"], **{number: state[name] for number, name in by_id if name in state}}
+    try:
+        optimizer.load_state_dict({"state": merged, "param_groups": mine["param_groups"]})
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        raise Conflict(
+            f"the optimizer does not take the state: {printable(str(error))[:200]}",
+            "It may be of another kind than the one that was saved. Nothing was changed.",
+            "Go on without: leave optimizer out",
+        ) from error
+
+
+# Saving ------------------------------------------------------------------------------------------------------------------
+
+
+def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Writes a model's state dict as any machine can load it: unwrapped, tagged `cpu`, without prefixes of wrappers; durably.
+
+    The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path, weights_only=True)` and
+    `model.load_state_dict` take it as it is.  overwrite: replace what is there.
+    Raises `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
+    """
+    state: Any = unwrapped(model, averages=True).state_dict()
+    tree = map_storages(bridge.from_torch(state), _on_cpu)
+    whole = Checkpoint(tree, "live")
+    save(apply(whole, [Root((), tree, WEIGHTS)], _without_inner).checkpoint, path, overwrite=overwrite)
+
+
+def _on_cpu(storage: Storage) -> Storage:
+    return replace(storage, location="cpu")
+
+
+def _without_inner(key: str) -> str:
+    """The key without what `torch.compile` and the like put on submodules; a submodule called `module` keeps its name."""
+    *modules, name = key.split(".")
+    return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])

@@ -1,0 +1,248 @@
+"""Durable replacement of a folder: everything is written into one temporary folder beside the target, synced, and renamed once.
+
+Over an existing folder the two names are exchanged, which Linux does in one step; then the old one is removed. Where the file system
+cannot (NFS, other systems), the old folder is put aside under another name first: a process that is killed between the two renames leaves
+no folder under the target's name, but both complete, and the next run for the same target puts the old one back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Collection, Iterable
+
+from ckptool.checkpoint import Note, Plan
+from ckptool.errors import Conflict, FileProblem, OutputExists, listed, printable
+from ckptool.files import Input, file_problem, unchanged
+from ckptool.output.copying import _system_call, reserve
+from ckptool.output.durable import (
+    _check_space,
+    _close,
+    _new_file,
+    _prefix,
+    _remove,
+    _sweep,
+    _sync_folder,
+    _temporary_for,
+    check_target,
+    settle,
+    write_problem,
+)
+from ckptool.output.sink import Progress, Sink
+
+_HERE = -100  # AT_FDCWD
+_EXCHANGE = 2  # RENAME_EXCHANGE
+_CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+
+
+def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable: Collection[str] = ()) -> str:
+    """The path of the folder that a write to `target` makes or replaces (a link's own target); raises if it must not.
+
+    replaceable: the names in an existing folder that may go. Raises `OutputExists` where there are files and `overwrite` is false,
+    `Conflict` where others are among them, `FileProblem` for a file at the target or a missing folder above it.
+    """
+    path, real = os.fspath(target), _real_path(target)
+    try:
+        status = os.stat(real)
+        if not stat.S_ISDIR(status.st_mode):
+            raise FileProblem(
+                f"cannot write {printable(path)}: it is a file",
+                "A folder of several files was to be written there.",
+                "Choose another name; or write one file: --to safetensors",
+            )
+        held = os.listdir(real)
+    except FileNotFoundError:
+        return check_target(real, overwrite=overwrite)
+    except (OSError, ValueError) as error:
+        raise file_problem(error, path, "write") from error
+    if held and not overwrite:
+        raise OutputExists(
+            f"the folder {printable(path)} exists already, with {len(held):,} files in it",
+            "It was left as it is.",
+            "Replace it: -f, or choose another name.",
+        )
+    if foreign := _foreign(real, held, replaceable):
+        raise _would_lose(path, foreign)
+    return real
+
+
+def _real_path(target: str | os.PathLike[str]) -> str:
+    """The absolute path of a folder, without a slash at its end; of a link, what it leads to."""
+    path = os.fspath(target).rstrip("/") or "/"
+    try:
+        return os.path.abspath(os.path.realpath(path) if os.path.islink(path) else path)
+    except ValueError as error:
+        raise file_problem(error, path, "write") from error
+
+
+def _foreign(folder: str, held: Iterable[str], replaceable: Collection[str]) -> list[str]:
+    """What is in a folder beside the files that may go."""
+    return sorted(
+        name
+        for name in held
+        if name not in replaceable or (os.path.isdir(path := os.path.join(folder, name)) and not os.path.islink(path))
+    )
+
+
+def _would_lose(path: str, foreign: list[str]) -> Conflict:
+    return Conflict(
+        f"cannot replace the folder {printable(path)}: {listed([printable(name) for name in foreign])} would be deleted with it",
+        "Only the files of the checkpoint in it may go; it was left as it is.",
+        "Write to a new folder; or remove those files first.",
+    )
+
+
+def replace_folder(
+    plan: Plan,
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    replaceable: Collection[str] = (),
+    inputs: Iterable[Input] = (),
+    verify: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> tuple[Note, ...]:
+    """Writes a plan of files to the folder `target`, durably. Returns what its user should know of the new folder, if anything.
+
+    replaceable: the names in an existing folder that may go, beside those that are written.  inputs: must not have changed by the time of
+    the commit.  verify: called with the complete temporary folder; it raises to refuse. Raises `OutputExists`, `Conflict` (other files
+    would be deleted), `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum); then nothing is changed.
+    """
+    allowed = {*replaceable, *plan.files}
+    _put_back(_real_path(target))
+    _sweep(_real_path(target))
+    real = check_folder(target, overwrite=overwrite, replaceable=allowed)
+    temporary, fd, old = "", -1, ""
+    try:
+        _check_space(plan.nbytes, os.path.dirname(real), real)
+        temporary, fd = _temporary_for(real, _new_folder)
+        with unchanged(*inputs):
+            _write_files(plan, temporary, progress)
+            _sync(fd)
+            if verify is not None:
+                verify(temporary)
+        old = _commit(temporary, real, allowed, overwrite, fd)
+        temporary = ""
+        return _sync_folder(real)
+    except OSError as error:
+        raise write_problem(error, target) from error
+    finally:
+        if gone := temporary or old:
+            _remove(gone)
+        _close(fd)
+
+
+def _new_folder(path: str) -> int:
+    os.mkdir(path)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _write_files(plan: Plan, folder: str, progress: Progress | None) -> None:
+    """All files of the plan, each synced; the bytes written are counted over all of them."""
+    before, checks = 0, plan.checks
+    for name, segments in plan.files.items():
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise AssertionError(f"{name!r} is not the name of a file")
+        size = sum(segment.length for segment in segments)
+        fd = _new_file(os.path.join(folder, name))
+        try:
+            reserve(fd, size)
+            Sink(fd, 0, size, _counted(progress, before, plan.nbytes)).write(segments, checks)
+            settle(fd)
+        finally:
+            _close(fd)
+        before, checks = before + size, []
+
+
+def _counted(progress: Progress | None, before: int, total: int) -> Progress | None:
+    return None if progress is None else lambda done, _: progress(before + done, total)
+
+
+def _sync(fd: int) -> None:
+    """Makes the names in a folder survive a power cut, where the file system has such a notion."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+
+
+# The commit ----------------------------------------------------------------------------------------------------------
+
+
+def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bool, fd: int) -> str:
+    """Gives the new folder, open as `fd`, its name. Returns the path of the old one, which is to be removed; empty if there was none."""
+    try:
+        os.rename(temporary, target)  # also onto an empty folder, but never onto one with files in it
+        return ""
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    if not overwrite:
+        raise OutputExists(
+            f"{printable(target)} was made by another process meanwhile", "It was left as it is.", "Replace it: -f."
+        )
+    old = temporary
+    try:
+        if not _exchange(temporary, target):
+            old = _put_aside(temporary, target)
+        if foreign := _foreign(old, os.listdir(old), allowed):
+            raise _would_lose(target, foreign)
+    except BaseException:
+        if os.path.samestat(os.stat(target), os.fstat(fd)):
+            _take_back(temporary, old, target)
+        raise
+    return old
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Exchanges the names of two folders in one step; False where the system cannot."""
+    import ctypes
+
+    call = _system_call("renameat2")
+    if call is None:
+        return False
+    if not call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT:
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+def _aside(target: str) -> str:
+    """Where the old folder is between two renames. Not a name that is swept: for an instant it is the only one."""
+    return os.path.join(os.path.dirname(target), f"{_prefix(target)}old")
+
+
+def _put_aside(temporary: str, target: str) -> str:
+    aside = _aside(target)
+    os.rename(target, aside)
+    try:
+        os.rename(temporary, target)
+    except BaseException:
+        os.rename(aside, target)
+        raise
+    return aside
+
+
+def _take_back(temporary: str, old: str, target: str) -> None:
+    """Undoes the exchange: somebody put a file into the old folder at the last moment, or it cannot be told whether anybody did."""
+    if old == temporary:
+        _exchange(temporary, target)
+    else:
+        os.rename(target, temporary)
+        os.rename(old, target)
+
+
+def _put_back(target: str) -> None:
+    """Undoes what a run left that was killed between two renames; removes what one left that was killed after them."""
+    aside = _aside(target)
+    if not os.path.isdir(aside):
+        return
+    try:
+        os.rename(aside, target)  # onto nothing: the new folder had not got its name
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            _remove(aside)

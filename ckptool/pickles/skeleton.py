@@ -1,0 +1,377 @@
+"""A pickle without its long values: what a reader needs of a large pickle to know everything in it but the data.
+
+`skeleton` walks the opcodes without executing them and copies them, except that each byte string or text of at least 64 KB becomes
+a private opcode and a `Blob`, which knows where its bytes are. `decode` puts the blobs back onto its stack, and builders
+(`_load_from_bytes`, numpy's arrays) make storages of them that are read when they are wanted. `decode_lazily` does both:
+
+    made = skeleton(FileRange(source, 0, source.size), name=f"{source}")
+    decoded = decode_lazily(made, lambda blobs: decode(made.data, persistent, BUILDERS, blobs=blobs, place=made.place, …))
+
+and gives every blob that no builder understood its plain value. A text becomes a blob too: protocol 2 spells bytes as
+`_codecs.encode(text, "latin1")`, and the builder of that call gives a blob of bytes (see `encoded`).
+Texts in protocol 0, which end with their line, stay where they are, up to 64 MiB each.
+
+Frames are checked here (PEP 3154: no opcode reaches over the end of one, none begins inside another): `decode` goes over their
+lengths, which count the long values, when it is given blobs, be it none.
+Source of the opcodes: the comments of Lib/pickletools.py.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ckptool.checkpoint import Blob, Composite, Computed, Data
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.gather import subrange
+from ckptool.nodes import structural_parts
+from ckptool.pickles.decode import (
+    BLOB,
+    MAX_INTEGER_BITS,
+    REFUSED,
+    Decoded,
+)
+from ckptool.pickles.texts import MAX_STRING, check_size, whole
+
+Leaf = TypeVar("Leaf")
+LONG_VALUE = 1 << 16  # bytes: shorter values are copied
+MAX_SKELETON = 1 << 30
+_FIRST_WINDOW, _WINDOW = 1 << 16, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A pickle without its long values.
+
+    data: its opcodes; what was at byte `place(i)` of the file is at byte `i` here.  blobs: its long values, by number.
+    end: the byte after its STOP, counted as the offset was that it was read from.
+    """
+
+    data: bytes
+    blobs: list[Blob]
+    end: int
+    _spots: list[tuple[int, int]] = field(repr=False)
+
+    def place(self, at: int) -> int:
+        """Where byte `at` of the skeleton is in what it was read from."""
+        here, there = self._spots[max(0, bisect_right(self._spots, (at, 1 << 63)) - 1)]
+        return there + at - here
+
+
+def skeleton(data: Data, offset: int = 0, *, name: str) -> Skeleton:
+    """The skeleton of the one pickle that begins at byte `offset` of `data`. Reads no long value, and nothing after its end.
+
+    name: what to call the pickle in errors. Raises `Truncated`, `Corrupt`, `LimitExceeded` or `Unsupported`, each with the byte.
+    """
+    lexer = _Lexer(data, offset)
+    try:
+        return lexer.run()
+    except CkptoolError as error:
+        raise error.within(name) from None
+
+
+def decode_lazily(made: Skeleton, run: Callable[[Sequence[Any]], Decoded]) -> Decoded:
+    """What `run(blobs)` decodes a skeleton to, with a plain value for each blob that no builder used.
+
+    `run` is called again with those values in place of the blobs, so it must begin afresh each time.
+    Raises `LimitExceeded` for such a value of more than 64 MiB.
+    """
+    blobs: list[Any] = list(made.blobs)
+    decoded = run(blobs)
+    for everything in (False, True):
+        left = {blob.of or blob for blob in leaves((decoded.root, decoded.discarded), Blob)} if made.blobs else set()
+        if not left:
+            return decoded
+        chosen = {id(blob) for blob in made.blobs if everything or blob in left}
+        _check_total(made, chosen)
+        blobs = [whole(blob) if id(blob) in chosen else blob for blob in blobs]
+        decoded = run(blobs)
+    return decoded
+
+
+def encoded(text: Blob) -> Blob | None:
+    """The bytes that `_codecs.encode(text, "latin1")` makes of a long text; None if it has characters that latin-1 has not.
+
+    The text is read through once, in pieces, to learn where each byte of it is.
+    """
+    places = [0]  # the number of characters before each piece
+    data = text.data
+    for at in range(0, data.length, _PIECE):
+        chars = _latin1(data, at)
+        if chars is None:
+            return None
+        places.append(places[-1] + len(chars))
+
+    def read(offset: int, length: int) -> bytes:
+        end = min(offset + length, places[-1])
+        first = bisect_right(places, offset) - 1
+        got = []
+        for piece in range(first, len(places) - 1):
+            if places[piece] >= end:
+                break
+            got.append(_latin1(data, piece * _PIECE) or b"")
+        return b"".join(got)[offset - places[first] : end - places[first]] if got else b""
+
+    return Blob(Computed(places[-1], read), "bytes", text)
+
+
+_PIECE = 1 << 16
+
+
+def _latin1(data: Data, at: int) -> bytes | None:
+    """The characters that begin in the piece of UTF-8 at byte `at`, as latin-1."""
+    raw = data.read(at, min(_PIECE + 1, data.length - at))
+    if len(raw) > _PIECE and not _continues(raw[-1]):
+        raw = raw[:-1]
+    if at and _continues(raw[0]):
+        raw = raw[1:]
+    try:
+        return raw.decode("utf-8").encode("latin-1")
+    except UnicodeError:
+        return None
+
+
+def _continues(byte: int) -> bool:
+    """True for the later bytes of a character in UTF-8."""
+    return byte & 0xC0 == 0x80
+
+
+def _check_total(made: Skeleton, chosen: set[int]) -> None:
+    total = len(made.data)
+    for blob in made.blobs:
+        if id(blob) in chosen:
+            check_size(blob)
+            total += blob.data.length
+    if total > MAX_SKELETON:
+        raise _too_long(total)
+
+
+def _too_long(size: int) -> LimitExceeded:
+    return LimitExceeded(
+        f"a pickle of {size:,} bytes beside the data of its tensors", f"At most {MAX_SKELETON:,} are read."
+    )
+
+
+def leaves(root: Any, kind: type[Leaf]) -> set[Leaf]:
+    """Every value of a kind (that refers to nothing) to which the values refer; also those inside what composites were made by."""
+    found: set[Leaf] = set()
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, kind):
+            found.add(node)
+        elif not isinstance(node, (str, int, bytes)) and id(node) not in seen:
+            seen.add(id(node))
+            stack.extend((node.made,) if isinstance(node, Composite) else structural_parts(node))
+    return found
+
+
+# The lexer -----------------------------------------------------------------------------------------------------------
+
+_FIXED = {  # opcode -> the bytes of its argument
+    **dict.fromkeys(b"()012NQRabdelostu]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94", 0),
+    **dict.fromkeys(b"Kqh\x80", 1),
+    **dict.fromkeys(b"M", 2),
+    **dict.fromkeys(b"Jrj", 4),
+    **dict.fromkeys(b"G", 8),
+}
+_LINES = {**dict.fromkeys(b"ILFpgPSV", 1), **dict.fromkeys(b"ci", 2)}
+# opcode -> the width of its length field, whether that is signed, and what its value is when it is long
+_SIZED: dict[int, tuple[int, bool, str]] = {
+    0x58: (4, False, "text"),  # BINUNICODE
+    0x8C: (1, False, "text"),  # SHORT_BINUNICODE
+    0x8D: (8, False, "text"),  # BINUNICODE8
+    0x43: (1, False, "bytes"),  # SHORT_BINBYTES
+    0x42: (4, False, "bytes"),  # BINBYTES
+    0x8E: (8, False, "bytes"),  # BINBYTES8
+    0x96: (8, False, "bytearray"),  # BYTEARRAY8
+    0x55: (1, False, "string"),  # SHORT_BINSTRING
+    0x54: (4, True, "string"),  # BINSTRING
+    0x8A: (1, False, "integer"),  # LONG1
+    0x8B: (4, True, "integer"),  # LONG4
+}
+_SHORT = frozenset(op for op, (width, _, _) in _SIZED.items() if width == 1)
+_FRAME, _STOP = 0x95, 0x2E
+
+
+def _run_of_opcodes() -> re.Pattern[bytes]:
+    """Matches opcodes with short arguments of fixed width, as many as there are (in thousands: a match remembers each)."""
+    widths: dict[int, list[int]] = {}
+    for opcode, width in _FIXED.items():
+        widths.setdefault(width, []).append(opcode)
+    kinds = [b"[" + re.escape(bytes(opcodes)) + b"]" + b"." * width for width, opcodes in widths.items()]
+    return re.compile(
+        b"(?:" + b"|".join([*kinds, rb"[ILFpgPSV][^\n]{0,99}\n", rb"[ci][^\n]{0,99}\n[^\n]{0,99}\n"]) + b"){0,4096}",
+        re.DOTALL,
+    )
+
+
+_RUN = _run_of_opcodes()
+
+
+class _Lexer:
+    """Walks the opcodes through a window. `buffer` begins at byte `base` of the data; what is before `start` in it is copied."""
+
+    __slots__ = ("base", "blobs", "buffer", "data", "frame", "limit", "parts", "size", "spots", "start")
+
+    def __init__(self, data: Data, offset: int) -> None:
+        self.data = data
+        self.base = offset
+        self.frame = -1  # where the frame ends that we are in
+        self.parts: list[bytes] = []
+        self.size = 0
+        self.spots: list[tuple[int, int]] = []
+        self.blobs: list[Blob] = []
+        self.start = 0
+        self.buffer = b""
+        self._move(offset, _FIRST_WINDOW)
+
+    def run(self) -> Skeleton:
+        pos, buffer, limit = 0, self.buffer, self.limit
+        while True:
+            run = _RUN.match(buffer, pos, limit)
+            pos = run.end() if run else pos
+            op = buffer[pos] if pos < limit else -1
+            width = 4 if op == 0x58 else 1 if op in _SHORT else 0
+            begin = pos + 1 + width
+            if width and begin <= limit:
+                size = int.from_bytes(buffer[pos + 1 : begin], "little")
+                if size < LONG_VALUE and begin + size <= limit:
+                    pos = begin + size
+                    continue
+            if op == _STOP:
+                return self._finished(pos + 1)
+            pos = self._slowly(op, pos)
+            buffer, limit = self.buffer, self.limit
+
+    def _slowly(self, op: int, pos: int) -> int:
+        """Goes over an opcode that is rare, or that the window or frame cuts; or only moves the window, so that it is whole."""
+        if op < 0:
+            return self._at_limit(pos)
+        return self._value(op, pos) if op in _SIZED else self._other(op, pos)
+
+    def _finished(self, pos: int) -> Skeleton:
+        end = self.base + pos
+        if self.frame not in (-1, end):
+            raise self._corrupt(pos, "a frame that goes on after the end of the pickle")
+        self._copy(pos)
+        return Skeleton(b"".join(self.parts), self.blobs, end, self.spots)
+
+    # One opcode ---------------------------------------------------------------------------------------------------
+
+    def _value(self, op: int, pos: int) -> int:
+        """Goes over a value with its length in front of it; leaves it out where it is long."""
+        width, signed, kind = _SIZED[op]
+        pos = self._have(pos, 1 + width)
+        size = int.from_bytes(self.buffer[pos + 1 : pos + 1 + width], "little", signed=signed)
+        if size < 0:
+            raise self._corrupt(pos, f"a length of {size:,}")
+        if kind == "integer" and size * 8 > MAX_INTEGER_BITS:
+            raise self._error(
+                LimitExceeded, pos, f"an integer of {size * 8:,} bits", f"At most {MAX_INTEGER_BITS:,} are read."
+            )
+        self._check_room(pos, 1 + width + size)
+        if size < LONG_VALUE or kind == "integer":
+            return self._have(pos, 1 + width + size) + 1 + width + size
+        begin = self.base + pos + 1 + width
+        self._copy(pos)
+        self._add(bytes([BLOB]) + len(self.blobs).to_bytes(4, "little"), self.base + pos)
+        self.blobs.append(Blob(subrange(self.data, begin, size), kind))
+        return self._move(begin + size, _FIRST_WINDOW)
+
+    def _other(self, op: int, pos: int) -> int:
+        if op in _LINES:
+            for _ in range(_LINES[op]):
+                pos = self._line(pos + 1)
+            return pos + 1
+        if op in _FIXED:
+            return self._have(pos, 1 + _FIXED[op])
+        if op == _FRAME:
+            return self._enter_frame(pos)
+        if op in REFUSED:
+            raise self._error(Unsupported, pos, f"opcode {REFUSED[op]} is not read", "No PyTorch file uses it.")
+        raise self._corrupt(pos, f"0x{op:02x} is not a pickle opcode")
+
+    def _line(self, pos: int) -> int:
+        """The place of the line break at or after `pos`."""
+        while True:
+            end = self.buffer.find(b"\n", pos, self.limit)
+            seen = (end if end >= 0 else len(self.buffer)) - pos
+            if seen > MAX_STRING:
+                raise self._error(LimitExceeded, pos, f"a text of more than {MAX_STRING:,} bytes", "No more are read.")
+            if end >= 0:
+                return end
+            self._check_room(pos, seen + 1)
+            pos = self._move_keeping(pos, 2 * seen + _FIRST_WINDOW)
+
+    def _enter_frame(self, pos: int) -> int:
+        pos = self._have(pos, 9)
+        if self.frame >= 0:
+            raise self._corrupt(pos, "a frame inside of a frame")
+        begin = self.base + pos + 9
+        self.frame = begin + int.from_bytes(self.buffer[pos + 1 : pos + 9], "little")
+        if self.frame > self.data.length:
+            what = f"a frame of {self.frame - begin:,} bytes, where {self.data.length - begin:,} are left"
+            raise self._error(Corrupt, pos, what, "The file was cut off, or made to mislead.")
+        self._set_limit()
+        return pos + 9
+
+    # The window ---------------------------------------------------------------------------------------------------
+
+    def _at_limit(self, pos: int) -> int:
+        """Goes on where the window or the frame ends."""
+        if self.base + pos == self.frame:
+            self.frame = -1
+            self._set_limit()
+            return pos
+        return self._have(pos, 1)
+
+    def _have(self, pos: int, length: int) -> int:
+        """Makes sure that `length` bytes from `pos` are in the window; gives the new `pos`."""
+        self._check_room(pos, length)
+        if pos + length <= len(self.buffer):
+            return pos
+        return self._move_keeping(pos, length)
+
+    def _check_room(self, pos: int, length: int) -> None:
+        end = self.base + pos + length
+        if 0 <= self.frame < end:
+            raise self._corrupt(pos, "an opcode that reaches over the end of its frame")
+        if end > self.data.length:
+            what = f"{length:,} bytes are promised, {self.data.length - self.base - pos:,} are there"
+            raise self._error(Truncated, pos, what, "The pickle was cut off.")
+
+    def _move_keeping(self, pos: int, length: int) -> int:
+        self._copy(pos)
+        return self._move(self.base + pos, max(length, _WINDOW))
+
+    def _move(self, place: int, length: int) -> int:
+        self.buffer = self.data.read(place, min(length, self.data.length - place))
+        self.base, self.start = place, 0
+        self._set_limit()
+        return 0
+
+    def _set_limit(self) -> None:
+        self.limit = min(len(self.buffer), self.frame - self.base) if self.frame >= 0 else len(self.buffer)
+
+    def _copy(self, pos: int) -> None:
+        if pos > self.start:
+            self._add(self.buffer[self.start : pos], self.base + self.start)
+            self.start = pos
+
+    def _add(self, part: bytes, place: int) -> None:
+        self.spots.append((self.size, place))
+        self.parts.append(part)
+        self.size += len(part)
+        if self.size > MAX_SKELETON:
+            raise _too_long(self.size)
+
+    def _corrupt(self, pos: int, what: str) -> CkptoolError:
+        return self._error(Corrupt, pos, what, "The pickle was damaged, or made to mislead.")
+
+    def _error(self, kind: type[CkptoolError], pos: int, what: str, why: str) -> CkptoolError:
+        return kind(f"{what} (at byte {self.base + pos:,})", why)

@@ -1,0 +1,60 @@
+"""What `doctor` found, as text and JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptool.errors import printable
+from ckptool.render.json import Json
+from ckptool.render.style import PLAIN, Style
+
+if TYPE_CHECKING:
+    from ckptool.reports.health import Diagnosis, Finding
+
+
+def health_text(found: Diagnosis, *, style: Style = PLAIN) -> str:
+    """What the file is, then each finding: what is wrong, the message that people see, and the commands, in order."""
+    head = printable(found.file)
+    lines = [f"{style.bold(head)}: {printable(found.is_a)}"] if found.is_a else []
+    if not found.findings:
+        lines.append(style.green("nothing was found that would keep it from loading"))
+    number = 0
+    for finding in found.findings:
+        mark = style.red("problem") if finding.blocks else style.yellow("note")
+        lines += ["", f"{mark} [{finding.code}] {printable(finding.what)}"]
+        lines += [f"  seen as: {style.dim(printable(finding.says))}"] if finding.says else []
+        for fix in finding.fixes:
+            number += 1
+            lines.append(f"  {number}. {style.cyan(printable(fix))}{_program(fix)}")
+        lines += [f"  {printable(finding.advice)}"] if finding.advice else []
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _program(fix: str) -> str:
+    """Marks a command of another program."""
+    return "" if fix.startswith("ckptool ") else f"   (another program: {printable(fix.split(' ', 1)[0])})"
+
+
+# JSON ----------------------------------------------------------------------------------------------------------------
+
+
+def health_json(found: Diagnosis) -> Json:
+    """`ckptool.doctor/1`: what the file is and every finding with its commands."""
+    return {
+        "schema": "ckptool.doctor/1",
+        "file": found.file or None,
+        "is": found.is_a or None,
+        "loads": found.loads,
+        "findings": [_finding_json(finding) for finding in found.findings],
+    }
+
+
+def _finding_json(finding: Finding) -> Json:
+    return {
+        "code": finding.code,
+        "what": finding.what,
+        "seen_as": finding.says or None,
+        "blocks": finding.blocks,
+        "fixes": [{"command": fix, "ckptool": fix.startswith("ckptool ")} for fix in finding.fixes],
+        "advice": finding.advice or None,
+    }

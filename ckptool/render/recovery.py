@@ -1,0 +1,124 @@
+"""What was recovered of a damaged file, as text and JSON."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from ckptool.errors import listed, printable
+from ckptool.render.json import Json
+from ckptool.render.style import PLAIN, Style, columns, counted, size
+
+if TYPE_CHECKING:
+    from ckptool.verbs.recover import Recovery
+
+SHOWN = 20
+
+
+def recovery_text(done: Recovery, *, style: Style = PLAIN) -> str:
+    """What came back, what is lost and why, and where it was written."""
+    lines = [*_verdict(done, style)]
+    if done.damage:
+        lines.append(f"  found: {printable(done.damage)}")
+    if done.how:
+        lines.append(f"  {done.how}")
+    if not done.proven and not done.raw:
+        lines.append("  the file has no checksums: that these are the right bytes is not proven")
+    lines += _lost(done, style)
+    lines += _filled(done, style)
+    where = f"{printable(done.output)} ({done.container}, {size(done.file_bytes)})"
+    lines.append(f"would be written to {where}; dry run: nothing was written" if done.dry_run else f"→ {where}")
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(done: Recovery, style: Style) -> list[str]:
+    name = style.bold(printable(done.file))
+    records = f"{done.whole:,} of {counted(done.records, 'record')} {'proven' if done.proven else 'there'}"
+    if done.raw:
+        return [
+            f"{name}: {style.yellow('bytes only')}, {records}",
+            "  its pickle is lost, which alone says what is which tensor: each record is given as bytes, under its own name",
+        ]
+    if done.complete and not (done.damage or done.how):
+        return [f"{name}: {style.green('nothing is missing')}, {counted(done.tensors or 0, 'tensor')} ({records})"]
+    if done.complete:
+        return [f"{name}: {style.green('everything came back')}, {counted(done.tensors or 0, 'tensor')} ({records})"]
+    gone = f"{len(done.lost):,} lost" + (f", {len(done.filled):,} filled in" if done.filled else "")
+    back = f"{done.back:,} of {counted(done.tensors or 0, 'tensor')} came back"
+    return [f"{name}: {style.yellow('incomplete')}, {back}, {gone} ({records})"]
+
+
+def _lost(done: Recovery, style: Style) -> list[str]:
+    if not (done.lost or (done.raw and done.lost_records)):
+        return []
+    rows = [(printable(item.address) or "(the whole file)", size(item.nbytes), item.why) for item in done.lost]
+    if done.raw:
+        rows = [(printable(record.name), size(record.nbytes), record.why) for record in done.lost_records]
+    lines = [style.bold(f"lost ({len(rows):,})"), *_few(columns(rows, right=(1,)))]
+    if done.dropped:
+        names = listed([printable(name) for name in done.dropped], SHOWN)
+        lines.append(f"  dropped with them, as half of an optimizer's state is worse than none: {names}")
+    return lines
+
+
+def _filled(done: Recovery, style: Style) -> list[str]:
+    lines = []
+    if done.filled:
+        title = f"filled in from {printable(done.filled_from)} ({len(done.filled):,}); the output says so wherever it is opened"
+        rows = [printable(here) + ("" if here == there else f" from {printable(there)}") for here, there in done.filled]
+        lines += [style.bold(title), *_few([f"  {row}" for row in rows])]
+    if done.refused:
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for name, why in done.refused:
+            reasons[why].append(printable(name))
+        lines.append(style.bold(f"not filled in ({len(done.refused):,})"))
+        lines += [f"  {printable(why)}: {listed(names, SHOWN)}" for why, names in reasons.items()]
+    return lines
+
+
+def _few(lines: list[str]) -> list[str]:
+    if len(lines) <= SHOWN + 1:
+        return lines
+    return [*lines[:SHOWN], f"  … {len(lines) - SHOWN:,} more (--json lists them)"]
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+
+def recovery_json(done: Recovery) -> Json:
+    """`ckptool.recovery/1`: every tensor that is lost or filled in; places and sizes in bytes."""
+    return {
+        "schema": "ckptool.recovery/1",
+        "file": done.file,
+        "output": done.output,
+        "container": done.container,
+        "complete": done.complete,
+        "dry_run": done.dry_run,
+        "damage": done.damage,
+        "how": done.how,
+        "proven": done.proven,
+        "raw": done.raw,
+        "tensors": done.tensors,
+        "back": done.back,
+        "records": done.records,
+        "whole_records": done.whole,
+        "file_bytes": done.file_bytes,
+        "lost": [
+            {
+                "address": item.address,
+                "record": item.record,
+                "offset": item.offset,
+                "nbytes": item.nbytes,
+                "why": item.why,
+            }
+            for item in done.lost
+        ],
+        "lost_records": [
+            {"name": record.name, "offset": record.offset, "nbytes": record.nbytes, "why": record.why}
+            for record in done.lost_records
+        ],
+        "dropped": list(done.dropped),
+        "filled_from": done.filled_from,
+        "filled": [{"address": here, "from": there} for here, there in done.filled],
+        "refused": [{"address": name, "why": why} for name, why in done.refused],
+    }

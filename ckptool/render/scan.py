@@ -1,0 +1,157 @@
+"""What `scan` found, as text and JSON."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from ckptool.errors import listed, printable
+from ckptool.render.json import Json
+from ckptool.render.style import PLAIN, Style, columns, counted, size
+
+if TYPE_CHECKING:
+    from ckptool.reports.calls import Call
+    from ckptool.reports.scan import Scan, ScannedFile
+
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
+
+
+def scan_text(found: Scan, *, latest_good: bool = False, quiet: bool = False, style: Style = PLAIN) -> str:
+    """A folder: one line per checkpoint. A file: what its pickles would call.
+
+    latest_good: only the newest good one.  quiet: only its path, or nothing.
+    """
+    if quiet:
+        return f"{_shown_path(found.latest.path)}\n" if latest_good and found.latest else ""
+    if latest_good:
+        return _latest(found) + "\n"
+    if not found.is_folder:
+        return _file_text(found.files[0], style)
+    lines = [_summary(found, style)]
+    if found.files:
+        lines += ["", *_table(found, style)]
+    if risky := [file for file in found.files if file.calls]:
+        lines += ["", f"{style.yellow('would run code')} when loaded with pickle: see  ckptool scan FILE"]
+        lines += [f"  {_relative(found, file)}: {_names(file)}" for file in risky]
+    return "\n".join(lines) + "\n"
+
+
+def _shown_path(path: str) -> str:
+    """A path that a script can use as it is; only one that would forge lines is escaped."""
+    return path if path.isprintable() else printable(path)
+
+
+def _latest(found: Scan) -> str:
+    if found.latest is None:
+        return f"{printable(found.path)}: no good checkpoint"
+    facts = [
+        f"{name} {value:,}"
+        for name, value in (("step", found.latest.step), ("epoch", found.latest.epoch))
+        if value is not None
+    ]
+    return f"{_shown_path(found.latest.path)} ({', '.join([*facts, size(found.latest.bytes)])})"
+
+
+def _summary(found: Scan, style: Style) -> str:
+    head = f"{style.bold(printable(found.path))}: {counted(len(found.files), 'checkpoint')}"
+    bad = sum(1 for file in found.files if not file.is_good)
+    if bad:
+        head += f", {style.red(f'{bad:,} not good')}"
+    if found.others:
+        head += f", {counted(found.others, 'other file')}"
+    if found.latest is not None and len(found.files) > 1:
+        head += f"\nlatest good: {_relative(found, found.latest)} (by {found.by})"
+    return head
+
+
+def _table(found: Scan, style: Style) -> list[str]:
+    now = time.time()
+    rows = [("file", "state", "step", "epoch", "size", "age", "what")]
+    for file in found.files:
+        about = ", ".join((*file.holds, *file.notes)) if file.is_good else file.problem
+        rows.append(
+            (
+                _relative(found, file),
+                file.state,
+                "" if file.step is None else f"{file.step:,}",
+                "" if file.epoch is None else f"{file.epoch:,}",
+                size(file.bytes),
+                age(now - file.modified),
+                printable(about),
+            )
+        )
+    head, *lines = columns(rows, right=(2, 3, 4, 5), indent="")
+    shown = [style.fit(line) for line in lines]
+    return [
+        style.dim(head),
+        *(line if file.is_good else style.red(line) for line, file in zip(shown, found.files, strict=True)),
+    ]
+
+
+def age(seconds: float) -> str:
+    """How long ago, in the largest unit that fits: `3 d`, `5 min`."""
+    for length, unit in _UNITS:
+        if seconds >= length:
+            return f"{int(seconds / length):,} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def _relative(found: Scan, file: ScannedFile) -> str:
+    return printable(os.path.relpath(file.path, found.path) if found.is_folder else file.path)
+
+
+def _names(file: ScannedFile) -> str:
+    return listed([printable(call.name) for call in file.calls], 4)
+
+
+def _file_text(file: ScannedFile, style: Style) -> str:
+    head = f"{style.bold(printable(file.path))} ({file.container}): "
+    if not file.calls:
+        return head + style.green("nothing in it would run") + ": functions of torch and plain data only\n"
+    words = {"called": "calls", "made": "makes objects of", "named": "imports"}
+    lines = [head + style.red("loading it with pickle would run code") + "; ckptool runs none of it"]
+    rows = [(words[call.how], printable(call.name), _places(call)) for call in file.calls]
+    return "\n".join([*lines, *columns(rows)]) + "\n"
+
+
+def _places(call: Call) -> str:
+    shown = listed([printable(place) or "the top" for place in call.places], 3)
+    return f"at {shown}" + (f" ({call.count:,} times)" if call.count > len(call.places) else "")
+
+
+# JSON ----------------------------------------------------------------------------------------------------------------
+
+
+def scan_json(found: Scan) -> Json:
+    """`ckptool.scan/1`: a row for each checkpoint; sizes in bytes, times in UTC."""
+    return {
+        "schema": "ckptool.scan/1",
+        "path": found.path,
+        "folder": found.is_folder,
+        "findings": found.findings,
+        "latest_good": found.latest.path if found.latest else None,
+        "latest_by": found.by or None,
+        "other_files": found.others,
+        "files": [_file_json(file) for file in found.files],
+    }
+
+
+def _file_json(file: ScannedFile) -> Json:
+    return {
+        "path": file.path,
+        "state": file.state,
+        "problem": file.problem or None,
+        "container": file.container or None,
+        "step": file.step,
+        "epoch": file.epoch,
+        "bytes": file.bytes,
+        "modified": datetime.fromtimestamp(file.modified, timezone.utc).isoformat(timespec="seconds"),
+        "holds": list(file.holds),
+        "notes": list(file.notes),
+        "calls": [
+            {"name": call.name, "how": call.how, "places": list(call.places), "count": call.count}
+            for call in file.calls
+        ],
+    }

@@ -1,0 +1,48 @@
+"""A target's names, shapes, types and ties, as text and JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptool.errors import printable
+from ckptool.render.json import Json, dumps
+from ckptool.render.style import PLAIN, Style, counted, short
+from ckptool.reports.spec import spec_of
+from ckptool.reports.targets import BUFFER, PARAMETER, tie_groups
+
+if TYPE_CHECKING:
+    from ckptool.verbs.spec import Spec
+
+
+def spec_text(found: Spec, *, style: Style = PLAIN) -> str:
+    """How much it is, and where it was written."""
+    target = found.target
+    unique = target.unique
+    kinds = [
+        counted(sum(e.kind == kind for e in unique), kind)
+        for kind in (PARAMETER, BUFFER)
+        if any(e.kind == kind for e in unique)
+    ]
+    ties = tie_groups(target.tensors.values())
+    facts = [f"{counted(len(target.tensors), 'name')}", *kinds, f"{short(sum(e.numel for e in unique))} values"]
+    facts += [f"{counted(len(ties), 'tied tensor')}"] if ties else []
+    lines = [f"{style.bold(printable(target.name))}: {', '.join(facts)}"]
+    lines += [f"  {style.dim(printable(remark))}" for remark in target.remarks]
+    if found.output:
+        lines.append(f"{'would write' if found.dry_run else 'wrote'} {printable(found.output)}")
+    return "\n".join(lines) + "\n"
+
+
+def spec_json(found: Spec) -> Json:
+    """`ckptool.spec/1`: the spec itself, as it is written to a file."""
+    return spec_of(found.target)
+
+
+def spec_file(found: Spec) -> bytes:
+    """The spec as a file: a line for each tensor, so that two of them can be compared line by line."""
+    facts = spec_of(found.target)
+    lines = [f'{{"schema": {dumps(facts["schema"])},', f' "kinds": {dumps(facts["kinds"])},']
+    for key, end in (("tensors", ","), ("ties", "}")):
+        rows = [f"  {dumps(row)}" for row in facts[key]]
+        lines += [f' "{key}": [' + ("\n" if rows else "") + ",\n".join(rows) + f"]{end}"]
+    return ("\n".join(lines) + "\n").encode()

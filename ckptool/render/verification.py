@@ -1,0 +1,188 @@
+"""Whether a checkpoint is whole, as text and JSON."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from ckptool.errors import listed, printable
+from ckptool.render.json import Json, notes_json
+from ckptool.render.style import PLAIN, Style, columns, counted, short, size
+from ckptool.render.text import WHOLE, notes_text
+from ckptool.reports.verification import ALL, NONE
+
+if TYPE_CHECKING:
+    from ckptool.reports.digests import Compared
+    from ckptool.reports.verification import Problem, Verification
+
+SHOWN = 20
+
+
+def verification_text(found: Verification, *, digests: bool = False, style: Style = PLAIN) -> str:
+    """The verdict in one line; below it what is wrong, with the tensors concerned; then the command that helps."""
+    lines = [_verdict(found, style)]
+    if found.checksums == NONE and found.container:
+        lines.append("  no checksums stored: damage to the data cannot be noticed, only what is missing or misplaced")
+    groups: dict[tuple[str, str] | int, list[Problem]] = {}
+    for number, problem in enumerate(found.problems):  # a cut loses hundreds of records for one reason
+        groups.setdefault((problem.code, problem.why) if problem.code == "lost" else number, []).append(problem)
+    for group in list(groups.values())[:SHOWN]:
+        lines += _problem_lines(group, style)
+    if len(groups) > SHOWN:
+        lines.append(f"  … {len(groups) - SHOWN:,} more problems (--json lists them)")
+    lines += _values(found, style)
+    lines += _kept(found, style)
+    if digests and found.digests is not None:
+        lines += _digests(found, style)
+    lines += [f"  {style.cyan(printable(shlex.join(fix)))}" for fix in found.fixes]
+    notes = notes_text(found.notes, style)
+    return "\n".join([*lines, *([notes] if notes else [])]) + "\n"
+
+
+def _verdict(found: Verification, style: Style) -> str:
+    name = style.bold(printable(found.file))
+    facts = [counted(found.tensors, "tensor"), size(found.bytes)]
+    if found.checked:
+        which = "" if found.checksums == ALL else " (not all data has one)"
+        facts.append(
+            f"{counted(found.checked, 'record')} checked against {'its' if found.checked == 1 else 'their'} checksums{which}"
+        )
+    about = ", ".join(facts)
+    if found.problems:
+        recovered = all(problem.code == "recovered-file" for problem in found.problems)
+        word = "recovered, not intact" if recovered else "damaged"
+        return f"{name}: {style.red(word)}, {counted(len(found.problems), 'problem')} ({about})"
+    if not found.fine:
+        return f"{name}: {style.yellow('whole, but see below')} ({about})"
+    return f"{name}: {style.green('fine')} ({about})"
+
+
+def _problem_lines(group: list[Problem], style: Style) -> list[str]:
+    problem = group[0]
+    at = f", at byte {problem.offset:,}" if problem.offset is not None else ""
+    more = f", and {counted(len(group) - 1, 'other record')}" if len(group) > 1 else ""
+    lines = [f"  {style.yellow(problem.code)}: {printable(problem.what)}{at}{more}"]
+    if names := [printable(name) or WHOLE for problem in group for name in problem.tensors]:
+        lines.append(f"    {listed(names, 5)}")
+    return lines + ([f"    {style.dim(printable(problem.why))}"] if problem.why else [])
+
+
+def _values(found: Verification, style: Style) -> list[str]:
+    if found.non_finite is None:
+        return []
+    lines = []
+    if found.non_finite:
+        lines.append(style.bold(f"not finite ({len(found.non_finite):,} of {counted(found.tensors, 'tensor')})"))
+        rows = [
+            (
+                printable(row.address) or WHOLE,
+                f"{short(row.nans)} NaN",
+                f"{short(row.infs)} Inf",
+                f"of {short(row.count)}",
+            )
+            for row in found.non_finite[:SHOWN]
+        ]
+        lines += columns(rows, right=(1, 2, 3))
+        left = len(found.non_finite) - SHOWN
+        lines += [f"  … {left:,} more (--json lists them)"] if left > 0 else []
+    elif not found.unsearched:
+        lines.append("  all values are finite")
+    if found.unsearched:
+        lines.append(f"  not searched for NaN: {listed([printable(name) for name in found.unsearched], 5)}")
+    return lines
+
+
+def _kept(found: Verification, style: Style) -> list[str]:
+    lines = [f"  {printable(found.remark)}"] if found.remark else []
+    if found.written:
+        lines.append(f"  digests kept in {printable(found.written)}")
+    if found.compared is None:
+        return lines
+    if found.compared.same:
+        count = len(found.digests.tensors) if found.digests is not None else 0
+        return [*lines, f"  same as {printable(found.against)}: {counted(count, 'tensor')}, by their digests"]
+    return [*lines, *_differences(found.compared, found.against, style)]
+
+
+def _differences(compared: Compared, against: str, style: Style) -> list[str]:
+    lines = [style.bold(f"not as in {printable(against)}")]
+    for word, names in (
+        ("differs", [f"{printable(name)} ({printable(how)})" for name, how in compared.differing]),
+        ("missing", [printable(name) for name in compared.missing]),
+        ("new", [printable(name) for name in compared.new]),
+    ):
+        lines += [f"  {word}: {name}" for name in names[:SHOWN]]
+        lines += [f"  … {len(names) - SHOWN:,} more" for _ in names[SHOWN : SHOWN + 1]]
+    return lines
+
+
+def _digests(found: Verification, style: Style) -> list[str]:
+    assert found.digests is not None
+    rows = [
+        (tensor.sha256, tensor.dtype, "" if tensor.shape is None else str(list(tensor.shape)), printable(tensor.name))
+        for tensor in found.digests.tensors
+    ]
+    head = f"{found.digests.root}  {printable(found.root) or WHOLE}"
+    return [style.bold(head), *columns(rows, indent="")]
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+
+def verification_json(found: Verification) -> Json:
+    """`ckptool.verification/1`: every problem with its place; offsets and sizes in bytes."""
+    fact: Json = {
+        "schema": "ckptool.verification/1",
+        "file": found.file,
+        "container": found.container,
+        "fine": found.fine,
+        "bytes": found.bytes,
+        "tensors": found.tensors,
+        "storages": found.storages,
+        "checksums": found.checksums,
+        "checked": found.checked,
+        "checked_bytes": found.checked_bytes,
+        "problems": [
+            {
+                "code": problem.code,
+                "what": problem.what,
+                "why": problem.why,
+                "record": problem.record,
+                "offset": problem.offset,
+                "tensors": list(problem.tensors),
+            }
+            for problem in found.problems
+        ],
+        "non_finite": None
+        if found.non_finite is None
+        else [
+            {"address": row.address, "nans": row.nans, "infs": row.infs, "count": row.count} for row in found.non_finite
+        ],
+        "unsearched": list(found.unsearched),
+        "notes": notes_json(found.notes),
+        "fixes": [list(fix) for fix in found.fixes],
+    }
+    if found.digests is not None:
+        fact["digest"] = {
+            "at": found.root,
+            "remark": found.remark,
+            "root": found.digests.root,
+            "tensors": [
+                {
+                    "key": tensor.key,
+                    "dtype": tensor.dtype,
+                    "shape": tensor.shape and list(tensor.shape),
+                    "sha256": tensor.sha256,
+                }
+                for tensor in found.digests.tensors
+            ],
+        }
+    if found.compared is not None:
+        fact["against"] = {
+            "file": found.against,
+            "same": found.compared.same,
+            "differing": [{"key": name, "in": how} for name, how in found.compared.differing],
+            "missing": list(found.compared.missing),
+            "new": list(found.compared.new),
+        }
+    return fact

@@ -1,0 +1,246 @@
+"""What a warm start does, as text, JSON and HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import printable
+from ckptool.keygroups import grouped
+from ckptool.render.json import Json, finite, notes_json
+from ckptool.render.style import PLAIN, Style, counted, short
+from ckptool.reports.targets import BUFFER
+from ckptool.reports.warm_start import AS_IT_IS, percent
+
+if TYPE_CHECKING:
+    from ckptool.reports.warm_start import Absent, DtypeChange, LoadReport, Mismatch
+    from ckptool.transforms.suggest import Suggestion
+
+_LINES = 16  # of one kind on a terminal; elsewhere, all
+
+Row = tuple[str, int, list[str]]  # what, how many, and which, a line each
+
+
+def warm_start_text(report: LoadReport, *, style: Style = PLAIN) -> str:
+    """How much of the target is loaded, then each kind of name, grouped, then why the plan is not accepted or what was written."""
+    lines = [_head(report, style)]
+    for what, count, told in _rows(report):
+        lines.append(f"{style.bold(what)} {count:,}")
+        shown = told if style.width is None else told[:_LINES]
+        lines += [style.fit(f"  {line}") for line in shown]
+        lines += [style.dim(f"  … {len(told) - len(shown):,} more lines")] if len(shown) < len(told) else []
+    lines += [f"{style.dim(note.code)}: {printable(note.message)}" for note in report.normalised]
+    lines += _suggestions(report, style)
+    lines += _optimizer(report)
+    lines += _end(report, style)
+    return "\n".join(lines) + "\n"
+
+
+def _head(report: LoadReport, style: Style) -> str:
+    share = f"{percent(report.share)} of {short(report.total)} values"
+    names = f"{len(report.loaded) + len(report.tied):,} of {_names(report):,} names"
+    colour = style.green if report.accepted else style.red
+    place = f"#{printable(report.root)}" if report.root else ""
+    sides = f"{style.bold(printable(report.source) + place)} into {style.bold(printable(report.target))}"
+    return f"{sides}: {colour(share)}, {names}"
+
+
+def _names(report: LoadReport) -> int:
+    fits = {fact.target for fact in report.loaded} | {name for name, _ in report.tied}
+    return len(
+        fits | {fact.name for fact in report.missing} | {fact.target for fact in report.mismatched} | {*report.excluded}
+    )
+
+
+def _rows(report: LoadReport) -> Iterable[Row]:
+    whole = [fact for fact in report.loaded if fact.how == AS_IT_IS]
+    parameters = [fact.target for fact in whole if fact.kind != BUFFER]
+    buffers = [fact.target for fact in whole if fact.kind == BUFFER]
+    every = [
+        ("loaded", len(parameters), _groups(parameters)),
+        ("loaded buffers", len(buffers), _groups(buffers)),
+        ("tied", len(report.tied), [f"{printable(name)} is {printable(other)}" for name, other in report.tied]),
+        ("missing", *_absent([fact for fact in report.missing if fact.kind != BUFFER])),
+        ("missing buffers", *_absent([fact for fact in report.missing if fact.kind == BUFFER])),
+        ("unexpected", len(report.unexpected), _groups([fact.source for fact in report.unexpected])),
+        ("do not fit", len(report.mismatched), list(map(_mismatch, report.mismatched))),
+        ("other type", len(report.dtype_changes), _changes(report.dtype_changes)),
+        ("left out", len(report.excluded), _groups(report.excluded)),
+        ("from the target", len(report.taken), _groups(report.taken)),
+    ]
+    return [row for row in every if row[1]]
+
+
+def _absent(facts: Sequence[Absent]) -> tuple[int, list[str]]:
+    return len(facts), _groups([fact.name for fact in facts])
+
+
+def _groups(names: Sequence[str]) -> list[str]:
+    """The names grouped exactly, with how many each line stands for where that is more than one."""
+    return [
+        printable(group.text) + (f"  ({len(group.keys):,})" if len(group.keys) > 1 else "") for group in grouped(names)
+    ]
+
+
+def _mismatch(fact: Mismatch) -> str:
+    sides = [
+        f"{dtype.name if dtype else '?'} {'[?]' if shape is None else list(shape)}"
+        for dtype, shape in (fact.have, fact.want)
+    ]
+    return f"{printable(fact.target)}: {sides[0]} against {sides[1]}, {fact.done}{_from(fact.source, fact.target)}"
+
+
+def _from(source: str, target: str) -> str:
+    return f" (from {printable(source)})" if source != target else ""
+
+
+def _changes(facts: Sequence[DtypeChange]) -> list[str]:
+    """A line for each pair of types and what that does to values."""
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for fact in facts:
+        kinds.setdefault((fact.old.name, fact.new.name, _loss(fact)), []).append(fact.target)
+    return [f"{old} → {new}, {loss}: {', '.join(_groups(names))}" for (old, new, loss), names in kinds.items()]
+
+
+def _loss(fact: DtypeChange) -> str:
+    if fact.exact is None:
+        return "values may be rounded (too many to read)"
+    if fact.exact:
+        return "no value changes"
+    return "values overflow" if fact.overflowed else "values are rounded"
+
+
+def _suggestions(report: LoadReport, style: Style) -> list[str]:
+    if not report.suggestions:
+        return []
+    lines = [style.bold("perhaps")]
+    for suggestion in report.suggestions:
+        lines += [f"  {style.cyan('--rename ' + _quoted(rule))}" for rule in suggestion.rules]
+        told = [f"{suggestion.agree:,} of {suggestion.total:,} shapes agree"] if suggestion.rules else []
+        told += [printable(suggestion.why)] if suggestion.why else []
+        told += [] if suggestion.unambiguous or not suggestion.rules else ["ambiguous: look before you use it"]
+        lines.append(("    " if suggestion.rules else "  ") + "; ".join(told))
+    return lines
+
+
+def _quoted(rule: str) -> str:
+    return "'" + printable(rule).replace("'", "'\\''") + "'"
+
+
+def _optimizer(report: LoadReport) -> list[str]:
+    found = report.optimizer
+    if found is None:
+        return []
+    place = printable(found.address) or "the optimizer"
+    lines = [f"{place}: state of {counted(len(found.carried), 'parameter')}, known by {found.known_by}"]
+    lines += [f"  starts without state: {line}" for line in _groups(found.fresh)]
+    return lines + [f"  left out: {printable(name)}, {why}" for name, why in found.left_out]
+
+
+def _end(report: LoadReport, style: Style) -> list[str]:
+    lines = [f"rules written to {printable(report.rules_file)}"] if report.rules_file else []
+    for reason in report.refused:
+        lines.append(f"{style.red('refused')}: {printable(reason.what)}")
+        lines += [f"  {style.cyan(printable(reason.fix))}"] if reason.fix else []
+    if report.output is not None:
+        word = "wrote" if report.applied else "would write"
+        lines.append(f"{word} {printable(report.output.output)} ({report.output.container})")
+    return lines
+
+
+# JSON ----------------------------------------------------------------------------------------------------------------
+
+
+def warm_start_json(report: LoadReport) -> Json:
+    """`ckptool.warm_start/1`: every name of both sides, and what becomes of it."""
+    optimizer, output = report.optimizer, report.output
+    return {
+        "schema": "ckptool.warm_start/1",
+        "source": report.source,
+        "root": report.root,
+        "target": {"name": report.target, "kind": report.target_kind},
+        "accepted": report.accepted,
+        "refused": [{"code": fact.code, "what": fact.what, "fix": fact.fix} for fact in report.refused],
+        "share": finite(report.share),
+        "elements": report.elements,
+        "total": report.total,
+        "loaded": [
+            {"source": f.source, "target": f.target, "kind": f.kind, "elements": f.elements, "how": f.how}
+            for f in report.loaded
+        ],
+        "tied": [{"target": name, "through": other} for name, other in report.tied],
+        "missing": [_absent_json(fact) for fact in report.missing],
+        "unexpected": [{"source": fact.source, **_absent_json(fact)} for fact in report.unexpected],
+        "mismatched": [_mismatch_json(fact) for fact in report.mismatched],
+        "dtype_changes": [_change_json(fact) for fact in report.dtype_changes],
+        "excluded": list(report.excluded),
+        "from_target": list(report.taken),
+        "normalised": notes_json(report.normalised),
+        "suggestions": [_suggestion_json(suggestion) for suggestion in report.suggestions],
+        "optimizer": None
+        if optimizer is None
+        else {
+            "address": optimizer.address,
+            "known_by": optimizer.known_by,
+            "carried": list(optimizer.carried),
+            "fresh": list(optimizer.fresh),
+            "left_out": [{"name": name, "why": why} for name, why in optimizer.left_out],
+        },
+        "output": None
+        if output is None
+        else {
+            "file": output.output,
+            "container": output.container,
+            "bytes": output.file_bytes,
+            "written": report.applied,
+        },
+        "rules_file": report.rules_file or None,
+    }
+
+
+def _absent_json(fact: Absent) -> Json:
+    return {"name": fact.name, "kind": fact.kind, **_side_json((fact.dtype, fact.shape))}
+
+
+def _side_json(side: tuple[Any, Any]) -> Json:
+    dtype, shape = side
+    return {"dtype": dtype.name if dtype else None, "shape": None if shape is None else list(shape)}
+
+
+def _mismatch_json(fact: Mismatch) -> Json:
+    facts = {"source": fact.source, "target": fact.target, "kind": fact.kind, "about": fact.about, "done": fact.done}
+    return {**facts, "have": _side_json(fact.have), "want": _side_json(fact.want)}
+
+
+def _change_json(fact: DtypeChange) -> Json:
+    return {
+        "source": fact.source,
+        "target": fact.target,
+        "from": fact.old.name,
+        "to": fact.new.name,
+        "exact": fact.exact,
+        "changed": fact.changed,
+        "overflowed": fact.overflowed,
+    }
+
+
+def _suggestion_json(suggestion: Suggestion) -> Json:
+    facts = {"rules": list(suggestion.rules), "agree": suggestion.agree, "total": suggestion.total}
+    return {**facts, "unambiguous": suggestion.unambiguous, "why": suggestion.why}
+
+
+# HTML ----------------------------------------------------------------------------------------------------------------
+
+
+def warm_start_html(report: LoadReport) -> str:
+    """The report as a table for notebooks."""
+    cell = '<td style="text-align:left;vertical-align:top;padding:0 1em 0 0">'
+    body = "".join(
+        f"<tr>{cell}{escape(what)}</td>{cell}{count:,}</td>{cell}{'<br>'.join(map(escape, told))}</td></tr>"
+        for what, count, told in _rows(report)
+    )
+    rest = [*(f"{note.code}: {printable(note.message)}" for note in report.normalised), *_suggestions(report, PLAIN)]
+    rest += [*_optimizer(report), *_end(report, PLAIN)]
+    told = f"<pre>{escape(chr(10).join(rest))}</pre>" if rest else ""
+    return f"<div><b>{escape(_head(report, PLAIN))}</b><table>{body}</table>{told}</div>"

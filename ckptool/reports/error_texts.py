@@ -1,0 +1,214 @@
+"""The error messages that people search for, what each means, and what mends it.
+
+Texts of torch 0.4 to 2.13, safetensors, pickle and the systems below them, matched as regular expressions in the order of this table: the
+more exact first. A fix is a ckptool command with `{file}` and `{out}`, or another program's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+Command = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownError:
+    """pattern: what the message looks like.  code: as in notes and errors.  meaning: what is wrong.  fixes: commands, in order.
+
+    advice: what to do where no command does it.
+    """
+
+    pattern: re.Pattern[str]
+    code: str
+    meaning: str
+    fixes: tuple[Command, ...] = ()
+    advice: str = ""
+
+
+def _known(pattern: str, code: str, meaning: str, *fixes: str, advice: str = "") -> KnownError:
+    return KnownError(re.compile(pattern, re.IGNORECASE), code, meaning, tuple(tuple(f.split()) for f in fixes), advice)
+
+
+_STRIP = "ckptool strip-module {file} -o {out}"
+_ADD = "ckptool add-module {file} -o {out}"
+_CPU = "ckptool remap {file} --to cpu -o {out}"
+_PLAIN = "ckptool convert {file} --weights-only -o {out}"
+_INSPECT = "ckptool inspect {file}"
+_WEIGHTS = "ckptool convert {file} -o {weights}"
+_ANEW = "ckptool convert {file} -o {out}"
+_RECOVER = "ckptool recover {file} -o {out}"
+_DOCTOR = "ckptool doctor {file}"
+
+KNOWN: tuple[KnownError, ...] = (
+    _known(
+        r"(unexpected|missing) key\(s\) in state_dict:[^\n]*[\"']module\.(?s:.*)",
+        "prefix-module",
+        "One side was wrapped in DataParallel or DistributedDataParallel: its keys begin with module. and those of the other do not.",
+        _STRIP,
+        advice="Where the model is the one that is wrapped: ckptool add-module instead.",
+    ),
+    _known(
+        r"(unexpected|missing) key\(s\) in state_dict:[^\n]*_orig_mod\.",
+        "prefix-compiled",
+        "The weights were saved from a model that torch.compile had wrapped.",
+        _STRIP,
+    ),
+    _known(
+        r"unexpected key\(s\) in state_dict:[^\n]*[\"'](epoch|optimizer\w*|state_dict|model_state_dict|model|step|global_step)[\"']",
+        "nested-weights",
+        "The file is a whole training checkpoint, and the weights are one entry of it.",
+        _INSPECT,
+        _WEIGHTS,
+    ),
+    _known(
+        r"size mismatch for |copying a param with shape",
+        "shape-mismatch",
+        "A tensor of the file has another shape than the model's: another architecture, number of classes or vocabulary.",
+        _INSPECT,
+        advice="See which: ckptool doctor FILE --against OTHER_CHECKPOINT. The rest can be loaded where the shapes agree.",
+    ),
+    _known(
+        r"error\(s\) in loading state_dict|(missing|unexpected) key\(s\) in state_dict|_IncompatibleKeys",
+        "keys-differ",
+        "The names of the file and of the model differ.",
+        _INSPECT,
+        advice="Compare with a checkpoint of the model: ckptool doctor FILE --against OTHER_CHECKPOINT",
+    ),
+    _known(
+        r"attempting to deserialize object on (a )?cuda device|cuda device \d+ but torch\.cuda\.device_count|Torch not compiled with CUDA",
+        "cuda-location",
+        "The tensors are tagged with a GPU that this machine does not have.",
+        _CPU,
+    ),
+    _known(
+        r"don't know how to (restore|determine) (data )?location|(mps|xpu|hpu|npu) .*(not available|is not (built|compiled))",
+        "device-location",
+        "The tensors are tagged with a device that this torch does not know.",
+        _CPU,
+    ),
+    _known(
+        r"cuda out of memory|CUDA error: out of memory",
+        "cuda-location",
+        "torch.load puts the tensors on the GPU that they were saved from, beside the model that is there.",
+        _CPU,
+        advice="Or load with map_location='cpu'.",
+    ),
+    _known(
+        r"TorchScript archives|torch\.jit\.load|looks like a TorchScript archive",
+        "torchscript",
+        "The file is a TorchScript archive: a program with its tensors.",
+        _WEIGHTS,
+    ),
+    _known(
+        r"No module named ['\"]numpy\._core|numpy\.core\.multiarray|numpy\._core\.multiarray|numpy\.dtypes?|numpy\.\w*dtype",
+        "numpy-values",
+        "Numpy numbers or arrays were saved beside the weights; their names changed between numpy 1 and 2, and weights_only refuses them.",
+        _PLAIN,
+    ),
+    _known(
+        r"No module named|Can't get attribute|has no attribute ['\"]\w+['\"] on <module|SourceChangeWarning|ModuleNotFoundError",
+        "whole-module",
+        "The file holds objects of classes that are not installed here: a whole model was saved, or a configuration object.",
+        _WEIGHTS,
+        _PLAIN,
+    ),
+    _known(
+        r"Unsupported operand (118|60|10|123|80|31|53|66|37|137)\b|invalid load key,? ['\"]?(v|<|\{|\\x1f|\\n|P)",
+        "not-a-checkpoint",
+        "The file is no checkpoint: a git-lfs pointer, a web page, a JSON text or a compressed file under its name.",
+        _DOCTOR,
+    ),
+    _known(
+        r"Unsupported operand 149|Unsupported operand 1(40|42|43|48)|Detected pickle protocol",
+        "pickle-protocol",
+        "The pickle was written with protocol 4 or 5, which weights_only does not read.",
+        _ANEW,
+    ),
+    _known(
+        r"legacy \.tar format|filename ['\"]?(storages|tensors|pickle)['\"]? not found",
+        "legacy-tar",
+        "The file is of torch before 0.1.10, a tar archive.",
+        _ANEW,
+    ),
+    _known(
+        r"mmap can only be used|mmap.*_use_new_zipfile_serialization",
+        "legacy-format",
+        "The file is of torch before 1.6, or was saved in its format, which cannot be mapped.",
+        _ANEW,
+    ),
+    _known(
+        r"Weights only load failed|weights_only|Unsupported global|UnpicklingError.*global",
+        "unsafe-global",
+        "The file calls functions or holds classes that weights_only does not allow.",
+        "ckptool scan {file}",
+        _PLAIN,
+    ),
+    _known(
+        r"failed finding central directory|not a ZIP archive|PytorchStreamReader failed|invalid header or archive is corrupted|"
+        r"central directory|BadZipFile|unexpected EOF|unexpected pos \d+ vs \d+|file might be corrupted|MetadataIncompleteBuffer|"
+        r"failed reading file|Truncated",
+        "truncated",
+        "The file ends too early, or is damaged: an interrupted download, a full disk, a killed save.",
+        _RECOVER,
+        advice="A new copy is better, where there is one.",
+    ),
+    _known(
+        r"Ran out of input|file (like )?object .*is empty|EOFError",
+        "truncated",
+        "The file is empty or ends within its pickle: the save was interrupted, or the disk was full.",
+        _DOCTOR,
+        advice="Copy or download it again.",
+    ),
+    _known(
+        r"Invalid magic number|corrupt file\?|HeaderTooLarge|InvalidHeader|HeaderTooSmall|Error while deserializing header",
+        "not-a-checkpoint",
+        "The file is of another kind than its name says, or damaged at its beginning.",
+        _DOCTOR,
+    ),
+    _known(
+        r"share memory|shared (tensors|memory)|duplicate memory on disk",
+        "shared-tensors",
+        "Several names are one tensor (tied weights), which safetensors does not hold by itself; ckptool records the ties.",
+        _WEIGHTS,
+    ),
+    _known(
+        r"parameter group that doesn't match|different number of parameter groups",
+        "optimizer-differs",
+        "The optimizer state belongs to a model with other parameters.",
+        "ckptool slim {file} -o {out}",
+        advice="Without its optimizer state the checkpoint starts a new optimizer.",
+    ),
+    _known(
+        r"No space left on device|file write failed|PytorchStreamWriter failed|Disk quota exceeded|enforce fail at inline_container",
+        "disk-full",
+        "The save ran out of room; what it left behind is not whole.",
+        "ckptool verify {file}",
+        advice="Look for the newest whole one: ckptool scan FOLDER --latest-good",
+    ),
+    _known(
+        r"float8|has no attribute ['\"](bfloat16|uint16|uint32|uint64|float4)",
+        "dtype-unknown",
+        "The tensors have an element type that this torch is too old for.",
+        "ckptool cast {file} --dtype bf16 -o {out}",
+    ),
+    _known(r"Is a directory|IsADirectoryError", "folder", "A folder was given where a file was expected.", _INSPECT),
+    _known(
+        r"No such file or directory|FileNotFoundError",
+        "io",
+        "There is no file of that name.",
+        advice="Look at what is there: ls",
+    ),
+    _known(
+        r"Permission denied",
+        "io",
+        "The permissions of the file or its folder do not allow it.",
+        advice="See them: ls -l",
+    ),
+)
+
+
+def recognised(text: str) -> KnownError | None:
+    """What a message means, by the first entry of the table that matches; only the beginning of a very long text is looked at."""
+    text = text[:100_000]
+    return next((known for known in KNOWN if known.pattern.search(text)), None)

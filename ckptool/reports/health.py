@@ -1,0 +1,348 @@
+"""Why a checkpoint does not load, and what mends it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
+from ckptool.errors import CkptoolError, listed, printable
+from ckptool.prefixes import COUNTER, without_wrappers
+from ckptool.reports.error_texts import Command, recognised
+from ckptool.roots import Root, find_roots
+
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One reason why a checkpoint does not load, or loads as something else than one expects.
+
+    says: the message that people see.  blocks: stock `torch.load` (or the model of `--against`) refuses it here or on another machine.
+    fixes: command lines that can be run as they stand, in order; each is ckptool's unless its first word is another program.
+    """
+
+    code: str
+    what: str
+    says: str = ""
+    blocks: bool = True
+    fixes: tuple[str, ...] = ()
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a file is, and what is the matter with it. `file` is empty where only an error text was given."""
+
+    file: str
+    is_a: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def loads(self) -> bool:
+        """True if nothing was found that would keep it from loading."""
+        return not any(finding.blocks for finding in self.findings)
+
+
+# From an error text --------------------------------------------------------------------------------------------------
+
+
+def of_error_text(text: str, file: str = "") -> Diagnosis:
+    """What an error message means, from that alone. Without a file its commands speak of FILE and OUT."""
+    known = recognised(text)
+    if known is None:
+        what = "this message is not in ckptool's table" if text.strip() else "there is no message to read"
+        advice = "Look at the file instead: ckptool doctor FILE"
+        return Diagnosis(file, "", (Finding("unknown-error", what, _first_line(text), advice=advice),))
+    names = _Names(file) if file else None
+    fixes = tuple(_filled(fix, names) for fix in known.fixes)
+    return Diagnosis(file, "", (Finding(known.code, known.meaning, _first_line(text), True, fixes, known.advice),))
+
+
+def _first_line(text: str) -> str:
+    """The line of a traceback that says what happened."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    told = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", line)]
+    return printable((told or lines or [""])[0])[:200]
+
+
+# From a file ---------------------------------------------------------------------------------------------------------
+
+
+def of_problem(error: CkptoolError, file: str) -> Diagnosis:
+    """A file that cannot be opened: what it is instead, or what is wrong with it."""
+    command = _COMMAND.search(error.fix)
+    fixes = (_Names(file).fill_text(command[1]),) if command else ()
+    advice = "" if command else error.fix
+    what = error.what if not error.why else f"{error.what}. {error.why}"
+    return Diagnosis(file, "", (Finding(error.code, printable(what), _said_of(error), True, fixes, printable(advice)),))
+
+
+# A command at the end of an error's third part.
+_COMMAND = re.compile(
+    r"(?:^|: )((?:ckptool|git|gzip|gunzip|bzip2|bunzip2|xz|zstd|lz4|7z|unrar|tar|unzip|ls|mkdir|pip)\b.*)$", re.DOTALL
+)
+
+_SAID = {
+    "truncated": "PytorchStreamReader failed reading zip archive: failed finding central directory; or: unexpected EOF",
+    "not-a-checkpoint": "invalid load key; or: Unsupported operand 118",
+    "unsupported": "Invalid magic number; corrupt file?",
+    "corrupt": "PytorchStreamReader failed",
+}
+
+
+def _said_of(error: CkptoolError) -> str:
+    return _SAID.get(error.code, "")
+
+
+def of_checkpoint(
+    checkpoint: Checkpoint,
+    file: str,
+    notes: Iterable[Note],
+    refused: Sequence[str],
+    against: tuple[str, Checkpoint] | None = None,
+) -> Diagnosis:
+    """What keeps an opened checkpoint from loading. refused: what `weights_only` would refuse in it, in words.
+
+    against: the name of another checkpoint, of the model that this one is for, and its contents.
+    """
+    names = _Names(file)
+    findings = [
+        *_of_container(checkpoint, file, bool(refused)),
+        *_of_values(refused, checkpoint),
+        *_of_notes(notes),
+        *_of_layout(checkpoint),
+        *(_of_target(checkpoint, *against) if against is not None else ()),
+    ]
+    filled = tuple(
+        replace(finding, fixes=tuple(names.fill(fix) for fix in fixes)) for finding, fixes in _ordered(findings)
+    )
+    return Diagnosis(file, _is_a(checkpoint), filled)
+
+
+Found = tuple[Finding, tuple[Command, ...]]
+
+
+def _ordered(findings: Iterable[Found]) -> list[Found]:
+    """What blocks goes first; commands of later findings work on what the earlier ones wrote."""
+    return sorted(findings, key=lambda found: not found[0].blocks)
+
+
+def _is_a(checkpoint: Checkpoint) -> str:
+    parts = [root.detail or root.kind for root in find_roots(checkpoint) if root.is_model or root.detail]
+    return f"a {checkpoint.container} checkpoint" + (f" with {listed(list(dict.fromkeys(parts)))}" if parts else "")
+
+
+def _of_container(checkpoint: Checkpoint, file: str, values: bool) -> Iterator[Found]:
+    suffix = os.path.splitext(file)[1].lower()
+    convert = ("ckptool", "convert", "{file}", "-o", "{out}")
+    kind = checkpoint.container
+    if kind == "safetensors" and suffix in TORCH_SUFFIXES:
+        what = f"it is a safetensors file, though its name ends in {printable(suffix)}"
+        yield (
+            Finding("misnamed", what, "invalid load key; or: Weights only load failed … Unsupported operand"),
+            (convert,),
+        )
+    elif kind != "safetensors" and suffix in (".safetensors", ".sft"):
+        says = "Error while deserializing header: HeaderTooLarge"
+        yield Finding("misnamed", f"it is a {kind} file, though its name ends in {printable(suffix)}", says), (convert,)
+    if kind == "torchscript":
+        says = "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``"
+        weights = any(root.is_model for root in find_roots(checkpoint))
+        fixes = (_to_weights(),) if weights else ()
+        advice = "" if weights else "It has no weights: run it with torch.jit.load."
+        yield Finding("torchscript", "it is a program with its tensors, not a state dict", says, advice=advice), fixes
+    elif kind == "torch-tar":
+        says = "Cannot use ``weights_only=True`` with files saved in the legacy .tar format."
+        yield Finding("legacy-tar", "it was saved by a torch before 0.1.10", says), (convert,)
+    elif kind == "torch-legacy":
+        says = "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`"
+        yield (
+            Finding("legacy-format", "it is in torch's format before 1.6: no mmap, no checksums", says, False),
+            (convert,),
+        )
+    elif kind in ("dcp", "sharded"):
+        what = "it is a folder of several files, which torch.load does not read"
+        yield Finding("folder", what, "IsADirectoryError: [Errno 21] Is a directory", kind == "dcp"), (_to_file(),)
+    elif kind == "pickle":
+        says = "Invalid magic number; corrupt file? or: Unsupported operand 149"
+        plain = ("ckptool", "convert", "{file}", "--weights-only", "-o", "{pt}")
+        found = Finding("bare-pickle", "it is a bare pickle, which torch.load does not read", says)
+        yield found, (plain if values else _to_file(),)
+
+
+def _to_weights() -> Command:
+    return "ckptool", "convert", "{file}", "-o", "{weights}"
+
+
+def _to_file() -> Command:
+    return "ckptool", "convert", "{file}", "-o", "{pt}"
+
+
+def _of_values(refused: Sequence[str], checkpoint: Checkpoint) -> Iterator[Found]:
+    if not refused or checkpoint.container in ("pickle", "torchscript", "torch-tar"):
+        return
+    what = f"it holds values that weights_only refuses: {listed(refused, 4)}"
+    says = "Weights only load failed … Unsupported global; with weights_only=False: No module named …"
+    yield Finding("unsafe-global", what, says), (("ckptool", "convert", "{file}", "--weights-only", "-o", "{out}"),)
+
+
+_NOTES = {
+    "prefix-module": ("Missing key(s) in state_dict: \"conv.weight\" … Unexpected key(s): \"module.conv.weight\"", True),
+    "prefix-compiled": ("Unexpected key(s) in state_dict: \"_orig_mod.conv.weight\"", True),
+    "cuda-location": (
+        "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False", True
+    ),
+    "device-location": ("don't know how to restore data location of torch.storage.UntypedStorage (tagged with …)", True),
+    "pickle-protocol": ("Weights only load failed … Unsupported operand 149", True),
+    "deflated": ("mmap=True: RuntimeError", False),
+    "interrupted-edit": ("", False),
+}  # fmt: skip
+
+
+def _of_notes(notes: Iterable[Note]) -> Iterator[Found]:
+    seen: set[str] = set()
+    for note in notes:
+        if note.code == "unsafe-global" or note.code in seen:
+            continue  # said among the values
+        seen.add(note.code)
+        says, blocks = _NOTES.get(note.code, ("", False))
+        yield Finding(note.code, note.message, says, blocks), ((note.fix,) if note.fix else ())
+
+
+def _of_layout(checkpoint: Checkpoint) -> Iterator[Found]:
+    models = [root for root in find_roots(checkpoint) if root.is_model]
+    if (
+        checkpoint.container == "torchscript"
+        or len(models) != 1
+        or not models[0].path
+        or not isinstance(checkpoint.tree, dict)
+    ):
+        return
+    root = models[0]
+    others = [printable(str(key)) for key in checkpoint.tree if key != root.path[0]]
+    if others:
+        what = f"the weights are the entry {printable(root.address)}, beside {listed(others, 3)}"
+        says = f'Unexpected key(s) in state_dict: "{others[0]}"'
+        yield (
+            Finding("nested-weights", what, says, False),
+            (("ckptool", "convert", f"{{file}}#{root.address}", "-o", "{out}"),),
+        )
+
+
+# Against the model that it is for ------------------------------------------------------------------------------------
+
+
+def _of_target(checkpoint: Checkpoint, name: str, target: Checkpoint) -> Iterator[Found]:
+    ours, theirs = _weights(checkpoint), _weights(target)
+    missing, extra = [k for k in theirs if k not in ours], [k for k in ours if k not in theirs]
+    if missing or extra:
+        yield _naming(ours, theirs, missing, extra, name)
+    shapes = [
+        f"{printable(key)} {_shape(ours[key])} against {_shape(theirs[key])}"
+        for key in ours
+        if key in theirs and ours[key].shape != theirs[key].shape
+    ]
+    if shapes:
+        what = f"{len(shapes):,} tensors have another shape than in {printable(name)}: {listed(shapes, 3)}"
+        says = "size mismatch for …: copying a param with shape … from checkpoint"
+        yield Finding("shape-mismatch", what, says, advice="Load what fits, without those tensors."), ()
+
+
+def _naming(
+    ours: dict[str, Any], theirs: dict[str, Any], missing: Sequence[str], extra: Sequence[str], name: str
+) -> Found:
+    says = "Missing key(s) in state_dict: … Unexpected key(s) in state_dict: …"
+    bare = {without_wrappers(key) for key in ours}
+    if bare == set(theirs):
+        return Finding(
+            "prefix-module", f"its keys carry a wrapper's prefix, those of {printable(name)} do not", says
+        ), (("ckptool", "strip-module", "{file}", "-o", "{out}"),)
+    for longer, shorter, verb in ((ours, theirs, "strip-module"), (theirs, ours, "add-module")):
+        prefix = _common_prefix(longer, shorter)
+        if prefix:
+            which = "its keys begin" if longer is ours else f"the keys of {printable(name)} begin"
+            command = ("ckptool", verb, "{file}", "--prefix", prefix, "-o", "{out}")
+            return Finding("prefix", f"{which} with {printable(prefix)}, the others do not", says), (command,)
+    parts = [
+        f"{len(names):,} {word} ({listed([printable(key) for key in names], 2)})"
+        for word, names in (("are missing", missing), ("are unexpected", extra))
+        if names
+    ]
+    what = f"of {len(theirs):,} keys of {printable(name)} {' and '.join(parts)}"
+    return Finding("keys-differ", what, says, advice="Give them the other names: ckptool rename FILE 'OLD => NEW'"), ()
+
+
+def _common_prefix(longer: dict[str, Any], shorter: dict[str, Any]) -> str:
+    """What every key of one has before a key of the other; the empty text where there is no such thing."""
+    if not shorter or len(longer) != len(shorter):
+        return ""
+    key = next(iter(longer))
+    for end in (i + 1 for i, c in enumerate(key) if c == "."):
+        if {key[:end] + name for name in shorter} == set(longer):
+            return key[:end]
+    return ""
+
+
+def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
+    from ckptool.roots import one_root
+
+    root: Root = one_root(checkpoint)[0]
+    return {
+        key: value
+        for key, value in root.node.items()
+        if type(key) is str and key != COUNTER and isinstance(value, (TensorEntry, Composite))
+    }
+
+
+def _shape(tensor: Any) -> str:
+    return str(list(tensor.shape)) if tensor.shape is not None else "[?]"
+
+
+# Commands ------------------------------------------------------------------------------------------------------------
+
+
+class _Names:
+    """Fills `{file}` and `{out}` so that each command works on what the one before it wrote, to a name that is not taken."""
+
+    def __init__(self, file: str) -> None:
+        self.original = self.current = os.path.join(".", file) if file.startswith("-") else file
+        self.taken: set[str] = set()
+
+    def fill(self, command: Command) -> str:
+        return " ".join(map(shlex.quote, self._words(command)))
+
+    def _words(self, command: Command) -> list[str]:
+        words = [word.replace("{file}", self.current) for word in command]
+        for place, suffix in (("{out}", None), ("{weights}", ".safetensors"), ("{pt}", ".pt")):
+            if place in words:
+                out = self._free(suffix)
+                words[words.index(place)] = self.current = out
+        return words
+
+    def _free(self, suffix: str | None) -> str:
+        stem, own = os.path.splitext(self.original.rstrip("/"))
+        for number in count(1):
+            name = f"{stem}.fixed{number if number > 1 else ''}{own if suffix is None else suffix}"
+            if name not in self.taken and not os.path.lexists(name):
+                break
+        self.taken.add(name)
+        return name
+
+    def fill_text(self, command: str) -> str:
+        """A command that an error names: the file quoted for the shell, `FILE` and `OUT` filled in."""
+        shown, quoted = printable(self.original), shlex.quote(self.original)
+        words = [quoted if word == "FILE" else word for word in command.replace(shown, quoted).split(" ")]
+        return " ".join(shlex.quote(self._free(None)) if word == "OUT" else word for word in words)
+
+
+def _filled(command: Command, names: _Names | None) -> str:
+    if names is not None:
+        return names.fill(command)
+    places = {"{file}": "FILE", "{out}": "OUT", "{weights}": "OUT.safetensors", "{pt}": "OUT.pt"}
+    return " ".join(places.get(word, word) for word in command)

@@ -1,0 +1,102 @@
+"""What a model wants to be loaded with: names, types, shapes, which of them are one tensor. Of a checkpoint, a module, or a spec file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
+from ckptool.dtypes import DType
+from ckptool.errors import UsageError, printable
+from ckptool.nodes import OrderedDict
+from ckptool.roots import one_root, view_of
+
+PARAMETER, BUFFER = "parameter", "buffer"
+CHECKPOINT, MODULE, SPEC = "checkpoint", "module", "spec"
+
+# What torch's own modules call their buffers. A checkpoint does not say which of its tensors are parameters.
+_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One name of a target. `tied_to`: the first name of the same tensor, where there is one before it."""
+
+    name: str
+    dtype: DType | None
+    shape: tuple[int, ...] | None
+    kind: str = PARAMETER
+    tied_to: str | None = None
+
+    @property
+    def numel(self) -> int:
+        return 0 if self.shape is None else prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Target:
+    """What is to be loaded: its tensors by name, in order.
+
+    kind: `checkpoint`, `module` or `spec`.  kinds_known: parameters and buffers are told apart by the module itself, not by their names.
+    values: everything under its name, tensors and the rest, to fill up what another file does not have; None where there are none (a spec).
+    metadata: the state dict's `_metadata`.  checkpoint: what it was read from.  remarks: choices that were made, in words.
+    """
+
+    name: str
+    kind: str
+    tensors: dict[str, Expected]
+    kinds_known: bool = False
+    values: Mapping[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    checkpoint: Checkpoint | None = None
+    remarks: tuple[str, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        return f"<target {printable(self.name)}: {len(self.tensors):,} names>"
+
+    @property
+    def unique(self) -> list[Expected]:
+        """Each tensor once, by its first name."""
+        return [expected for expected in self.tensors.values() if expected.tied_to is None]
+
+
+def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> Target:
+    """The one set of weights of a checkpoint, or the one at an address, as a target. Raises what `one_root` raises."""
+    root, remark = one_root(checkpoint, at)
+    node = root.node
+    values = {key: value for key, value in node.items() if type(key) is str}
+    if len(values) != len(node):
+        raise UsageError(
+            f"{root} of {checkpoint.source or name} has keys that are no names", "A model's state dict has only texts."
+        )
+    tensors = {key: value for key, value in values.items() if isinstance(value, (TensorEntry, Composite))}
+    metadata = node.metadata if isinstance(node, OrderedDict) else None
+    remarks = (remark,) if remark else ()
+    return Target(name, CHECKPOINT, expected_of(tensors), False, values, metadata, checkpoint, remarks)
+
+
+def expected_of(tensors: Mapping[str, Tensor], kinds: Mapping[str, str] | None = None) -> dict[str, Expected]:
+    """Names, types, shapes and ties of tensors; `kinds` where a module says them, else by their names and types."""
+    first: dict[Any, str] = {}
+    made = {}
+    for name, tensor in tensors.items():
+        tied = first.setdefault(view_of(tensor), name)
+        kind = kind_by_name(name, tensor.dtype) if kinds is None else kinds[name]
+        made[name] = Expected(name, tensor.dtype, tensor.shape, kind, tied if tied != name else None)
+    return made
+
+
+def kind_by_name(name: str, dtype: DType | None) -> str:
+    """`buffer` for what torch's own modules call so, and for what cannot have a gradient; else `parameter`."""
+    whole = dtype is not None and dtype.kind in ("int", "uint", "bool")
+    return BUFFER if whole or name.rpartition(".")[2] in _BUFFERS else PARAMETER
+
+
+def tie_groups(tensors: Iterable[Expected]) -> dict[str, list[str]]:
+    """First name -> all names of each tensor that has several."""
+    groups: dict[str, list[str]] = {}
+    for expected in tensors:
+        groups.setdefault(expected.tied_to or expected.name, []).append(expected.name)
+    return {name: names for name, names in groups.items() if len(names) > 1}

@@ -1,0 +1,266 @@
+"""Whether a file is what it was when it was written: checksums, headers, structure, values that are no numbers."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Data, FileRange, Note, Storage, TensorEntry
+from ckptool.errors import CkptoolError
+from ckptool.formats.checksums import checksums
+from ckptool.formats.zip_archive import Archive
+from ckptool.formats.zip_records import Record
+from ckptool.gather import any_order, chunks
+from ckptool.reports.digests import Compared, Digests
+from ckptool.tree import address, storages, stored_parts, tensors, walk
+from ckptool.values import has_numbers, numbers
+
+if TYPE_CHECKING:
+    from ckptool.dtypes import DType
+    from ckptool.values import Array
+
+ALL, SOME, NONE = "all", "some", "none"
+_TIMES_STORED = 4  # a view that shows more than so many times what is stored is not searched for NaN
+_FREE_BYTES = 256 << 20
+# Bits of the exponent: all set, it is infinite or no number.
+_EXPONENTS = {"f64": 0x7FF0 << 48, "f32": 0x7F80 << 16, "f16": 0x7C00, "bf16": 0x7F80}
+_PARTS = {"c128": "f64", "c64": "f32", "c32": "f16"}
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong.
+
+    what, why: in words.  record: of a zip.  offset: in the file, in bytes.  tensors: addresses of those concerned.
+    """
+
+    code: str
+    what: str
+    why: str = ""
+    record: str = ""
+    offset: int | None = None
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A tensor that holds NaN or infinite values, and how many of how many."""
+
+    address: str
+    nans: int
+    infs: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verification:
+    """What was checked and what was found.
+
+    checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs; checked_bytes: their bytes.
+    non_finite: None where nobody asked.  unsearched: tensors that could not be searched for NaN.  fixes: commands, as argv.
+    digests: of `root`, if asked for; compared: with those that were kept.
+    """
+
+    file: str
+    container: str
+    bytes: int
+    tensors: int
+    storages: int
+    checksums: str
+    checked: int
+    checked_bytes: int
+    problems: tuple[Problem, ...]
+    non_finite: tuple[NonFinite, ...] | None = None
+    unsearched: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+    fixes: tuple[tuple[str, ...], ...] = ()
+    root: str = ""
+    remark: str = ""
+    digests: Digests | None = None
+    compared: Compared | None = None
+    against: str = ""
+    written: str = ""
+
+    @property
+    def fine(self) -> bool:
+        """True if nothing is wrong with what was checked."""
+        return not (self.problems or self.non_finite or (self.compared is not None and not self.compared.same))
+
+    def __str__(self) -> str:
+        from ckptool.render.verification import verification_text
+
+        return verification_text(self)
+
+
+# Checksums ------------------------------------------------------------------------------------------------------------
+
+
+def check_archive(archive: Archive, tree: Any, progress: Progress | None = None) -> Iterator[Problem]:
+    """Every record of a zip: its own header and descriptor against the directory, its data against its checksum."""
+    records = archive.by_offset()
+    owners = _owners(records, archive, tree)
+    unconfirmed = {id(record): problem for record in records if (problem := _unconfirmed(record)) is not None}
+    stretches = [_stretch(record) for record in records]
+    sums = checksums(stretches, progress) if archive.has_checksums else [record.crc for record in records]
+    for record, found in zip(records, sums, strict=True):
+        about = (record.name, archive.source.start + record.data_at, tuple(owners.get(id(record), ())))
+        if (problem := unconfirmed.get(id(record))) is not None:
+            yield Problem(problem.code, problem.what, problem.why, *about)
+        if isinstance(found, CkptoolError):
+            yield Problem(found.code, found.what, found.why, *about)
+        elif found != record.crc:
+            what = f"the record {record} does not match its checksum (stored {record.crc:08x}, found {found:08x})"
+            yield Problem("checksum", what, _CHANGED, *about)
+
+
+_CHANGED = "Its bytes changed after they were written, or its checksum did: a bad disk, memory or copy."
+
+
+def _unconfirmed(record: Record) -> CkptoolError | None:
+    try:
+        record.confirm()
+    except CkptoolError as error:
+        return error
+    return None
+
+
+def _stretch(record: Record) -> Data:
+    """A record's data, wherever the directory has it: headers are looked at separately."""
+    source = record.archive.source
+    return record.data if record.method else FileRange(source.file, source.start + record.data_at, record.stored)
+
+
+def _owners(records: Sequence[Record], archive: Archive, tree: Any) -> dict[int, list[str]]:
+    """The addresses of the tensors whose data is in each record, by the record's id."""
+    by_data = {id(record.data): id(record) for record in records if record.is_used}
+    starts = [archive.source.start + record.data_at for record in records]
+    owners: dict[int, list[str]] = defaultdict(list)
+    for path, node in walk(tree):
+        for part in stored_parts(node):
+            for data in _below(part.storage):
+                place = by_data.get(id(data))
+                if place is None and isinstance(data, FileRange) and data.file is archive.source.file:
+                    at = bisect_right(starts, data.offset) - 1
+                    place = id(records[at]) if at >= 0 else None
+                if place is not None:
+                    owners[place].append(address(path))
+    return owners
+
+
+def _below(storage: Storage) -> Iterator[Data]:
+    """The data of a storage, and of those that it is computed from."""
+    pending = [storage]
+    while pending:
+        data = pending.pop().data
+        yield data
+        if isinstance(data, Computed):
+            pending += data.inputs
+
+
+def check_storages(tree: Any, progress: Progress | None = None) -> tuple[list[Problem], int, int]:
+    """The storages of a tree that have checksums of their own (of files in a folder): what is wrong, how many there are, their bytes."""
+    found = {id(part): part for storage in storages(tree) for part in _parts(storage) if part.crc is not None}
+    sums = checksums([part.data for part in found.values()], progress)
+    names: dict[int, list[str]] = defaultdict(list)
+    problems: list[Problem] = []
+    if any(total != part.crc for total, part in zip(sums, found.values(), strict=True)):
+        for path, node in walk(tree):
+            for stored in stored_parts(node):
+                for below in _parts(stored.storage):
+                    names[id(below)].append(address(path))
+    for total, part in zip(sums, found.values(), strict=True):
+        place = part.data.offset if isinstance(part.data, FileRange) else None
+        about = (str(part.data.file) if isinstance(part.data, FileRange) else "", place, tuple(names[id(part)]))
+        if isinstance(total, CkptoolError):
+            problems.append(Problem(total.code, total.what, total.why, *about))
+        elif total != part.crc:
+            what = f"{part.nbytes:,} bytes do not match their checksum (stored {part.crc:08x}, found {total:08x})"
+            problems.append(Problem("checksum", what, _CHANGED, *about))
+    return problems, len(found), sum(part.nbytes for part in found.values())
+
+
+def _parts(storage: Storage) -> Iterator[Storage]:
+    pending = [storage]
+    while pending:
+        part = pending.pop()
+        yield part
+        if isinstance(part.data, Computed):
+            pending += part.data.inputs
+
+
+# Structure ------------------------------------------------------------------------------------------------------------
+
+
+def check_views(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Tensors that reach outside of their storage, and storages that reach outside of their file."""
+    for path, tensor in tensors(checkpoint.tree):
+        entries = tensor.parts() if isinstance(tensor, Composite) else (tensor,)
+        for entry in entries:
+            if isinstance(entry, TensorEntry) and not 0 <= entry.span()[0] <= entry.span()[1] <= entry.storage.nbytes:
+                begin, end = entry.span()
+                what = f"a view of bytes {begin:,} to {end:,} of a storage of {entry.storage.nbytes:,} bytes"
+                yield Problem("bad-tensor", what, "It lies outside of its storage.", tensors=(address(path),))
+            data = entry.storage.data
+            if isinstance(data, FileRange) and data.offset + data.length > data.file.size:
+                what = f"{data.file} ends at byte {data.file.size:,}, before the data"
+                yield Problem("truncated", what, "The file was cut off.", "", data.offset, (address(path),))
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def non_finite(tree: Any) -> tuple[list[NonFinite], list[str]]:
+    """The tensors that hold NaN or Inf, with how many, and those that could not be searched (packed types, views without end)."""
+    found, unsearched = [], []
+    left = _FREE_BYTES + _TIMES_STORED * sum(storage.nbytes for storage in storages(tree))
+    known: dict[Any, tuple[int, int]] = {}
+    for path, tensor in tensors(tree):
+        for entry in tensor.parts() if isinstance(tensor, Composite) else (tensor,):
+            if not isinstance(entry, TensorEntry) or entry.dtype.kind not in ("float", "complex", "bits"):
+                continue
+            view = (id(entry.storage), entry.dtype, entry.shape, entry.stride, entry.offset)
+            if view not in known:
+                left -= entry.nbytes
+                if left < 0 or not has_numbers(entry.dtype):
+                    unsearched.append(address(path))
+                    left += entry.nbytes if left < 0 else 0
+                    continue
+                known[view] = _special(entry)
+            nans, infs = known[view]
+            if nans or infs:
+                found.append(NonFinite(address(path), nans, infs, entry.numel))
+    return found, unsearched
+
+
+def _special(entry: TensorEntry) -> tuple[int, int]:
+    """How many values of a tensor are NaN (in either part, of complex ones), and how many infinite."""
+    import numpy
+
+    nans = infs = 0
+    for raw in chunks(any_order(entry), entry.dtype.itemsize, "raw"):
+        if _may_be_special(raw, entry.dtype):
+            with numpy.errstate(all="ignore"):  # signalling NaN
+                values = numbers(raw, entry.dtype, "wide")
+            bad = numpy.isnan(values)
+            nans += int(numpy.count_nonzero(bad))
+            infs += int(numpy.count_nonzero(numpy.isinf(values) & ~bad))
+    return nans, infs
+
+
+def _may_be_special(raw: Array, dtype: DType) -> bool:
+    """False if a look at the exponents shows that every value is finite: four times as quick as to compute with the values."""
+    import numpy
+
+    name = _PARTS.get(dtype.name, dtype.name)
+    mask = _EXPONENTS.get(name)
+    if mask is None:
+        return True
+    kind = {"f64": "u8", "f32": "u4"}.get(name, "u2")
+    bits = raw.view(kind)
+    wanted = numpy.array(mask, kind)
+    return bool((numpy.bitwise_and(bits, wanted) == wanted).any())

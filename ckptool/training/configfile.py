@@ -1,0 +1,298 @@
+"""`run.yaml`: read with line numbers, changed by `--set`, written with every default, compared with what a run was started with."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ckptool.errors import Conflict, UsageError, printable
+from ckptool.files import file_problem
+from ckptool.training.config import Config
+
+Place = tuple[Any, ...]
+MAX_FILE = 1 << 20
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: `1e-3` is a number, which PyYAML takes for a text."""
+
+
+_Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read(path: str, changes: Sequence[str] = ()) -> Config:
+    """The configuration in a file, with `KEY=VALUE` changes. Raises `UsageError` naming the line of everything that is wrong."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_FILE)
+    except UnicodeDecodeError:
+        raise UsageError(f"{printable(path)} is not a text file", "A configuration is YAML.") from None
+    except OSError as error:
+        raise file_problem(error, path, "read") from error
+    return parsed(text, path, changes)
+
+
+def parsed(text: str, path: str, changes: Sequence[str] = ()) -> Config:
+    """The configuration in a text; `path` is what to call it in errors."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        lines = dict(_lines(root)) if root is not None else {}
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{printable(path)}:{mark.line + 1}" if mark else printable(path)
+        raise UsageError(
+            f"{where}: not valid YAML: {printable(getattr(error, 'problem', None) or str(error))}"
+        ) from None
+    if not isinstance(values, dict):
+        raise UsageError(
+            f"{printable(path)} is not a configuration",
+            "It should be a list of KEY: VALUE lines.",
+            "See one: ckptool train --init",
+        )
+    for change in changes:
+        _set(values, *assignment(change))
+    return checked(values, path, lines)
+
+
+def changed(values: dict[str, Any], changes: Sequence[str], path: str = "the configuration") -> Config:
+    """The configuration that a dictionary makes, with `KEY=VALUE` changes."""
+    made = json.loads(json.dumps(values))
+    for change in changes:
+        _set(made, *assignment(change))
+    return checked(made, path)
+
+
+def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = None) -> Config:
+    """The configuration that plain values make; every problem in one error."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise UsageError(
+            "\n".join(_sentences(error.errors(), values, path, lines or {})),
+            "Nothing was started.",
+            "All keys with what they mean: ckptool train --init",
+        ) from None
+
+
+def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
+    """The line of every key. Raises `MarkedYAMLError` for one that is there twice, of which YAML would take the last."""
+    stack: list[tuple[yaml.Node, Place]] = [(node, place)]
+    seen: set[int] = set()
+    known: set[Place] = set()
+    while stack:
+        node, place = stack.pop()
+        if id(node) in seen:
+            continue  # an alias
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue  # which the loader refuses
+                here = (*place, key.value)
+                if here in known:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is there twice", problem_mark=key.start_mark)
+                known.add(here)
+                yield here, key.start_mark.line + 1
+                stack.append((value, here))
+        elif isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                yield (*place, index), value.start_mark.line + 1
+                stack.append((value, (*place, index)))
+
+
+def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Place, int]) -> Iterator[str]:
+    """A sentence for each place where something is wrong: where, what, and what may have been meant."""
+    found: dict[Place, list[Any]] = {}
+    for problem in problems:
+        found.setdefault(_place(problem["loc"], values, problem["type"] == "missing"), []).append(problem)
+    for place, here in found.items():
+        if any(len(other) > len(place) and other[: len(place)] == place for other in found if place):
+            continue  # one of several things that it could be; what is wrong with the right one is said below
+        line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), None)
+        yield f"{printable(path)}{f':{line}' if line else ''}: {_told(place, here)}"
+
+
+def _place(loc: Place, values: Any, missing: bool) -> Place:
+    """The keys that lead to a problem. pydantic names the branches of a union between them, which are no keys."""
+    place: Place = ()
+    for number, part in enumerate(loc):
+        inside = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        if inside or (missing and number == len(loc) - 1):
+            place = (*place, part)
+        if inside:
+            values = values[part]
+    return place
+
+
+def _told(place: Place, problems: Sequence[Any]) -> str:
+    """What is wrong at a place; several problems are several things that it could be, and is not."""
+    key, first = printable(dotted(place)), problems[0]
+    if first["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(str(place[-1]), _keys_at(place[:-1]), 1)
+        return f"unknown key {key}" + (f"; did you mean {printable(dotted((*place[:-1], close[0])))}?" if close else "")
+    if first["type"] == "missing":
+        return f"{key} is missing"
+    words = ", or ".join(dict.fromkeys(map(_words, problems)))
+    plain = first["type"] != "value_error" and not isinstance(first.get("input"), (dict, list))
+    given = f" (it is {printable(repr(first.get('input')))})" if plain else ""
+    return f"{key + ': ' if key else ''}{words}{given}"
+
+
+def _words(problem: Any) -> str:
+    if problem["type"] in ("model_type", "dict_type"):
+        return "should be a section, of KEY: VALUE lines"
+    words: str = problem["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+    return words.split(", unable to")[0]
+
+
+def dotted(place: Sequence[Any]) -> str:
+    return ".".join(map(str, place))
+
+
+def _keys_at(place: Place) -> list[str]:
+    """The keys that a section takes."""
+    model: Any = Config
+    named = False  # a section that holds sections of one kind, under names of the user's own
+    for part in place:
+        if named or isinstance(part, int):
+            named = False
+            continue
+        fields = model.model_fields if model is not None else {}
+        field = next((field for name, field in fields.items() if part in (name, field.alias)), None)
+        annotation = field.annotation if field is not None else None
+        model, named = _model_in(annotation), typing.get_origin(annotation) is dict
+    return [f.alias or n for n, f in model.model_fields.items()] if model is not None and not named else []
+
+
+def _model_in(annotation: Any) -> Any:
+    """The section in `Section | None`, `dict[str, Section]`, `list[Section]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := _model_in(part)) is not None), None)
+
+
+# --set ---------------------------------------------------------------------------------------------------------------
+
+
+def assignment(text: str) -> tuple[Place, Any]:
+    """The place and value of `optim.main.lr=3e-4`. Raises `UsageError` where it is none."""
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip("."):
+        raise UsageError(
+            f"--set {printable(text)!r} sets nothing", "It is written KEY=VALUE.", "For example: --set train.steps=3000"
+        )
+    try:
+        parsed_value = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError:
+        raise UsageError(f"--set {printable(text)!r}: the value is not YAML") from None
+    return tuple(int(part) if part.isdigit() else part for part in key.strip().split(".")), parsed_value
+
+
+def _set(values: Any, place: Place, value: Any) -> None:
+    for index, part in enumerate(place[:-1]):
+        below = _step(values, part, place)
+        if below is None:
+            below = values[part] = {}
+        values = below
+        if not isinstance(values, (dict, list)):
+            raise UsageError(f"--set {dotted(place)}: {dotted(place[: index + 1])} is a value, not a section")
+    _step(values, place[-1], place)
+    values[place[-1]] = value
+
+
+def _step(values: Any, part: Any, place: Place) -> Any:
+    if isinstance(values, list):
+        if not isinstance(part, int) or part >= len(values):
+            raise UsageError(f"--set {dotted(place)}: there is no {part} in a list of {len(values)}")
+        return values[part]
+    return values.get(part)
+
+
+# Writing and comparing -----------------------------------------------------------------------------------------------
+
+
+def written(config: Config) -> str:
+    """The configuration as YAML, every default filled in."""
+    text: str = yaml.safe_dump(config.dumped(), sort_keys=False, default_flow_style=None, width=120)
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key whose value is another than the run was started with. rule: `fixed`, `free` or `declared`."""
+
+    key: str
+    before: Any
+    after: Any
+    rule: str
+
+
+_DECLARED = (r"optim\.[^.]+\.(lr|schedule)(\..*)?", r"models\.[^.]+\.freeze(\..*)?")
+_FREE = (
+    r"run", r"train\.(steps|epochs|compile)", r"(eval|save|stop|log)(\..*)?", r"hooks(\..*)?", r"profile(\..*)?", r"device",
+    r"data\.workers", r"strategy", r"deterministic", r"split(\..*)?", r"models\.[^.]+\.(from|strict|init)",
+)  # fmt: skip
+
+
+def rule_of(key: str) -> str:
+    """Whether a key may change from one resume to the next."""
+    for rule, patterns in (("declared", _DECLARED), ("free", _FREE)):
+        if any(re.fullmatch(pattern, key) for pattern in patterns):
+            return rule
+    return "fixed"
+
+
+def changes(before: Config, after: Config) -> list[Change]:
+    """The keys that differ, each with its rule."""
+    one, other = dict(_leaves(before.dumped())), dict(_leaves(after.dumped()))
+    keys = list(dict.fromkeys((*one, *other)))
+    return [Change(k, one.get(k), other.get(k), rule_of(k)) for k in keys if one.get(k) != other.get(k)]
+
+
+def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from _leaves(value, (*place, key))
+    elif isinstance(values, list) and any(isinstance(value, (dict, list)) for value in values):
+        for index, value in enumerate(values):
+            yield from _leaves(value, (*place, index))
+    else:
+        yield dotted(place), values
+
+
+def refuse_fixed(found: Sequence[Change], asked: Sequence[str], folder: str) -> None:
+    """Raises `Conflict` for keys that may not change in a run, and for those that change only when they are `--set`."""
+    wrong = [change for change in found if change.rule == "fixed"]
+    wrong += [
+        change for change in found if change.rule == "declared" and not any(_covers(key, change.key) for key in asked)
+    ]
+    if wrong:
+        lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
+        raise Conflict(
+            f"{printable(folder)} cannot go on with another configuration: " + "; ".join(lines),
+            "The run would end as neither of the two. Nothing was changed.",
+            "Start another run: --set run=OTHER"
+            if any(change.rule == "fixed" for change in wrong)
+            else f"Say that it is meant: --set {wrong[0].key}={wrong[0].after}",
+        )
+
+
+def _covers(asked: str, key: str) -> bool:
+    return key == asked or key.startswith(asked + ".")
+
+
+def schema_text() -> str:
+    """The JSON Schema of a configuration, for editors."""
+    return json.dumps(Config.model_json_schema(by_alias=True), indent=2) + "\n"

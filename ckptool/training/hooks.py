@@ -1,0 +1,184 @@
+"""What looks on while a run trains: norms of gradients, statistics of activations, the user's own, the profiler, TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptool.errors import MissingExtra
+from ckptool.files import file_problem
+from ckptool.training.config import Profile
+from ckptool.training.named import called, find_named
+
+if TYPE_CHECKING:
+    from ckptool.training.trainer import Trainer
+
+Told = Callable[[dict[str, Any], float], None]
+"""Given a line's facts and the steps per second."""
+
+
+class Hooks:
+    """The hooks of a run, called in order between and within steps. None of them may change what is trained.
+
+    A hook is a class, or a function that makes one, with any of: attach(trainer), after_backward(trainer, model) and facts() that give
+    numbers for the next line, after_step(trainer), logged(trainer, fact), ended(trainer).
+    """
+
+    def __init__(self, names: list[str], told: Told | None = None) -> None:
+        self.told = told
+        self.numbers: dict[str, Any] = {}
+        self.each: list[tuple[str, Any]] = [
+            (name, called(find_named(name, IN_THE_BOX, "hooks"), "hooks", name)) for name in names
+        ]
+        self._after_backward, self._after_step = self._having("after_backward"), self._having("after_step")
+
+    def _having(self, method: str) -> list[tuple[str, Any]]:
+        return [(name, getattr(hook, method)) for name, hook in self.each if hasattr(hook, method)]
+
+    def attach(self, trainer: Trainer) -> None:
+        """Gives hooks the models, before the first step."""
+        for name, method in self._having("attach"):
+            called(method, "hooks", name, trainer)
+
+    @contextmanager
+    def watching(self, trainer: Trainer, folder: str) -> Iterator[None]:
+        """While a run trains: with what its configuration wants to be written into its folder besides."""
+        config = trainer.config
+        if trainer.world.is_first and config.profile is not None:
+            self.each.append(("profile", Profiler(config.profile, folder)))
+        if trainer.world.is_first and config.log.tensorboard:
+            self.each.append(("tensorboard", Board(folder, trainer.step)))
+        self._after_step = self._having("after_step")
+        try:
+            yield
+        finally:
+            for name, method in self._having("ended"):
+                called(method, "hooks", name, trainer)
+
+    def after_backward(self, trainer: Trainer, model: str) -> None:
+        """Called when a model's gradients are complete, before they are clipped."""
+        for name, method in self._after_backward:
+            self.numbers.update(called(method, "hooks", name, trainer, model) or {})
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Called after each step."""
+        for name, method in self._after_step:
+            called(method, "hooks", name, trainer)
+
+    def facts(self) -> dict[str, float]:
+        """What the hooks found since the last line."""
+        for name, method in self._having("facts"):
+            self.numbers.update(called(method, "hooks", name) or {})
+        found, self.numbers = self.numbers, {}
+        return {key: float(value) for key, value in found.items()}
+
+    def logged(self, trainer: Trainer, fact: dict[str, Any], rate: float) -> None:
+        """Called with every line of the metrics."""
+        for name, method in self._having("logged"):
+            called(method, "hooks", name, trainer, fact)
+        if self.told is not None:
+            self.told(fact, rate)
+
+
+class GradNorm:
+    """The norm of a model's gradients, as `grad_norm`, before they are clipped."""
+
+    def after_backward(self, trainer: Trainer, model: str) -> dict[str, torch.Tensor]:
+        norms = torch._foreach_norm([p.grad for p in trainer.models[model].parameters() if p.grad is not None])
+        name = "grad_norm" if len(trainer.models) == 1 else f"grad_norm_{model}"
+        return {name: torch.stack([norm.to(trainer.world.device) for norm in norms]).norm()} if norms else {}
+
+
+class ActivationStats:
+    """Mean and deviation of what the layers of the first model give, in the last forward pass before a line is written."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+
+    def attach(self, trainer: Trainer) -> None:
+        name, model = next(iter(trainer.models.items()))
+        for path, module in model.named_modules():
+            if not list(module.children()):
+                module.register_forward_hook(self._look(trainer, f"{name}.{path}" if path else name))
+
+    def _look(self, trainer: Trainer, path: str) -> Callable[..., None]:
+        every = trainer.config.log.every
+
+        def look(module: Any, inputs: Any, output: Any) -> None:
+            due = (trainer.step + 1) % every == 0 or trainer.step + 1 == trainer.total_steps
+            if due and module.training and isinstance(output, torch.Tensor) and output.is_floating_point():
+                seen = output.detach().float()
+                self.found[f"{path}.mean"], self.found[f"{path}.std"] = seen.mean(), seen.std(unbiased=False)
+
+        return look
+
+    def facts(self) -> dict[str, torch.Tensor]:
+        found, self.found = self.found, {}
+        return found
+
+
+class Profiler:
+    """`torch.profiler` over some steps, once; the trace goes into the run's folder, for chrome://tracing or Perfetto."""
+
+    def __init__(self, settings: Profile, folder: str) -> None:
+        self.path = os.path.join(folder, settings.trace)
+        with _quietly():
+            schedule = torch.profiler.schedule(
+                wait=settings.wait, warmup=settings.warmup, active=settings.active, repeat=1
+            )
+            self.kept = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+            self.kept.start()
+
+    def _write(self, kept: torch.profiler.profile) -> None:
+        try:
+            kept.export_chrome_trace(self.path)
+        except OSError as error:
+            raise file_problem(error, self.path, "write the trace to") from error
+
+    def after_step(self, trainer: Trainer) -> None:
+        with _quietly():
+            self.kept.step()
+
+    def ended(self, trainer: Trainer) -> None:
+        with _quietly():
+            self.kept.stop()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what the profiler warns of: no warm-up, a round that begins anew."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Board:
+    """Event files for TensorBoard, in the folder `tensorboard` of a run. Raises `MissingExtra` where it is not installed."""
+
+    def __init__(self, folder: str, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtra(
+                "log.tensorboard needs the package tensorboard, which is not installed",
+                "Nothing was trained. metrics.jsonl holds the same numbers.",
+                "pip install tensorboard; or do without: --set log.tensorboard=false",
+            ) from error
+        writer: Any = SummaryWriter
+        self.writer = writer(os.path.join(folder, "tensorboard"), purge_step=step + 1)
+
+    def logged(self, trainer: Trainer, fact: dict[str, Any]) -> None:
+        for name, value in fact.items():
+            if isinstance(value, float):
+                self.writer.add_scalar(name, value, trainer.step)
+
+    def ended(self, trainer: Trainer) -> None:
+        self.writer.close()
+
+
+IN_THE_BOX: dict[str, Callable[[], Any]] = {"grad_norm": GradNorm, "activation_stats": ActivationStats}

@@ -1,0 +1,48 @@
+"""Things that a configuration names: what is in the box, or the user's own, as `file.py:build` or `module:function`.
+
+The user's own code is imported only because it was named.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ckptool.errors import UsageError, listed, printable
+from ckptool.user_code import called as called
+from ckptool.user_code import names_code, own
+
+
+def find_named(name: str, box: Mapping[str, Any], what: str) -> Any:
+    """What `name` stands for. Raises `UsageError` for a name that leads nowhere, `UserCodeFailed` where the user's module raises."""
+    if name in box:
+        return box[name]
+    if not names_code(name):
+        close = difflib.get_close_matches(name, box, 1)
+        raise UsageError(
+            f"{what}: there is no {printable(name)!r}",
+            f"In the box are {listed(sorted(box), 20)}; one's own is file.py:NAME or module:NAME.",
+            f"Did you mean {close[0]}?" if close else "",
+        )
+    return own(name, what)
+
+
+def load_named(name: str, box: Mapping[str, Any], what: str, args: Mapping[str, Any]) -> Any:
+    """What the thing called `name` makes of `args`. Raises what `find_named` raises, and `UsageError` for arguments it does not take."""
+    found = find_named(name, box, what)
+    try:
+        inspect.signature(found).bind(**args)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{what}: {printable(name)} does not take what it was given: {error}", _takes(found)
+        ) from error
+    return called(found, what, name, **args)
+
+
+def _takes(found: Any) -> str:
+    try:
+        return f"It takes: {', '.join(inspect.signature(found).parameters)}."
+    except (TypeError, ValueError):
+        return ""

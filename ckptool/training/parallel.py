@@ -1,0 +1,150 @@
+"""Where a run computes: one device, several by DataParallel or by parts of the model, several processes by DistributedDataParallel.
+
+A strategy wraps models for the forward pass. What is saved is always the model inside: no file carries a wrapper's prefix. The samples of a
+step are chosen before they are divided, so they are the same under every strategy and world size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptool.errors import UsageError, listed, printable
+from ckptool.training.config import Config
+from ckptool.training.split import Pipeline, place
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes of a run, and this one's place among them."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    distributed: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """True in the one process that writes."""
+        return self.rank == 0
+
+    def share(self, samples: list[int]) -> list[int]:
+        """This process's part of a step's samples: every `size`-th, from its own place."""
+        return samples[self.rank :: self.size]
+
+    def barrier(self) -> None:
+        """Waits for all."""
+        if self.distributed:
+            torch.distributed.barrier()
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes."""
+        if self.distributed:
+            torch.distributed.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """True if it is so in any process: all of them decide alike."""
+        if not self.distributed:
+            return flag
+        return bool(self.total(torch.tensor(float(flag), device=self.device)).item())
+
+    def told(self, value: Any) -> Any:
+        """What the first process knows, in all of them."""
+        if not self.distributed:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def device_of(name: str) -> torch.device:
+    """The device that a configuration names; `auto` is the GPU where there is one."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device: {name!r} is no device", "", "For example: cpu, cuda, cuda:1, mps, auto") from None
+
+
+@contextmanager
+def world_of(config: Config) -> Iterator[World]:
+    """The world of a run: joined on the way in, left on the way out.
+
+    Raises `UsageError` where `ddp` is not started by torchrun, or something else is.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+    if config.strategy != "ddp":
+        if launched and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UsageError(
+                f"torchrun started {os.environ['WORLD_SIZE']} processes, but strategy is {config.strategy}",
+                "Each would train the whole model and write to the same folder.",
+                "Say so: --set strategy=ddp",
+            )
+        yield World(device=device_of(config.split.devices[0] if config.split else config.device))
+        return
+    device = device_of(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    # Without torchrun it is one process, which needs nobody to meet it.
+    store: Any = torch.distributed
+    alone: dict[str, Any] = {} if launched else {"store": store.HashStore(), "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+    try:
+        yield World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device, True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
+    """The model on its device, or its parts on theirs."""
+    if config.split is None:
+        return model.to(world.device)
+    if len(config.models) > 1:
+        raise UsageError("strategy: split cuts one model", f"There are {len(config.models)}.", "--set strategy=single")
+    place(model, config.split, world.device)
+    return model
+
+
+def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
+    """The model as the strategy runs it. Parameters that are frozen now are not among those that processes exchange."""
+    made: Any = compiled(model, config.train.compile)
+    learns = any(parameter.requires_grad for parameter in model.parameters())
+    if config.strategy == "dp" and world.device.type == "cuda":
+        first = world.device.index or 0
+        return nn.DataParallel(made, [first, *(i for i in range(torch.cuda.device_count()) if i != first)])
+    if config.strategy == "ddp" and learns:
+        ids = [world.device.index] if world.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(made, device_ids=ids, find_unused_parameters=False)
+    if config.split is not None:
+        return Pipeline(made, config.split.microbatches)
+    return made  # type: ignore[no-any-return]
+
+
+def compiled(model: nn.Module, how: bool | str) -> Any:
+    """The model under `torch.compile`: by its usual backend, or by the one that is named. Raises `UsageError` for one that is not there."""
+    if not how:
+        return model
+    if how is True:
+        return torch.compile(model)
+    there = torch.compiler.list_backends(exclude_tags=())
+    if how not in there:
+        raise UsageError(f"train.compile: there is no backend {printable(how)!r}", f"There are: {listed(there, 20)}.")
+    return torch.compile(model, backend=how)
+
+
+def unsynchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Gradients of all but the last micro-step stay in their process."""
+    if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
+        return model.no_sync()
+    return nullcontext()

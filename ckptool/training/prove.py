@@ -1,0 +1,297 @@
+"""`prove`: that a run killed anywhere, any number of times, ends with the same bytes as one that was never killed.
+
+A reference run is trained to its end. Another of the same configuration is killed at chosen steps, inside saves and inside prunes, and
+resumed, again and again; its last file must be byte for byte the same, and the step that it resumes from must never fall as the kills come
+later. Leaving a part of the state out must make the end differ, or that part is not needed, or not used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from ckptool.errors import FileProblem, RunFailed, printable
+from ckptool.training import configfile
+from ckptool.training.config import Config
+from ckptool.training.nursery import Nursery
+from ckptool.training.store import CHECKPOINTS, Lines, digest, name_of
+
+ABLATIONS = (
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "ema",
+)  # parts of the state that are left out, by the beginning of their keys
+SAVES = 20  # in a run, so that there is something to resume from wherever it is killed
+EVENTS_OF = {"save": 24, "prune": 2}  # how far into a save, or a prune, a kill may come
+SWEPT_STEPS, SWEPT_EVERY = 4, 2  # the run that is killed at every file-system event, and how often it saves
+MAX_EVENTS = 5_000
+PAUSE = 0.0005  # seconds between two looks at how far a run is
+
+Say = Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill: the last step before it, the signal and where it came, and the step that was resumed from (None: from the beginning)."""
+
+    at: int
+    signal: str
+    resumed: int | None
+
+
+@dataclass(slots=True)
+class Proof:
+    """What was found. without: part of the state -> whether the end differed without it (None: the run has none).
+
+    events: how many file-system events were swept, None where that was not asked for.  lost: True where a run went on from before a
+    checkpoint that it had.  differs: the first step and tensor that differ, where it was disproved.  kept: where the runs are then.
+    """
+
+    steps: int
+    reference: str = ""
+    kills: list[Kill] = field(default_factory=list)
+    result: str = ""
+    events: int | None = None
+    lost: bool = False
+    without: dict[str, bool | None] = field(default_factory=dict)
+    differs: str = ""
+    kept: str = ""
+
+    @property
+    def proved(self) -> bool:
+        return self.result == self.reference and not self.lost and False not in self.without.values()
+
+
+def prove(
+    config: Config,
+    *,
+    steps: int = 300,
+    kills: int = 5,
+    seed: int = 0,
+    exhaustive: bool = False,
+    say: Say = lambda text: None,
+) -> Proof:
+    """Proves a configuration in a folder of its own, which is deleted unless the proof fails.
+
+    steps: the length of the run.  kills: how many times it is killed.  seed: where.  exhaustive: a short run is killed at every file-system
+    event too.  say: told what is being done.  Raises `RunFailed` where a training process fails by itself.
+    """
+    folder = tempfile.mkdtemp(prefix="ckptool-prove-")
+    proof = Proof(steps)
+    try:
+        with Nursery(os.path.join(folder, "stderr")) as nursery:
+            lab = Lab(configured(config, steps), steps, folder, random.Random(seed), nursery, say)
+            lab.fill(proof, kills, exhaustive)
+    finally:
+        if proof.result and not proof.proved:
+            proof.kept = folder
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return proof
+
+
+def configured(config: Config, steps: int, every: int = 0) -> Config:
+    """The configuration as it is proved: so many steps, with saves in between, and a line for every step."""
+    values = config.dumped()
+    values["train"] |= {"steps": steps, "epochs": None}
+    values["save"] |= {"every": every or max(1, steps // SAVES), "keep_last": 2, "keep_every": 0}
+    values["log"] |= {"every": 1}
+    values["stop"] |= {"after": None, "signals": ["TERM"]}
+    return configfile.checked(values, "the configuration")
+
+
+@dataclass(slots=True)
+class Lab:
+    """Runs of one configuration under names, in a folder. dice: where kills come.  nursery: what starts the processes."""
+
+    config: Config
+    steps: int
+    folder: str
+    dice: random.Random
+    nursery: Nursery
+    say: Say
+
+    def fill(self, proof: Proof, kills: int, exhaustive: bool) -> None:
+        self.say(f"reference: {self.steps} steps")
+        self.train("reference")
+        proof.reference = self.end("reference")
+        found = [made for at, how in self.plan(kills) if (made := self.killed(at, how)) is not None]
+        self.train("killed")
+        resumed, lost = resumes(self.run_of("killed"))
+        proof.kills = [Kill(at, how, step) for (at, how), step in zip(found, resumed, strict=True)]
+        proof.result, proof.lost = self.end("killed"), lost
+        if proof.result != proof.reference:
+            proof.differs = self.first_difference()
+            return
+        if exhaustive:
+            proof.events, lost = self.every_event()
+            proof.lost |= lost
+        proof.without = self.ablated(proof.reference)
+
+    # Runs --------------------------------------------------------------------------------------------------------
+
+    def run_of(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def words(self, name: str, *changes: str) -> list[str]:
+        path = os.path.join(self.folder, "run.yaml")
+        if not os.path.exists(path):
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(configfile.written(self.config))
+        sets = [word for change in (f"run={self.run_of(name)}", *changes) for word in ("--set", change)]
+        return ["train", path, "--resume", "auto", "--quiet", *sets]
+
+    def train(self, name: str, *changes: str) -> None:
+        """Trains a run to its end, from wherever it is."""
+        if code := self.nursery.run(self.words(name, *changes)):
+            raise self.failed(code)
+
+    def failed(self, code: int) -> RunFailed:
+        said = "\n".join(map(printable, self.nursery.said().splitlines()))
+        return RunFailed(f"a training process ended with exit code {code}", said)
+
+    def end(self, name: str) -> str:
+        """The sha256 of a run's last checkpoint."""
+        return digest(self.last(name))
+
+    def last(self, name: str) -> str:
+        path = os.path.join(self.run_of(name), CHECKPOINTS, name_of(self.steps))
+        if not os.path.exists(path):
+            raise FileProblem(f"the run {name} has no {name_of(self.steps)}", "It did not come to its end.")
+        return path
+
+    # Kills -------------------------------------------------------------------------------------------------------
+
+    def plan(self, kills: int) -> list[tuple[int, str]]:
+        """The steps of the kills, in order, and how each comes: a run can be killed anywhere, and some come inside a save and a prune."""
+        steps = sorted(self.dice.randrange(1, self.steps) for _ in range(kills))
+        ways = ["KILL", "KILL in save", "TERM", "KILL", "KILL in prune"]
+        return list(zip(steps, [ways[number % len(ways)] for number in range(kills)], strict=True))
+
+    def killed(self, at: int, how: str, *changes: str) -> tuple[int, str] | None:
+        """Goes on with the run and kills it at a step; where that was, and how. None where it came to its end before that."""
+        part = how.partition(" in ")[2]
+        at = max(at, self.logged("killed") + 1)
+        self.say(f"{how} at {at}")
+        if part:
+            crash = {
+                "folder": self.run_of("killed"),
+                "part": part,
+                "step": at,
+                "at": self.dice.randrange(EVENTS_OF[part]),
+            }
+            self.nursery.start(self.words("killed", *changes), crash=crash)
+        else:
+            group = self.nursery.start(self.words("killed", *changes))
+            while self.logged("killed") < at and not self.nursery.ended():
+                time.sleep(PAUSE)
+            if not self.nursery.ended():
+                os.killpg(group, signal.Signals[f"SIG{how}"])
+        code = self.nursery.wait()
+        if code not in (0, -signal.SIGKILL, 128 + signal.SIGTERM):
+            raise self.failed(code)
+        return (self.logged("killed"), how) if code else None
+
+    def logged(self, name: str) -> int:
+        """The last step that a run has written a line for."""
+        try:
+            with open(os.path.join(self.run_of(name), "metrics.jsonl"), "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+                lines = file.read().split(b"\n")[-2:]
+            return int(json.loads(lines[0])["step"]) if len(lines) == 2 else 0
+        except (OSError, ValueError, KeyError):
+            return 0
+
+    # Ablations ---------------------------------------------------------------------------------------------------
+
+    def ablated(self, reference: str) -> dict[str, bool | None]:
+        """Whether the end differs when a part of the state is forgotten half way; None for a run that has no such part."""
+        self.train("half", f"train.steps={max(1, self.steps // 2)}")
+        found: dict[str, bool | None] = {}
+        for part in ABLATIONS:
+            self.say(f"without {part}")
+            name = f"without-{part}"
+            shutil.copytree(self.run_of("half"), self.run_of(name))
+            code = self.nursery.run([], forget=[self.run_of(name), part])
+            if code not in (0, 1):
+                raise self.failed(code)
+            if not code:
+                self.train(name)
+            found[part] = None if code else self.end(name) != reference
+        return found
+
+    # When it is disproved ----------------------------------------------------------------------------------------
+
+    def first_difference(self) -> str:
+        """The first step whose line differs, and the first tensor of the last files that does."""
+        import torch
+
+        from ckptool.training.dry_run import first_different_tensor
+
+        one, other = (
+            {fact["step"]: fact for fact in Lines(os.path.join(self.run_of(name), "metrics.jsonl")).read()}
+            for name in ("reference", "killed")
+        )
+        step = next((step for step in sorted(one) if one[step] != other.get(step)), None)
+        ends = (torch.load(self.last(name), map_location="cpu", weights_only=True) for name in ("reference", "killed"))
+        tensor = first_different_tensor(*ends)
+        where = f"the first step that differs is {step}" if step is not None else "no logged step differs"
+        return f"{where}; the first tensor, at the end, is {printable(tensor)}" if tensor else where
+
+    # Every file-system event -------------------------------------------------------------------------------------
+
+    def every_event(self, first: int = 0, stride: int = 1) -> tuple[int, bool]:
+        """Kills a short run at every file-system event, and resumes each. How many there were, and whether a checkpoint was ever lost.
+
+        Raises `RunFailed` where one of them ends with other bytes. first, stride: only some of the events.
+        """
+        config = configured(self.config, SWEPT_STEPS, SWEPT_EVERY)
+        lab = Lab(config, SWEPT_STEPS, os.path.join(self.folder, "events"), self.dice, self.nursery, self.say)
+        os.makedirs(lab.folder)
+        lab.train("reference")
+        reference, before, lost, count = lab.end("reference"), 0, False, 0
+        for number in range(first, MAX_EVENTS, stride):
+            name = f"event-{number}"
+            self.say(f"killed at event {number}")
+            code = self.nursery.run(lab.words(name), crash={"folder": lab.run_of(name), "at": number})
+            if code == 0:
+                break
+            if code != -signal.SIGKILL:
+                raise self.failed(code)
+            lab.train(name)
+            steps, fell = resumes(lab.run_of(name))
+            resumed = (steps or [0])[-1] or 0
+            if lab.end(name) != reference:
+                raise RunFailed(f"killed at event {number}, the run ended with other bytes")
+            lost |= fell or resumed < before
+            before, count = resumed, count + 1
+            shutil.rmtree(lab.run_of(name))
+        return count, lost
+
+
+def resumes(run: str) -> tuple[list[int | None], bool]:
+    """The steps that a run was resumed from, in order (None: it began again), and whether any of them was before what it had.
+
+    It must never go on from before a checkpoint that it had finished, nor from before where it went on the last time.
+    """
+    steps: list[int | None] = []
+    saved, lost, begun = 0, False, False
+    for fact in Lines(os.path.join(run, "history.jsonl")).read():
+        if fact.get("event") == "save":
+            saved = fact["step"]
+        elif fact.get("event") in ("start", "resume"):
+            if begun:
+                steps.append(fact["step"] or None)
+                lost |= fact["step"] < saved
+            begun = True
+    return steps, lost or any((later or 0) < (earlier or 0) for earlier, later in pairwise(steps))

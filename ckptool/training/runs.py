@@ -1,0 +1,166 @@
+"""A run's folder: its configuration, what happened to it, its metrics, its lock and its checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptool import __version__
+from ckptool.errors import Conflict, FileProblem, UsageError, printable
+from ckptool.files import file_problem
+from ckptool.output import make_folder
+from ckptool.training import configfile
+from ckptool.training.config import Config
+from ckptool.training.retention import Policy, best, every, keep, last
+from ckptool.training.store import Lines, Lock, Saved, Store, has_its_size, write_text
+
+HISTORY, METRICS = "history.jsonl", "metrics.jsonl"
+CHANGED = "changed"  # the event that holds a configuration which was changed since
+_ID = re.compile(r"^# ckptool run ([0-9a-f]{32})$", re.MULTILINE)
+
+
+@dataclass(slots=True)
+class Run:
+    """An open run. Only its first process holds the lock and writes."""
+
+    folder: str
+    id: str
+    config: Config
+    store: Store
+    history: Lines
+    metrics: Lines
+    lock: Lock | None
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Adds an event to the history, synced."""
+        self.history.add({"event": event, **facts}, sync=True)
+
+    def policies(self) -> dict[str, Policy]:
+        """What the configuration wants to keep."""
+        save, metric = self.config.save, self.config.eval
+        return {
+            "last": last(save.keep_last),
+            "best": best(save.keep_best, metric.metric, metric.mode),
+            "every": every(save.keep_every),
+        }
+
+    def prune(self) -> list[Saved]:
+        """Deletes what no policy keeps; returns it."""
+        _, gone = kept_of(self)
+        for saved in gone:
+            self.store.remove(saved)
+        return gone
+
+
+def kept_of(run: Run) -> tuple[dict[int, list[str]], list[Saved]]:
+    """The steps that stay, each with why, and the checkpoints that no policy keeps.
+
+    Damaged ones stay, and do not count: they are for a person to look at.
+    """
+    whole = [saved for saved in run.store.all() if has_its_size(saved)]
+    kept = keep([saved.kept for saved in whole], run.policies())
+    return kept, [saved for saved in whole if saved.step not in kept]
+
+
+def opened_for_change(folder: str, changes: Sequence[str], *, write: bool) -> Run:
+    """A run that is there, its configuration changed for once."""
+    _, config = read_config(folder)
+    values = {**config.dumped(), "run": folder}
+    return reopen(folder, configfile.changed(values, changes, os.path.join(folder, "run.yaml")), write=write)
+
+
+def is_run(folder: str) -> bool:
+    """True for the folder of a run."""
+    return os.path.isfile(os.path.join(folder, "run.yaml"))
+
+
+def create(config: Config) -> Run:
+    """A new run in its folder. Raises `Conflict` where there is one already, `FileProblem` where it cannot be made."""
+    folder = config.run
+    if is_run(folder):
+        raise Conflict(
+            f"{printable(folder)} is a run already",
+            "It was left as it is.",
+            f"Go on with it: ckptool resume {printable(folder)}; or name another folder: --set run=OTHER",
+        )
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise FileProblem(
+            f"cannot make the run {printable(folder)}: it is a file",
+            "A run is a folder.",
+            "Name another: --set run=OTHER",
+        )
+    make_folder(folder)
+    run = _opened(folder, uuid.uuid4().hex, config, Lock(folder))
+    # The configuration comes last, and makes it a run: one that is killed here begins again.
+    run.store.make()
+    write_text(os.path.join(folder, "run.yaml"), f"# ckptool run {run.id}\n{configfile.written(config)}")
+    return run
+
+
+def read_config(folder: str) -> tuple[str, Config]:
+    """The id and the configuration of a run, as it was last changed. Raises `UsageError` for a folder that is none."""
+    path = os.path.join(folder, "run.yaml")
+    if not is_run(folder):
+        raise UsageError(
+            f"{printable(folder)} is not a run: it has no run.yaml", "", "Start one: ckptool train run.yaml"
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise file_problem(error, path, "read") from error
+    found = _ID.search(text)
+    if found is None:
+        raise Conflict(f"{printable(path)} does not say which run it is", "Its first line was changed.")
+    config = configfile.parsed(text, path)
+    for fact in Lines(os.path.join(folder, HISTORY)).read():
+        if fact.get("event") == CHANGED and isinstance(fact.get("config"), dict):
+            config = configfile.checked({**fact["config"], "run": config.run}, path)
+    return found[1], config
+
+
+def reopen(folder: str, config: Config, *, write: bool = True) -> Run:
+    """A run that is there, with a configuration that was found to fit it."""
+    number, _ = read_config(folder)
+    return _opened(folder, number, config, Lock(folder) if write else None)
+
+
+def _opened(folder: str, number: str, config: Config, lock: Lock | None) -> Run:
+    history, metrics = (Lines(os.path.join(folder, name)) for name in (HISTORY, METRICS))
+    return Run(folder, number, config, Store(folder, number), history, metrics, lock)
+
+
+def environment(world_size: int, device: torch.device) -> dict[str, Any]:
+    """What changes bits, or helps to find out why: versions, device, threads, where it ran."""
+    return {
+        "ckptool": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": socket.gethostname(),
+        "device": str(device) if device.type != "cuda" else torch.cuda.get_device_name(device),
+        "threads": torch.get_num_threads(),
+        "world": world_size,
+        "argv": sys.argv,
+        "git": _git(),
+    }
+
+
+@functools.cache
+def _git() -> str | None:
+    """The commit of the working folder, if it is in a repository."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None

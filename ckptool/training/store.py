@@ -1,0 +1,317 @@
+"""A run's folder: checkpoints that exist when their name exists, and what is known of each beside it.
+
+Commit order: the checkpoint is written under another name and synced; its sidecar is written, synced and renamed; then the checkpoint gets
+its name, which is the commit; the folder is synced; only then old ones are pruned. Resume takes the newest whole one, by step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool import formats
+from ckptool.checkpoint import Checkpoint, Literal, Plan
+from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, printable
+from ckptool.files import Source, file_problem
+from ckptool.output import RunningDigest, digest_of, make_folder, replace_file
+from ckptool.training.retention import Kept
+
+CHECKPOINTS = "checkpoints"
+_NAME = re.compile(r"step-(\d{8,})\.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint of a run. sidecar: what was recorded when it was committed; None where that is missing or damaged."""
+
+    step: int
+    path: str
+    sidecar: dict[str, Any] | None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        found = (self.sidecar or {}).get("metrics")
+        numbers = found.items() if isinstance(found, dict) else ()
+        return {key: value for key, value in numbers if isinstance(value, (int, float))}
+
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.step, self.metrics)
+
+
+def name_of(step: int) -> str:
+    """The file name of the state after `step` steps."""
+    return f"step-{step:08d}.pt"
+
+
+def sidecar_of(path: str) -> str:
+    return os.path.splitext(path)[0] + ".json"
+
+
+class Store:
+    """The checkpoints of one run. `run` is the run's id: files of another one are passed over."""
+
+    def __init__(self, folder: str, run: str) -> None:
+        self.folder = os.path.join(folder, CHECKPOINTS)
+        self.run = run
+
+    def make(self) -> None:
+        """Makes the folder; raises `FileProblem` where it cannot."""
+        make_folder(self.folder)
+
+    # Writing -----------------------------------------------------------------------------------------------------
+
+    def commit(self, step: int, tree: Any, facts: dict[str, Any]) -> Saved:
+        """Writes the state after `step` steps, with what is known of it (metrics, epoch, environment) in its sidecar.
+
+        Raises `DiskFull` or `FileProblem`; older checkpoints are as they were.
+        """
+        from ckptool.bridge import from_torch
+
+        path = os.path.join(self.folder, name_of(step))
+        plan = formats.by_name(formats.DEFAULT).write(Checkpoint(from_torch(tree), formats.DEFAULT))
+        sidecar = {"run": self.run, "step": step, "bytes": plan.nbytes}
+        running = RunningDigest()
+
+        def describe(temporary: str) -> None:
+            sidecar.update({"sha256": running.result(temporary), **facts})
+            write_json(sidecar_of(path), sidecar)
+
+        replace_file(plan, path, overwrite=True, verify=describe, digest=running)
+        return Saved(step, path, sidecar)
+
+    def remove(self, saved: Saved) -> None:
+        """Deletes a checkpoint, the file before its sidecar: a sidecar alone is no checkpoint."""
+        for path in (saved.path, sidecar_of(saved.path)):
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise file_problem(error, path, "delete") from error
+
+    # Reading -----------------------------------------------------------------------------------------------------
+
+    def all(self) -> list[Saved]:
+        """The checkpoints that are there, oldest first, whole or not; those of another run left out."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise file_problem(error, self.folder, "read") from error
+        found = []
+        for name in names:
+            if match := _NAME.fullmatch(name):
+                path = os.path.join(self.folder, name)
+                saved = Saved(int(match[1]), path, read_json(sidecar_of(path)))
+                if saved.sidecar is None or saved.sidecar.get("run") in (None, self.run):
+                    found.append(saved)
+        return sorted(found, key=lambda saved: saved.step)
+
+    def newest_valid(self, verify: str, damaged: Callable[[Saved, CkptoolError], None]) -> Saved | None:
+        """The newest whole checkpoint; None where there are none at all. `damaged` is told of each that is passed over.
+
+        verify: `full` compares the sha256 too, `size` only the size. Raises `NoneValid` where there are some and none is whole.
+        """
+        there = self.all()
+        for saved in reversed(there):
+            try:
+                check(saved, verify)
+                return saved
+            except CkptoolError as error:
+                damaged(saved, error)
+        if there:
+            raise NoneValid(
+                f"{printable(self.folder)} holds {len(there)} checkpoints, and none of them is whole",
+                "Nothing was deleted, and nothing was started from the beginning.",
+                f"See what is wrong with them: ckptool scan {printable(self.folder)}",
+            )
+        return None
+
+
+def check(saved: Saved, verify: str) -> None:
+    """Raises `Corrupt` unless a checkpoint is what its sidecar says."""
+    sidecar = saved.sidecar
+    if sidecar is None:
+        raise Corrupt(f"{printable(saved.path)} has no sidecar", "It was not committed, or the sidecar was lost.")
+    size = Source(saved.path).size
+    if sidecar.get("step") != saved.step:
+        raise Corrupt(f"the sidecar of {printable(saved.path)} is of another step", "Files were renamed, or mixed up.")
+    if size != sidecar.get("bytes"):
+        raise Corrupt(
+            f"{printable(saved.path)} has {size:,} bytes; its sidecar says {printable(str(sidecar.get('bytes')))}",
+            "It was cut, or written over.",
+        )
+    if verify == "full" and digest(saved.path) != sidecar.get("sha256"):
+        raise Corrupt(
+            f"{printable(saved.path)} does not match its sha256", "Its bytes were damaged after it was written."
+        )
+
+
+def has_its_size(saved: Saved) -> bool:
+    """Whether a checkpoint is as long as its sidecar says: a quick look, for what is kept."""
+    try:
+        return saved.sidecar is not None and os.path.getsize(saved.path) == saved.sidecar.get("bytes")
+    except OSError:
+        return False
+
+
+def digest(path: str) -> str:
+    """The sha256 of a file, in hexadecimal. Raises `FileProblem`."""
+    try:
+        return digest_of(path)
+    except OSError as error:
+        raise file_problem(error, path, "read") from error
+
+
+# Small files ---------------------------------------------------------------------------------------------------------
+
+
+def write_text(path: str, text: str) -> None:
+    """Replaces a small file, durably."""
+    replace_file(Plan({"": [Literal(text.encode())]}), path, overwrite=True)
+
+
+def write_json(path: str, value: dict[str, Any]) -> None:
+    """Replaces a small JSON file, durably; keys in their own order."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False, default=str) + "\n")
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """A small JSON object; None where it is missing or damaged."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.loads(file.read(1 << 24))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class Lines:
+    """A file of JSON lines that only grows, but for being cut back when a run goes on from an earlier step."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def add(self, fact: dict[str, Any], *, sync: bool = False) -> None:
+        """Adds a line in one write; what a killed run left of one is ended first."""
+        line = json.dumps(_finite(fact), allow_nan=False, default=str) + "\n"
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            try:
+                size = os.fstat(fd).st_size
+                torn = size and os.pread(fd, 1, size - 1) != b"\n"
+                os.write(fd, (("\n" if torn else "") + line).encode())
+                if sync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise file_problem(error, self.path, "write to") from error
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Every whole line."""
+        try:
+            with open(self.path, encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    try:
+                        fact = json.loads(line)
+                    except ValueError:
+                        continue
+                    if isinstance(fact, dict):
+                        yield fact
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise file_problem(error, self.path, "read") from error
+
+    def cut_back(self, step: int) -> None:
+        """Leaves the lines up to a step; those behind it will be written again."""
+        there = list(self.read())
+        kept = [fact for fact in there if fact.get("step", 0) <= step]
+        if len(kept) < len(there):
+            write_text(self.path, "".join(json.dumps(fact, allow_nan=False) + "\n" for fact in kept))
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that JSON has no name for, as texts."""
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# Who writes ----------------------------------------------------------------------------------------------------------
+
+
+PATIENCE = 2.0  # seconds: a process that was killed gives its lock up only when all of it is gone
+_HELD: set[int] = set()
+
+
+def _close_in_child() -> None:
+    """A loader's worker outlives a trainer that was killed by some seconds, and must not hold the run meanwhile."""
+    for fd in _HELD:
+        os.close(fd)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Lock:
+    """The right to write to a run's folder; held until the process ends, however it ends."""
+
+    def __init__(self, folder: str) -> None:
+        import socket
+
+        path = os.path.join(folder, "lock")
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise file_problem(error, path, "write") from error
+        try:
+            self._take(path)
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self.fd)
+            raise FileProblem(
+                f"cannot lock {printable(path)}: {error.strerror}", "Without a lock two trainers could mix their files."
+            ) from error
+        except BaseException:
+            os.close(self.fd)
+            raise
+        _HELD.add(self.fd)
+
+    def _take(self, path: str) -> None:
+        import fcntl
+
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.05)
+        holder = os.pread(self.fd, 200, 0).decode("utf-8", "replace").strip()
+        raise Conflict(
+            f"{printable(os.path.dirname(path))} is being written by another process ({printable(holder) or 'unknown'})",
+            "Two trainers on one run would mix their checkpoints.",
+            "Wait for it, stop it, or name another folder: --set run=OTHER",
+        )
+
+    def release(self) -> None:
+        """Gives the right up."""
+        if self.fd >= 0:
+            _HELD.discard(self.fd)
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,155 @@
+"""The weighted mean of several sets of weights, computed while it is written: memory depends on neither size nor number of the files.
+
+Sums are kept in f64, those of 8- and 16-bit floats in f32, and rounded once at the end as torch rounds. Counters and booleans have no mean:
+they are the last file's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Composite, Computed, Data, Storage, TensorEntry, row_major_strides
+from ckptool.dtypes import DType, by_name
+from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
+from ckptool.gather import fill
+from ckptool.nodes import OrderedDict
+from ckptool.transforms.dtypes import rounded
+from ckptool.values import CHUNK, numbers, resolve, scratch
+
+if TYPE_CHECKING:
+    from ckptool.values import Array
+
+_COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """The mean, as a state dict; `kept`: the names that are the last file's, with why."""
+
+    tree: dict[str, Any]
+    averaged: int
+    kept: tuple[tuple[str, str], ...]
+
+
+def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -> list[float]:
+    """The share of each file: equal ones, those given, or those of an exponential moving average over the files in order.
+
+    Raises `UsageError` for a number of weights that is not that of the files, or a decay outside of 0 to 1.
+    """
+    if weights is not None and ema is not None:
+        raise UsageError("weights and an exponential average were both asked for", "They exclude each other.")
+    if ema is not None:
+        if not 0 <= ema < 1:
+            raise UsageError(f"a decay of {ema} is not from 0 to 1", "", "For example: --ema 0.999")
+        later = [(1 - ema) * ema ** (count - 1 - i) for i in range(1, count)]
+        return [ema ** (count - 1), *later]
+    if weights is None:
+        return [1 / count] * count
+    if len(weights) != count or not all(math.isfinite(weight) for weight in weights):
+        raise UsageError(
+            f"{len(weights)} weights were given for {count} files", "Each file has one, in the same order."
+        )
+    return list(weights)
+
+
+def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: Sequence[float]) -> Averaged:
+    """The mean of state dicts with the same keys, shapes and types. Reads nothing yet.
+
+    Raises `Conflict` naming what they do not agree in, `Unsupported` for tensors that have no plain values.
+    """
+    last = nodes[-1]
+    if problems := [
+        line
+        for node, name in zip(nodes[:-1], names, strict=False)
+        for line in _differences(node, last, name, names[-1])
+    ]:
+        raise Conflict(
+            f"the files do not hold the same weights: {listed(problems, 6)}",
+            "Means of different models are no model. Nothing was written.",
+            f"See all of it: ckptool diff {names[0]} {names[-1]}",
+        )
+    made: dict[tuple[Any, ...], TensorEntry] = {}
+    tree: dict[Any, Any] = OrderedDict((), last.attributes) if isinstance(last, OrderedDict) else {}
+    kept: list[tuple[str, str]] = []
+    for key, value in last.items():
+        if not isinstance(value, TensorEntry):
+            kept.append((str(key), f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__))
+            tree[key] = value
+        elif not (value.dtype.is_float or value.dtype.name in _COMPONENTS):
+            kept.append((str(key), f"of type {value.dtype.name}"))
+            tree[key] = value
+        else:
+            # Names that are one tensor in every file stay one.
+            entries = [node[key] for node in nodes]
+            view = tuple((id(e.storage), e.offset, e.shape, e.stride) for e in entries)
+            if view not in made:
+                made[view] = _mean(entries, weights)
+            tree[key] = replace(made[view], flags=value.flags._replace(conj=False, neg=False))
+    return Averaged(tree, len(made), tuple(kept))
+
+
+def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, other: str) -> list[str]:
+    found = [f"{printable(str(key))} is only in {name}" for key in node if key not in last]
+    found += [f"{printable(str(key))} is only in {other}" for key in last if key not in node]
+    for key, value in last.items():
+        before = node.get(key)
+        if isinstance(value, TensorEntry) and isinstance(before, TensorEntry):
+            if before.shape != value.shape:
+                found.append(f"{printable(str(key))} is {list(before.shape)} in {name}, {list(value.shape)} in {other}")
+            elif before.dtype is not value.dtype:
+                found.append(f"{printable(str(key))} is {before.dtype} in {name}, {value.dtype} in {other}")
+        elif key in node and type(before) is not type(value):
+            found.append(f"{printable(str(key))} is a tensor in only one of {name} and {other}")
+    return found
+
+
+def _mean(entries: Sequence[TensorEntry], weights: Sequence[float]) -> TensorEntry:
+    first = entries[0]
+    if first.dtype.numpy is None and first.dtype.name != "c32":
+        raise Unsupported(f"tensors of type {first.dtype} have no mean here", "Their values are packed.")
+    reader = _Mean([(entry.row_major(), entry) for entry in entries], weights, first.dtype)
+    inputs = tuple(entry.storage for entry in entries)
+    storage = Storage(Computed(first.nbytes, reader.read, inputs), entries[-1].location)
+    return TensorEntry(storage, first.dtype, first.shape, row_major_strides(first.shape))
+
+
+class _Mean:
+    """The bytes of the mean, made piece by piece."""
+
+    __slots__ = ("dtype", "sources", "weights", "wide")
+
+    def __init__(self, sources: list[tuple[Data, TensorEntry]], weights: Sequence[float], dtype: DType) -> None:
+        self.sources, self.weights = sources, weights
+        self.dtype = by_name(_COMPONENTS.get(dtype.name, dtype.name))
+        self.wide = "f8" if self.dtype.itemsize >= 4 else "f4"
+
+    def read(self, offset: int, length: int) -> bytes:
+        whole = self.sources[0][1].dtype.itemsize  # of complex numbers both halves, for conjugates
+        step = CHUNK // 2 * whole
+        begin, end = offset - offset % whole, min(-(-(offset + length) // whole) * whole, self.sources[0][0].length)
+        parts = [self._piece(place, min(step, end - place)) for place in range(begin, end, step)]
+        data = b"".join(parts)
+        return data[offset - begin : offset - begin + length]
+
+    def _piece(self, place: int, size: int) -> bytes:
+        import numpy
+
+        count = size // self.dtype.itemsize
+        total = scratch("mean total", self.wide, count)
+        with numpy.errstate(all="ignore"):
+            for number, ((data, entry), weight) in enumerate(zip(self.sources, self.weights, strict=True)):
+                values = self._values(data, entry, place, size)
+                if number == 0:
+                    numpy.multiply(values, weight, out=total, dtype=total.dtype)
+                else:
+                    term = numpy.multiply(values, weight, out=scratch("mean term", self.wide, count), dtype=total.dtype)
+                    numpy.add(total, term, out=total)
+            return rounded(total, self.dtype).tobytes() if self.dtype.name != "f64" else total.tobytes()
+
+    def _values(self, data: Data, entry: TensorEntry, place: int, size: int) -> Array:
+        raw = scratch("mean raw", "u1", size)
+        fill(data, place, raw.data)
+        return numbers(resolve(raw, entry.dtype, entry.flags), self.dtype, "mean values")

@@ -1,0 +1,313 @@
+"""Bundles: several models, optimizers and plain values in one checkpoint, a dictionary of their names.
+
+A member is what one entry of the dictionary holds. Members may share storages (they are then tied, as in any tree), never containers: each
+can be written to a file of its own, and comes back from it as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Storage, StorageRef, TensorEntry
+from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, is_text, listed, printable
+from ckptool.nodes import OrderedDict
+from ckptool.roots import PLAIN, find_roots, is_optimizer
+from ckptool.transforms.slim import as_twins, equal
+from ckptool.tree import address, map_storages, rebuild, storages, stored_parts, tensors, walk
+
+LONGEST_NAME = 200  # bytes: with a suffix it has to be the name of a file
+MAX_PLAIN = 1 << 16  # characters of JSON; a longer value gets a file of its own
+_MAX_PARTS, _MAX_DEPTH = 10_000, 50
+
+_NO_FILE = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f]')
+_DEVICES = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # of Windows
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
+    """Raises `Conflict` for a name that cannot be that of a file everywhere, and for two that one file system would take for one.
+
+    among: names that are there besides, which only must not clash with these.
+    """
+    taken: dict[str, Any] = {_folded(name): name for name in among}
+    for name in names:
+        if why := _why_not(name):
+            raise Conflict(
+                f"a member cannot be called {_shown(name)}: {why}",
+                "A member can be written to a file of its name, on any system. Nothing was written.",
+                "Give it another name: NAME=FILE, or, in a bundle, --rename OLD=NEW",
+            )
+        if (folded := _folded(name)) in taken:
+            other = taken[folded]
+            raise Conflict(
+                f"two members are called {_shown(name)}"
+                if other == name
+                else f"{_shown(other)} and {_shown(name)} are one name where case or Unicode forms do not count",
+                "One member would replace the other. Nothing was written.",
+                "Give one of them another name: NAME=FILE, or, in a bundle, --rename OLD=NEW",
+            )
+        taken[folded] = name
+
+
+def _why_not(name: Any) -> str:
+    if type(name) is int:
+        return ""
+    if type(name) is not str:
+        return f"it is of type {type(name).__name__}, neither a text nor a number"
+    if not name or not is_text(name):
+        return "it is not Unicode text" if name else "it is empty"
+    if _NO_FILE.search(name) or not name.isprintable():
+        return "it holds a character that names of files cannot have, or that cannot be seen"
+    if name.strip(" .") != name:
+        return "it begins or ends with a dot or a blank"
+    if _DEVICES.fullmatch(name):
+        return "Windows has a device of that name"
+    return f"it is longer than {LONGEST_NAME} bytes" if len(name.encode()) > LONGEST_NAME else ""
+
+
+def _folded(name: Any) -> str:
+    """What file systems that know no case, or normalise Unicode, make of a name."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", str(name)).casefold())
+
+
+def _shown(name: Any) -> str:
+    return ascii(name)[:200] if type(name) is str and not name.isascii() else printable(repr(name))[:200]
+
+
+# Putting together ----------------------------------------------------------------------------------------------------
+
+
+def bundled(members: Mapping[Any, Any], like: Any = None) -> Any:
+    """The tree of a bundle: every member with containers of its own, storages shared where they were.
+
+    like: the tree of a bundle that this one replaces, whose type it keeps.
+    """
+    items = {name: rebuild(tree, _copied) for name, tree in members.items()}
+    return OrderedDict(items, like.attributes) if isinstance(like, OrderedDict) else items
+
+
+def _copied(node: Any) -> Any:
+    if isinstance(node, StorageRef):
+        return StorageRef(node.storage, node.dtype)
+    return TensorEntry(node.storage, node.dtype, node.shape, node.stride, node.offset, node.flags)
+
+
+def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
+    """The members of a bundle, by name. Raises `UsageError` where the checkpoint is no dictionary of several parts."""
+    tree = checkpoint.tree
+    where = checkpoint.source or "the checkpoint"
+    if not isinstance(tree, dict):
+        raise UsageError(
+            f"{where} is no bundle: it is of type {type(tree).__name__}", "A bundle is a dictionary of names."
+        )
+    if whole := [root for root in find_roots(checkpoint) if root.path == () and root.kind != PLAIN]:
+        raise UsageError(
+            f"{where} is no bundle, but one set of {whole[0].detail or whole[0].kind}",
+            "Its entries are the tensors of one model or optimizer.",
+            f"It can be a member: ckptool bundle NAME={where if checkpoint.source else 'FILE'} … -o OUT",
+        )
+    return dict(tree)
+
+
+def changed(
+    members: Mapping[Any, Any], drop: Sequence[str] = (), rename: Mapping[str, str] | None = None
+) -> dict[Any, Any]:
+    """The members without those that `drop` names, others called as `rename` says (old: new), in their order.
+
+    Raises `UsageError` for a name that is not there, `Conflict` for a new one that cannot be, or clashes.
+    """
+    gone = [key_of(members, name) for name in drop]
+    moved = {key_of(members, old): new for old, new in (rename or {}).items()}
+    if both := [name for name in gone if name in moved]:
+        raise UsageError(f"{_shown(both[0])} is to be dropped and renamed", "Only one of them can be meant.")
+    kept = [(moved.get(name, name), tree) for name, tree in members.items() if name not in gone]
+    check_names(moved.values(), [name for name in members if name not in gone and name not in moved])
+    return dict(kept)
+
+
+def key_of(members: Mapping[Any, Any], name: str) -> Any:
+    """The key of the member that people call `name`; raises `UsageError` where there is none, `Ambiguous` for 0 and '0'."""
+    found = [key for key in members if str(key) == name]
+    if len(found) > 1:
+        raise Ambiguous(
+            f"{_shown(name)} names {len(found)} members", f"There are: {listed([repr(key) for key in found])}."
+        )
+    if not found:
+        there = listed([printable(str(key)) for key in members], 12)
+        raise UsageError(
+            f"there is no member {_shown(name)}", f"There are: {there}." if members else "There are no members."
+        )
+    return found[0]
+
+
+# What a member is ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member in a report. `nbytes`: of its storages, each counted once, also those that another member has too.
+
+    origin: where it came from, or the file that it went to; of a plain value, what it is.
+    """
+
+    name: str
+    kind: str
+    tensors: int
+    nbytes: int
+    origin: str = ""
+
+
+def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[Member]:
+    """A row for each member. origins: by name."""
+    kinds: dict[Any, list[str]] = defaultdict(list)
+    for root in find_roots(Checkpoint(tree, "")):
+        if root.path:
+            kinds[root.path[0]].append(root.detail or root.kind)
+    rows = []
+    for name, member in tree.items():
+        origin = origins.get(name, "")
+        if is_plain(member):
+            rows.append(Member(str(name), "plain value", 0, 0, origin or json.dumps(member)[:60]))
+            continue
+        kind = "tensor" if isinstance(member, TensorEntry) else listed(kinds.get(name, []), 3)
+        count = sum(1 for _ in tensors(member))
+        size = sum(storage.nbytes for storage in storages(member))
+        rows.append(Member(str(name), kind, count, size, origin))
+    return rows
+
+
+def is_plain(value: Any) -> bool:
+    """True for a value that JSON gives back as it is: scalars, and lists and dictionaries of them, not long, nothing in two places.
+
+    Not for an optimizer, though one without state is nothing else.
+    """
+    if is_optimizer(value):
+        return False
+    seen: set[int] = set()
+    stack: list[tuple[Any, int]] = [(value, 0)]
+    left = _MAX_PARTS
+    while stack:
+        node, depth = stack.pop()
+        left -= 1
+        if not left or depth > _MAX_DEPTH or not _is_json(node):
+            return False
+        if type(node) in (list, dict):
+            if id(node) in seen:
+                return False
+            seen.add(id(node))
+            if type(node) is dict and not all(_is_json(key) and type(key) is str for key in node):
+                return False
+            stack += [(part, depth + 1) for part in (node.values() if type(node) is dict else node)]
+    return len(json.dumps(value)) <= MAX_PLAIN
+
+
+def _is_json(node: Any) -> bool:
+    if type(node) is str:
+        return len(node) <= MAX_PLAIN and is_text(node)
+    if type(node) is float:
+        return node - node == 0.0
+    return node is None or type(node) in (bool, int, list, dict)
+
+
+# Taking apart, and what has to be said so that it can be put together again -------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What members share, by the addresses of tensors: storages (`ties`), and bytes of storages that are separate (`twins`)."""
+
+    ties: tuple[tuple[str, ...], ...] = ()
+    twins: tuple[tuple[tuple[str, ...], ...], ...] = ()
+
+
+def separated(tree: dict[Any, Any]) -> tuple[dict[Any, Any], Shared]:
+    """The tree with no storage marked as a twin, and what its members share.
+
+    Raises `Ambiguous` where an address that has to be named leads to two tensors.
+    """
+    users: dict[int, list[str]] = defaultdict(list)
+    of: dict[int, set[Any]] = defaultdict(set)  # the members that a storage is used by
+    found: dict[int, Storage] = {}
+    meanings: dict[str, set[int]] = defaultdict(set)
+    for path, node in walk(tree):
+        for place, storage in _places(address(path), node):
+            users[id(storage)].append(place)
+            of[id(storage)].add(path[:1])
+            found[id(storage)] = storage
+            meanings[place].add(id(storage))
+    ties = [tuple(places) for number, places in users.items() if len(of[number]) > 1]
+    groups: dict[tuple[int, str], list[tuple[str, ...]]] = defaultdict(list)
+    for number, places in users.items():
+        if found[number].twin:
+            groups[id(found[number].data), found[number].location].append(tuple(places))
+    twins = [tuple(group) for group in groups.values() if len(group) > 1]
+    for place in (*(place for group in ties for place in group), *(p for group in twins for s in group for p in s)):
+        if len(meanings[place]) > 1:
+            raise Ambiguous(
+                f"{printable(place)} leads to two tensors, one of which is shared with another member",
+                "What belongs together could not be written down.",
+            )
+    alone: dict[Any, Any] = map_storages(
+        tree, lambda storage: replace(storage, twin=False) if storage.twin else storage
+    )
+    return alone, Shared(tuple(ties), tuple(twins))
+
+
+def joined(tree: dict[Any, Any], shared: Shared) -> tuple[dict[Any, Any], int, int]:
+    """The tree with storages shared as they were before `separated`; how many are twins of others, and how many are no longer equal.
+
+    Addresses that lead nowhere are passed over: the tensor is gone. Raises `Conflict` where tied tensors now differ.
+    """
+    if not shared.ties and not shared.twins:
+        return tree, 0, 0
+    at = dict(found for path, node in walk(tree) for found in _places(address(path), node))
+    one: dict[int, Storage] = {}
+    for group in shared.ties:
+        tied = _distinct(at, group)
+        same = list(equal([(storage.location, storage) for storage in tied]))
+        if len(tied) > 1 and [len(names) for names in same] != [len(tied)]:
+            names = [printable(place) for place in group if place in at]
+            raise Conflict(
+                f"{listed(names)} were one tensor in the bundle, and differ now",
+                "Tied again, one of them would lose its values. Nothing was written.",
+                'To keep both, take them out of "ties" in bundle.json.',
+            )
+        one.update((id(storage), tied[0]) for storage in tied)
+    tree = map_storages(tree, lambda storage: one.get(id(storage), storage))
+    at = dict(found for path, node in walk(tree) for found in _places(address(path), node))
+    wanted, groups = 0, []
+    for twins in shared.twins:
+        alike = [storage for places in twins for storage in _distinct(at, places)]
+        wanted += max(0, len(alike) - 1)
+        groups += list(equal([((storage.nbytes, storage.location), storage) for storage in alike]))
+    tree, count, _ = as_twins(tree, groups)
+    return tree, count, wanted - count
+
+
+def _places(text: str, node: Any) -> list[tuple[str, Storage]]:
+    """The storages of a node, each with an address; those of a tensor made of several are numbered."""
+    parts = list(stored_parts(node))
+    if len(parts) == 1:
+        return [(text, parts[0].storage)]
+    return [(f"{text}#{number}", part.storage) for number, part in enumerate(parts)]
+
+
+def _distinct(at: Mapping[str, Storage], places: Iterable[str]) -> list[Storage]:
+    return list({id(at[place]): at[place] for place in places if place in at}.values())
+
+
+def refuse_unnamed(like: Any) -> None:
+    """Raises `Unsupported` for what a bundle has beside its members: attributes of its dictionary."""
+    if isinstance(like, OrderedDict) and like.attributes:
+        raise Unsupported(
+            "the bundle's dictionary has attributes of its own, which no file of a member can hold",
+            f"They are: {listed([printable(str(name)) for name in like.attributes])}.",
+        )

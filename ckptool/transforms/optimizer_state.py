@@ -1,0 +1,222 @@
+"""An optimizer's state for another model: slots are found by the name of their parameter, and go where that parameter goes.
+
+`Optimizer.state_dict()` numbers its slots by the order in which the optimizer was given its parameters (torch/optim/optimizer.py).
+Which name a number means is known from `param_names`, which newer versions write; or where the weights beside it have as many
+parameters with the same shapes in the same order; or where no two of those have one shape. Else it cannot be known, and is refused: a
+momentum on the wrong weight trains, and nobody sees it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.errors import Conflict, NoMatch, UsageError, listed, printable
+from ckptool.prefixes import without_wrappers
+from ckptool.reports.targets import PARAMETER, Target, kind_by_name
+from ckptool.reports.warm_start import OptimizerReport
+from ckptool.roots import Root, optimizers, view_of
+from ckptool.transforms.matching import Chosen
+from ckptool.tree import address
+
+Shapes = Mapping[str, tuple[int, ...]]
+BY_NAMES, BY_ORDER, BY_SHAPES = "names", "order", "shapes"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """State by the names of the target, the groups that the names were in, and the report. Names without state are in `report.fresh`."""
+
+    state: dict[str, Any]
+    groups: list[dict[str, Any]]  # as saved, without `params` and `param_names`
+    group_of: dict[str, int]
+    report: OptimizerReport
+
+
+def carried(
+    checkpoint: Checkpoint, root: Root, target: Target, chosen: Mapping[str, Chosen], parameters: Sequence[str]
+) -> Carried:
+    """The optimizer state of a checkpoint by the parameter names of a target.
+
+    parameters: the target's, in order.  Raises `NoMatch` where there is no optimizer, `UsageError` where there are several,
+    `Conflict` where it cannot be known which slot belongs to which parameter.
+    """
+    place, optimizer = _only_one(checkpoint)
+    first = _first_names(root)
+    names, known_by = slot_names(optimizer, _parameters_of(root, first, target, chosen), place)
+    goes_to = _destinations(first, target, chosen, parameters)
+    state: dict[str, Any] = {}
+    group_of: dict[str, int] = {}
+    left: list[tuple[str, str]] = []
+    for number, group in enumerate(optimizer["param_groups"]):
+        for slot in group["params"]:
+            name = names.get(slot)
+            goal, why = goes_to.get(name, ("", "its parameter is not loaded")) if name is not None else ("", "no name")
+            if goal:
+                group_of[goal] = number
+                if not why and slot in optimizer["state"]:
+                    state[goal] = optimizer["state"][slot]
+            if why:
+                left.append((name or str(slot), why))
+    fresh = tuple(name for name in parameters if name not in state)
+    report = OptimizerReport(place, known_by, tuple(name for name in parameters if name in state), fresh, tuple(left))
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer["param_groups"]
+    ]
+    return Carried(state, groups, group_of, report)
+
+
+def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
+    """What `Optimizer.load_state_dict` takes, for an optimizer that is given the target's parameters in order, group by group.
+
+    Raises `Conflict` where a parameter without state belongs to one of several groups, and nothing says to which.
+    """
+    members: list[list[str]] = [[] for _ in found.groups]
+    unknown = []
+    for name in parameters:
+        number = found.group_of.get(name, 0 if len(found.groups) == 1 else -1)
+        if number < 0:
+            unknown.append(printable(name))
+        else:
+            members[number].append(name)
+    if unknown:
+        raise Conflict(
+            f"the optimizer has {len(found.groups)} groups of parameters, and it is not known which one {listed(unknown)} belong to",
+            "A learning rate or weight decay would be guessed. Nothing was written.",
+            "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)",
+        )
+    order = {name: number for number, name in enumerate(name for group in members for name in group)}
+    groups = [
+        {**group, "params": [order[name] for name in names], "param_names": list(names)}
+        for group, names in zip(found.groups, members, strict=True)
+    ]
+    return {"state": {order[name]: found.state[name] for name in order if name in found.state}, "param_groups": groups}
+
+
+def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
+    found = list(optimizers(checkpoint.tree))
+    where = checkpoint.source or "the checkpoint"
+    if not found:
+        raise NoMatch(
+            f"{where} has no optimizer state",
+            "It would be a dictionary with `state` and `param_groups`. Nothing was changed.",
+            "Go on without: leave --optimizer out",
+        )
+    if len(found) > 1:
+        raise UsageError(
+            f"{where} has {len(found)} optimizers: {listed([printable(address(path)) for path, _ in found])}",
+            "Which one belongs to these weights is not known.",
+            "Leave one in a copy: ckptool edit FILE --drop ADDRESS -o OUT",
+        )
+    path, optimizer = found[0]
+    for group in optimizer["param_groups"]:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+            raise Conflict(f"{printable(address(path))} has a group without parameters", "No optimizer writes that.")
+        if not all(type(slot) in (int, str) for slot in group["params"]):
+            raise Conflict(f"{printable(address(path))} has a slot that is neither a number nor a name")
+    return address(path), optimizer
+
+
+def _first_names(root: Root) -> dict[str, str]:
+    """Each key of the weights with the first key of the same tensor."""
+    first: dict[Any, str] = {}
+    tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
+    return {key: first.setdefault(view_of(value), key) for key, value in tensors.items() if type(key) is str}
+
+
+def _parameters_of(
+    root: Root, first: Mapping[str, str], target: Target, chosen: Mapping[str, Chosen]
+) -> dict[str, tuple[int, ...]]:
+    """The parameters among the weights of a checkpoint, each tensor once, with their shapes."""
+    told = target.tensors if target.kinds_known else {}
+    kinds = {first[choice.source]: told[name].kind for name, choice in chosen.items() if name in told}
+    own = [key for key, name in first.items() if key == name]
+    return {
+        key: root.node[key].shape or ()
+        for key in own
+        if kinds.get(key, kind_by_name(key, root.node[key].dtype)) == PARAMETER
+    }
+
+
+def _destinations(
+    first: Mapping[str, str], target: Target, chosen: Mapping[str, Chosen], parameters: Sequence[str]
+) -> dict[str, tuple[str, str]]:
+    """Name in the checkpoint -> name in the target, and why its state does not go along where it does not."""
+    taken = set(parameters)
+    found = {}
+    for name, choice in chosen.items():
+        goal = name if name in taken else target.tensors[name].tied_to
+        if goal in taken:
+            why = "" if choice.part is None else "only a part of its parameter is loaded"
+            found[first[choice.source]] = (goal, why)
+    return found
+
+
+def slot_names(optimizer: Mapping[str, Any], parameters: Shapes, place: str) -> tuple[dict[Any, str], str]:
+    """Which name of `parameters` (in the model's order) each slot has, and how that is known. Raises `Conflict` where it is not."""
+    groups = optimizer["param_groups"]
+    slots = [slot for group in groups for slot in group["params"]]
+    if len(set(slots)) != len(slots):
+        raise Conflict(f"{printable(place)} has a parameter in two groups", "No optimizer writes that.")
+    said = _said_names(groups, slots)
+    if said is not None:
+        bare = {without_wrappers(name): name for name in parameters}
+        found = {slot: name if name in parameters else bare.get(without_wrappers(name)) for slot, name in said.items()}
+        return {slot: name for slot, name in found.items() if name is not None}, BY_NAMES
+    shapes = {slot: _shapes_in(optimizer["state"].get(slot)) for slot in slots}
+    names = list(parameters)
+    if len(groups) == 1 and len(slots) == len(names):
+        in_order = dict(zip(slots, names, strict=True))
+        if all(_agrees(shapes[slot], parameters[name]) for slot, name in in_order.items()):
+            return in_order, BY_ORDER
+    by_shape = _by_shape(shapes, parameters)
+    if by_shape is not None:
+        return by_shape, BY_SHAPES
+    count = f"{len(slots):,} slots in {len(groups)} group{'s' * (len(groups) != 1)}, {len(names):,} parameters"
+    raise Conflict(
+        f"it cannot be known which slots of {printable(place)} belong to which parameters ({count})",
+        "They are numbers without names, and neither their count and shapes nor distinct shapes tell. Nothing was changed.",
+        "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or go on without --optimizer",
+    )
+
+
+def _said_names(groups: Sequence[Any], slots: Sequence[Any]) -> dict[Any, str] | None:
+    if all(type(slot) is str for slot in slots):
+        return {slot: slot for slot in slots}
+    names: list[Any] = []
+    for group in groups:
+        own = group.get("param_names")
+        if not isinstance(own, (list, tuple)) or len(own) != len(group["params"]):
+            return None
+        names += own
+    if not all(type(name) is str for name in names) or len(set(names)) != len(names):
+        return None
+    return dict(zip(slots, names, strict=True))
+
+
+def _shapes_in(slot: Any) -> set[tuple[int, ...]]:
+    """The shapes of a slot's tensors; the step, a number, says nothing."""
+    values = slot.items() if isinstance(slot, dict) else ()
+    return {value.shape for key, value in values if isinstance(value, TensorEntry) and key != "step"}
+
+
+def _agrees(shapes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+    return not shapes or shape in shapes
+
+
+def _by_shape(shapes: Mapping[Any, set[tuple[int, ...]]], parameters: Shapes) -> dict[Any, str] | None:
+    """Slots by shapes that only one parameter and one slot have; None unless that tells all slots."""
+    counts = Counter(parameters.values())
+    only = {shape: name for name, shape in parameters.items() if counts[shape] == 1}
+    found: dict[Any, str] = {}
+    for slot, seen in shapes.items():
+        fits = {only[shape] for shape in seen if shape in only}
+        known = {shape for shape in seen if counts[shape]}
+        if len(fits) != 1 or len(known) != 1:
+            return None
+        found[slot] = fits.pop()
+    return found if len(set(found.values())) == len(found) else None

@@ -1,0 +1,201 @@
+"""A tree of which some tensors are lost: without them, or with those of another checkpoint in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
+from ckptool.gather import row_major
+from ckptool.nodes import OrderedDict, Set, structural_parts
+from ckptool.reports.compare import same_bytes
+from ckptool.roots import find_roots, optimizers
+from ckptool.tree import Path, address, rebuild, stored_parts, walk
+
+IsLost = Callable[[Storage], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LostTensor:
+    """A tensor or storage whose data is lost, and where it stood. storage: the one that is lost."""
+
+    path: Path
+    node: TensorEntry | Composite | StorageRef
+    storage: Storage
+
+    @property
+    def address(self) -> str:
+        return address(self.path)
+
+
+def lost_tensors(tree: Any, is_lost: IsLost) -> list[LostTensor]:
+    """Everything in the tree that cannot be read, in order; what stands in two places comes twice."""
+    found = []
+    for path, node in walk(tree):
+        gone = next((part.storage for part in stored_parts(node) if is_lost(part.storage)), None)
+        if gone is not None:
+            found.append(LostTensor(path, node, gone))
+    return found
+
+
+def restored(tree: Any, lost: Sequence[LostTensor], new: Mapping[int, Any]) -> tuple[Any, list[str]]:
+    """The tree without what is lost and not in `new` (by the id of what it replaces), and the addresses of what had to go along.
+
+    An entry of a dictionary is left out; in a list or tuple, where the others would move up, None stands in its place. The state that an
+    optimizer keeps for a parameter goes as a whole: half of it is worse than none.
+    """
+    gone = {id(item.node) for item in lost if id(item.node) not in new}
+    slots, names = _broken_slots(tree, gone)
+    replaced: dict[int, Any] = {key: node for key, node in new.items() if isinstance(node, Composite)}
+    for node in _containers(tree):
+        if isinstance(node, dict):
+            items = {
+                key: value for key, value in node.items() if id(value) not in gone and (id(node), key) not in slots
+            }
+            if len(items) < len(node):
+                replaced[id(node)] = OrderedDict(items, node.attributes) if isinstance(node, OrderedDict) else items
+        elif isinstance(node, Set):
+            kept = [item for item in node.items if id(item) not in gone]
+            replaced |= {id(node): Set(kept, node.frozen)} if len(kept) < len(node.items) else {}
+        elif any(id(item) in gone for item in node):
+            replaced[id(node)] = type(node)(None if id(item) in gone else item for item in node)
+    return rebuild(tree, lambda node: None if id(node) in gone else new.get(id(node), node), replaced), names
+
+
+def _containers(tree: Any) -> Iterator[Any]:
+    """Every dictionary, list, tuple and set that a tree is made of, once; inside of objects too."""
+    stack, seen = [tree], set()
+    while stack:
+        node = stack.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, (dict, list, tuple, Set)):
+            yield node
+        stack.extend(structural_parts(node))
+
+
+def _broken_slots(tree: Any, gone: set[int]) -> tuple[set[tuple[int, Any]], list[str]]:
+    """The entries of optimizers' states of which something is lost, as (state, key), and their addresses."""
+    slots, names = set(), []
+    for path, optimizer in optimizers(tree):
+        state = optimizer["state"]
+        for key, slot in state.items():
+            if isinstance(slot, dict) and any(id(value) in gone for value in slot.values()):
+                slots.add((id(state), key))
+                names.append(address((*path, "state", key)))
+    return slots, names
+
+
+# From another checkpoint ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    """What another checkpoint gives. new: by the id of a lost tensor.  filled: (address, address there).  refused: (address, why)."""
+
+    new: dict[int, Any] = field(default_factory=dict)
+    filled: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+
+def fill(checkpoint: Checkpoint, lost: Sequence[LostTensor], other: Checkpoint) -> Fill:
+    """Tensors of `other` for those that are lost: the same key, type and shape, tied where they were tied; else refused by name.
+
+    A key is looked for under its whole address; where that leads nowhere, among the one set of model weights of `other`.
+    """
+    result = Fill()
+    look = _Look(checkpoint, other)
+    groups: dict[int, list[LostTensor]] = {}
+    for item in lost:
+        groups.setdefault(id(item.storage), []).append(item)
+    for group in groups.values():
+        found = [look.up(item.path) for item in group]
+        why = _why_not(group, [node for _, node in found])
+        if why:
+            result.refused += [(item.address, why) for item in group]
+            continue
+        made: dict[int, Storage] = {}
+        for item, (place, node) in zip(group, found, strict=True):
+            first = found[0][1] if _one_view([entry.node for entry in group]) else node
+            result.new[id(item.node)] = _in_place_of(item, first, made)
+            result.filled.append((item.address, address(place)))
+    return result
+
+
+class _Look:
+    def __init__(self, checkpoint: Checkpoint, other: Checkpoint) -> None:
+        self.tree = other.tree
+        self.roots = [root.path for root in find_roots(checkpoint) if root.is_model]
+        there = [root for root in find_roots(other) if root.is_model]
+        self.there = there[0] if len(there) == 1 else None
+
+    def up(self, path: Path) -> tuple[Path, Any]:
+        """What stands at a path in the other tree, and where exactly; None where nothing does."""
+        node = _at(self.tree, path)
+        if node is None and self.there is not None:
+            for root in self.roots:
+                if path[: len(root)] == root:
+                    rest = path[len(root) :]
+                    return (*self.there.path, *rest), _at(self.there.node, rest)
+        return path, node
+
+
+def _at(node: Any, path: Path) -> Any:
+    for segment in path:
+        if isinstance(node, dict):
+            node = node.get(segment)
+        elif isinstance(node, (list, tuple)) and type(segment) is int and segment < len(node):
+            node = node[segment]
+        else:
+            return None
+    return node
+
+
+def _why_not(group: Sequence[LostTensor], found: Sequence[Any]) -> str:
+    """Why tensors that were on one storage cannot be taken from there; empty if they can."""
+    for item, node in zip(group, found, strict=True):
+        if node is None:
+            return "the other checkpoint has none of that name"
+        if isinstance(item.node, StorageRef) or type(node) is not type(item.node):
+            return "it is another kind of value there"
+        if node.dtype is not item.node.dtype or node.shape != item.node.shape:
+            return f"it is {node.dtype} {list(node.shape or ())} there, not {item.node.dtype} {list(item.node.shape or ())}"
+        if isinstance(node, Composite) and node.kind != item.node.kind:  # type: ignore[union-attr]
+            return f"it is a {node.kind} tensor there"
+    views = [item.node for item in group]
+    if len(group) == 1 or all(isinstance(node, Composite) for node in found):
+        return ""
+    if any(isinstance(node, Composite) for node in found):
+        return "it shares its storage with a tensor of another kind"
+    if _one_view(views):
+        return "" if all(_same(found[0], node) for node in found[1:]) else "it was tied, and is not there"
+    same = all(_layout(a) == _layout(b) and b.storage is found[0].storage for a, b in zip(views, found, strict=True))
+    return "" if same else "it was a view of a storage that others share, and is not there"
+
+
+def _one_view(nodes: Sequence[Any]) -> bool:
+    return all(isinstance(node, TensorEntry) and _layout(node) == _layout(nodes[0]) for node in nodes)
+
+
+def _layout(node: Any) -> Any:
+    return node.dtype, node.shape, node.stride, node.offset, node.flags[2:]
+
+
+def _same(a: TensorEntry, b: TensorEntry) -> bool:
+    if a.storage is b.storage and _layout(a) == _layout(b):
+        return True
+    return a.flags[2:] == b.flags[2:] and same_bytes(row_major(a), row_major(b))
+
+
+def _in_place_of(item: LostTensor, node: Any, made: dict[int, Storage]) -> Any:
+    """The other checkpoint's tensor with the device and flags of the lost one."""
+    if not isinstance(node, TensorEntry):
+        return node
+    old: Any = item.node
+    storage = made.get(id(node.storage))
+    if storage is None:
+        storage = made[id(node.storage)] = replace(node.storage, location=item.storage.location)
+    flags = old.flags._replace(conj=node.flags.conj, neg=node.flags.neg)
+    return TensorEntry(storage, node.dtype, node.shape, node.stride, node.offset, flags)

@@ -1,0 +1,245 @@
+"""A checkpoint without what nobody needs to load it: optimizer state, bytes behind views, (asked for) second copies of equal bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Computed, Data, Literal, Storage, TensorEntry, row_major_strides
+from ckptool.errors import UsageError
+from ckptool.gather import row_major, subrange
+from ckptool.nodes import OrderedDict
+from ckptool.roots import optimizers
+from ckptool.tree import Path, address, map_storages, rebuild, storages, stored_parts, walk
+
+# A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count on their own.
+MIN_TWIN = 1024
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Slimmed:
+    """What was left out, and the bytes that each way saved.
+
+    dropped: addresses of the optimizers.  compacted: storages that lost bytes behind views.  twins: storages whose bytes another one has.
+    """
+
+    checkpoint: Checkpoint
+    dropped: tuple[str, ...]
+    optimizer_bytes: int
+    compacted: int
+    waste_bytes: int
+    twins: int
+    twin_bytes: int
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.dropped or self.compacted or self.twins)
+
+
+def slim(checkpoint: Checkpoint, *, dedup: bool = False, keep_optimizer: bool = False) -> Slimmed:
+    """Drops optimizer state (unless it is kept) and the bytes that no tensor shows; with `dedup`, stores equal storages once.
+
+    Equal storages stay separate for `ckptool.load`: they are marked as twins, and only share their place in the file. Reads no tensor data
+    but to look for twins. Raises `UsageError` for a file that is nothing but an optimizer.
+    """
+    tree = checkpoint.tree
+    before = _bytes(tree)
+    tree, dropped = (tree, ()) if keep_optimizer else _without_optimizers(tree)
+    without = _bytes(tree)
+    tree, compacted = _compact(tree)
+    dense = _bytes(tree)
+    tree, twins, twin_bytes = with_twins(tree) if dedup else (tree, 0, 0)
+    changed = replace(checkpoint, tree=tree)
+    return Slimmed(changed, dropped, before - without, compacted, without - dense, twins, twin_bytes)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(storage.nbytes for storage in storages(tree))
+
+
+# Optimizers ----------------------------------------------------------------------------------------------------------
+
+
+def _without_optimizers(tree: Any) -> tuple[Any, tuple[str, ...]]:
+    found = [path for path, _ in optimizers(tree)]
+    if () in found:
+        raise UsageError(
+            "the whole file is the state of an optimizer",
+            "Without it nothing would be left.",
+            "Drop only what views leave behind: --keep-optimizer",
+        )
+    gone: dict[int, tuple[Any, set[Any]]] = {}
+    for path in found:
+        parent = _at(tree, path[:-1])
+        gone.setdefault(id(parent), (parent, set()))[1].add(path[-1])
+    replaced = {number: _left(parent, keys) for number, (parent, keys) in gone.items()}
+    return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(map(address, found))
+
+
+def _at(tree: Any, path: Path) -> Any:
+    for segment in path:
+        tree = tree[segment]
+    return tree
+
+
+def _left(parent: Any, keys: set[Any]) -> Any:
+    if isinstance(parent, dict):
+        items = {key: value for key, value in parent.items() if key not in keys}
+        return OrderedDict(items, parent.attributes) if isinstance(parent, OrderedDict) else items
+    return type(parent)(value for index, value in enumerate(parent) if index not in keys)
+
+
+# Waste behind views --------------------------------------------------------------------------------------------------
+
+
+def _compact(tree: Any) -> tuple[Any, int]:
+    """The tree with every storage cut down to what its tensors show. Views that overlap go on sharing; the values stay."""
+    views = _plain_views(tree)
+    entries: dict[int, TensorEntry] = {}  # id of an entry -> the entry in its place
+    count = 0
+    for group in views.values():
+        moved = _moved(group)
+        entries.update(moved)
+        count += bool(moved)
+    if not entries:
+        return tree, 0
+    return rebuild(tree, lambda node: entries.get(id(node), node)), count
+
+
+def _plain_views(tree: Any) -> dict[int, list[TensorEntry]]:
+    """The tensors of each storage that only plain tensors use, each entry once."""
+    views: dict[int, dict[int, TensorEntry]] = defaultdict(dict)
+    others: set[int] = set()
+    for _, node in walk(tree):
+        if isinstance(node, TensorEntry):
+            views[id(node.storage)][id(node)] = node
+        else:
+            others.update(id(part.storage) for part in stored_parts(node))
+    return {number: list(group.values()) for number, group in views.items() if number not in others}
+
+
+def _moved(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
+    """The entries of one storage as views of a smaller one; nothing where there is nothing to save."""
+    storage = group[0].storage
+    shown = [entry for entry in group if entry.numel]
+    if not shown:
+        return _placed(group, Storage(Literal(b""), storage.location), {}) if storage.nbytes else {}
+    kinds = {(entry.dtype, entry.shape, entry.stride, entry.offset) for entry in shown}
+    first = shown[0]
+    begin, end = first.span()
+    if len(kinds) == 1 and first.nbytes < end - begin:  # gaps inside one view: its values in row-major order have none
+        data = Computed(first.nbytes, row_major(first).read, (storage,))
+        dense = Storage(data, storage.location)
+        strides = row_major_strides(first.shape)
+        return {id(e): replace(e, storage=dense, stride=strides if e.numel else e.stride, offset=0) for e in group}
+    pieces = _packed([(*entry.span(), entry.dtype.itemsize) for entry in shown])
+    width = max(entry.dtype.itemsize for entry in group)
+    size = pieces[-1][1] + pieces[-1][2]
+    size += -size % width
+    if size >= storage.nbytes:
+        return {}
+    return _placed(group, _cut(storage, pieces, size), {begin: at - begin for begin, at, _ in pieces})
+
+
+def _packed(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """What (begin, end, item size) spans cover, put one behind the other: (begin in the old storage, in the new one, length)."""
+    merged: list[list[int]] = []
+    for begin, end, width in sorted(spans):
+        if merged and begin < merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+            merged[-1][2] = max(merged[-1][2], width)
+        else:
+            merged.append([begin, end, width])
+    pieces, at = [], 0
+    for begin, end, width in merged:
+        at += (begin - at) % width  # item sizes are powers of two: what was aligned stays so
+        pieces.append((begin, at, end - begin))
+        at += end - begin
+    return pieces
+
+
+def _cut(storage: Storage, pieces: Sequence[tuple[int, int, int]], size: int) -> Storage:
+    parts: list[tuple[int, Data]] = [(at, subrange(storage.data, begin, length)) for begin, at, length in pieces]
+
+    def read(offset: int, length: int) -> bytes:
+        end = min(offset + length, size)
+        out = bytearray(end - offset)
+        for at, part in parts:
+            low, high = max(offset, at), min(end, at + part.length)
+            if low < high:
+                out[low - offset : high - offset] = part.read(low - at, high - low)
+        return bytes(out)
+
+    return Storage(Computed(size, read, (storage,)), storage.location)
+
+
+def _placed(group: Sequence[TensorEntry], storage: Storage, shifts: dict[int, int]) -> dict[int, TensorEntry]:
+    """The entries on their new storage. shifts: where each piece began -> the bytes that it moved by."""
+    moved = {}
+    for entry in group:
+        offset = 0
+        if entry.numel:
+            start = entry.span()[0]
+            begin = max(place for place in shifts if place <= start)
+            offset = (start + shifts[begin]) // entry.dtype.itemsize
+        moved[id(entry)] = replace(entry, storage=storage, offset=offset)
+    return moved
+
+
+# Equal bytes ---------------------------------------------------------------------------------------------------------
+
+
+def with_twins(tree: Any) -> tuple[Any, int, int]:
+    """The tree with equal storages on one piece of data, marked as twins; how many were given up, and their bytes."""
+    return as_twins(tree, equal(list(_candidates(tree))))
+
+
+def as_twins(tree: Any, groups: Iterable[Sequence[Storage]]) -> tuple[Any, int, int]:
+    """The same with groups of storages that are known to be equal."""
+    data: dict[int, Data] = {}
+    count = saved = 0
+    for group in groups:
+        for storage in group:
+            data[id(storage)] = group[0].data
+        count += len(group) - 1
+        saved += (len(group) - 1) * group[0].nbytes
+
+    def shared(storage: Storage) -> Storage:
+        kept = data.get(id(storage))
+        return storage if kept is None else replace(storage, data=kept, twin=True)
+
+    return (map_storages(tree, shared) if data else tree), count, saved
+
+
+def _candidates(tree: Any) -> Iterator[tuple[Any, Storage]]:
+    """Storages that plain tensors of one storage class use, with what has to agree before their bytes are looked at."""
+    for group in _plain_views(tree).values():
+        storage = group[0].storage
+        classes = {entry.dtype.storage for entry in group}
+        if len(classes) == 1 and storage.nbytes >= MIN_TWIN and not storage.twin:
+            yield (storage.nbytes, storage.location, classes.pop()), storage
+
+
+def equal(candidates: Sequence[tuple[Any, Storage]]) -> Iterator[list[Storage]]:
+    """Groups of storages with the same bytes, by sha256, among those whose kinds agree; a checksum only says which need not be read."""
+    alike: dict[Any, list[Storage]] = defaultdict(list)
+    for kind, storage in candidates:
+        alike[kind].append(storage)
+    for group in alike.values():
+        sums = Counter(storage.crc for storage in group)  # None: the container has no checksums
+        same: dict[bytes, list[Storage]] = defaultdict(list)
+        for storage in group:
+            if len(group) > 1 and (sums[storage.crc] > 1 or None in sums):
+                same[_digest(storage.data)].append(storage)
+        yield from (twins for twins in same.values() if len(twins) > 1)
+
+
+def _digest(data: Data) -> bytes:
+    total = hashlib.sha256()
+    for offset in range(0, data.length, _PIECE):
+        total.update(data.read(offset, min(_PIECE, data.length - offset)))
+    return total.digest()

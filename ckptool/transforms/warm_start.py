@@ -1,0 +1,114 @@
+"""The state dict that a warm start writes: the target's keys in the target's order, each tensor of its type, on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Storage, Tensor, TensorEntry
+from ckptool.dtypes import DType
+from ckptool.errors import Conflict, listed, printable
+from ckptool.nodes import OrderedDict
+from ckptool.reports.targets import Expected, Target
+from ckptool.transforms.conversion import compact, converted, first_part, laid_over
+from ckptool.transforms.matching import Chosen
+from ckptool.tree import map_storages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """A whole state dict for a target, and the names whose values are the target's own."""
+
+    state_dict: OrderedDict
+    taken: tuple[str, ...]
+
+
+def filled(target: Target, chosen: dict[str, Chosen]) -> Filled:
+    """Every key of the target with a value: what was chosen from the checkpoint, the rest from the target itself.
+
+    Raises `Conflict` naming what a target without values (a spec) cannot fill up.
+    """
+    own = [name for name in target.values or target.tensors if name not in chosen]
+    partly = [name for name, choice in chosen.items() if choice.part is not None and _needs_base(target, name, choice)]
+    if target.values is None and (own or partly):
+        raise Conflict(
+            f"{printable(target.name)} has no values, and these names are not all in the checkpoint: "
+            f"{listed([printable(name) for name in (own + partly)])}",
+            "A spec says names, shapes and types. Nothing was written.",
+            "Name a target that has values: --against CHECKPOINT or --against file.py:factory",
+        )
+    made: dict[str, Tensor] = {}  # by the first name of each tensor
+    items: dict[str, Any] = {}
+    for name in target.values or target.tensors:
+        expected = target.tensors.get(name)
+        if expected is None or name not in chosen:
+            items[name] = (target.values or {})[name]
+            continue
+        first = expected.tied_to or name
+        if first not in made:
+            made[first] = _loaded(target, expected, chosen[name])
+        items[name] = made[first]
+    attributes = {"_metadata": target.metadata} if target.metadata is not None else None
+    tree = map_storages(OrderedDict(_apart(items, target), attributes), _on_cpu)
+    return Filled(tree, tuple(own))
+
+
+def _needs_base(target: Target, name: str, choice: Chosen) -> bool:
+    return choice.part != target.tensors[name].shape
+
+
+def _loaded(target: Target, expected: Expected, choice: Chosen) -> Tensor:
+    """One tensor as the target wants it."""
+    tensor = choice.tensor
+    if isinstance(tensor, Composite) or expected.dtype is None:
+        return tensor
+    base = (target.values or {}).get(expected.name)
+    if choice.part is not None:
+        tensor = _partly(first_part(tensor, choice.part), expected.dtype, base, expected)
+    else:
+        tensor = converted(tensor, expected.dtype)
+    flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
+    return replace(tensor, flags=Flags(flags.requires_grad, flags.parameter, *tensor.flags[2:]))
+
+
+def _partly(part: TensorEntry, dtype: DType, base: Any, expected: Expected) -> TensorEntry:
+    part = converted(compact(part), dtype)
+    if part.shape == expected.shape:
+        return part
+    if not isinstance(base, TensorEntry):
+        raise Conflict(
+            f"{printable(expected.name)} is no plain tensor in the target, so nothing can be laid over it",
+            "Nothing was written.",
+            "Keep the target's: --on-mismatch skip",
+        )
+    return laid_over(base, part)
+
+
+def _apart(items: dict[str, Any], target: Target) -> dict[str, Any]:
+    """Tensors that are two in the target get storages of their own, without what else was in the checkpoint's."""
+    holders: dict[int, set[str]] = {}
+    for name, value in items.items():
+        if isinstance(value, TensorEntry) and (expected := target.tensors.get(name)) is not None:
+            holders.setdefault(id(value.storage), set()).add(expected.tied_to or name)
+    made: dict[str, TensorEntry] = {}
+    apart = dict(items)
+    for name, value in items.items():
+        expected = target.tensors.get(name)
+        if not isinstance(value, TensorEntry) or expected is None or value is (target.values or {}).get(name):
+            continue
+        first = expected.tied_to or name
+        if first not in made:
+            own = len(holders[id(value.storage)]) == 1 and value.span() == (0, value.storage.nbytes)
+            made[first] = value if own else _own(value)
+        apart[name] = made[first]
+    return apart
+
+
+def _own(value: TensorEntry) -> TensorEntry:
+    """The tensor over a storage that only it has."""
+    made = compact(value)
+    return replace(made, storage=replace(value.storage)) if made.storage is value.storage else made
+
+
+def _on_cpu(storage: Storage) -> Storage:
+    return storage if storage.location == "cpu" else replace(storage, location="cpu")

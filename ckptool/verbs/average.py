@@ -1,0 +1,65 @@
+"""`average`: the weighted mean of several checkpoints of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptool.checkpoint import Note
+from ckptool.errors import UsageError, listed, printable
+from ckptool.roots import one_root
+from ckptool.transforms import average as means
+from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.saving import SaveOptions, Written, save, written
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def average(
+    files: Sequence[PathLike],
+    out: PathLike | None = None,
+    *,
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    at: str | None = None,
+    **options: Unpack[SaveOptions],
+) -> Written:
+    """Writes the mean of one set of weights over several files: equal shares, `weights`, or an exponential moving average (`ema`).
+
+    The files are read side by side, in pieces. Counters and booleans are the last file's, and named. at: the part of each file.
+    Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
+    """
+    if isinstance(files, (str, bytes)) or len(files) < 2:
+        raise UsageError("average needs two files or more", "", "For example: ckptool average a.pt b.pt -o mean.pt")
+    if options.get("in_place", False):
+        raise UsageError("average writes a new file", "It has several inputs.", "For example: -o mean.pt")
+    shares = means.weights_of(len(files), weights, ema)
+    opened = [open_file(file, at) for file in files]
+    roots = [one_root(each.checkpoint, each.at) for each in opened]
+    names = [each.path for each in opened]
+    found = means.average([root.node for root, _ in roots], names, shares)
+    last = opened[-1].checkpoint
+    changed = replace(last, tree=found.tree, beside={}, discarded=())
+    sources = [each.checkpoint.source for each in opened if each.checkpoint.source is not None]
+    saved = save("average", last, changed, out, options, inputs=sources)
+    remarks = list(dict.fromkeys(remark for _, remark in roots if remark))
+    summary = f"the mean of {len(files)} files: {found.averaged:,} tensors" + (f" ({remarks[0]})" if remarks else "")
+    details = [f"{share:.6g} × {printable(name)}" for share, name in zip(shares, names, strict=True)][:8]
+    if found.kept:
+        kept = listed([f"{printable(name)} ({why})" for name, why in found.kept], 4)
+        details.append(f"from {printable(names[-1])} as they are: {kept}")
+    facts = {
+        "files": [printable(name) for name in names],
+        "weights": shares,
+        "averaged": found.averaged,
+        "kept": dict(found.kept),
+    }
+    total = sum(shares)
+    notes = () if abs(total - 1) < 1e-6 else (_unequal(total),)
+    return written("average", last, saved, options, summary, facts=facts, details=tuple(details), notes=notes)
+
+
+def _unequal(total: float) -> Note:
+    return Note("weights-sum", f"the weights add up to {total:.6g}, not to 1: the result is scaled by that")

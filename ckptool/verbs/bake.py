@@ -1,0 +1,50 @@
+"""`bake`: parametrisations folded into plain weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptool.errors import NoMatch
+from ckptool.roots import model_roots
+from ckptool.transforms import bake as folding
+from ckptool.tree import rebuild
+from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.saving import SaveOptions, Written, save, written
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def bake(
+    file: PathLike,
+    out: PathLike | None = None,
+    *,
+    at: str | None = None,
+    spectral: bool = False,
+    form: str = "plain",
+    **options: Unpack[SaveOptions],
+) -> Written:
+    """Folds weight norm and pruning into plain weights, in all model weights of a file or the part `at`.
+
+    spectral: spectral norm too, with its vectors as they are stored.  form: `old` or `new` instead give weight norm its other names
+    (`weight_g` or `parametrizations.weight.original0`), exactly. Raises `NoMatch` where there is nothing of the kind.
+    """
+    opened = open_file(file, at)
+    checkpoint = opened.checkpoint
+    roots = model_roots(checkpoint, opened.at)
+    baked = {id(root.node): folding.bake(root.node, spectral=spectral, form=form) for root in roots}
+    folded = [each for found in baked.values() for each in found.folded]
+    left = [each for found in baked.values() for each in found.left]
+    if not folded and not left:
+        raise NoMatch(
+            f"{checkpoint.source} has no parametrised weights",
+            "Known are weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) and spectral norm.",
+        )
+    tree = rebuild(checkpoint.tree, replaced={number: found.tree for number, found in baked.items()})
+    changed = replace(checkpoint, tree=tree)
+    saved = save("bake", checkpoint, changed, out, options, changes=bool(folded))
+    word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
+    facts = {"folded": [each.weight for each in folded], "left": dict(left)}
+    details = tuple(line for found in baked.values() for line in folding.told(found))
+    return written("bake", checkpoint, saved, options, f"{len(folded):,} weights {word}", facts=facts, details=details)

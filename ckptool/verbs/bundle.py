@@ -1,0 +1,281 @@
+"""`bundle`: several models, optimizers and values in one file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool import formats
+from ckptool.checkpoint import Checkpoint, Note
+from ckptool.errors import Conflict, UsageError, listed, printable
+from ckptool.files import Folder, Input
+from ckptool.formats import Format, bundle_json, recovered
+from ckptool.nodes import OrderedDict
+from ckptool.transforms.bundles import (
+    Member,
+    Shared,
+    bundled,
+    changed,
+    check_names,
+    joined,
+    members_of,
+    table,
+)
+from ckptool.transforms.slim import with_twins
+from ckptool.tree import Path, find, map_storages
+from ckptool.verbs.opening import PathLike, split
+from ckptool.verbs.saving import SaveOptions, Written, refuse_beside, save, written
+from ckptool.verbs.slim import new_ties
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+CONTAINERS = ("torch-zip", "safetensors")
+
+
+def bundle(
+    members: Mapping[str, PathLike] | None = None,
+    out: PathLike | None = None,
+    *,
+    values: Mapping[str, Any] | None = None,
+    file: PathLike | None = None,
+    drop: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    from_folder: PathLike | None = None,
+    dedup: bool = False,
+    **options: Unpack[SaveOptions],
+) -> Written:
+    """Writes one file that holds several: `{name: FILE or FILE#ADDRESS}`, then plain `values` by name (`{"epoch": 3}`).
+
+    To `.pt` or `.tar`: a dictionary with exactly these names, as the tutorials save it and `torch.load` reads it. To `.safetensors`:
+    tensors called `name/key`, and a record from which ckptool gives back everything. Without an address, a file is taken as a whole.
+    file: a bundle to change instead: members and values are added to it, `drop` and `rename` (old: new) name some of its own; no tensor
+    of the others is touched.  from_folder: what `unbundle` wrote, put together again.  dedup: equal storages are stored once; `unbundle`
+    and `ckptool.load` give each member its own again, stock `torch.load` ties them.
+    Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an unknown member.
+    """
+    parts = _gathered(file, from_folder, bool(drop or rename))
+    parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.members, drop, rename))
+    parts.add(members or {}, values or {})
+    if not parts.members or (file is not None and not (drop or rename or members or values or dedup)):
+        raise UsageError(
+            "bundle was given no members"
+            if file is None
+            else f"bundle was given nothing to do with {printable(os.fspath(file))}",
+            "It puts several files into one.",
+            "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3",
+        )
+    container = _container(parts.checkpoint, out, options)
+    made, twins, saved_bytes = _made(parts, container, dedup, in_place=options.get("in_place", False))
+    result = save("bundle", parts.original, made, out, options, inputs=parts.inputs)
+    rows = table(made.tree, parts.origins)
+    summary = f"{len(rows):,} member{'s' * (len(rows) != 1)}"
+    if dedup:
+        summary += f", {saved_bytes:,} bytes of equal tensors not stored twice" if twins else ", no equal tensors"
+    facts = {"members": facts_of(rows), "twin_storages": twins, "twin_bytes": saved_bytes}
+    notes = (
+        *parts.notes,
+        *((new_ties(twins),) if twins else ()),
+        *(_left_inside(drop) if result.how == "in place" else ()),
+    )
+    return written("bundle", parts.original, result, options, summary, facts=facts, details=lines_of(rows), notes=notes)
+
+
+def _left_inside(dropped: Sequence[str]) -> list[Note]:
+    message = f"the bytes of {listed([printable(name) for name in dropped], 3)} stay inside the file, used by nothing"
+    return [Note("unused-record", message, ("ckptool", "convert", "FILE", "-o", "OUT"))] if dropped else []
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What goes into a bundle. `checkpoint`: its members, as they are by now.  original: the bundle that is changed, if one is.
+
+    like: the tree whose type it gets.  inputs: the files that the members are in, beside the original.  twins: storages that are
+    stored with an equal one.
+    """
+
+    original: Checkpoint
+    checkpoint: Checkpoint
+    like: Any = None
+    inputs: list[Input] = field(default_factory=list)
+    origins: dict[Any, str] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    twins: int = 0
+    opened: dict[str, list[tuple[Checkpoint, list[Path]]]] = field(default_factory=dict)
+
+    @property
+    def members(self) -> dict[Any, Any]:
+        tree: dict[Any, Any] = self.checkpoint.tree
+        return tree
+
+    def add(self, files: Mapping[str, PathLike], values: Mapping[str, Any]) -> None:
+        check_names([*files, *values], self.members)
+        for name, file in files.items():
+            self.member(name, self._taken(file), os.fspath(file))
+        self.checkpoint = replace(self.checkpoint, tree={**self.members, **values})
+
+    def member(self, name: str | int, part: Checkpoint, origin: str) -> None:
+        """Adds what a file holds under a name, with what has to be known of the file."""
+        refuse_beside(part, formats.by_name(formats.DEFAULT))
+        self.origins[name] = origin
+        self.notes += recovered.notes(part.metadata)
+        if left := sorted(set(part.metadata) - {"format", recovered.KEY}) if part.tensors_only else []:
+            said = listed([printable(key) for key in left], 3)
+            self.notes.append(
+                Note("metadata-left", f"{printable(origin)} has texts beside its tensors, which stay behind: {said}")
+            )
+        self.checkpoint = replace(
+            self.checkpoint,
+            tree={**self.members, name: part.tree},
+            metadata=recovered.with_part(self.checkpoint.metadata, (name,), part.metadata),
+            discarded=(*self.checkpoint.discarded, *part.discarded),
+        )
+
+    def _taken(self, file: PathLike) -> Checkpoint:
+        """The part of a file that a member is. Parts of one file keep their ties; what is taken twice is two things."""
+        path, at = split(file)
+        readings = self.opened.setdefault(os.path.realpath(path), [])
+        for checkpoint, taken in readings:
+            place, node = find(checkpoint.tree, at or "")
+            if not any(place[: len(other)] == other[: len(place)] for other in taken):
+                taken.append(place)
+                return _part(checkpoint, place, node)
+        checkpoint = formats.read(path)
+        place, node = find(checkpoint.tree, at or "")
+        readings.append((checkpoint, [place]))
+        if checkpoint.source is not None:
+            self.inputs.append(checkpoint.source)
+        return _part(checkpoint, place, node)
+
+
+def _part(checkpoint: Checkpoint, place: Path, node: Any) -> Checkpoint:
+    if not place:
+        return checkpoint
+    return replace(
+        checkpoint, tree=node, discarded=(), beside={}, metadata=recovered.of_part(checkpoint.metadata, place)
+    )
+
+
+def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool) -> _Parts:
+    """What is there before anything is added: nothing, the members of a bundle, or those of a folder."""
+    if file is not None and folder is not None:
+        raise UsageError("bundle was given both a bundle to change and a folder", "It begins with one of them.")
+    if file is None and changes and folder is None:
+        raise UsageError(
+            "there is no bundle whose members could be dropped or renamed",
+            "",
+            "Name it: ckptool bundle FILE --drop NAME -o OUT",
+        )
+    if file is not None:
+        return _of_bundle(file)
+    if folder is not None:
+        return _of_folder(folder)
+    empty = Checkpoint({}, formats.DEFAULT)
+    return _Parts(empty, empty)
+
+
+def _of_bundle(file: PathLike) -> _Parts:
+    path, at = split(file)
+    if at is not None:
+        raise UsageError(
+            f"{printable(os.fspath(file))} is a part of a file",
+            "A bundle is changed as a whole.",
+            f"Take the part as a member: ckptool bundle NAME={printable(os.fspath(file))} -o OUT",
+        )
+    original = formats.read(path)
+    members = members_of(original)
+    refuse_beside(original, formats.by_name(formats.DEFAULT))
+    return _Parts(original, replace(original, tree=members), original.tree)
+
+
+def _of_folder(path: PathLike) -> _Parts:
+    """The members that an unbundled folder holds. Raises `Corrupt` for a record that leads out of the folder."""
+    folder = Folder(path)
+    record = bundle_json.read(folder)
+    check_names(part.name for part in record.parts if part.file)
+    empty = Checkpoint({}, record.container)
+    parts = _Parts(empty, empty, OrderedDict() if record.ordered else None)
+    for part in record.parts:
+        if part.file:
+            parts.member(part.name, formats.read_source(folder.open(part.file)), os.path.join(folder.path, part.file))
+        else:
+            parts.checkpoint = replace(parts.checkpoint, tree={**parts.members, part.name: part.value})
+    parts.inputs.append(folder)
+    tree, parts.twins, gone = joined(bundled(parts.members), Shared(record.ties, record.twins))
+    parts.checkpoint = replace(parts.checkpoint, tree=tree)
+    if gone:
+        message = (
+            f"{gone:,} storages that were stored with an equal one differ from it now, and are stored by themselves"
+        )
+        parts.notes.append(Note("no-longer-equal", message))
+    return parts
+
+
+def _container(checkpoint: Checkpoint, out: PathLike | None, options: SaveOptions) -> Format:
+    """The container to write; raises `UsageError` for one that holds no bundles."""
+    named, written_before = options.get("container"), formats.writer(checkpoint.container)
+    default = written_before.NAME if written_before and written_before.NAME in CONTAINERS else formats.DEFAULT
+    container = formats.by_name(named) if named else formats.for_output(out or "", default)
+    if container.NAME not in CONTAINERS:
+        raise UsageError(
+            f"a bundle cannot be {container.NAME}",
+            f"It is {' or '.join(CONTAINERS)}: those hold what is no tensor, too.",
+            "For example: -o gan.tar; -o gan.safetensors",
+        )
+    return container
+
+
+def _made(parts: _Parts, container: Format, dedup: bool, in_place: bool) -> tuple[Checkpoint, int, int]:
+    """The bundle, how many storages are stored with an equal one, and their bytes."""
+    tree = bundled(parts.members, parts.like)
+    count, saved_bytes = parts.twins, 0
+    if dedup:
+        alone = map_storages(tree, lambda storage: replace(storage, twin=False) if storage.twin else storage)
+        tree, count, saved_bytes = with_twins(alone)
+    # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is there.
+    made = replace(
+        parts.checkpoint,
+        tree=tree,
+        container=container.NAME,
+        source=parts.original.source,
+        origin=parts.original.origin if in_place else None,
+        tensors_only=False,
+    )
+    try:
+        members_of(replace(made, source=None))
+    except UsageError as error:
+        raise Conflict(
+            "these members together would be " + error.what.partition(", but ")[2],
+            "Nobody could tell it from one model or optimizer. Nothing was written.",
+            "Give a member that is a dictionary of tensors, or save these as one: ckptool.save",
+        ) from None
+    return made, count, saved_bytes
+
+
+# The report, of `unbundle` too ---------------------------------------------------------------------------------------
+
+
+def facts_of(rows: Sequence[Member]) -> list[dict[str, Any]]:
+    """The members as programs read them."""
+    return [
+        {"name": row.name, "kind": row.kind, "tensors": row.tensors, "bytes": row.nbytes, "file": row.origin}
+        for row in rows
+    ]
+
+
+def lines_of(rows: Sequence[Member]) -> tuple[str, ...]:
+    """The members as a table for people."""
+    cells = [
+        (
+            printable(row.name),
+            printable(row.kind),
+            f"{row.tensors:,} tensor{'s' * (row.tensors != 1)}" if row.tensors else "",
+            f"{row.nbytes:,} bytes" if row.tensors else "",
+            printable(row.origin),
+        )
+        for row in rows
+    ]
+    widths = [max((len(row[column]) for row in cells), default=0) for column in range(4)]
+    return tuple("  ".join([*map(str.ljust, row, widths), row[4]]).rstrip() for row in cells)

@@ -1,0 +1,35 @@
+"""`doctor`: what a file is, why it does not load, and the commands that mend it."""
+
+from __future__ import annotations
+
+import os
+
+from ckptool import formats
+from ckptool.errors import CkptoolError, FileProblem, UsageError
+from ckptool.reports.health import Diagnosis, of_checkpoint, of_error_text, of_problem
+from ckptool.reports.listing import listing
+from ckptool.transforms.weights_only import weights_only
+from ckptool.verbs.opening import PathLike, open_file
+
+
+def doctor(file: PathLike | None = None, *, against: PathLike | None = None, error: str | None = None) -> Diagnosis:
+    """What a checkpoint is, why stock `torch.load` or a model refuses it, and the commands that mend it, in order.
+
+    against: another checkpoint, of the model that it is to be loaded into.  error: the text of an error; without a file it is answered from
+    that alone. Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding.
+    """
+    path = os.fspath(file) if file is not None else ""
+    if error is not None:
+        return of_error_text(error, path)
+    if not path:
+        raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
+    target = (os.fspath(against), open_file(against).checkpoint) if against is not None else None
+    try:
+        checkpoint = formats.read(path)
+        plain = weights_only(checkpoint)
+        refused = list(dict.fromkeys(what.split(" → ")[0] for _, what in (*plain.converted, *plain.dropped)))
+        return of_checkpoint(checkpoint, path, listing(checkpoint).notes, refused, target)
+    except FileProblem:
+        raise
+    except CkptoolError as problem:
+        return of_problem(problem, path)

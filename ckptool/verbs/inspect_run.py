@@ -1,0 +1,149 @@
+"""A run's folder, for `inspect` and `scan`: its checkpoints, with what their sidecars say, and why each is kept. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
+from ckptool.files import file_problem
+from ckptool.training.retention import best, every, keep, last
+from ckptool.training.store import CHECKPOINTS, Lines, Saved, Store, check, has_its_size
+from ckptool.verbs.opening import PathLike
+
+MAX_CONFIG = 1 << 20
+GOOD = "good"
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoint:
+    """One checkpoint of a run.
+
+    state: `good`, or the code of what is wrong with it, with its sentence in `problem`.  metrics: of the evaluation at its step.
+    kept: the rules of retention that want it; `damaged` ones stay, and are for a person to look at.
+    """
+
+    step: int
+    path: str
+    state: str
+    problem: str
+    epoch: int | None
+    loss: float | None
+    metrics: dict[str, float]
+    bytes: int
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """A run. metric, mode: what its best is measured by.  resumes: the step that it would go on from, None where there is none.
+
+    event, step: the last thing that happened to it, and when.
+    """
+
+    path: str
+    id: str
+    metric: str
+    mode: str
+    event: str
+    step: int | None
+    resumes: int | None
+    checkpoints: tuple[RunCheckpoint, ...]
+
+    @property
+    def damaged(self) -> int:
+        """How many of its checkpoints are not whole."""
+        return sum(1 for one in self.checkpoints if one.state != GOOD)
+
+
+def is_run(path: PathLike) -> bool:
+    """True for the folder of a run of the training harness."""
+    name = os.fspath(path)
+    return os.path.isfile(os.path.join(name, "run.yaml")) and os.path.isdir(os.path.join(name, CHECKPOINTS))
+
+
+def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
+    """The checkpoints of a run, oldest first, and why each is kept; `full` compares their sha256 too, which reads them.
+
+    Raises `UsageError` for a folder that is no run, `Corrupt` for one whose run.yaml cannot be read.
+    """
+    name = os.fspath(run)
+    if not is_run(name):
+        raise UsageError(
+            f"{printable(name)} is not a run: it has no run.yaml and checkpoints", "", "Look: ckptool scan"
+        )
+    number, config = _config(os.path.join(name, "run.yaml"))
+    history = list(Lines(os.path.join(name, "history.jsonl")).read())
+    for fact in history:
+        if fact.get("event") == "changed" and isinstance(fact.get("config"), dict):
+            config = fact["config"]
+    save, by = _section(config, "save"), _section(config, "eval")
+    metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))
+    policies = {
+        "last": last(_count(save, "keep_last")),
+        "best": best(_count(save, "keep_best"), metric, mode),
+        "every": every(_count(save, "keep_every")),
+    }
+    there = Store(name, number).all()
+    kept = keep([saved.kept for saved in there if has_its_size(saved)], policies)
+    rows = tuple(_row(saved, full, kept.get(saved.step, ())) for saved in there)
+    newest = max((row.step for row in rows if row.state == GOOD), default=None)
+    event = history[-1] if history else {}
+    step = event.get("step")
+    return RunReport(
+        name, number, metric, mode, str(event.get("event", "")), step if isinstance(step, int) else None, newest, rows
+    )
+
+
+def _config(path: str) -> tuple[str, dict[str, Any]]:
+    """The id of a run, from the first line of its configuration, and the configuration as it was written."""
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CONFIG)
+        found = yaml.safe_load(text)
+    except OSError as error:
+        raise file_problem(error, path, "read") from error
+    except (yaml.YAMLError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise Corrupt(f"{printable(path)} is not the configuration of a run", "It was changed, or damaged.")
+    return text.partition("\n")[0].removeprefix("# ckptool run ").strip(), found
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _count(section: dict[str, Any], key: str) -> int:
+    value = section.get(key)
+    return value if type(value) is int and value > 0 else 0
+
+
+def _row(saved: Saved, full: bool, kept: Iterable[str]) -> RunCheckpoint:
+    state, problem = GOOD, ""
+    try:
+        check(saved, "full" if full else "size")
+    except CkptoolError as error:
+        state, problem = error.code, error.what
+    facts = saved.sidecar or {}
+    epoch, loss = facts.get("epoch"), facts.get("loss")
+    try:
+        size = os.path.getsize(saved.path)
+    except OSError:
+        size = 0
+    return RunCheckpoint(
+        saved.step,
+        saved.path,
+        state,
+        problem,
+        epoch if isinstance(epoch, int) else None,
+        loss if isinstance(loss, float) else None,
+        saved.metrics,
+        size,
+        tuple(kept) if state == GOOD else ("damaged",),
+    )

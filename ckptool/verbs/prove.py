@@ -1,0 +1,32 @@
+"""`prove`: that a run killed anywhere ends with the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptool.verbs.training import PathLike, Say, configuration
+
+if TYPE_CHECKING:
+    from ckptool.training.config import Config
+    from ckptool.training.prove import Proof
+
+
+def prove(
+    config: PathLike | dict[str, Any] | Config,
+    set: Sequence[str] = (),
+    *,
+    steps: int = 300,
+    kills: int = 5,
+    seed: int = 0,
+    exhaustive: bool = False,
+    say: Say | None = None,
+) -> Proof:
+    """Proves that a run of this configuration which is killed anywhere ends with the same bytes as one that is not.
+
+    Raises `RunFailed` where a training process fails by itself.
+    """
+    made = configuration(config, set)
+    from ckptool.training.prove import prove as proved
+
+    return proved(made, steps=steps, kills=kills, seed=seed, exhaustive=exhaustive, say=say or (lambda text: None))

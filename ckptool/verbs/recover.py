@@ -1,0 +1,212 @@
+"""`recover`: a new file with everything of a damaged one that is whole, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from ckptool import formats
+from ckptool.checkpoint import Checkpoint, FileRange, Plan, StorageRef
+from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
+from ckptool.files import Input, Source, open_input
+from ckptool.formats import recovered
+from ckptool.formats.salvage import LostRecord, Salvaged, salvage
+from ckptool.output import Progress, check_target, replace_file
+from ckptool.transforms.restore import Fill, LostTensor, fill, lost_tensors, restored
+from ckptool.tree import find, tensors
+from ckptool.verbs.opening import Opened, PathLike, open_file
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A tensor that did not come back. record, offset: where its data was (offset None: unknown).  nbytes: of its values."""
+
+    address: str
+    record: str
+    offset: int | None
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recovery:
+    """What of a damaged file was written to `output`, and what was not.
+
+    damage: what was found wrong when it was opened; empty if nothing was.  how: what was done.
+    tensors: how many there were (None: nobody knows).  back: how many came back from the file itself.  records, whole: the same of records.
+    lost: tensors that are not in the output.  dropped: what had to go along with them.  filled: (address, address in `filled_from`).
+    refused: (address, why it could not be filled).  proven: by checksums.  raw: the pickle is lost, records are given as bytes.
+    """
+
+    file: str
+    output: str
+    container: str
+    damage: str
+    how: str
+    tensors: int | None
+    back: int
+    records: int
+    whole: int
+    lost: tuple[Lost, ...]
+    dropped: tuple[str, ...]
+    filled: tuple[tuple[str, str], ...]
+    filled_from: str
+    refused: tuple[tuple[str, str], ...]
+    lost_records: tuple[LostRecord, ...]
+    proven: bool
+    raw: bool
+    file_bytes: int
+    dry_run: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """True if everything came back from the file itself."""
+        return not (self.lost or self.filled or self.raw)
+
+    def __str__(self) -> str:
+        from ckptool.render.recovery import recovery_text
+
+        return recovery_text(self)
+
+
+def recover(
+    file: PathLike,
+    out: PathLike | None = None,
+    *,
+    fill_from: PathLike | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    keep_unknown: bool = False,
+    progress: Progress | None = None,
+) -> Recovery:
+    """Writes what is whole of a cut or damaged file to a new one; undoes an in-place edit that was not finished.
+
+    Of a zip, every record comes back whose checksum proves it, wherever the file was cut or damaged; of a safetensors file, which has no
+    checksums, every tensor that is inside it. Lost tensors are left out and listed.
+    fill_from: another checkpoint, whose tensors of the same key, type and shape take the place of lost ones; the output then says so for
+    ever.  keep_unknown: pass calls of unknown functions on.
+    Raises what opening the file raises where nothing can be told of it, and everything that writing raises.
+    """
+    source = open_input(file)
+    target = _target(source, out, overwrite)
+    damage = _damage(source)
+    done = salvage(source, damage)
+    found = _restored(done, _other(fill_from))
+    container = formats.for_output(target, done.checkpoint.container)
+    if done.prefix is not None and done.checkpoint.container == container.NAME and isinstance(source, Source):
+        plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
+    else:
+        with formats.no_collection():
+            plan = container.write(found.checkpoint, keep_unknown=keep_unknown)
+    if not dry_run:
+        replace_file(plan, target, overwrite=overwrite, inputs=[source, *found.inputs], progress=progress)
+    return _report(os.fspath(file), target, container.NAME, damage, done, found, plan.nbytes, dry_run)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Restored:
+    checkpoint: Checkpoint
+    lost: list[LostTensor]
+    still: list[LostTensor]
+    dropped: list[str]
+    given: Fill
+    inputs: list[Input]
+
+
+def _restored(done: Salvaged, other: Opened | None) -> _Restored:
+    """The tree to write: lost tensors taken from the other checkpoint or left out; marked if there were any."""
+    checkpoint = done.checkpoint
+    lost = lost_tensors(checkpoint.tree, lambda storage: done.lost_of(storage) is not None)
+    given, inputs = Fill(), list[Input]()
+    if other is not None:
+        there = other.checkpoint
+        if other.at is not None:
+            there = replace(there, tree=find(there.tree, other.at)[1])
+        given = fill(checkpoint, lost, there)
+        inputs = [there.source] if there.source else []
+    still = [item for item in lost if id(item.node) not in given.new]
+    tree, dropped = restored(checkpoint.tree, lost, given.new) if lost else (checkpoint.tree, [])
+    metadata = dict(checkpoint.metadata)
+    if lost or done.raw:
+        names = [place for place, _ in given.filled]
+        metadata[recovered.KEY] = recovered.mark(
+            [item.address for item in still], names, str(metadata.get(recovered.KEY, ""))
+        )
+    marked = replace(checkpoint, tree=tree, metadata=metadata, origin=None)
+    return _Restored(marked, lost, still, dropped, given, inputs)
+
+
+def _target(source: Input, out: PathLike | None, overwrite: bool) -> str:
+    if out is None:
+        raise UsageError(
+            "recover needs an output",
+            "It writes a new file, and leaves the damaged one as it is.",
+            "For example: -o recovered.pt",
+        )
+    if source.is_at(out):
+        raise Conflict(
+            f"{printable(os.fspath(out))} is the damaged file itself",
+            "It is the only thing that more could be recovered from; it was left as it is.",
+            "Choose another name: -o OUT",
+        )
+    check_target(out, overwrite=overwrite)
+    return os.fspath(out)
+
+
+def _damage(source: Input) -> CkptoolError | None:
+    """What is wrong with the file, as far as opening it shows; `FileProblem` is raised."""
+    try:
+        formats.read_source(source)
+    except (FileProblem, UsageError):
+        raise
+    except CkptoolError as error:
+        return error
+    return None
+
+
+def _other(fill_from: PathLike | None) -> Opened | None:
+    return open_file(fill_from) if fill_from is not None else None
+
+
+def _report(
+    file: str,
+    target: str,
+    container: str,
+    damage: CkptoolError | None,
+    done: Salvaged,
+    found: _Restored,
+    nbytes: int,
+    dry_run: bool,
+) -> Recovery:
+    known = not done.raw
+    there = sum(1 for _ in tensors(done.checkpoint.tree)) if known else None
+    gone = sum(1 for item in found.lost if not isinstance(item.node, StorageRef))
+    other = found.inputs[0].path if found.inputs else ""
+    return Recovery(
+        file=file,
+        output=target,
+        container=container,
+        damage=damage.what if damage is not None else "",
+        how=done.how,
+        tensors=there,
+        back=there - gone if there is not None else 0,
+        records=done.records,
+        whole=done.whole,
+        lost=tuple(_told(item, done) for item in found.still),
+        dropped=tuple(found.dropped),
+        filled=tuple(found.given.filled),
+        filled_from=other,
+        refused=tuple(found.given.refused),
+        lost_records=done.lost_records,
+        proven=done.proven,
+        raw=done.raw,
+        file_bytes=nbytes,
+        dry_run=dry_run,
+    )
+
+
+def _told(item: LostTensor, done: Salvaged) -> Lost:
+    record = done.lost_of(item.storage)
+    assert record is not None
+    nbytes = item.storage.nbytes if isinstance(item.node, StorageRef) else item.node.nbytes
+    return Lost(item.address, record.name, record.offset, nbytes, record.why)

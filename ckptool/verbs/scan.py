@@ -1,0 +1,113 @@
+"""`scan`: the checkpoints of a folder, one line each; of a file, what its pickles would call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from ckptool import formats
+from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, printable
+from ckptool.files import file_problem, open_input
+from ckptool.reports.calls import unknown_names
+from ckptool.reports.listing import listing
+from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned
+from ckptool.verbs.opening import PathLike
+
+# What people call checkpoints; files of other names in a folder are counted, not opened.
+SUFFIXES = frozenset(
+    ".pt .pth .ckpt .bin .safetensors .sft .tar .pkl .pickle .model .th .npz .npy .jit .ptl .pts .t7 .weights".split()
+)
+MAX_FILES = 100_000
+# Files that belong to a run and are no checkpoints, whatever their suffix.
+_BESIDE = frozenset({"training_args.bin"})
+
+
+def scan(path: PathLike, *, full: bool = False, latest_only: bool = False) -> Scan:
+    """Looks at every checkpoint below a folder, or at one file, without running anything.
+
+    full: every checksum is verified too; else only tables and structure are read. Files that cannot be opened are rows of the report.
+    latest_only: whether there is a good one, and which is the newest, is all that is asked for.
+    Raises `FileProblem` where the path cannot be read, and for a single file whatever opening it raises.
+    """
+    name = os.fspath(path)
+    if not os.path.isdir(name):
+        row = _row(name, full, strict=True)
+        return Scan(name, False, (row,), 0, row if row.is_good else None, "")
+    found: list[ScannedFile] = []
+    others = 0
+    for file in _files(name):
+        if file is None:
+            others += 1
+        else:
+            found.append(_row(file, full, strict=False))
+    latest, by = latest_good(found)
+    if latest_only:
+        found = [latest] if latest else []
+    return Scan(name, True, tuple(found), others, latest, by)
+
+
+def _row(path: str, full: bool, strict: bool) -> ScannedFile:
+    try:
+        checkpoint = formats.read(path)
+        found = listing(checkpoint)
+        if full:
+            _verify(path)
+    except CkptoolError as error:
+        if strict:
+            raise
+        return damaged(path, error)
+    notes = dict.fromkeys(note.code for note in found.notes if note.code != "unsafe-global")
+    return scanned(path, checkpoint, notes, unknown_names(checkpoint))
+
+
+def _verify(path: str) -> None:
+    """Raises `Corrupt` with the first thing that is wrong with a file's contents."""
+    from ckptool.verbs.verify import verify
+
+    found = verify(path)
+    if found.problems:
+        first, more = found.problems[0], len(found.problems) - 1
+        raise Corrupt(f"{first.what}" + (f" and {more:,} more problems" if more else ""), first.why)
+
+
+def _files(folder: str) -> Iterator[str | None]:
+    """The checkpoints below a folder in order of their names; None for each file that is none by its name. Links are not followed."""
+    count = 0
+    stack = [folder]
+    while stack:
+        here = stack.pop()
+        try:
+            with os.scandir(here) as entries:
+                inside = sorted(entries, key=lambda entry: entry.name)
+        except OSError as error:
+            if here == folder:
+                raise file_problem(error, here, "read") from error
+            continue
+        below: list[str] = []
+        for entry in inside:
+            count += 1
+            if count > MAX_FILES:
+                raise UsageError(f"{printable(folder)} holds more than {MAX_FILES:,} files", "Name a folder below it.")
+            if entry.is_dir(follow_symlinks=False):
+                if is_checkpoint_folder(entry.path):
+                    yield entry.path
+                elif not entry.name.startswith("."):
+                    below.append(entry.path)
+            elif entry.is_file():
+                yield entry.path if _is_named_like_one(entry.name) else None
+        stack.extend(reversed(below))
+
+
+def _is_named_like_one(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES and name not in _BESIDE and not name.startswith(".")
+
+
+def is_checkpoint_folder(path: str) -> bool:
+    """True for a folder whose files together are one checkpoint."""
+    try:
+        source = open_input(path)
+        return any(container.detect(b"", source) for container in formats.FORMATS)
+    except (NotACheckpoint, Unsupported):
+        return False
+    except CkptoolError:
+        return True  # it is one, and something is wrong with it: that is to be said

@@ -1,0 +1,69 @@
+"""`slim`: a checkpoint without optimizer state and without bytes that no tensor shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptool.checkpoint import Note
+from ckptool.errors import UsageError, listed, printable
+from ckptool.transforms import slim as slimming
+from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.saving import SaveOptions, Written, save, written
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def slim(
+    file: PathLike,
+    out: PathLike | None = None,
+    *,
+    dedup: bool = False,
+    keep_optimizer: bool = False,
+    **options: Unpack[SaveOptions],
+) -> Written:
+    """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor shows.
+
+    dedup: storages with equal bytes are stored once; `ckptool.load` gives each its own memory again, stock `torch.load` ties them.
+    keep_optimizer: only the waste goes.
+    Raises `UsageError` for `in_place` (the old bytes would stay) and for a file of optimizer state only.
+    """
+    if options.get("in_place", False):
+        raise UsageError(
+            "slim writes a new file", "Inside the old one, what was dropped would stay.", "For example: -o small.pt"
+        )
+    opened = open_file(file)
+    done = slimming.slim(opened.checkpoint, dedup=dedup, keep_optimizer=keep_optimizer)
+    unused = [note for note in opened.checkpoint.notes if note.code in ("unused-record", "superseded-pickle")]
+    result = save("slim", opened.checkpoint, done.checkpoint, out, options, changes=done.changed or bool(unused))
+    parts = [
+        f"{done.optimizer_bytes:,} bytes of optimizer state" if done.dropped else "",
+        f"{done.waste_bytes:,} bytes behind views" if done.compacted else "",
+        f"{done.twin_bytes:,} bytes stored twice" if done.twins else "",
+        "records that nothing uses" if unused else "",
+    ]
+    source = opened.checkpoint.source
+    saved = (source.size if source else 0) - result.file_bytes
+    left_out = ", ".join(part for part in parts if part)
+    summary = f"{saved:,} bytes smaller, without {left_out}" if left_out else "nothing to leave out"
+    facts = {
+        "saved_bytes": saved,
+        "dropped": list(done.dropped),
+        "optimizer_bytes": done.optimizer_bytes,
+        "waste_bytes": done.waste_bytes,
+        "waste_storages": done.compacted,
+        "twin_bytes": done.twin_bytes,
+        "twin_storages": done.twins,
+    }
+    details = (f"dropped {listed([printable(name) for name in done.dropped], 8)}",) if done.dropped else ()
+    notes = (new_ties(done.twins),) if done.twins else ()
+    return written("slim", opened.checkpoint, result, options, summary, facts=facts, details=details, notes=notes)
+
+
+def new_ties(count: int) -> Note:
+    """What to know of a file in which so many storages are stored with their equals."""
+    return Note(
+        "new-ties",
+        f"{count:,} storages share the bytes of equal ones: ckptool.load gives each its own memory; stock torch.load ties them, "
+        "so that training one would train the other",
+    )

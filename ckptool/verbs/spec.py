@@ -1,0 +1,95 @@
+"""`spec`: a model's names, shapes, types and ties, to check checkpoints against without its values, its code or torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from ckptool.checkpoint import Literal, Plan
+from ckptool.errors import LimitExceeded, UsageError, printable
+from ckptool.files import Source, open_input
+from ckptool.output import check_target, replace_file
+from ckptool.reports.spec import is_spec, parse_spec
+from ckptool.reports.targets import Target, of_checkpoint
+from ckptool.user_code import names_code
+from ckptool.verbs.opening import PathLike, open_file, split
+
+MAX_SPEC = 64 << 20  # bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """A target, and the file that its spec was written to (empty where it was not)."""
+
+    target: Target
+    output: str = ""
+    dry_run: bool = False
+
+
+def spec(
+    target: PathLike,
+    out: PathLike | None = None,
+    *,
+    at: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Spec:
+    """Names, shapes, types, ties and kinds of the tensors that a model has, written to `out` as JSON (`ckptool.spec/1`).
+
+    target: a checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (needs torch), or another spec.
+    at: the part of a checkpoint.  overwrite: an existing `out` is replaced.  dry_run: nothing is written.
+    Raises `UserCodeFailed` with the traceback where the factory raises, and what opening a checkpoint raises.
+    """
+    from ckptool.render.spec import spec_file
+
+    found = Spec(find_target(target, at), os.fspath(out) if out is not None else "", dry_run)
+    content = spec_file(found)
+    if out is not None:
+        if dry_run:
+            check_target(out, overwrite=overwrite)
+        else:
+            replace_file(Plan({"": [Literal(content)]}), out, overwrite=overwrite)
+    return found
+
+
+def find_target(target: PathLike, at: str | None = None) -> Target:
+    """What `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
+    name = os.fspath(target)
+    path, _ = split(name)
+    if not os.path.lexists(path) and names_code(name):
+        return _of_code(name, at)
+    if not os.path.lexists(path) and "::" not in name and ":" in name:
+        raise UsageError(
+            f"{printable(name)} is neither a file nor a name of your own code",
+            "That is file.py:factory or pkg.module:factory.",
+            "For example: --against model.py:build",
+        )
+    if path.endswith(".py") and os.path.isfile(path):
+        raise UsageError(
+            f"{printable(path)} is a program, and what in it makes the model was not named",
+            "It is a function without arguments, a class, or a module.",
+            f"For example: {printable(path)}:build_model",
+        )
+    read = _spec_in(path) if os.path.isfile(path) else None
+    if read is not None:
+        return parse_spec(read, name)
+    opened = open_file(target, at)
+    return of_checkpoint(opened.checkpoint, name, opened.at)
+
+
+def _spec_in(path: str) -> bytes | None:
+    """The bytes of a spec file; None for any other."""
+    source = open_input(path)
+    if not isinstance(source, Source) or not is_spec(source.read(0, min(4096, source.size))):
+        return None
+    if source.size > MAX_SPEC:
+        raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"At most {MAX_SPEC:,} are read.")
+    return source.read(0, source.size)
+
+
+def _of_code(name: str, at: str | None) -> Target:
+    if at is not None:
+        raise UsageError("--at names a part of a checkpoint", f"{printable(name)} is code, and makes one model.")
+    from ckptool.live import target_of_code
+
+    return replace(target_of_code(name), name=name)

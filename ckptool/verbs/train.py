@@ -1,0 +1,57 @@
+"""`train`: a run from its configuration to its end; and a rehearsal of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptool.verbs.training import PathLike, Say, check_harness, configuration
+
+if TYPE_CHECKING:
+    from ckptool.training.config import Config
+    from ckptool.training.dry_run import Rehearsal
+    from ckptool.training.loop import Outcome
+
+
+def train(
+    config: PathLike | dict[str, Any] | Config,
+    set: Sequence[str] = (),
+    *,
+    resume: str = "never",
+    progress: Any = None,
+    say: Say | None = None,
+) -> Outcome:
+    """Trains the run that a configuration describes, saving on the way; `set` are `KEY=VALUE` changes.
+
+    resume: `never` refuses a run that is there, `auto` starts it or goes on, `must` only goes on.  progress: told each logged line.
+    Raises `UsageError` naming the lines that are wrong, `Conflict` for a run that is there or a changed fixed key, `NoneValid` where all
+    checkpoints are damaged.
+    """
+    made = configuration(config, set)
+    from ckptool.training.start import start
+
+    return start(made, resume=resume, asked=[change.partition("=")[0] for change in set], told=progress, say=say)
+
+
+def dry_run(config: PathLike | dict[str, Any] | Config, set: Sequence[str] = ()) -> Rehearsal:
+    """Builds everything, runs one step, saves, reloads, compares, and leaves nothing behind."""
+    made = configuration(config, set)
+    from ckptool.training.dry_run import rehearse
+
+    return rehearse(made)
+
+
+def example() -> str:
+    """A configuration with every key explained, for `ckptool train --init`."""
+    check_harness()
+    from ckptool.training.example import EXAMPLE
+
+    return EXAMPLE
+
+
+def schema() -> str:
+    """The JSON Schema of a configuration, for editors."""
+    check_harness()
+    from ckptool.training.configfile import schema_text
+
+    return schema_text()

@@ -1,0 +1,36 @@
+"""What the verbs of the training harness have in common: that it can be imported, and a configuration from whatever was given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from ckptool.training.config import Config
+
+PathLike = str | os.PathLike[str]
+Say = Callable[[str], Any]
+
+
+def check_harness() -> None:
+    """Raises `MissingExtra` where torch or pydantic is not installed."""
+    for name in ("torch", "pydantic"):
+        if find_spec(name) is None:
+            raise MissingExtra(f"training needs {name}, which is not installed", "", "pip install 'ckptool[torch]'")
+
+
+def configuration(config: PathLike | dict[str, Any] | Config, changes: Sequence[str]) -> Config:
+    """A configuration from a file, a dictionary of the same keys, or one that was made; with `KEY=VALUE` changes."""
+    check_harness()
+    from ckptool.training import configfile
+    from ckptool.training.config import Config
+
+    if isinstance(config, Config):
+        config = config.dumped()
+    if isinstance(config, dict):
+        return configfile.changed(config, changes)
+    return configfile.read(os.fspath(config), changes)

@@ -1,0 +1,159 @@
+"""`unbundle`: the members of a bundle as files of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool import formats
+from ckptool.checkpoint import Checkpoint, Literal, Plan, Storage
+from ckptool.errors import CkptoolError, Conflict, UsageError, printable
+from ckptool.files import Folder, Input
+from ckptool.formats import Format, bundle_json, recovered
+from ckptool.nodes import OrderedDict
+from ckptool.output import check_folder, replace_folder
+from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
+from ckptool.tree import find
+from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
+from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.saving import Saved, SaveOptions, Written, refuse_beside, verifier, written
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def unbundle(
+    file: PathLike, folder: PathLike | None = None, *, only: Sequence[str] = (), **options: Unpack[SaveOptions]
+) -> Written:
+    """Writes every member of a bundle to a file of its own in a new folder, and `bundle.json`, from which `bundle` makes it again.
+
+    Any file whose top is a dictionary of several parts is one, whoever wrote it. Plain values (numbers, texts, short lists) go into
+    `bundle.json`, whatever else into files in the bundle's container, or the one that is asked for. Tensors that one member shared with
+    another are written for each. only: these members.
+    Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that cannot be those of files.
+    """
+    if folder is None or options.get("in_place", False):
+        raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", "For example: -d gan")
+    only = [only] if isinstance(only, str) else only
+    opened = open_file(file)
+    checkpoint = replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at or "")[1])
+    container = _container(checkpoint, options)
+    refuse_beside(checkpoint, container)
+    members = members_of(checkpoint)
+    refuse_unnamed(checkpoint.tree)
+    chosen = {key_of(members, name) for name in only} if only else set(members)
+    tree, shared = separated({name: value for name, value in members.items() if name in chosen})
+    files = _files(tree, container)
+    rows = table(tree, files)
+    kinds = dict(zip(tree, (row.kind for row in rows), strict=True))
+    record = bundle_json.Record(
+        checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT,
+        tuple(_part(name, value, files.get(name, ""), kinds[name]) for name, value in tree.items()),
+        shared.ties,
+        shared.twins,
+        isinstance(checkpoint.tree, OrderedDict),
+    )
+    parts = {files[name]: _member(checkpoint, name, tree[name]) for name in files}
+    result = _save(parts, bundle_json.text(record), os.fspath(folder), container, checkpoint, options)
+    summary = f"{len(files):,} file{'s' * (len(files) != 1)} and {bundle_json.NAME}"
+    if values := len(tree) - len(files):
+        summary += f", with {values:,} plain value{'s' * (values != 1)}"
+    facts = {"members": facts_of(rows)}
+    return written("unbundle", opened.checkpoint, result, options, summary, facts=facts, details=lines_of(rows))
+
+
+def _container(checkpoint: Checkpoint, options: SaveOptions) -> Format:
+    name = options.get("container") or (checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT)
+    if (container := formats.by_name(name)).NAME not in CONTAINERS:
+        raise UsageError(
+            f"members cannot be written as {container.NAME}",
+            f"They are {' or '.join(CONTAINERS)}: those hold what is no tensor, too.",
+            "For example: --to safetensors",
+        )
+    return container
+
+
+def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
+    """The name of the file for each member that gets one."""
+    names = [name for name, value in tree.items() if not is_plain(value)]
+    check_names(names)
+    if odd := [name for name in tree if type(name) not in (str, int)]:
+        raise Conflict(
+            f"the bundle has an entry under {printable(repr(odd[0]))[:80]}, which is neither a text nor a number",
+            f"{bundle_json.NAME} has no way to say that.",
+            "Drop it: ckptool edit --drop; or take others: --only NAME",
+        )
+    return {name: f"{name}{container.SUFFIXES[0]}" for name in names}
+
+
+def _part(name: Any, value: Any, file: str, kind: str) -> bundle_json.Part:
+    return bundle_json.Part(name, file, None, kind) if file else bundle_json.Part(name, value=value)
+
+
+def _member(checkpoint: Checkpoint, name: Any, tree: Any) -> Checkpoint:
+    """A member as a checkpoint of its own; of the mark of a recovered file, what is about it."""
+    metadata = recovered.of_part(checkpoint.metadata, (name,))
+    return replace(checkpoint, tree=tree, origin=None, metadata=metadata, tensors_only=False, notes=())
+
+
+def _save(
+    parts: Mapping[str, Checkpoint],
+    record: bytes,
+    folder: str,
+    container: Format,
+    checkpoint: Checkpoint,
+    options: SaveOptions,
+) -> Saved:
+    """Writes all files as one folder, or looks whether that could be done."""
+    plan = _plan(parts, record, container, options.get("keep_unknown", False))
+    overwrite = options.get("overwrite", False)
+    replaceable = {*_files_of(folder), *plan.files}
+    if options.get("dry_run", False):
+        check_folder(folder, overwrite=overwrite, replaceable=replaceable)
+        return Saved(folder, container.NAME, "new folder", plan.nbytes, plan.nbytes)
+    inputs: list[Input] = [checkpoint.source] if checkpoint.source is not None else []
+    notes = replace_folder(
+        plan,
+        folder,
+        overwrite=overwrite,
+        replaceable=replaceable,
+        inputs=inputs,
+        verify=_verifier(parts) if options.get("verify", False) else None,
+        progress=options.get("progress"),
+    )
+    return Saved(folder, container.NAME, "new folder", plan.nbytes, plan.nbytes, notes)
+
+
+def _plan(parts: Mapping[str, Checkpoint], record: bytes, container: Format, keep_unknown: bool) -> Plan:
+    files: dict[str, Any] = {}
+    checks: dict[int, Storage] = {}
+    with formats.no_collection():
+        for name, part in parts.items():
+            plan = container.write(replace(part, container=container.NAME), keep_unknown=keep_unknown)
+            files[name] = plan.files[""]
+            checks.update((id(storage), storage) for storage in plan.checks)
+    files[bundle_json.NAME] = [Literal(record)]
+    return Plan(files, list(checks.values()))
+
+
+def _files_of(folder: str) -> set[str]:
+    """The files in a folder that an earlier `unbundle` wrote: they may be replaced."""
+    if not os.path.isdir(folder):
+        return set()
+    try:
+        record = bundle_json.read(Folder(folder))
+    except CkptoolError:
+        return set()
+    return {bundle_json.NAME, *(part.file for part in record.parts if part.file)}
+
+
+def _verifier(parts: Mapping[str, Checkpoint]) -> Callable[[str], None]:
+    """Re-reads every file of the folder and compares it with what was meant."""
+
+    def verify(path: str) -> None:
+        for name, part in parts.items():
+            verifier(part)(os.path.join(path, name))
+
+    return verify

@@ -1,0 +1,204 @@
+"""`verify`: is a checkpoint what it was when it was written?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptool import formats
+from ckptool.checkpoint import Checkpoint, Literal, Note, Plan
+from ckptool.errors import (
+    Ambiguous,
+    CkptoolError,
+    Corrupt,
+    LimitExceeded,
+    Truncated,
+    printable,
+)
+from ckptool.files import Input, Source, open_input
+from ckptool.formats import recovered, zip_archive
+from ckptool.formats.salvage import LostRecord, Salvaged, salvage
+from ckptool.formats.zip_archive import Archive
+from ckptool.output import check_target, replace_file
+from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
+from ckptool.reports.verification import (
+    ALL,
+    NONE,
+    SOME,
+    Problem,
+    Progress,
+    Verification,
+    check_archive,
+    check_storages,
+    check_views,
+    non_finite,
+)
+from ckptool.roots import Root, one_root
+from ckptool.transforms.restore import lost_tensors
+from ckptool.tree import storages, tensors
+from ckptool.verbs.inspect import runnable
+from ckptool.verbs.opening import PathLike, split
+
+# What the damage of a file looks like when it is opened; anything else is a file that cannot be read at all.
+_DAMAGE = (Truncated, Corrupt, Ambiguous)
+
+
+def verify(
+    file: PathLike,
+    *,
+    at: str | None = None,
+    finite: bool = False,
+    digest: bool = False,
+    write_digest: PathLike | None = None,
+    against: PathLike | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Verification:
+    """Reads all of a checkpoint and reports everything that is wrong with it: checksums, headers, missing data.
+
+    Where a container stores no checksums the report says so. finite: also look for NaN and Inf.  digest: the digests of the tensors of one
+    set of weights (the only one, or the model beside its EMA; or the part `at`).  write_digest: keep them in this file.
+    against: compare with those kept in this file.  progress: told bytes as they are read.
+    Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where several sets of weights could be
+    meant.
+    """
+    path, place = split(file)
+    source = open_input(path)
+    kept = _kept(against) if against is not None else None
+    if write_digest is not None:
+        check_target(write_digest, overwrite=overwrite)
+    try:
+        checkpoint = formats.read_source(source)
+    except _DAMAGE as error:
+        return _damaged(path, source, error)
+    found = _checked(path, source, checkpoint, progress)
+    if finite:
+        values, unsearched = non_finite(checkpoint.tree)
+        found = replace(found, non_finite=tuple(values), unsearched=tuple(unsearched))
+    if not (digest or write_digest is not None or kept is not None):
+        return found
+    if found.problems:
+        return found  # digests of damaged values would only be believed
+    root, remark = _root(checkpoint, at if at is not None else place)
+    digests = root_digests(root.node)
+    if write_digest is not None:
+        replace_file(Plan({"": [Literal(digests_file(digests))]}), write_digest, overwrite=overwrite, inputs=[source])
+    return replace(
+        found,
+        root=root.address,
+        remark=remark,
+        digests=digests,
+        compared=compare_digests(kept, digests) if kept is not None else None,
+        against=os.fspath(against) if against is not None else "",
+        written=os.fspath(write_digest) if write_digest is not None else "",
+    )
+
+
+def _kept(against: PathLike) -> Digests:
+    source = Source(against)
+    if source.size > MAX_FILE:
+        raise LimitExceeded(f"{source}: {source.size:,} bytes of digests", f"At most {MAX_FILE:,} are read.")
+    return read_digests(source.read(0, source.size), str(source))
+
+
+def _root(checkpoint: Checkpoint, at: str | None) -> tuple[Root, str]:
+    if at is None and checkpoint.tensors_only and isinstance(checkpoint.tree, dict):
+        return Root((), checkpoint.tree, "model weights"), ""
+    return one_root(checkpoint, at)
+
+
+# What is checked ------------------------------------------------------------------------------------------------------
+
+
+def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progress | None) -> Verification:
+    problems = list(check_views(checkpoint))
+    archive = _archive(source, checkpoint)
+    everything = list(storages(checkpoint.tree))
+    if archive is not None:
+        problems += check_archive(archive, checkpoint.tree, progress)
+        checked = len(archive.records) if archive.has_checksums else 0
+        nbytes = sum(record.size for record in archive.records.values()) if checked else 0
+        extent = ALL if checked else NONE
+    else:
+        more, checked, nbytes = check_storages(checkpoint.tree, progress)
+        problems += more
+        extent = NONE if not checked else ALL if nbytes >= sum(storage.nbytes for storage in everything) else SOME
+    problems += _not_intact(checkpoint)
+    return Verification(
+        path,
+        checkpoint.container,
+        source.size,
+        sum(1 for _ in tensors(checkpoint.tree)),
+        len(everything),
+        extent,
+        checked,
+        nbytes,
+        tuple(problems),
+        notes=runnable(_worth_saying(checkpoint), path),
+        fixes=_fixes(path, source, problems),
+    )
+
+
+def _archive(source: Input, checkpoint: Checkpoint) -> Archive | None:
+    """The zip that a file is, as it was read, so that its records are those of the tree."""
+    if not isinstance(source, Source) or source.read(0, min(2, source.size)) != b"PK":
+        return None
+    known = getattr(checkpoint.origin, "archive", None)
+    return known if isinstance(known, Archive) else zip_archive.read_archive(source)
+
+
+def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
+    """The notes that say something about whether the file is whole."""
+    for note in checkpoint.notes:
+        if note.code in ("interrupted-edit", "unused-record"):
+            yield note
+
+
+def _not_intact(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """A file that was recovered is not what was once written, whatever its checksums say."""
+    said = recovered.facts(str(checkpoint.metadata.get(recovered.KEY, "")))
+    for note in recovered.notes(checkpoint.metadata):
+        names = (*said["filled"], *said["lost"])
+        yield Problem(note.code, note.message, "It is not the file that was written once.", tensors=tuple(names))
+
+
+def _fixes(path: str, source: Input, problems: list[Problem]) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(source, Source) or all(problem.code == "recovered-file" for problem in problems):
+        return ()
+    note = Note("recover", "", ("ckptool", "recover", "{file}", "-o", "{out}"))
+    return tuple(filled.fix for filled in runnable([note], path))
+
+
+def _damaged(path: str, source: Input, error: CkptoolError) -> Verification:
+    """What is wrong with a file that cannot be opened: why not, and what of it is lost."""
+    problem = Problem(error.code, error.what, error.why)
+    try:
+        done = salvage(source, error)
+    except CkptoolError:
+        return Verification(path, "", source.size, 0, 0, NONE, 0, 0, (problem,))
+    tree = done.checkpoint.tree
+    return Verification(
+        path,
+        done.checkpoint.container,
+        source.size,
+        0 if done.raw else sum(1 for _ in tensors(tree)),
+        sum(1 for _ in storages(tree)),
+        ALL if done.proven else NONE,
+        done.whole if done.proven else 0,
+        0,
+        (problem, *_losses(done)),
+        fixes=_fixes(path, source, [problem]),
+    )
+
+
+def _losses(done: Salvaged) -> Iterator[Problem]:
+    """Every record that is lost, with the tensors whose data it was."""
+    names: dict[LostRecord, list[str]] = {}
+    for item in lost_tensors(done.checkpoint.tree, lambda storage: done.lost_of(storage) is not None):
+        record = done.lost_of(item.storage)
+        if record is not None:
+            names.setdefault(record, []).append(item.address)
+    for record in dict.fromkeys((*done.lost_records, *names)):
+        what = f"{f'the record {printable(record.name)}' if record.name else 'a tensor'} is lost"
+        yield Problem("lost", what, f"{record.why}.", record.name, record.offset, tuple(names.get(record, ())))

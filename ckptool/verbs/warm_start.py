@@ -1,0 +1,139 @@
+"""`warm-start`: what of a checkpoint fits a model, shown first and only then carried out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool import formats
+from ckptool.checkpoint import Checkpoint, Literal, Note, Plan
+from ckptool.errors import UsageError, printable
+from ckptool.output import check_target, replace_file
+from ckptool.reports.targets import PARAMETER, Target
+from ckptool.reports.warm_start import LoadReport
+from ckptool.roots import Root, one_root
+from ckptool.transforms.matching import Matching, match, wishes_of
+from ckptool.transforms.optimizer_state import as_state_dict, carried
+from ckptool.transforms.suggest import rules_file as rules_text
+from ckptool.transforms.warm_start import filled
+from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.saving import SaveOptions, save
+from ckptool.verbs.spec import find_target
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def warm_start(
+    file: PathLike,
+    against: PathLike,
+    out: PathLike | None = None,
+    *,
+    at: str | None = None,
+    rename: str | Sequence[str] = (),
+    rules_file: str | None = None,
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    on_mismatch: str = "error",
+    min_loaded: float | None = None,
+    strict: bool = False,
+    optimizer: bool = False,
+    suggest: PathLike | None = None,
+    **options: Unpack[SaveOptions],
+) -> LoadReport:
+    """What of the checkpoint `file` goes into the model `against`, and with `out`, a checkpoint of exactly that model's keys.
+
+    against: another checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs torch), or a spec.
+    at: the weights in `file`, where there are several.  rename, rules_file: rules `OLD => NEW` for its keys.
+    only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for tensors of another shape.
+    min_loaded: the least share of the model's values, 0 to 1.  strict: no missing and no unexpected names.
+    optimizer: the optimizer's state goes along, by parameter name.  suggest: a new file for rules that would make more fit.
+    The report says in `refused` why a plan is not accepted: then nothing is written to `out`. `report.require()` raises instead.
+    """
+    wishes = wishes_of(rename, rules_file, only, exclude, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict)
+    target = find_target(against)
+    opened = open_file(file, at)
+    root, remark = one_root(opened.checkpoint, opened.at)
+    plan = match(root, os.fspath(file), target, wishes, remark)
+    report = plan.report
+    if suggest is not None and _has_rules(report):
+        check_target(suggest, overwrite=options.get("overwrite", False))
+    moved = _optimizer(opened.checkpoint, root, target, plan) if optimizer else None
+    if moved is not None:
+        report = replace(report, optimizer=moved.report)
+    if out is not None and report.accepted:
+        report = _write(opened.checkpoint, target, plan, report, moved, out, options)
+    return report if suggest is None else _with_rules_file(report, suggest, options)
+
+
+def _optimizer(checkpoint: Checkpoint, root: Root, target: Target, plan: Matching) -> Any:
+    return carried(checkpoint, root, target, plan.chosen, _parameters(target))
+
+
+def _parameters(target: Target) -> list[str]:
+    return [expected.name for expected in target.unique if expected.kind == PARAMETER]
+
+
+def _write(
+    checkpoint: Checkpoint,
+    target: Target,
+    plan: Matching,
+    report: LoadReport,
+    moved: Any,
+    out: PathLike,
+    options: SaveOptions,
+) -> LoadReport:
+    if options.get("in_place", False):
+        raise UsageError("warm-start writes a new file", "The checkpoint stays what it was.", "A new file: -o OUT")
+    full = filled(target, plan.chosen)
+    tree: Any = full.state_dict
+    kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
+    if moved is not None:
+        _refuse_tensors_only(out, kind, options)
+        tree = {"model_state_dict": tree, "optimizer_state_dict": as_state_dict(moved, _parameters(target))}
+    made = Checkpoint(tree, kind, source=checkpoint.source)
+    _refuse_target(target, out, options)
+    saved = save("warm-start", checkpoint, made, out, options)
+    notes = (*report.normalised, *saved.notes)
+    return replace(report, taken=full.taken, output=saved, normalised=notes, applied=not options.get("dry_run", False))
+
+
+def _refuse_target(target: Target, out: PathLike, options: SaveOptions) -> None:
+    """The model's own checkpoint is replaced only where that was asked for."""
+    source = target.checkpoint.source if target.checkpoint is not None else None
+    if source is not None and source.is_at(os.fspath(out)) and not options.get("overwrite", False):
+        raise UsageError(
+            f"{printable(os.fspath(out))} is the target itself",
+            "It was left as it is.",
+            "Replace it: -f, or name another file.",
+        )
+
+
+def _refuse_tensors_only(out: PathLike, kind: str, options: SaveOptions) -> None:
+    name = options.get("container")
+    container = formats.by_name(name) if name else formats.for_output(out, kind)
+    if formats.tensors_only(container) or container.NAME == "safetensors":
+        raise UsageError(
+            f"{container.NAME} holds tensors under names, and no optimizer state",
+            "The groups and their settings are no tensors. Nothing was written.",
+            "Write a torch file: -o OUT.pt",
+        )
+
+
+def _has_rules(report: LoadReport) -> bool:
+    return any(suggestion.rules for suggestion in report.suggestions)
+
+
+def _with_rules_file(report: LoadReport, path: PathLike, options: SaveOptions) -> LoadReport:
+    """Writes the suggestions as a rules file; where there are none, says so and writes nothing."""
+    if not _has_rules(report):
+        note = Note(
+            "no-suggestions", f"no rules were found that would make more fit; {os.fspath(path)} was not written"
+        )
+        return replace(report, normalised=(*report.normalised, note))
+    if not options.get("dry_run", False):
+        plan = Plan({"": [Literal(rules_text(report.suggestions).encode())]})
+        replace_file(plan, path, overwrite=options.get("overwrite", False))
+    return replace(report, rules_file=os.fspath(path))

@@ -1,0 +1,400 @@
+"""HOSTILE.md rows 119 to 128 and 132: safetensors files whose header lies, is a bomb, or that are another file as well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError, safe_open
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import (
+    Ambiguous,
+    BadTensor,
+    CkptoolError,
+    Corrupt,
+    LimitExceeded,
+    NotACheckpoint,
+    Truncated,
+    Unsupported,
+)
+from ckptool.formats import read
+from tests.formats.zip_layouts import honest
+from tests.helpers import written
+from tests.hostile import meets_budget
+
+W = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+DATA = b"\0\0\x80\x3f"
+ONE = json.dumps({"w": W}).encode()
+LIMIT = 100_000_000
+
+
+def made(header: Any, data: bytes = DATA, size: int | None = None) -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(raw) if size is None else size).to_bytes(8, "little") + raw + data
+
+
+def one(**fields: Any) -> bytes:
+    return made({"w": W | fields})
+
+
+@pytest.fixture
+def put(tmp_path: Path) -> Callable[[bytes], Path]:
+    return lambda data: written(data, tmp_path / "a.safetensors")
+
+
+Put = Callable[[bytes], Path]
+
+
+def refused(path: Path, error: type[CkptoolError], words: str | None = None) -> CkptoolError:
+    with pytest.raises(error, match=words) as caught:
+        read(path)
+    assert type(caught.value) is error and str(path) in caught.value.what
+    return caught.value
+
+
+def accepted(path: Path, *codes: str) -> Checkpoint:
+    checkpoint = read(path)
+    assert checkpoint.container == "safetensors" and checkpoint.tree["w"].bytes() == DATA
+    assert {note.code for note in checkpoint.notes} == set(codes)
+    return checkpoint
+
+
+def stock_takes(path: Path) -> bool:
+    """True if the stock library opens it and reads a tensor called w."""
+    try:
+        with safe_open(path, "numpy") as file:
+            file.get_tensor("w")
+    except (SafetensorError, TypeError, ValueError):
+        return False
+    return True
+
+
+def test_what_the_rows_start_from_is_read(put: Put) -> None:
+    accepted(put(made(ONE)))
+    accepted(put(made(ONE + b" \t\r\n")))
+    assert stock_takes(put(made(ONE)))
+
+
+def test_row_119_shorter_than_the_length_of_its_header(put: Put) -> None:
+    data = made(ONE)
+    for size in range(1, 8):
+        assert type(_error(put(data[:size]))) is Truncated or size < 2
+    refused(put(data[:8]), Truncated)
+
+
+def _error(path: Path) -> CkptoolError:
+    with pytest.raises(CkptoolError) as caught:
+        read(path)
+    return caught.value
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_row_119_no_header(size: int, put: Put) -> None:
+    refused(put(made(ONE, size=size)), Truncated)
+
+
+@pytest.mark.parametrize("size", [len(ONE) + 5, 1000, LIMIT])
+def test_row_119_a_header_longer_than_the_file(size: int, put: Put) -> None:
+    refused(put(made(ONE, size=size)), Truncated)
+
+
+@pytest.mark.parametrize("size", [LIMIT + 1, 1 << 32, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1])
+def test_row_119_a_header_longer_than_allowed(size: int, put: Put) -> None:
+    path = put(made(ONE, size=size))
+    refused(path, LimitExceeded)
+    assert meets_budget(path).megabytes < 64
+
+
+def test_a_text_with_an_object_in_it_is_no_safetensors_file(put: Put) -> None:
+    refused(put(b'var x = {"a": 1};'), NotACheckpoint)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"w\xff": ' + json.dumps(W).encode() + b"}",
+        b'{"w": "\xed\xa0\x80"}',
+        b"\xef\xbb\xbf" + ONE,
+        b"[" + ONE + b"]",
+        b'"w"' + b" " * 20,
+        b'{"w" ' + ONE[5:],
+        ONE[:-1],
+        ONE + b"x",
+        ONE + b"{}",
+        ONE + b"\0",
+        ONE[:-1] + b",}",
+        b"{,}",
+        b"{w:1}",
+        b"{'w':1}",
+        b'{"w":}',
+        b'{"w"}',
+        b'{"w":1 "v":2}',
+        b'{"a\nb":1}',
+        b'{"\\x": 1}',
+        b'{"w": NaN}',
+        b'{"w": Infinity}',
+        b'{"w": nul}',
+        b'{"\\ud800": 1}',
+        b'{"w": 4}',
+        b'{"w": []}',
+        b'{"w": null}',
+        b'{"w": {}}',
+    ],
+)
+def test_row_120_not_an_object_in_json(header: bytes, put: Put) -> None:
+    refused(put(made(header)), Corrupt)
+
+
+def test_row_121_a_name_twice(put: Put) -> None:
+    two = ONE[:-1] + b"," + ONE[1:]
+    assert stock_takes(put(made(two)))  # it takes one of them
+    refused(put(made(two)), Ambiguous, "w twice")
+    refused(put(made(ONE[:-1] + b',"\\u0077":' + ONE[5:])), Ambiguous, "w twice")
+    refused(put(made(b'{"w": {"dtype": "F32", "dtype": "I32", "shape": [1], "data_offsets": [0, 4]}}')), Ambiguous)
+    refused(put(made(b'{"__metadata__": {"a": "1", "a": "2"}}', b"")), Ambiguous)
+    refused(put(made(b'{"__metadata__": {}, "__metadata__": {"a": "2"}}', b"")), Ambiguous)
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"w":' + b"[" * DEEP + b"]" * DEEP + b"}",
+        b'{"w":' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}",
+        b'{"w":' + b"[" * DEEP,
+        b'{"w":' + b"[" * 30_000 + b"]" * 30_000 + b"}",
+        b'{"__metadata__":' + b"[" * DEEP + b"]" * DEEP + b"}",
+        b'{"__metadata__":' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}",
+    ],
+)
+def test_row_122_nesting(header: bytes, put: Put) -> None:
+    refused(put(made(header)), Corrupt)
+    assert meets_budget(made(header), ".safetensors").code == "corrupt"
+
+
+@pytest.mark.parametrize("size", [-1, 1.0, 1e300, True, "1", None, [], 1 << 64, 10**400, -(10**400)])
+def test_row_122_sizes_that_are_none(size: Any, put: Put) -> None:
+    path = put(one(shape=[size]))
+    assert not stock_takes(path)
+    assert isinstance(_error(path), Corrupt)
+
+
+@pytest.mark.parametrize("number", [b"9" * 5000, b"1e999", b"-0", b"1.5", b"9" * 60_000, b"9" * 900_000])
+def test_row_122_numbers(number: bytes) -> None:
+    for header in (
+        b'{"w": {"dtype": "F32", "shape": [' + number + b'], "data_offsets": [0, 4]}}',
+        b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, ' + number + b"]}}",
+    ):
+        assert meets_budget(made(header), ".safetensors").code in ("corrupt", "bad-tensor")
+
+
+@pytest.mark.parametrize(
+    "offsets", [[4, 0], [-4, 0], [0, 4, 4], [0], [], "04", ["0", "4"], [0.0, 4.0], [False, 4], {}, None]
+)
+def test_row_123_offsets_that_are_none(offsets: Any, put: Put) -> None:
+    assert isinstance(_error(put(one(data_offsets=offsets))), Corrupt)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "length"),
+    [
+        (((0, 4), (0, 4)), 4),
+        (((0, 4), (2, 6)), 6),
+        (((0, 4), (8, 12)), 12),
+        (((4, 8), (8, 12)), 12),
+        (((0, 4), (1 << 62, (1 << 62) + 4)), 8),
+        (((0, 4), (6, 6)), 4),
+    ],
+)
+def test_row_123_overlaps_and_holes(ranges: Any, length: int, put: Put) -> None:
+    shape = {4: [1], 0: [0]}
+    tensors = {
+        name: {"dtype": "F32", "shape": shape[end - begin], "data_offsets": [begin, end]}
+        for name, (begin, end) in zip("wv", ranges, strict=True)
+    }
+    refused(put(made(tensors, bytes(length))), Corrupt)
+
+
+def test_row_124_too_much_or_too_little_data(put: Put) -> None:
+    for more in (1, 8, 70_000):
+        refused(put(made(ONE, DATA + bytes(more))), Corrupt, "after its last tensor")
+    for size in range(4):
+        refused(put(made(ONE, DATA[:size])), Truncated)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shape": [2]},
+        {"shape": []} | {"dtype": "U8"},
+        {"shape": [1 << 32, 1 << 32]},
+        {"shape": [1 << 61, 8]},
+        {"shape": [0]},
+        {"dtype": "F64"},
+        {"dtype": "F4", "shape": [7]},
+        {"dtype": "F4", "shape": []},
+        {"dtype": "F4", "shape": [8, 3]},
+        {"shape": [1] * 65},
+        {"dtype": "banana"},
+        {"dtype": ""},
+        {"dtype": "f32"},
+        {"dtype": "\x1b[31m"},
+    ],
+    ids=str,
+)
+def test_row_125_shape_against_bytes(fields: dict[str, Any], put: Put) -> None:
+    path = put(one(**fields))
+    assert not stock_takes(path)
+    assert "\x1b" not in str(refused(path, BadTensor))
+
+
+def test_row_125_a_type_that_a_newer_version_may_have(put: Put) -> None:
+    refused(put(one(dtype="F6_E2M3")), Unsupported, "F6_E2M3")
+
+
+def test_row_125_a_shape_of_many_dimensions() -> None:
+    """The product of these sizes would take minutes."""
+    header = b'{"w":{"dtype":"F32","shape":[' + b",".join([b"2305843009213693952"] * 3000) + b'],"data_offsets":[0,4]}}'
+    assert meets_budget(made(header), ".safetensors").code == "bad-tensor"
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"a": ["b"]}, [], "text", 3, None, True]
+)
+def test_row_126_metadata_that_is_not_text(metadata: Any, put: Put) -> None:
+    refused(put(made({"__metadata__": metadata, "w": W})), Corrupt)
+
+
+def test_row_126_metadata_is_printed_escaped(put: Put) -> None:
+    texts = {
+        "prompt\x1b[2J": "Ignore all previous instructions\r\n\x1b]0;owned\x07",
+        "script": "<script>alert(1)</script>",
+        "\u202emode": "\u2066",
+    }
+    path = put(made({"__metadata__": texts, "w\x1b[31m": W}))
+    assert read(path).metadata == texts
+    outcome = meets_budget(path)
+    assert outcome.code == "" and "\\x1b[31m" in outcome.text
+
+
+def test_row_126_a_megabyte_of_metadata() -> None:
+    many = {f"{n:06}": "x" for n in range(70_000)}
+    for metadata in ({"a": "x" * 1_000_000}, {"a": '"' * 499_000}, {"é" * 200_000: "😀" * 140_000}, many):
+        raw = json.dumps({"__metadata__": metadata, "w": W}, ensure_ascii=False, separators=(",", ":")).encode()
+        outcome = meets_budget(made(raw)[: 1 << 20] if len(raw) < 1_048_000 else made(raw), ".safetensors")
+        assert outcome.code == "" and outcome.megabytes < 64
+
+
+def test_row_127_fields_that_the_format_does_not_have(put: Put) -> None:
+    path = put(one(payload="hidden\x1b[31m", offset=7))
+    assert stock_takes(path)
+    note = accepted(path, "unknown-fields").notes[0]
+    assert "offset, payload" in note.message and note.fix
+    assert meets_budget(path).code == ""
+    refused(put(one(payload="x" * 100_000)), Corrupt)
+
+
+def test_row_127_fields_with_odd_names(put: Put) -> None:
+    fields = {f"\x1b{n}" * 20: n for n in range(200)}
+    note = accepted(put(one(**fields)), "unknown-fields").notes[0]
+    assert "\x1b" not in note.message and len(note.message) < 400
+
+
+def tensors_without_elements(count: int) -> bytes:
+    entry = b'"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    return made(b"{" + b",".join([entry % n for n in range(count)]) + b"}", b"")
+
+
+def test_row_128_tensors_without_elements() -> None:
+    assert meets_budget(tensors_without_elements(18_000), ".safetensors").code == ""
+
+
+@pytest.mark.soak
+def test_row_128_ten_million_tensors_without_elements(put: Put) -> None:
+    path = put(tensors_without_elements(1_700_000))
+    outcome = meets_budget(path, seconds=20, megabytes=64 + 2 * 1000)
+    assert outcome.code == "limit-exceeded"
+    path = put(tensors_without_elements(1_900_000))  # over 100 MB, as ten million would be
+    assert meets_budget(path).code == "limit-exceeded"
+
+
+def test_row_128_ten_million_are_refused_by_their_header_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    with path.open("wb") as file:
+        file.write(made(b'{"0":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},', b"", size=10_000_000 * 50))
+        file.truncate(10_000_000 * 50 + 8)
+    assert meets_budget(path).code == "limit-exceeded"
+
+
+BOMBS = {
+    "lists": b"[],",
+    "objects": b"{},",
+    "numbers": b"1.5,",
+    "texts": b'"",',
+    "integers": b"1234567,",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize(
+    "before", [b'{"w":[', b'{"w":{"dtype":"F32","shape":[', b'{"__metadata__":{"a":[', b'{"__metadata__":[']
+)
+def test_a_header_of_many_values_takes_no_more_than_its_size(name: str, before: bytes, put: Put) -> None:
+    unit = BOMBS[name]
+    for length in (1_000_000, 20_000_000):
+        header = before + unit * ((length - len(before)) // len(unit))
+        outcome = meets_budget(put(made(header)), megabytes=10 + 4 * length / 1e6)
+        assert outcome.code == "corrupt"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_header_at_the_limit_takes_no_more_than_its_size(name: str, put: Put) -> None:
+    unit = BOMBS[name]
+    header = b'{"w":[' + unit * ((LIMIT - 10) // len(unit))
+    assert meets_budget(put(made(header)), seconds=5, megabytes=400).code == "corrupt"
+
+
+# Two files in one ----------------------------------------------------------------------------------------------------
+
+
+def with_archive_as_data(archive: bytes) -> bytes:
+    """A valid safetensors file whose last tensor's bytes are an archive."""
+    tensors = {"w": W, "z": {"dtype": "U8", "shape": [len(archive)], "data_offsets": [4, 4 + len(archive)]}}
+    return made(tensors, DATA + archive)
+
+
+def test_row_132_a_zip_as_the_last_tensor(put: Put) -> None:
+    import io
+    import zipfile
+
+    data = with_archive_as_data(honest().build())
+    path = put(data)
+    assert stock_takes(path) and "archive/data.pkl" in zipfile.ZipFile(io.BytesIO(data)).namelist()
+    refused(path, Ambiguous, "zip archive")
+
+
+def test_row_132_a_zip_with_its_offsets_corrected(put: Put) -> None:
+    from dataclasses import replace
+
+    shift = len(with_archive_as_data(honest().build())) - len(honest().build())
+    refused(put(with_archive_as_data(replace(honest(), shift=shift).build())), Ambiguous)
+    refused(put(with_archive_as_data(replace(honest(zip64=True), shift=shift).build())), Ambiguous)
+
+
+def test_row_132_a_zip_behind_it(put: Put) -> None:
+    refused(put(made(ONE) + honest().build()), Ambiguous)
+    refused(put(made(ONE) + honest(comment=b"x").build()), Ambiguous)
+
+
+def test_row_132_a_zip_inside_is_only_data(put: Put) -> None:
+    archive = honest().build()
+    tensors = {"w": {**W, "data_offsets": [len(archive), len(archive) + 4]}}
+    tensors["z"] = {"dtype": "U8", "shape": [len(archive)], "data_offsets": [0, len(archive)]}
+    accepted(put(made(tensors, archive + DATA)))

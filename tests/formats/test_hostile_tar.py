@@ -1,0 +1,53 @@
+"""Tar archives that nobody should send: none crashes, none takes long, nothing is extracted."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.formats.streams import Pid, block, pickled
+from tests.formats.test_torch_tar import EVIL, WRONG, by_hand, count, four, place, triple, with_entry
+from tests.hostile import meets_budget
+
+FILES = {"sys_info": b"N.", "pickle": b"N.", "tensors": b"K\0.", "storages": b"K\0.]."}
+
+
+def many_tensors(number: int) -> bytes:
+    tensor = place((4,), (1,), 0)
+    parts = [b"\x80\x02(J" + struct.pack("<i", 100 + i) + b"K\x07Nt." + tensor for i in range(number)]
+    return by_hand(tensors=count(number) + b"".join(parts), pickle=pickled(Pid("100")))
+
+
+def many_storages(number: int) -> bytes:
+    parts = [triple(100 + i, "cpu", "ByteStorage") + block(b"x", 1) for i in range(number)]
+    return by_hand(storages=count(number) + b"".join(parts) + pickled([]))
+
+
+def many_views(number: int) -> bytes:
+    views = pickled([(100 + i, 7, 0, 4) for i in range(number)])
+    return by_hand(storages=count(1) + triple(7, "cpu", "FloatStorage") + four() + views)
+
+
+INPUTS: dict[str, bytes | Callable[[], bytes]] = {
+    **{f"tar: {name}.pth.tar": by_hand(**changes) for name, changes in WRONG.items()},
+    **{
+        f"tar: with {name}.pth.tar": with_entry(FILES, **dict(fields))
+        for name, fields in EVIL.items()
+        if name != "a bomb of attributes"
+    },
+    "tar: many tensors.pth.tar": lambda: many_tensors(11_000),
+    "tar: many storages.pth.tar": lambda: many_storages(13_000),
+    "tar: many views.pth.tar": lambda: many_views(60_000),
+    "tar: only headers.pth.tar": lambda: by_hand()[:512] * 2000,
+    "tar: an escape in a name.pth.tar": with_entry({"sys_info": b"N."}, name="\x1b[31mpickle\r\n"),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_rows_116_to_118_cost_little(name: str) -> None:
+    contents: Any = INPUTS[name]
+    outcome = meets_budget(contents() if callable(contents) else contents, ".tar")
+    assert outcome.code or "torch-tar" in outcome.text

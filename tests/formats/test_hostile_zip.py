@@ -1,0 +1,307 @@
+"""HOSTILE.md rows 17 to 30: zip archives that are cut, contradict themselves, or are two things to two readers.
+
+Where the danger is that readers disagree, the test shows what Python's `zipfile` (or torch) makes of the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import (
+    Ambiguous,
+    CkptoolError,
+    Corrupt,
+    NotACheckpoint,
+    Truncated,
+)
+from ckptool.formats import read, torch_zip
+from ckptool.formats.zip_archive import LOCATOR
+from tests.formats.zip_layouts import RECORDS, Entry, Layout, changed, honest, layouts, with_entry, with_more
+from tests.formats.zips import (
+    DIRECTORY,
+    END64_AT,
+    END_AT,
+    EXPECTED,
+    FILE,
+    W,
+    accepted,
+    at,
+    python_sees,
+    refused,
+    torch_sees,
+    values,
+)
+from tests.helpers import torch_bytes, written
+
+OTHER = torch_bytes({"w": torch.zeros(3), "v": torch.zeros(2)})
+Put = Callable[..., Path]
+
+
+@pytest.fixture
+def put(tmp_path: Path) -> Callable[..., Path]:
+    def place(data: bytes | Layout, name: str = "a.pt") -> Path:
+        return written(data if isinstance(data, bytes) else data.build(), tmp_path / name)
+
+    return place
+
+
+def test_what_the_rows_start_from_is_read(put: Put) -> None:
+    accepted(put(FILE))
+    accepted(put(honest()))
+    accepted(put(honest(zip64=True)))
+
+
+# Cut, and the end ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [FILE, honest().build()], ids=["torch", "python"])
+def test_row_017_truncated_anywhere(data: bytes, tmp_path: Path) -> None:
+    path = written(data, tmp_path / "a.pt")
+    for size in reversed(range(len(data))):
+        os.truncate(path, size)
+        with pytest.raises(CkptoolError) as caught:
+            read(path)
+        assert type(caught.value) is (NotACheckpoint if 0 < size < 4 else Truncated), (size, caught.value)
+
+
+def test_row_017_truncated_anywhere_in_a_bigger_one(tmp_path: Path) -> None:
+    data = torch_bytes({f"layer{n}.weight": torch.randn(20, 20) for n in range(64)})
+    path = tmp_path / "a.pt"
+    for size in range(4, len(data), 997):
+        path.write_bytes(data[:size])
+        with pytest.raises(Truncated):
+            read(path)
+
+
+def test_row_017_truncated_after_an_edit_in_place(tmp_path: Path) -> None:
+    """The state before the edit stands whole inside, and is not taken for the file."""
+    path = written(FILE, tmp_path / "a.pt")
+    checkpoint = read(path)
+    plan = torch_zip.append(
+        Checkpoint(
+            {**checkpoint.tree, "n": 1}, torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin
+        )
+    )
+    assert plan is not None
+    from ckptool.output.sink import Sink, segments_of
+
+    with path.open("r+b") as file:
+        Sink(file.fileno(), plan.keep, plan.nbytes, None).write(segments_of(plan))
+    data = path.read_bytes()
+    assert read(path).tree["n"] == 1
+    for size in reversed(range(len(FILE) + 4, len(data))):
+        os.truncate(path, size)
+        with pytest.raises(Truncated):
+            read(path)
+
+
+def test_row_018_no_end_record(put: Put) -> None:
+    refused(put(FILE[:END_AT]), Truncated)
+    for place in range(4):
+        for bit in range(8):
+            flipped = at(FILE, END_AT + place, bytes([FILE[END_AT + place] ^ 1 << bit]))
+            refused(put(flipped), Truncated)
+            with pytest.raises(zipfile.BadZipFile):
+                zipfile.ZipFile(io.BytesIO(flipped))
+
+
+@pytest.mark.parametrize("zip64", [False, True])
+@pytest.mark.parametrize("count", [0, 1, len(RECORDS) - 1, len(RECORDS) + 1, 60_000])
+def test_row_019_count_of_entries(count: int, zip64: bool, put: Put) -> None:
+    refused(put(honest(zip64=zip64, count=count)), Corrupt, "entr")
+
+
+def test_row_019_count_of_entries_in_one_record_only(put: Put) -> None:
+    for place in (8, 10):
+        refused(put(at(FILE, END_AT + place, b"\5\0")), Corrupt)
+    for place in (24, 32):
+        refused(put(at(FILE, END64_AT + place, b"\5")), Corrupt)
+    refused(put(at(FILE, END64_AT + 24, struct.pack("<Q", 1 << 63))), Corrupt)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"directory_at": 0},
+        {"directory_at": DIRECTORY * 2},
+        {"directory_at": 0xFFFFFFFE},
+        {"directory_size": 0},
+        {"directory_size": 45},
+        {"directory_size": 4096},
+        {"directory_size": 0xFFFFFFFE},
+        {"gap_end": b"x"},
+        {"gap_end": bytes(22)},
+        {"gap": b"PK\x01\x02" + bytes(70_000)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("zip64", [False, True])
+def test_row_020_place_and_size_of_the_directory(changes: dict[str, Any], zip64: bool, put: Put) -> None:
+    refused(put(honest(zip64=zip64, **changes)), Corrupt)
+
+
+def test_row_020_gap_between_the_end_records(put: Put) -> None:
+    refused(put(FILE[:END_AT] + bytes(8) + FILE[END_AT:]), Corrupt)
+    refused(put(FILE[: END_AT - LOCATOR.size] + bytes(8) + FILE[END_AT - LOCATOR.size :]), Corrupt)
+
+
+def test_row_021_zip64_locator(put: Put) -> None:
+    full = at(FILE, END_AT + 8, b"\xff" * 12)  # all of it is in the zip64 record
+    accepted(put(full))
+    gone = full[: END_AT - LOCATOR.size] + full[END_AT:]
+    refused(put(gone), Corrupt, "zip64")
+    for place in (0, 5, DIRECTORY, END64_AT - 1, END64_AT + 1, len(FILE), 1 << 40, (1 << 64) - 1):
+        refused(put(at(FILE, END_AT - 12, struct.pack("<Q", place))), Corrupt, "locator")
+
+
+def test_row_021_the_two_end_records_disagree(put: Put) -> None:
+    for place, value in ((24, 5), (32, 5), (40, 10), (48, 0), (48, 1 << 32), (40, 1 << 33)):
+        refused(put(at(FILE, END64_AT + place, struct.pack("<Q", value))), Corrupt)
+    refused(put(at(FILE, END64_AT, b"PK\x06\x05")), Corrupt)
+
+
+# Two archives, and bytes around one ----------------------------------------------------------------------------------
+
+
+def rebased(layout: Layout, by: int) -> bytes:
+    return replace(layout, shift=by).build()
+
+
+A, B = honest(), changed(honest(), "archive/data/0", content=bytes(12))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        A.build() + B.build(),
+        A.build() + rebased(B, len(A.build())),
+        FILE + OTHER,
+        FILE + FILE,
+        replace(A, zip64=True).build() + replace(B, zip64=True).build(),
+        replace(A, zip64=True).build() + rebased(replace(B, zip64=True), len(replace(A, zip64=True).build())),
+        FILE + B.build(),
+    ],
+    ids=["plain", "offsets corrected", "torch", "twice the same", "zip64", "zip64, corrected", "mixed"],
+)
+def test_row_022_two_archives(data: bytes, put: Put) -> None:
+    refused(put(data), Ambiguous)
+
+
+def test_row_022_readers_do_disagree(put: Put) -> None:
+    data = A.build() + B.build()
+    assert python_sees(data, "archive/data/0") == bytes(12)  # the second
+    assert data[: len(A.build())] == A.build() and python_sees(A.build(), "archive/data/0") == W  # the first is whole
+
+
+@pytest.mark.parametrize("comment", [b"hello", B.build(), b"PK\x05\x06" + bytes(18), bytes(0xFFFF)])
+def test_row_023_an_archive_in_the_comment(comment: bytes, put: Put) -> None:
+    refused(put(replace(A, comment=comment)), Ambiguous)
+
+
+def test_row_023_a_comment_that_is_cut(put: Put) -> None:
+    refused(put(replace(A, comment=bytes(100)).build()[:-50]), Ambiguous)
+
+
+@pytest.mark.parametrize(
+    "prefix", [bytes(16), b"#!/bin/sh 123456", b"PK\x03\x04" + bytes(26), b"\x89PNG\r\n\x1a\n", b"X"]
+)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_row_024_bytes_before(prefix: bytes, corrected: bool, put: Put) -> None:
+    for data in (replace(A, prefix=prefix, shift=0 if corrected else -len(prefix)).build(), prefix + FILE):
+        assert python_sees(data, "archive/data/0") == W  # zipfile does not mind
+        refused(put(data), Ambiguous)
+
+
+@pytest.mark.parametrize("trailing", [b"0123456789abcdef", b"X", b"PK\x01\x02", bytes(70_000) + b"X"])
+def test_row_025_bytes_behind(trailing: bytes, put: Put) -> None:
+    for data in (FILE + trailing, replace(A, trailing=trailing).build()):
+        with pytest.raises((Ambiguous, Truncated)) as caught:
+            read(put(data))
+        assert isinstance(caught.value, Ambiguous) or len(trailing) > 65_535  # as far away as no reader looks
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def test_row_026_a_second_pickle(put: Put) -> None:
+    other = RECORDS["archive/data.pkl"].replace(b"w", b"x")
+    data = with_more(Entry(b"archive/data.pkl", other)).build()
+    assert python_sees(data, "archive/data.pkl") == other  # the last
+    assert list(torch_sees(put(data))) == ["w", "v"]  # the first
+    refused(put(data), Ambiguous, "two records")
+
+
+def test_row_027_a_second_storage(put: Put) -> None:
+    data = with_more(Entry(b"archive/data/0", bytes(12))).build()
+    assert python_sees(data, "archive/data/0") == bytes(12) and data.index(W) < data.index(bytes(12))
+    refused(put(data), Ambiguous, "two records")
+
+
+def test_row_027_one_record_listed_twice(put: Put) -> None:
+    refused(put(with_entry("data/0", listed=2)), Ambiguous)
+
+
+def test_row_028_names_that_differ_in_case(put: Put) -> None:
+    refused(put(with_more(Entry(b"archive/DATA.PKL", b"\x80\x02N."))), Ambiguous, "case")
+    refused(put(with_more(Entry(b"ARCHIVE/data/0", bytes(12)))), Ambiguous, "case")
+    path = put(with_entry("data.pkl", name=b"archive/DATA.PKL"))
+    assert torch_sees(path) == EXPECTED  # though there is no data.pkl
+    refused(path, Ambiguous, "DATA.PKL")
+
+
+def test_row_029_a_nul_in_a_name(put: Put) -> None:
+    for name in (b"archive/data/0\0.txt", b"archive/data.pkl\0", b"\0", b"archive/\0"):
+        refused(put(with_more(Entry(name, bytes(12)))), Ambiguous, "NUL")
+
+
+@pytest.mark.parametrize("record", ["data.pkl", "data/0", "byteorder", "version"])
+@pytest.mark.parametrize("name", [b"archive/data/7", b"archive/data.pkx", b"a", b"archive/" + b"n" * 300, b""])
+def test_row_030_another_name_in_the_records_own_header(record: str, name: bytes, put: Put) -> None:
+    refused(put(with_entry(record, name_local=name)), Ambiguous, "another name")
+
+
+def test_row_030_another_name_in_the_extra_field(put: Put) -> None:
+    raw = b"archive/data/7"
+    body = struct.pack("<BI", 1, zlib.crc32(b"archive/data/0")) + raw
+    refused(put(with_entry("data/0", extra=struct.pack("<2H", 0x7075, len(body)) + body)), Ambiguous, "another name")
+
+
+def test_row_030_no_name(put: Put) -> None:
+    refused(put(with_more(Entry(b"", b""))), Corrupt, "no name")
+
+
+# Any layout ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layout=layouts())
+def test_any_layout_is_refused_or_read_as_others_read_it(
+    layout: Layout, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    path = written(layout.build(), folder / "layout.pt")
+    try:
+        ours = values(read(path))
+    except CkptoolError:
+        return
+    try:
+        assert ours == torch_sees(path)
+    except RuntimeError:
+        event("torch refuses it")
+    else:
+        event("torch agrees")
+    for name, content in zip(ours, ("archive/data/0", "archive/data/1"), strict=True):
+        assert python_sees(path.read_bytes(), content) == ours[name]

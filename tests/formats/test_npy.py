@@ -1,0 +1,292 @@
+"""`npy`: one array as numpy writes it, in every version of its header, and headers that numpy never writes."""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptool
+from ckptool.arrays import array_entry
+from ckptool.checkpoint import LongBytes, TensorEntry
+from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.formats import npy_array, read
+from ckptool.nodes import Object
+from ckptool.plain import array, plain
+from tests.helpers import written
+
+NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+
+
+def saved(value: Any, path: Path, **options: Any) -> Path:
+    np.save(path, value, **options)
+    return path
+
+
+def raw(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, value)
+    return buffer.getvalue()
+
+
+def header(text: str, data: bytes = b"", version: tuple[int, int] = (1, 0)) -> bytes:
+    """A file with a header of our own making."""
+    body = text.encode("utf-8" if version[0] == 3 else "latin-1")
+    size = struct.pack("<H" if version[0] == 1 else "<I", len(body))
+    return npy_array.MAGIC + bytes(version) + size + body + data
+
+
+def opened(data: bytes, folder: Path) -> Any:
+    return read(written(data, folder / "a.npy")).tree
+
+
+# What numpy writes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("code", NUMBERS)
+def test_numbers_bit_for_bit(code: str, order: str, tmp_path: Path) -> None:
+    given = np.arange(24, dtype="f8").reshape(2, 3, 4).astype(np.dtype(code).newbyteorder(order))
+    checkpoint = read(saved(given, tmp_path / "a.npy"))
+    entry = checkpoint.tree
+    assert checkpoint.container == "npy" and checkpoint.tensors_only and isinstance(entry, TensorEntry)
+    found = entry.numpy()
+    native = given.astype(given.dtype.newbyteorder("="))
+    assert found.dtype == native.dtype and found.shape == native.shape
+    assert found.tobytes() == native.tobytes() == entry.bytes()
+
+
+def test_special_values_keep_their_bits(tmp_path: Path) -> None:
+    bits = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800001, 0xFF800000], dtype="u4")
+    for given in (bits.view("<f4"), bits.byteswap().view(">f4")):
+        assert read(saved(given, tmp_path / "a.npy")).tree.bytes() == bits.tobytes()
+
+
+def test_fortran_order_is_strides(tmp_path: Path) -> None:
+    given = np.asfortranarray(np.arange(24.0).reshape(2, 3, 4))
+    entry = read(saved(given, tmp_path / "a.npy")).tree
+    assert entry.shape == (2, 3, 4) and entry.stride == (1, 2, 6)
+    assert np.array_equal(entry.numpy(), given)
+    big = read(saved(np.asfortranarray(given.astype(">f8")), tmp_path / "b.npy")).tree
+    assert big.stride == (1, 2, 6) and np.array_equal(big.numpy(), given)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0, 2), (1,), (1, 1, 1)])
+def test_scalars_and_empty_arrays(shape: tuple[int, ...], tmp_path: Path) -> None:
+    entry = read(saved(np.full(shape, 7.0), tmp_path / "a.npy")).tree
+    assert entry.shape == shape and np.array_equal(entry.numpy(), np.full(shape, 7.0))
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_the_header(version: tuple[int, int], tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy says that older readers know no version 2
+        np.lib.format.write_array(buffer, np.arange(5), version=version)
+    assert opened(buffer.getvalue(), tmp_path).numpy().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_headers_of_older_numpys(tmp_path: Path) -> None:
+    """Python 2 wrote sizes as longs, and numpy before 1.14 padded to 16 bytes."""
+    text = "{'descr': '<i4', 'fortran_order': False, 'shape': (2L, 3L), }"
+    text += " " * (16 - (10 + len(text) + 1) % 16) + "\n"
+    entry = opened(header(text, np.arange(6, dtype="<i4").tobytes()), tmp_path)
+    assert entry.shape == (2, 3) and entry.numpy().ravel().tolist() == list(range(6))
+
+
+def test_nothing_but_the_header_is_read(tmp_path: Path) -> None:
+    file = saved(np.zeros(1_000_000), tmp_path / "a.npy")
+    asked: list[tuple[int, int]] = []
+    original = ckptool.files.Source.read
+
+    def spy(self: Any, offset: int, length: int) -> bytes:
+        asked.append((offset, length))
+        return original(self, offset, length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ckptool.files.Source, "read", spy)
+        assert read(file).tree.numel == 1_000_000
+    head = [(offset, length) for offset, length in asked if offset < 70_000]
+    assert sum(length for _, length in head) <= 2_000 and len(asked) < 10
+
+
+# What is no tensor ---------------------------------------------------------------------------------------------------
+
+OTHERS = {
+    "texts": np.array(["ab", "cde", ""]),
+    "big-endian texts": np.array(["ab", "cde"]).astype(">U3"),
+    "bytes": np.array([b"ab", b"c"]),
+    "dates": np.array(["2020-01-01", "1969-12-31"], "M8[D]"),
+    "durations": np.array([1, -2], "m8[3s]"),
+    "raw": np.array([b"\1\2", b"\3\4"]).view("V2"),
+    "records": np.array([(1.5, "ab"), (2.5, "c")], [("x", "<f4"), ("y", "U2")]),
+    "records in records": np.zeros(2, [("a", [("b", "i2"), ("c", "U1")]), ("d", ">f8")]),
+    "aligned records": np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+    "fortran texts": np.asfortranarray(np.array([["a", "bc"], ["d", "e"]])),
+    "no texts": np.empty((0, 2), "U4"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_arrays_are_what_a_pickle_has_for_them(kind: str, tmp_path: Path) -> None:
+    given = OTHERS[kind]
+    checkpoint = read(saved(given, tmp_path / "a.npy"))
+    node = checkpoint.tree
+    assert isinstance(node, Object) and array_entry(node) is None and plain(node) == array(node)
+    ckptool.save(checkpoint, tmp_path / "b.pt")
+    loaded = ckptool.load(tmp_path / "b.pt")
+    assert loaded.dtype == given.dtype.newbyteorder("=") or given.dtype.fields or kind == "big-endian texts"
+    assert loaded.shape == given.shape and loaded.tolist() == given.tolist()
+    import torch
+
+    again = torch.load(tmp_path / "b.pt", weights_only=False)  # a file of our own
+    assert again.tolist() == given.tolist() and again.flags.f_contiguous == given.flags.f_contiguous
+
+
+def test_long_texts_stay_in_the_file(tmp_path: Path) -> None:
+    node = read(saved(np.array(["x" * 1000] * 100), tmp_path / "a.npy")).tree
+    assert isinstance(array(node).data, LongBytes) and "U1000[100]" in str(ckptool.inspect(tmp_path / "a.npy"))
+
+
+def test_row_084_objects_are_inert_and_nothing_is_built(tmp_path: Path) -> None:
+    class Marker:
+        def __reduce__(self) -> Any:
+            return print, ("it ran",)
+
+    file = saved(np.array([{"a": 1}, Marker()], dtype=object), tmp_path / "a.npy")
+    checkpoint = read(file)
+    assert isinstance(checkpoint.tree, Object) and array_entry(checkpoint.tree) is None
+    elements = checkpoint.tree.state[-1]
+    assert elements[0] == {"a": 1} and elements[1].name in ("__builtin__.print", "builtins.print")
+    assert "unsafe-global" in [note.code for note in ckptool.inspect(file).notes]
+
+
+# Hostile -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "descr",
+    [
+        "'<f16'",
+        "'<c32'",
+        "'f3'",
+        "'>'",
+        "''",
+        "'|O8'",
+        "'<M8[xx]'",
+        "'" + "<f4," * 1000 + "'",
+        "'<U999999999999'",
+        "'V'",
+        "'float32'",
+        "'numpy.float32'",
+        "7",
+        "None",
+        "{}",
+        "()",
+        "[('a', '<f4', (2,))]",
+        "[(('title', 'a'), '<f4')]",
+        "[('a', '<f4'), ('a', '<f4')]",
+        "[['a', '<f4']]",
+        "[(1, '<f4')]",
+        "[('a', " * 14 + "'<f4'" + ")]" * 14,
+    ],
+)
+def test_row_084_types_that_are_not_read_are_refused_by_name(descr: str, tmp_path: Path) -> None:
+    data = header(f"{{'descr': {descr}, 'fortran_order': False, 'shape': (1,), }}\n", bytes(8))
+    with pytest.raises((Unsupported, Ambiguous, Corrupt, LimitExceeded, Truncated)) as caught:
+        opened(data, tmp_path)
+    assert caught.value.what.startswith(str(tmp_path)) and len(caught.value.what) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", Corrupt),
+        ("{", Corrupt),
+        ("{'descr': '<f4'}", Corrupt),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1,), 'more': 1}", Corrupt),
+        ("{'descr': '<f4', 'descr': '<f8', 'fortran_order': False, 'shape': (1,)}", Ambiguous),
+        ("{'descr': '<f4', 'fortran_order': 0, 'shape': (1,)}", Corrupt),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}", BadTensor),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': [1]}", BadTensor),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (True,)}", BadTensor),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1)}", Corrupt),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1.0,)}", Corrupt),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,)}", Truncated),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}", Corrupt),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "1," * 65 + ")}", BadTensor),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}", Truncated),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': ()} 1", Corrupt),
+        ("__import__('os').system('true')", Corrupt),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1,), **{}}", Corrupt),
+        ("{'descr': '<f' '4', 'fortran_order': False, 'shape': (1,)}", Corrupt),
+        ("{'descr': '\\x3cf4', 'fortran_order': False, 'shape': (1,)}", Corrupt),
+        ("(" * 60_000, LimitExceeded),
+        ("[" * 20 + "]" * 20, LimitExceeded),
+        ("{'\x1b[31m': 1}", Corrupt),
+        ("\x1b[31m", Corrupt),
+    ],
+)
+def test_headers_that_numpy_never_writes(text: str, error: type[CkptoolError], tmp_path: Path) -> None:
+    with pytest.raises(error) as caught:
+        opened(header(text + "\n", bytes(4)), tmp_path)
+    assert caught.value.code == error.code and "\x1b" not in str(caught.value)
+
+
+def test_row_016_right_magic_wrong_sequel(tmp_path: Path) -> None:
+    for data, error in (
+        (npy_array.MAGIC, Truncated),
+        (npy_array.MAGIC + b"\1", Truncated),
+        (npy_array.MAGIC + b"\4\0" + bytes(20), Unsupported),
+        (npy_array.MAGIC + b"\1\0\xff\xff" + bytes(20), Truncated),
+        (npy_array.MAGIC + b"\2\0\xff\xff\xff\xff" + bytes(20), LimitExceeded),
+        (npy_array.MAGIC + b"\1\0\x04\0" + bytes(20), Corrupt),
+        (npy_array.MAGIC + b"\3\0\x04\0\0\0" + b"\xff\xfe\xfd\xfc", Corrupt),
+    ):
+        with pytest.raises(error):
+            opened(data, tmp_path)
+
+
+def test_every_truncation_is_named(tmp_path: Path) -> None:
+    whole = raw(np.arange(6.0))
+    for length in range(6, len(whole)):
+        with pytest.raises((Truncated, Corrupt)):
+            opened(whole[:length], tmp_path)
+
+
+def test_several_arrays_in_one_file_are_not_the_first_alone(tmp_path: Path) -> None:
+    with pytest.raises(Ambiguous, match="bytes after the end of the array") as caught:
+        opened(raw(np.arange(3)) + raw(np.arange(4)), tmp_path)
+    assert "several arrays" in caught.value.why
+    with pytest.raises(Ambiguous) as caught:
+        opened(raw(np.arange(3)) + b"x", tmp_path)
+    assert caught.value.why == "No array owns them."
+
+
+def test_no_flipped_byte_of_the_header_crashes(tmp_path: Path) -> None:
+    whole = raw(np.arange(6.0))
+    for place in range(6, len(whole) - 48):
+        for bit in (1, 4, 32, 128):
+            damaged = bytearray(whole)
+            damaged[place] ^= bit
+            try:
+                tree = opened(bytes(damaged), tmp_path)
+            except CkptoolError as error:
+                assert error.what
+            else:
+                assert not isinstance(tree, TensorEntry) or tree.nbytes <= 48
+
+
+@pytest.mark.parametrize("flaw", ["trailing", "persistent id"])
+def test_row_084_odd_pickles_in_object_arrays(flaw: str, tmp_path: Path) -> None:
+    whole = raw(np.array([None], dtype=object))
+    start = whole.index(b"\n") + 1
+    pickle = b"\x80\x02X\x01\0\0\0xQ." if flaw == "persistent id" else whole[start:] + b"N."
+    with pytest.raises((Ambiguous, Unsupported)) as caught:
+        opened(whole[:start] + pickle, tmp_path)
+    assert flaw.split()[0] in str(caught.value) or "after the end" in caught.value.what

@@ -1,0 +1,349 @@
+"""What is no checkpoint is named, with what to do: rows 1 to 11, 13, 14 and 16 of HOSTILE.md, and torch's other kinds of file."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import socket
+import struct
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.cli import main
+from ckptool.errors import CkptoolError, Corrupt, FileProblem, NotACheckpoint, Truncated, Unsupported, UsageError
+from ckptool.formats import read
+from tests.formats.zips import with_record
+from tests.helpers import torch_bytes, written
+
+CHECKPOINT = torch_bytes({"weight": torch.ones(2)})
+
+
+def refused(path: Path, kind: type[CkptoolError], *words: str) -> CkptoolError:
+    """The error for a file, which is of this kind, names the file and says these words."""
+    with pytest.raises(CkptoolError) as caught:
+        read(path)
+    error = caught.value
+    assert type(error) is kind, error
+    text = str(error)
+    assert all(word in text for word in words), text
+    assert text.isprintable() or "\n" in text
+    return error
+
+
+def test_row_001_empty_file(tmp_path: Path) -> None:
+    refused(written(b"", tmp_path / "model.pt"), Truncated, "is empty (0 bytes)")
+
+
+@pytest.mark.parametrize(
+    "data", [b"P", b"PK\x03", b"\x80", b"\x80\x02", b"\x80\x02}", b"abc", b"\x01", b"\xff\xfe\xfd", b"\n"]
+)
+def test_row_002_a_few_bytes(data: bytes, tmp_path: Path) -> None:
+    path = written(data, tmp_path / "model.pt")
+    with pytest.raises((NotACheckpoint, Truncated, Corrupt)) as caught:
+        read(path)
+    assert type(caught.value) is NotACheckpoint or data[:1] == b"\x80"
+
+
+@pytest.mark.parametrize("size", [1, 3, 100, 5_000, 3 << 20])
+def test_row_003_zeros(size: int, tmp_path: Path) -> None:
+    error = refused(written(bytes(size), tmp_path / "model.pt"), Corrupt, "zero", "never written")
+    assert f"{min(size, 1 << 20):,}" in error.what and f"{size:,}" in error.what
+
+
+def test_row_003_zeros_and_then_the_rest(tmp_path: Path) -> None:
+    refused(written(bytes(4096) + CHECKPOINT[4096:] + b"x", tmp_path / "model.pt"), Corrupt, "the first 4,096 of its")
+
+
+def test_row_004_git_lfs_pointer(tmp_path: Path) -> None:
+    oid = "sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid {oid}\nsize 12345\n".encode()
+    for data in (pointer, pointer.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + pointer):
+        refused(written(data, tmp_path / "model.pt"), NotACheckpoint, "git-lfs", oid, "size 12345", "git lfs pull")
+
+
+@pytest.mark.parametrize(
+    "start", ["<!DOCTYPE html>", "<html>", "  \n<HTML lang='en'>", "<?xml version='1.0'?>", "<Error><Code>AccessDenied"]
+)
+def test_row_005_web_page(start: str, tmp_path: Path) -> None:
+    refused(
+        written(f"{start}<title>Sign in</title>".encode(), tmp_path / "model.pt"), NotACheckpoint, "web page", "login"
+    )
+
+
+def test_row_006_what_a_server_answered(tmp_path: Path) -> None:
+    answer = json.dumps({"error": "Repository not found \x1b[31m"}).encode()
+    refused(
+        written(answer, tmp_path / "model.bin"), NotACheckpoint, "answer of a server: Repository not found", "Download"
+    )
+
+
+def test_row_006_a_configuration_given_as_the_model(tmp_path: Path) -> None:
+    config = written(json.dumps({"architectures": ["Bert"]}, indent=2).encode(), tmp_path / "config.json")
+    refused(config, NotACheckpoint, "JSON", "there is none")
+    written(CHECKPOINT, tmp_path / "my model.bin")
+    error = refused(config, NotACheckpoint, "JSON", "my model.bin")
+    assert f"'{tmp_path}/my model.bin'" in error.fix
+
+
+def test_row_006_json_of_another_kind(tmp_path: Path) -> None:
+    for data in (b"[1, 2, 3]", b'{"a": NaN}', b"{", b"{}", b"[" * 400):
+        refused(written(data, tmp_path / "model.json"), NotACheckpoint, "JSON")
+
+
+def zstd(data: bytes) -> bytes:
+    """One raw block: enough of the format for the program to unpack it."""
+    return b"\x28\xb5\x2f\xfd\x20" + bytes([len(data)]) + struct.pack("<I", len(data) << 3 | 1)[:3] + data
+
+
+WRAPPED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "gzip": (gzip.compress, ".gz"),
+    "bzip2": (bz2.compress, ".bz2"),
+    "xz": (lzma.compress, ".xz"),
+    "zstd": (lambda data: zstd(data[:200]), ".zst"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("suffixed", [True, False])
+def test_row_007_compressed(name: str, suffixed: bool, tmp_path: Path) -> None:
+    compress, suffix = WRAPPED[name]
+    path = written(compress(CHECKPOINT), tmp_path / f"my model.pt{suffix if suffixed else ''}")
+    error = refused(path, Unsupported, f"compressed with {name}")
+    command = error.fix.partition(": ")[2]
+    assert command.startswith(f"{name} -dc ")
+    if name == "gzip":  # the command works as it stands
+        subprocess.run(command, shell=True, check=True)
+        out = tmp_path / ("my model.pt" if suffixed else "my model.pt.unpacked")
+        assert out.read_bytes() == CHECKPOINT
+
+
+@pytest.mark.parametrize(("magic", "name"), [(b"7z\xbc\xaf\x27\x1c\0\x04", "7-Zip"), (b"Rar!\x1a\x07\x01\0", "RAR")])
+def test_row_008_archives_that_get_past_scanners(magic: bytes, name: str, tmp_path: Path) -> None:
+    refused(written(magic + bytes(100), tmp_path / "model.pt"), Unsupported, name, "scanners")
+
+
+def varint_text(field: int, text: bytes) -> bytes:
+    return bytes([field << 3 | 2, len(text)]) + text
+
+
+OTHER_MODELS = {
+    "GGUF": b"GGUF\x03\0\0\0" + bytes(16),
+    "GGML": b"tjgg\x03\0\0\0" + bytes(16),
+    "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(100),
+    "ONNX": b"\x08\x08" + varint_text(2, b"pytorch") + varint_text(3, b"2.13.0") + b"\x3a\x80\x01\x0a",
+    "SavedModel": b"\x08\x01\x12\xb4\x0a\x0a\x20" + bytes(60),
+    "TensorFlow graph": varint_text(1, varint_text(1, b"input") + varint_text(2, b"Placeholder")),
+    "TensorFlow checkpoint": bytes(100) + b"\x01" * 40 + bytes.fromhex("57fb808b247547db"),
+    "TensorFlow Lite": b"\x1c\0\0\0TFL3" + bytes(40),
+    "ExecuTorch": b"\x38\0\0\0ET12" + bytes(40),
+    "MXNet": struct.pack("<QQ", 0x112, 0) + bytes(20),
+    "preview archive": b"PYTORCH1" + bytes(56),
+    "tar archive": b"",
+}
+
+
+def plain_tar() -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        info = tarfile.TarInfo("model/weights.bin")
+        info.size = 4
+        archive.addfile(info, io.BytesIO(b"abcd"))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_row_009_models_of_other_programs(name: str, tmp_path: Path) -> None:
+    data = OTHER_MODELS[name] or plain_tar()
+    if name == "TensorFlow checkpoint":
+        data = b"\0\x05" + data[2:]
+    refused(written(data, tmp_path / "model.pth"), Unsupported, name)
+
+
+def test_row_009_npz_and_npy_are_read(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "a.npy", numpy.arange(3))
+    numpy.savez(tmp_path / "a.npz", x=numpy.arange(3))
+    assert {read(tmp_path / name).container for name in ("a.npy", "a.npz")} == {"npy", "npz"}
+
+
+def test_row_009_onnx_as_torch_writes_it(tmp_path: Path) -> None:
+    header = b"\x08\x07\x12\x07pytorch\x1a\x031.9:\xba\x01\n\x16\n\x07input.1\x12\x016"  # the first bytes of torch.onnx.export
+    refused(written(header + bytes(200), tmp_path / "model.onnx"), Unsupported, "ONNX")
+
+
+@pytest.mark.parametrize(
+    ("magic", "name"),
+    [
+        (b"\x89PNG\r\n\x1a\n", "PNG"),
+        (b"\x7fELF\x02\x01", "ELF"),
+        (b"%PDF-1.7", "PDF"),
+        (b"\xff\xd8\xff\xe0", "JPEG"),
+        (b"MZ\x90\0", "Windows"),
+    ],
+)
+def test_row_010_other_files_renamed(magic: bytes, name: str, tmp_path: Path) -> None:
+    refused(written(magic + bytes(200), tmp_path / "model.pt"), NotACheckpoint, name, "whatever its name says")
+
+
+def zipped(path: Path, names: list[str]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"{}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("names", "word"),
+    [
+        (["[Content_Types].xml", "word/document.xml"], "Office document"),
+        (["META-INF/MANIFEST.MF", "a/B.class"], "Java archive"),
+        (["metadata.json", "config.json", "model.weights.h5"], "Keras"),
+        (["mimetype", "content.xml"], "document"),
+        (["photo.jpg"], "zip archive"),
+        (["folder/weights.safetensors"], "weights.safetensors"),
+    ],
+)
+def test_row_011_ordinary_zip(names: list[str], word: str, tmp_path: Path) -> None:
+    error = refused(zipped(tmp_path / "my model.pt", names), NotACheckpoint, word, "not a PyTorch checkpoint")
+    assert f"'{tmp_path}/my model.pt'" in error.fix
+
+
+def test_row_011_torchserve_archive(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "model.mar", ["MAR-INF/MANIFEST.json", "resnet.pth", "handler.py"])
+    refused(path, Unsupported, "TorchServe", "resnet.pth", "unzip")
+
+
+def test_row_011_the_first_script_format(tmp_path: Path) -> None:
+    refused(zipped(tmp_path / "model.pt", ["m/model.json", "m/tensors/0", "m/version"]), Unsupported, "model.json")
+
+
+class Simple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.soak  # six seconds, of which torch takes all
+@pytest.mark.filterwarnings("ignore")
+def test_row_011_torch_export(tmp_path: Path) -> None:
+    program = torch.export.export(Simple(), (torch.ones(1, 3),))
+    torch.export.save(program, str(tmp_path / "model.pt2"))
+    refused(tmp_path / "model.pt2", Unsupported, "torch.export", ".state_dict")
+
+
+NEW_EXPORT = "data/weights/weight_0 models/model.json data/sample_inputs/model.pt archive_format archive_version byteorder .data/version"
+OLD_EXPORT = "serialized_exported_program.json serialized_state_dict.pt serialized_constants.pt version"
+
+
+@pytest.mark.parametrize(
+    "names", [[f"m/{name}" for name in NEW_EXPORT.split()], OLD_EXPORT.split()], ids=["new", "old"]
+)
+def test_row_011_the_layouts_of_torch_export(names: list[str], tmp_path: Path) -> None:
+    refused(zipped(tmp_path / "model.pt2", names), Unsupported, "torch.export", ".state_dict")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_row_011_torch_package(tmp_path: Path) -> None:
+    from torch.package import PackageExporter
+
+    with PackageExporter(str(tmp_path / "model.pt")) as package:
+        package.extern("**")
+        package.save_pickle("weights", "model.pkl", {"weight": torch.ones(2)})
+    refused(tmp_path / "model.pt", Unsupported, "torch.package", "source code")
+    named = with_record(tmp_path / "model.pt", tmp_path / "named.pt", "model/data.pkl", b"\x80\x02}.")
+    refused(named, Unsupported, "torch.package")
+
+
+def test_row_013_fifo_socket_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        for path in (tmp_path / "fifo", tmp_path / "socket", Path("/dev/zero"), Path("/dev/null")):
+            refused(path, UsageError, "not a regular file")
+
+
+def test_row_013_a_terminal() -> None:
+    master, slave = os.openpty()
+    try:
+        refused(Path(os.ttyname(slave)), UsageError, "not a regular file")
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_row_014_links_and_names(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    refused(tmp_path / "loop", FileProblem, "leads to itself")
+    refused(tmp_path / "dangling", FileProblem, "No such file")
+    refused(tmp_path / "no\nsuch\x1b[31m.pt", FileProblem, r"no\nsuch\x1b[31m.pt")
+    refused(tmp_path / ("x" * 300), FileProblem, "longer than this file system")
+    refused(Path(f"{tmp_path}/nul\0l"), FileProblem)
+    path = written(CHECKPOINT, tmp_path / "with\nnewline \x1b[0m.pt")
+    assert "\x1b" not in str(ckptool.inspect(path)) and r"with\nnewline \x1b[0m.pt" in str(ckptool.inspect(path))
+
+
+def test_row_016_the_right_magic_and_the_wrong_sequel(tmp_path: Path) -> None:
+    legacy = torch_bytes({"weight": torch.ones(2)}, _use_new_zipfile_serialization=False)
+    noise = numpy.random.default_rng(0).bytes(2000)
+    for data in (
+        b"PK\x03\x04" + noise,
+        b"PK\x03\x04",
+        b"PK\x05\x06" + noise,
+        legacy[:15],
+        legacy[:14] + noise,
+        b"\x80\x02" + noise,
+        b"PYTORCH1",
+        b"\x93NUMPY" + noise,
+        b"\x93NUMPY",
+        struct.pack("<Q", 100) + b"{" + noise,
+    ):
+        with pytest.raises(CkptoolError):
+            read(written(data, tmp_path / "model.pt"))
+
+
+def test_row_077_a_pickle_of_no_known_protocol(tmp_path: Path) -> None:
+    refused(written(b"\x80\x2a}.", tmp_path / "model.pkl"), Unsupported, "unknown protocol 42")
+    refused(written(b"\x80\x2a}x", tmp_path / "model.pkl"), NotACheckpoint, "80 2a 7d")
+
+
+def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:
+    chance = numpy.random.default_rng(1)
+    starts = [value for value in OTHER_MODELS.values() if value] + [
+        CHECKPOINT[:64],
+        plain_tar()[:300],
+        b"{",
+        b"\x80\x02",
+        b"<",
+    ]
+    for n in range(400):
+        data = starts[n % len(starts)][: int(chance.integers(1, 64))] + chance.bytes(int(chance.integers(0, 600)))
+        try:
+            read(written(data, tmp_path / "model.pt"))
+        except CkptoolError as error:
+            assert error.what and "\x1b" not in str(error)
+
+
+@pytest.mark.parametrize("name", ["gzip", "ONNX", "html", "zeros"])
+def test_the_command_line_says_it_and_exits_with_two(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"gzip": gzip.compress(b"x"), "ONNX": OTHER_MODELS["ONNX"], "html": b"<html>", "zeros": bytes(9)}[name]
+    assert main(["inspect", str(written(data, tmp_path / "model.pt"))]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error[") and "Traceback" not in err

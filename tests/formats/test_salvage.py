@@ -1,0 +1,506 @@
+"""What is left of a damaged file: all that is proven comes back, and nothing that comes back is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import struct
+import time
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Truncated, UsageError
+from ckptool.files import Folder, Source
+from ckptool.formats import read, salvage
+from ckptool.formats.salvage import Salvaged, whole_records
+from ckptool.formats.zip_parts import local_header
+from ckptool.formats.zip_records import CENTRAL, LOCAL
+from ckptool.tree import address, walk
+from ckptool.verbs.convert import convert
+from ckptool.verbs.edit import edit
+from fixtures.make import make
+from tests.helpers import torch_bytes, written
+
+Values = dict[str, bytes]
+
+
+def state(count: int = 12) -> dict[str, Any]:
+    """Tensors of one size, as a transformer's blocks have: where one record can pass for another."""
+    torch.manual_seed(0)
+    return {f"l{i}.w": torch.randn(4, 3) for i in range(count)} | {"big": torch.randn(40)}
+
+
+PLAIN = torch_bytes({"model": state(), "epoch": 3})
+INNER = torch.frombuffer(bytearray(PLAIN), dtype=torch.uint8)
+NESTED = torch_bytes({"a": torch.randn(5), "nest": INNER.clone(), "b": torch.randn(5), "c": torch.randn(7)})
+
+
+def rezipped(data: bytes, compression: int) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(out, "w", compression) as again:
+        for info in archive.infolist():
+            again.writestr(info.filename, archive.read(info))
+    return out.getvalue()
+
+
+FILES = {
+    "by torch": PLAIN,
+    "a zip inside of a tensor": NESTED,
+    "deflated": rezipped(PLAIN, zipfile.ZIP_DEFLATED),
+    "rezipped": rezipped(PLAIN, zipfile.ZIP_STORED),
+}
+
+
+def values(tree: Any) -> Values:
+    return {address(path): node.bytes() for path, node in walk(tree) if isinstance(node, TensorEntry)}
+
+
+def salvaged(data: bytes, path: Path) -> Salvaged:
+    """What is left of a file with these bytes; it must not be written to, nor changed."""
+    found = salvage.salvage(Source(written(data, path)))
+    assert path.read_bytes() == data
+    return found
+
+
+def came_back(found: Salvaged) -> Values:
+    """The tensors that are not lost."""
+    assert not found.raw
+    return {
+        address(path): node.bytes()
+        for path, node in walk(found.checkpoint.tree)
+        if isinstance(node, TensorEntry) and found.lost_of(node.storage) is None
+    }
+
+
+ORIGINALS: dict[str, Values] = {}
+
+
+def originals(name: str, path: Path) -> Values:
+    if name not in ORIGINALS:
+        ORIGINALS[name] = values(read(written(FILES[name], path)).tree)
+    return ORIGINALS[name]
+
+
+def whole_before(data: bytes, cut: int) -> dict[str, bytes]:
+    """The records that end, descriptor included, before byte `cut`: told by Python's zipfile from the whole file."""
+    found = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for info in archive.infolist():
+            name, extra = struct.unpack_from("<2H", data, info.header_offset + 26)
+            end = (
+                info.header_offset + LOCAL.size + name + extra + info.compress_size + (16 if info.flag_bits & 8 else 0)
+            )
+            if end <= cut:
+                found[info.filename] = archive.read(info)
+    return found
+
+
+# Cuts -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_64_tensor_zip_cut_at_half(tmp_path: Path) -> None:
+    """Every whole record comes back, byte for byte, and nothing wrong does."""
+    torch.manual_seed(1)
+    tensors = {f"layer{i}.weight": torch.randn(50 + i, 16) for i in range(64)}
+    data = torch_bytes({"model": tensors, "epoch": 3})
+    cut = len(data) // 2
+    whole = {name: raw for name, raw in whole_before(data, cut).items() if "/data/" in name}
+    assert 20 < len(whole) < 44
+    found = salvaged(data[:cut], tmp_path / "cut.pt")
+    back = came_back(found)
+    assert sorted(back.values()) == sorted(whole.values())
+    for name, raw in back.items():
+        assert raw == tensors[name.removeprefix("model/")].numpy().tobytes()
+    assert found.proven and found.checkpoint.tree["epoch"] == 3
+    assert len(found.lost) == 64 - len(whole)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("step", [211, pytest.param(1, marks=pytest.mark.soak)])
+def test_cut_at_many_lengths(name: str, step: int, tmp_path: Path) -> None:
+    path, data = tmp_path / "cut.pt", FILES[name]
+    expected, seen = originals(name, path), set()
+    for cut in range(4, len(data), step):
+        whole = {raw for key, raw in whole_before(data, cut).items() if "/data/" in key}
+        try:
+            found = salvaged(data[:cut], path)
+        except (Truncated, Corrupt):
+            assert not whole_before(data, cut)
+            continue
+        if found.raw:
+            continue
+        back = came_back(found)
+        assert back == {key: expected[key] for key in back}, cut
+        assert set(back.values()) == whole or "deflated" in name, cut
+        seen.add(len(back))
+    assert {0, len(expected)} <= seen if name != "a zip inside of a tensor" else {0, 1} <= seen
+
+
+def test_row_017_truncated_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "cut.pt"
+    for cut in [*range(1, 64), *range(64, len(PLAIN), 37), *range(len(PLAIN) - 120, len(PLAIN))]:
+        with pytest.raises((Truncated, NotACheckpoint)) as caught:
+            read(written(PLAIN[:cut], path))
+        if cut < 4:
+            continue
+        assert caught.type is Truncated, cut
+        whole = sum(1 for name in whole_before(PLAIN, cut) if "/data/" in name)
+        if "archive/data.pkl" in whole_before(PLAIN, cut):
+            assert f"{whole} of its 13 storages look whole" in caught.value.why, cut
+            assert f"ckptool recover {path} -o OUT" in caught.value.fix
+
+
+def test_row_017_the_count_of_a_large_file_reads_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch_bytes({f"w{i}": torch.zeros(1 << 18) for i in range(20)})
+    source = Source(written(data[: len(data) // 2], tmp_path / "cut.pt"))
+    read_bytes, original = 0, Source.read
+
+    def counted(self: Source, offset: int, length: int) -> bytes:
+        nonlocal read_bytes
+        read_bytes += length
+        return original(self, offset, length)
+
+    monkeypatch.setattr(Source, "read", counted)
+    expected = sum(1 for name in whole_before(data, len(data) // 2) if "/data/" in name)
+    assert whole_records(source) == (expected, 20) and 8 < expected < 12
+    assert read_bytes < 1 << 18
+
+
+# Damage ---------------------------------------------------------------------------------------------------------------
+
+
+def nothing_wrong(name: str, data: bytes, path: Path) -> int:
+    """Fails if a tensor comes back that is not the original's; how many came back."""
+    try:
+        found = salvaged(data, path)
+    except CkptoolError as error:
+        assert error.what and error.why
+        return 0
+    if found.raw:
+        records = whole_before(FILES[name], len(FILES[name]))
+        for key, entry in found.checkpoint.tree.items():
+            assert key not in records or "/data/" not in key or entry.bytes() == records[key]
+        return 0
+    back, expected = came_back(found), originals(name, path.with_name("original.pt"))
+    assert back == {key: expected.get(key) for key in back}
+    return len(back)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), name=st.sampled_from(sorted(FILES)))
+def test_nothing_that_comes_back_differs(data: st.DataObject, name: str, tmp_path: Path) -> None:
+    original = FILES[name]
+    damaged = bytearray(original[: data.draw(st.integers(100, len(original)), "cut")])
+    for _ in range(data.draw(st.integers(0, 3), "changes")):
+        at = data.draw(st.integers(0, len(damaged) - 1), "at")
+        kind = data.draw(st.sampled_from(["flip", "byte", "zeros", "missing"]), "kind")
+        size = data.draw(st.integers(1, 600), "size")
+        if kind == "flip":
+            damaged[at] ^= 1 << size % 8
+        elif kind == "byte":
+            damaged[at] = size % 256
+        elif kind == "zeros":
+            damaged[at : at + size] = bytes(len(damaged[at : at + size]))
+        elif len(damaged) > size + 100:
+            del damaged[at : at + (size | 1)]  # whole records that are missing at the very end leave no trace
+    nothing_wrong(name, bytes(damaged), tmp_path / "damaged.pt")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_that_comes_back_differs_at_length(name: str, tmp_path: Path) -> None:
+    chosen = random.Random(11)
+    for _ in range(5_000):
+        data = bytearray(FILES[name][: chosen.randrange(100, len(FILES[name]) + 1)])
+        for _ in range(chosen.randrange(4)):
+            at = chosen.randrange(len(data))
+            data[at] ^= 1 << chosen.randrange(8)
+            if chosen.random() < 0.3 and len(data) > 400:
+                del data[at : at + chosen.choice([1, 63, 77, 199, 300])]
+        nothing_wrong(name, bytes(data), tmp_path / "damaged.pt")
+
+
+def test_a_flip_anywhere_loses_at_most_what_it_hits(tmp_path: Path) -> None:
+    """The directory and the records' own headers say the same: where one is damaged, the other is believed."""
+    pickle_end = PLAIN.index(b"PK\x07\x08") + 16
+    for at in range(pickle_end, len(PLAIN), 29):
+        data = bytearray(PLAIN)
+        data[at] ^= 0x10
+        assert nothing_wrong("by torch", bytes(data), tmp_path / "flip.pt") >= 12, at
+
+
+def test_flipped_data_is_lost_and_named(tmp_path: Path) -> None:
+    data = bytearray(PLAIN)
+    at = PLAIN.index(b"archive/data/5") + 50
+    data[at] ^= 1
+    found = salvaged(bytes(data), tmp_path / "flip.pt")
+    assert set(originals("by torch", tmp_path / "o.pt")) - set(came_back(found)) == {"model/l5.w"}
+    (lost,) = found.lost_records
+    assert (lost.name, lost.nbytes) == ("archive/data/5", 48) and "checksum" in lost.why
+
+
+def header_of(name: str) -> int:
+    return PLAIN.index(name.encode()) - LOCAL.size
+
+
+HEADERS: dict[str, Callable[[bytearray], None]] = {
+    "its name is another's": lambda d: d.__setitem__(header_of("archive/data/5") + LOCAL.size + 13, ord("7")),
+    "its extra field leads into the next record": lambda d: d.__setitem__(
+        slice(header_of("archive/data/5") + 28, header_of("archive/data/5") + 30),
+        struct.pack("<H", struct.unpack_from("<H", PLAIN, header_of("archive/data/5") + 28)[0] + 128),
+    ),
+    "its magic": lambda d: d.__setitem__(header_of("archive/data/5"), 0),
+    "its flags": lambda d: d.__setitem__(header_of("archive/data/5") + 6, 0),
+    "its descriptor": lambda d: d.__setitem__(header_of("archive/data/6") - 16, 0),
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_damaged_header_behind_which_the_directory_is_cut_off(what: str, tmp_path: Path) -> None:
+    """No checksum covers a name; without a directory only the order of the records proves it."""
+    data = bytearray(PLAIN[: header_of("archive/data/7")])
+    HEADERS[what](data)
+    found = came_back(salvaged(bytes(data), tmp_path / "cut.pt"))
+    expected = originals("by torch", tmp_path / "o.pt")
+    assert found == {f"model/l{i}.w": expected[f"model/l{i}.w"] for i in (0, 1, 2, 3, 4, 6)}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_damaged_header_that_the_directory_makes_up_for(what: str, tmp_path: Path) -> None:
+    data = bytearray(PLAIN)
+    HEADERS[what](data)
+    assert came_back(salvaged(bytes(data), tmp_path / "h.pt")) == originals("by torch", tmp_path / "o.pt")
+
+
+def test_bytes_missing_from_the_middle_join_no_header_with_the_data_of_another(tmp_path: Path) -> None:
+    """Four records of one length are gone: the header of one stands before the data, and the valid checksum, of another."""
+    begin = header_of("archive/data/3") + 70
+    stride = header_of("archive/data/4") - header_of("archive/data/3")
+    data = PLAIN[:begin] + PLAIN[begin + 4 * stride :]
+    back = came_back(salvaged(data, tmp_path / "cut.pt"))
+    expected = originals("by torch", tmp_path / "o.pt")
+    assert back == {key: expected[key] for key in back} and "model/l2.w" in back and "model/l3.w" not in back
+
+
+def test_a_zip_in_a_tensor_is_not_taken_for_the_file(tmp_path: Path) -> None:
+    """The header of the tensor that holds it is gone, and the end of the file: its own records look like the file's."""
+    at = NESTED.index(b"archive/data/1") - LOCAL.size
+    data = bytearray(NESTED[:-1200])
+    data[at : at + 4] = bytes(4)
+    found = salvaged(bytes(data), tmp_path / "cut.pt")
+    expected = originals("a zip inside of a tensor", tmp_path / "o.pt")
+    back = came_back(found)
+    assert back == {key: expected[key] for key in back} and "a" in back and "nest" not in back
+    data[:4] = bytes(4)  # and so is the pickle
+    with pytest.raises(CkptoolError):
+        read(written(bytes(data), tmp_path / "cut.pt"))
+
+
+def test_the_order_of_a_rezipped_file_is_its_own(tmp_path: Path) -> None:
+    """Records in the order of their names, sizes in their headers: believed where the directory is there, or the size is unique."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(PLAIN)) as archive, zipfile.ZipFile(out, "w") as again:
+        for name in sorted(archive.namelist(), key=lambda name: name[::-1]):
+            again.writestr(name, archive.read(name))
+    expected = originals("by torch", tmp_path / "o.pt")
+    back = came_back(salvaged(out.getvalue(), tmp_path / "odd.pt"))
+    assert back == expected
+    cut = came_back(salvaged(out.getvalue()[:-30], tmp_path / "odd.pt"))
+    assert cut == expected  # the directory's entries are still there
+
+
+def test_a_lost_pickle_leaves_records_as_bytes(tmp_path: Path) -> None:
+    data = bytearray(PLAIN)
+    data[200] ^= 1
+    found = salvaged(bytes(data), tmp_path / "flip.pt")
+    assert found.raw and "archive/data.pkl" not in found.checkpoint.tree
+    tensor = found.checkpoint.tree["archive/data/3"]
+    assert tensor.dtype.name == "u8" and tensor.bytes() == state()["l3.w"].numpy().tobytes()
+
+
+def test_the_byte_order(tmp_path: Path) -> None:
+    path = make("big_endian.pt", tmp_path)
+    data, expected = path.read_bytes(), values(read(path).tree)
+    found = salvaged(data[:-30], tmp_path / "cut.pt")
+    assert came_back(found) == expected
+    at = data.index(b"PK\x07\x08", data.index(b"byteorder")) - 3
+    assert data[at : at + 3] == b"big"
+    with pytest.raises(Corrupt, match="byteorder"):
+        salvaged(data[:at] + b"bug" + data[at + 3 : -30], tmp_path / "cut.pt")
+
+
+def test_a_byte_order_that_is_lost_is_told_by_what_is_left_of_it(tmp_path: Path) -> None:
+    """Its header is damaged and no directory is left: where torch puts it, the word still stands."""
+    expected = originals("by torch", tmp_path / "o.pt")
+    for data, fine in ((PLAIN, True), (make("big_endian.pt", tmp_path).read_bytes(), False)):
+        cut = bytearray(data[: data.index(b"data/4") - 38])
+        at = cut.index(b"byteorder")
+        cut[at - 30 - len("archive/") if fine else cut.rindex(b"PK\x03\x04", 0, at)] = 0
+        if fine:
+            back = came_back(salvaged(bytes(cut), tmp_path / "cut.pt"))
+            assert len(back) == 4 and back == {key: expected[key] for key in back}
+        else:
+            with pytest.raises(Corrupt, match="byteorder"):
+                salvaged(bytes(cut), tmp_path / "cut.pt")
+
+
+def test_without_checksums_nothing_is_proven(tmp_path: Path) -> None:
+    path = make("crc_off.pt", tmp_path)
+    data, expected = path.read_bytes(), values(read(path).tree)
+    found = salvaged(data[:-30], tmp_path / "cut.pt")
+    assert not found.proven and came_back(found) == expected
+
+
+@pytest.mark.parametrize("name", ["protocol4.pt", "old_zip.pt", "rezipped_deflated.pt", "rezipped_zip64.pt"])
+def test_other_writers(name: str, tmp_path: Path) -> None:
+    path = make(name, tmp_path)
+    data, expected = path.read_bytes(), values(read(path).tree)
+    assert came_back(salvaged(data, tmp_path / "whole.pt")) == expected
+    assert came_back(salvaged(data[:-30], tmp_path / "cut.pt")) == expected  # only the end record is gone
+    half = came_back(salvaged(data[: 2 * len(data) // 3], tmp_path / "cut.pt"))
+    assert half and half == {key: expected[key] for key in half}
+
+
+# In-place edits --------------------------------------------------------------------------------------------------------
+
+
+def edited(path: Path) -> tuple[bytes, bytes]:
+    """A file before and after an in-place edit."""
+    before = written(PLAIN, path).read_bytes()
+    edit(path, set={"epoch": 4}, in_place=True)
+    return before, path.read_bytes()
+
+
+def test_an_edit_that_was_cut_off_gives_the_state_before(tmp_path: Path) -> None:
+    before, after = edited(tmp_path / "e.pt")
+    for cut in (len(before) + 50, (len(before) + len(after)) // 2, len(after) - 1):
+        found = salvaged(after[:cut], tmp_path / "cut.pt")
+        assert (found.prefix, found.how) == (len(before), salvage.UNDONE)
+        assert found.checkpoint.tree["epoch"] == 3 and not found.lost
+    assert salvaged(after, tmp_path / "cut.pt").checkpoint.tree["epoch"] == 4
+
+
+def test_an_edited_file_whose_old_directory_is_damaged(tmp_path: Path) -> None:
+    before, after = edited(tmp_path / "e.pt")
+    data = bytearray(after)
+    data[len(before) - 10] ^= 1
+    found = salvaged(bytes(data), tmp_path / "d.pt")
+    assert found.checkpoint.tree["epoch"] == 4
+    assert came_back(found) == originals("by torch", tmp_path / "o.pt")
+
+
+def test_two_archives_are_not_an_edit(tmp_path: Path) -> None:
+    other = torch_bytes({"model": {f"l{i}.w": torch.zeros(4, 3) for i in range(12)}})
+    path = written(PLAIN + other, tmp_path / "two.pt")
+    with pytest.raises(CkptoolError) as caught:
+        read(path)
+    with pytest.raises(CkptoolError) as again:
+        salvage.salvage(Source(path), caught.value)
+    assert again.value is caught.value
+    for tail in (b"X" * 16, b"PK\x03\x04" + bytes(40)):
+        assert came_back(salvaged(PLAIN + tail, path)) == originals("by torch", tmp_path / "o.pt")
+    with pytest.raises((Ambiguous, Truncated)):
+        read(path)
+
+
+# Safetensors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole_tree", [False, True])
+def test_a_cut_safetensors_file(whole_tree: bool, tmp_path: Path) -> None:
+    source, path = written(PLAIN, tmp_path / "in.pt"), tmp_path / "a.safetensors"
+    convert(source, path, all=whole_tree)
+    data, expected = path.read_bytes(), values(read(path).tree)
+    header = 8 + int.from_bytes(data[:8], "little")
+    seen = set()
+    for cut in range(header, len(data), 23):
+        found = salvaged(data[:cut], tmp_path / "cut.safetensors")
+        back = came_back(found)
+        assert not found.proven and back == {key: expected[key] for key in back}
+        assert whole_tree or len(back) == min(12, (cut - header) // 48) + (cut - header >= 12 * 48 + 160)
+        seen.add(len(back))
+        with pytest.raises(Truncated) as caught:
+            read(tmp_path / "cut.safetensors")
+        assert "of its 13 tensors are whole" in caught.value.why and "ckptool recover" in caught.value.fix
+    assert len(seen) > 10
+    with pytest.raises(Truncated):
+        salvaged(data[: header - 1], tmp_path / "cut.safetensors")
+    assert came_back(salvaged(data + b"more", tmp_path / "long.safetensors")) == expected
+
+
+def test_what_is_not_salvaged(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="folder"):
+        salvage.salvage(Folder(tmp_path))
+    with pytest.raises(UsageError, match="cannot be recovered"):
+        salvaged(b"something else entirely", tmp_path / "x.bin")
+    with pytest.raises(CkptoolError):
+        salvaged(b"PK\x03\x04" + bytes(60), tmp_path / "x.pt")
+
+
+# Budgets ---------------------------------------------------------------------------------------------------------------
+
+
+def header(name: bytes = b"a/data/1", flags: int = 0x808, stored: int = 0, crc: int = 0) -> bytes:
+    return LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, crc, stored, stored, len(name), 0) + name
+
+
+CENTRAL_LINE = CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x808, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0) + b"a/data/1"
+MEGABYTE = 1_000_000
+
+
+def filled(part: bytes, start: bytes = b"") -> bytes:
+    return start + part * ((MEGABYTE - len(start)) // len(part))
+
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "signatures of headers": lambda: filled(b"PK\x03\x04"),
+    "headers": lambda: filled(header()),
+    "headers of pickles": lambda: filled(header(b"a/data.pkl")),
+    "signatures of descriptors": lambda: filled(b"PK\x07\x08", header()),
+    "headers and descriptors": lambda: filled(header() + b"PK\x07\x08" + bytes(12)),
+    "directory entries": lambda: filled(CENTRAL_LINE, PLAIN[:-99]),
+    "signatures of entries": lambda: filled(b"PK\x01\x02", header()),
+    "whole archives": lambda: filled(PLAIN)[:-9],
+    "ends": lambda: filled(PLAIN[-22:], PLAIN),
+    "headers behind a pickle": lambda: filled(header(b"archive/data/0"), PLAIN[:1400]),
+    "records that contain each other": lambda: b"".join(
+        header(b"n/%d" % i, 0, MEGABYTE - 40 * i, 5) for i in range(MEGABYTE // 40)
+    ),
+    "a size of four gigabytes": lambda: filled(header(b"a/data.pkl", 0, 0xFFFFFFFE, 5)),
+    "padding": lambda: filled(local_header("a/data/1", 0, 0, 64)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_row_017_a_hostile_megabyte_takes_less_than_a_second(name: str, tmp_path: Path) -> None:
+    path = written(HOSTILE[name](), tmp_path / "hostile.pt")
+    begin = time.process_time()
+    with pytest.raises(CkptoolError) as caught:
+        read(path)
+    assert time.process_time() - begin < 1
+    begin = time.process_time()
+    with contextlib.suppress(CkptoolError):
+        salvage.salvage(Source(path), caught.value)
+    assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize("name", ["a size of four gigabytes", "records that contain each other"])
+def test_nothing_is_allocated_that_a_header_promises(name: str, tmp_path: Path) -> None:
+    source = Source(written(HOSTILE[name](), tmp_path / "hostile.pt"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CkptoolError):
+            salvage.salvage(source)
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()

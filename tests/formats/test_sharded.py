@@ -1,0 +1,428 @@
+"""Checkpoints in shards: index and shards agree on every name, or are refused; what is written, stock safetensors reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import (
+    Ambiguous,
+    CkptoolError,
+    Conflict,
+    Corrupt,
+    LimitExceeded,
+    NotACheckpoint,
+    Unsupported,
+)
+from ckptool.formats import read, sharded
+from tests.checkpoints import saved, three_parts
+from tests.helpers import written
+
+INDEX = "model.safetensors.index.json"
+
+
+def state(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Twelve tensors in an order of their own, of several types."""
+    torch.manual_seed(seed)
+    tensors = {f"layers.{i}.weight": torch.randn(10, 25) for i in range(9)}
+    return {
+        **tensors,
+        "norm": torch.randn(50).bfloat16(),
+        "a.first": torch.arange(7),
+        "scalar": torch.tensor(1.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / INDEX).read_text())  # type: ignore[no-any-return]
+
+
+def hub(folder: Path, tensors: dict[str, torch.Tensor] | None = None, shards: int = 3, **metadata: Any) -> Path:
+    """A folder as the hub's savers write it: names sorted in the index, ties named in its metadata."""
+    tensors = tensors if tensors is not None else state()
+    folder.mkdir(parents=True, exist_ok=True)
+    names, places = list(tensors), {}
+    for number in range(shards):
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[number * len(names) // shards : (number + 1) * len(names) // shards]
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(part, file))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    write_index(folder, places, {"total_size": total, **metadata})
+    return folder
+
+
+def write_index(folder: Path, places: dict[str, str], metadata: Any = None, name: str = INDEX) -> None:
+    index = {"metadata": metadata or {}, "weight_map": places}
+    (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def bins(folder: Path, parts: list[Any], **options: Any) -> Path:
+    """Shards as torch.save writes them, and their index."""
+    folder.mkdir()
+    places = {}
+    for number, part in enumerate(parts, 1):
+        file = f"pytorch_model-{number:05d}-of-{len(parts):05d}.bin"
+        torch.save(part, folder / file, **options)
+        places.update(dict.fromkeys(part, file))
+    total = sum(tensor.nbytes for part in parts for tensor in part.values())
+    write_index(folder, places, {"total_size": total}, "pytorch_model.bin.index.json")
+    return folder
+
+
+def assert_values(found: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+    assert set(found.tree) == set(tensors)
+    for name, tensor in tensors.items():
+        entry = found[name]
+        assert entry.shape == tuple(tensor.shape) and entry.dtype.torch == str(tensor.dtype).removeprefix("torch.")
+        assert entry.bytes() == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_index_or_its_folder_is_enough(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    for path in (folder, folder / INDEX):
+        found = read(path)
+        assert found.container == "sharded" and found.tensors_only and found.notes == ()
+        assert found.metadata == {"total_size": sum(t.nbytes for t in state().values())}
+        assert_values(found, state())
+        assert list(found.tree) == sorted(state())  # the order of the index
+        assert found.source is not None and found.source.size == sum(p.stat().st_size for p in folder.iterdir())
+    listing = ckptool.inspect(folder).listing
+    assert len(listing.tensors) == 13 and listing.container == "sharded"
+
+
+def test_a_relative_index_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(hub(tmp_path / "model"))
+    assert_values(read(INDEX), state())
+    assert_values(read("."), state())
+
+
+def test_shards_that_are_links_into_a_cache(tmp_path: Path) -> None:
+    hub(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
+    assert_values(read(tmp_path / "snapshot" / INDEX), state())
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_torch_shards(zipped: bool, tmp_path: Path) -> None:
+    tensors = state()
+    names = list(tensors)
+    parts = [{n: tensors[n] for n in names[:5]}, {n: tensors[n] for n in names[5:]}]
+    folder = bins(tmp_path / "model", parts, _use_new_zipfile_serialization=zipped)
+    found = read(folder)
+    assert_values(found, tensors)
+    assert list(found.tree) == names and not found.tensors_only  # the order of the model, which their pickles have
+    assert_values(read(folder / "pytorch_model.bin.index.json"), tensors)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"])
+def test_a_folder_with_a_single_file_reads_as_that_file(name: str, tmp_path: Path) -> None:
+    if name.endswith(".bin"):
+        saved(state(), tmp_path / name)
+    else:
+        save_file(state(), tmp_path / name)
+    (tmp_path / "config.json").write_text("{}")
+    found = read(tmp_path)
+    assert found.container == read(tmp_path / name).container != "sharded"
+    assert found.source is not None and found.source.path == str(tmp_path / name)
+    assert_values(found, state())
+
+
+def test_row_012_a_plain_directory(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint, match="It is empty"):
+        read(tmp_path)
+    (tmp_path / "notes.txt").write_text("no")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotACheckpoint) as caught:
+        read(tmp_path)
+    assert "config.json, notes.txt" in caught.value.why and "index.json" in caught.value.why
+    three_parts(caught.value)
+
+
+def test_a_folder_of_two_checkpoints(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    save_file(state(), folder / "model.safetensors")
+    assert_values(read(folder), state())  # an index is worth more than a file beside it
+    shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
+    with pytest.raises(Ambiguous, match="holds 2 checkpoints"):
+        read(folder)
+    assert_values(read(folder / INDEX), state())
+    save_file(state(), tmp_path / "model.safetensors")
+    saved(state(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(Ambiguous, match=r"pytorch_model\.bin"):
+        read(tmp_path)
+
+
+def test_shards_without_their_index(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    (folder / INDEX).unlink()
+    with pytest.raises(Corrupt, match="holds shards and no index"):
+        read(folder)
+    for path in list(folder.iterdir()):
+        path.rename(folder / f"shard-00001-{path.name}")
+    with pytest.raises(Unsupported, match=r"torch\.distributed\.checkpoint as safetensors"):
+        read(folder)
+
+
+def test_ties_that_the_hubs_savers_record_in_the_index(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model", head="layers.0.weight", total_parameters=5, other="text")
+    found = read(folder)
+    assert found["head"].storage is found["layers.0.weight"].storage
+    assert found.metadata == {"total_size": found.metadata["total_size"], "total_parameters": 5, "other": "text"}
+    assert [note.code for note in found.notes] == ["ties-recorded"]
+
+
+def test_ties_within_a_shard(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    first = folder / "model-00001-of-00003.safetensors"
+    names = [n for n, f in index_of(folder)["weight_map"].items() if f == first.name]
+    tied = {"format": "pt", "head": names[0]}
+    save_file({name: state()[name] for name in names}, first, metadata=tied)
+    found = read(folder)
+    assert found["head"].storage is found[names[0]].storage and found.notes[0].code == "ties-recorded"
+    assert_values(found, {**state(), "head": state()[names[0]]})
+
+
+# Index and shards against each other ------------------------------------------------------------------------------------
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    index = index_of(folder)
+    replaced = change(index)
+    (folder / INDEX).write_text(json.dumps(index if replaced is None else replaced))
+    return folder
+
+
+def pointed(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda index: index["weight_map"].update({"norm": name})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../model-00001-of-00003.safetensors", "outside of its folder"),
+        ("/etc/passwd", "outside of its folder"),
+        ("..", "outside of its folder"),
+        (".", "outside of its folder"),
+        ("", "outside of its folder"),
+        ("sub/model.safetensors", "outside of its folder"),
+        ("..\\model.safetensors", "outside of its folder"),
+        ("nul\0", "outside of its folder"),
+        ("C:model.safetensors", "outside of its folder"),
+        ("missing.safetensors", "1 of its 4 shards are missing: missing.safetensors"),
+        (INDEX, "names an index as a shard"),
+        ("other.safetensors.index.json", "names an index as a shard"),
+    ],
+)
+def test_row_129_names_that_lead_elsewhere(name: str, words: str, tmp_path: Path) -> None:
+    hub(tmp_path / "model")
+    folder = changed(hub(tmp_path / "model"), pointed(name))
+    shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
+    with pytest.raises(Corrupt, match=words) as caught:
+        read(folder / INDEX)
+    three_parts(caught.value)
+
+
+def test_row_129_one_shard_under_two_names(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    (folder / "twin.safetensors").symlink_to("model-00001-of-00003.safetensors")
+    name = min(n for n, f in index_of(folder)["weight_map"].items() if "00001" in f)
+    changed(folder, lambda index: index["weight_map"].update({name: "twin.safetensors"}))
+    with pytest.raises(Conflict):
+        read(folder)
+
+
+@pytest.mark.parametrize("said", [1, 10**12, -5, 0.5, "many", [1], True])
+def test_row_129_total_size_lies(said: Any, tmp_path: Path) -> None:
+    """Many writers get it wrong, and no tensor depends on it: a note."""
+    folder = changed(hub(tmp_path / "model"), lambda index: index["metadata"].update({"total_size": said}))
+    found = read(folder)
+    assert [note.code for note in found.notes] == ["total-size"]
+    assert_values(found, state())
+
+
+def test_row_129_no_total_size(tmp_path: Path) -> None:
+    folder = changed(hub(tmp_path / "model"), lambda index: {"weight_map": index["weight_map"]})
+    assert read(folder).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', Ambiguous),
+        (b'{"weight_map": {}, "weight_map": {}}', Ambiguous),
+        (b'{"weight_map": {}}', Corrupt),
+        (b'{"weight_map": []}', Corrupt),
+        (b'{"weight_map": {"a": 1}}', Corrupt),
+        (b'{"weight_map": {"a": ["x.safetensors"]}}', Corrupt),
+        (b'{"weight_map": {"a": "x.safetensors"}, "metadata": []}', Corrupt),
+        (b'{"weight_map": {"a": "x.safetensors"}, "n": NaN}', Corrupt),
+        (b'{"weight_map": {"a": "\xff"}}', Corrupt),
+        (b'{"weight_map": {"\\ud800": "x.safetensors"}}', Corrupt),
+        (b'{"weight_map": {"a": "x.safetensors"}', Corrupt),
+        (b'{"weight_map": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", Corrupt),
+        (b'{"weight_map": ' + b"9" * 100_000 + b"}", Corrupt),
+        (b'{"error": "Repository not found"}', NotACheckpoint),
+        (b"<!doctype html>", NotACheckpoint),
+        (b"[]", NotACheckpoint),
+    ],
+)
+def test_row_129_an_index_that_is_none(text: bytes, error: type[CkptoolError], tmp_path: Path) -> None:
+    with pytest.raises(error) as caught:
+        read(written(text, tmp_path / INDEX))
+    assert str(tmp_path) in caught.value.what
+    three_parts(caught.value) if error is not Corrupt else None
+
+
+def test_row_129_an_index_that_is_too_large(tmp_path: Path) -> None:
+    path = written(b'{"weight_map": {', tmp_path / INDEX)
+    with path.open("r+b") as file:
+        file.truncate(sharded.MAX_INDEX + 1)
+    with pytest.raises(LimitExceeded, match=r"100,000,001"):
+        read(path)
+
+
+def test_row_006_an_error_text_in_place_of_an_index(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint, match="without a weight_map"):
+        read(written(b'{"error": "not found"}', tmp_path / INDEX))
+
+
+def test_row_130_tensors_of_a_shard_that_are_not_in_the_index(tmp_path: Path) -> None:
+    folder = changed(hub(tmp_path / "model"), lambda index: index["weight_map"].pop("norm") and None)
+    with pytest.raises(Conflict, match=r"1 tensors of shards are not in it \(norm in model-00003") as caught:
+        read(folder)
+    three_parts(caught.value)
+
+
+def test_row_130_names_of_the_index_that_are_in_no_shard(tmp_path: Path) -> None:
+    folder = changed(
+        hub(tmp_path / "model"), lambda index: index["weight_map"].update(gone="model-00001-of-00003.safetensors")
+    )
+    with pytest.raises(Conflict, match=r"1 of its names are not in their shards \(gone\)"):
+        read(folder)
+
+
+def test_row_130_a_tensor_in_another_shard_than_the_index_says(tmp_path: Path) -> None:
+    folder = changed(hub(tmp_path / "model"), pointed("model-00001-of-00003.safetensors"))
+    with pytest.raises(Conflict, match="do not belong together"):
+        read(folder)
+
+
+def test_row_130_one_name_in_two_shards(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    save_file({"x": torch.ones(2), "norm": torch.zeros(50)}, folder / "more.safetensors")
+    changed(folder, lambda index: index["weight_map"].update(x="more.safetensors"))
+    for file in list(folder.glob("model-*")):  # names without numbers, which would be compared first
+        file.rename(folder / f"part{file.name[6:11]}.safetensors")
+    text = (folder / INDEX).read_text()
+    for number in (1, 2, 3):
+        text = text.replace(f"model-{number:05d}-of-00003.", f"part{number:05d}.")
+    (folder / INDEX).write_text(text)
+    with pytest.raises(Conflict, match="norm is in two shards"):
+        read(folder)
+
+
+def test_row_130_a_shard_of_another_run(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    other = hub(tmp_path / "other", {f"other.{name}": tensor for name, tensor in state().items()})
+    shutil.copy(other / "model-00002-of-00003.safetensors", folder / "model-00002-of-00003.safetensors")
+    with pytest.raises(Conflict, match="do not belong together"):
+        read(folder)
+
+
+@pytest.mark.parametrize(("missing", "there"), [(3, 2), (2, 3)])
+def test_row_130_numbers_that_disagree(missing: int, there: int, tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model", shards=there)
+    text = (folder / INDEX).read_text().replace(f"-of-{there:05d}", f"-of-{missing:05d}")
+    (folder / INDEX).write_text(text)
+    for file in list(folder.glob("model-*")):
+        file.rename(folder / file.name.replace(f"-of-{there:05d}", f"-of-{missing:05d}"))
+    with pytest.raises(Conflict, match=f"names {there} shards, whose names say that they are of {missing}"):
+        read(folder)
+
+
+def test_row_130_shards_of_two_divisions(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model", shards=2)
+    (folder / "model-00002-of-00002.safetensors").rename(folder / "model-00002-of-00003.safetensors")
+    text = (folder / INDEX).read_text().replace("00002-of-00002", "00002-of-00003")
+    (folder / INDEX).write_text(text)
+    with pytest.raises(Conflict, match="of 2 and of 3"):
+        read(folder)
+
+
+def test_row_130_shards_of_two_types_where_the_sum_tells(tmp_path: Path) -> None:
+    full = {f"w{i}": torch.randn(8, 8) for i in range(6)}
+    half = {name: tensor.bfloat16() for name, tensor in full.items()}
+    folder, other = hub(tmp_path / "model", half, 2), hub(tmp_path / "other", full, 2)
+    shutil.copy(other / "model-00002-of-00002.safetensors", folder / "model-00002-of-00002.safetensors")
+    with pytest.raises(Conflict, match="counts the bytes of a checkpoint in bf16; of another type are model-00002"):
+        read(folder)
+    write_index(folder, index_of(folder)["weight_map"], {"total_size": 1})
+    assert [note.code for note in read(folder).notes] == ["total-size"]  # then it only lies
+
+
+def test_row_130_shards_of_two_containers(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model", shards=2)
+    saved({"x": torch.ones(2)}, folder / "x.bin")
+    changed(folder, lambda index: index["weight_map"].update(x="x.bin"))
+    names = index_of(folder)["weight_map"]
+    for file in list(folder.glob("model-*")):
+        file.rename(folder / f"part{file.name[6:11]}.safetensors")
+    write_index(folder, {n: f if f == "x.bin" else f"part{f[6:11]}.safetensors" for n, f in names.items()})
+    with pytest.raises(Conflict, match="safetensors and of torch"):
+        read(folder)
+
+
+def test_stale_shards_are_noted(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    for name in ("model-00001-of-00002.safetensors", "other-00001-of-00002.safetensors"):
+        save_file({"x": torch.ones(2)}, folder / name)
+    (note,) = read(folder).notes
+    assert note.code == "stale-shards" and "model-00001-of-00002" in note.message and "other-" not in note.message
+
+
+def test_a_damaged_shard(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    shard = folder / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-4])
+    with pytest.raises(CkptoolError) as caught:
+        read(folder)
+    assert caught.value.code == "truncated" and shard.name in caught.value.what
+    shard.write_bytes(b"")
+    with pytest.raises(CkptoolError, match="is empty"):
+        read(folder)
+
+
+def test_shards_that_hold_no_dictionary_or_a_whole_tree(tmp_path: Path) -> None:
+    saved([torch.ones(2)], tmp_path / "a.bin")
+    write_index(tmp_path, {"x": "a.bin"}, name="pytorch_model.bin.index.json")
+    with pytest.raises(Corrupt, match="no dictionary of names"):
+        read(tmp_path)
+    saved({"state_dict": state(), "epoch": 3}, tmp_path / "tree.pt")
+    ckptool.convert(tmp_path / "tree.pt", tmp_path / "tree.safetensors", all=True)
+    write_index(tmp_path, {"x": "tree.safetensors"}, name="whole.safetensors.index.json")
+    with pytest.raises(Unsupported, match="a whole tree"):
+        read(tmp_path / "whole.safetensors.index.json")
+
+
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
+    name = "\x1b[31m\n"
+    write_index(tmp_path, {name: "x\x1b.safetensors"})
+    with pytest.raises(Corrupt) as caught:
+        read(tmp_path)
+    assert "\x1b" not in str(caught.value) and "x\\x1b.safetensors" in str(caught.value)

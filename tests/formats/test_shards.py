@@ -1,0 +1,330 @@
+"""Dividing a checkpoint into shards: what is written, stock safetensors reads, and what was divided stays so."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.checkpoint import Checkpoint, Plan, TensorEntry
+from ckptool.errors import OutputExists, Unsupported, UsageError
+from ckptool.formats import by_name, read, sharded
+from ckptool.formats.shards import NUMBERED, _split, _Unit, size_in_bytes
+from tests.checkpoints import opened, saved
+from tests.formats.test_sharded import INDEX, assert_values, bins, hub, index_of, state
+from tests.helpers import assert_same_tree, carry_out
+
+
+def carried_out(plan: Plan, folder: Path) -> Path:
+    """Executes a plan of several files, without the care that a user's folder needs."""
+    folder.mkdir()
+    checks = plan.checks
+    for name, segments in plan.files.items():
+        carry_out(Plan({"": segments}, checks), folder / name)
+        checks = []
+    return folder
+
+
+def stock(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors as loaders of the hub's kind read them: by the index, each from its shard."""
+    index = index_of(folder)
+    tensors = {}
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(folder / file, "pt") as shard:
+            assert shard.metadata()["format"] == "pt"
+            tensors[name] = shard.get_tensor(name)
+    for file in set(index["weight_map"].values()):
+        with safetensors.safe_open(folder / file, "pt") as shard:
+            assert {n for n, f in index["weight_map"].items() if f == file} == set(shard.keys())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    return tensors
+
+
+def same_values(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("size", [1, 1000, 2500, 3333, 6000])
+def test_what_is_written_stock_safetensors_reads(size: int, tmp_path: Path) -> None:
+    model = saved({"state_dict": state(), "epoch": 3}, tmp_path / "model.pt")
+    done = ckptool.convert(model, tmp_path / "out", shard_size=size, verify=True)
+    assert done.container == "sharded" and done.verified and done.facts["left_behind"] == ["epoch"]
+    same_values(stock(tmp_path / "out"), state())
+    found = read(tmp_path / "out")
+    assert list(found.tree) == list(state()) and found.notes == ()
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    for number, shard in enumerate(shards, 1):
+        assert shard.name == f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        sizes = [entry.nbytes for entry in read(shard).tree.values()]
+        assert sum(sizes) <= size or len(sizes) == 1
+    assert ckptool.diff(model, tmp_path / "out").same
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    model = saved(state(), tmp_path / "model.pt")
+    for out in ("one", "two"):
+        ckptool.convert(model, tmp_path / out, shard_size="2kB")
+    files = [{p.name: p.read_bytes() for p in (tmp_path / out).iterdir()} for out in ("one", "two")]
+    assert files[0] == files[1] and len(files[0]) == 6
+
+
+def test_one_shard_is_a_file_without_an_index(tmp_path: Path) -> None:
+    model = saved(state(), tmp_path / "model.pt")
+    ckptool.convert(model, tmp_path / "out", container="sharded", verify=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert_values(read(tmp_path / "out"), state())
+    ckptool.convert(opened_empty(tmp_path), tmp_path / "empty", container="sharded")
+    assert [path.name for path in (tmp_path / "empty").iterdir()] == ["model.safetensors"]
+
+
+def opened_empty(folder: Path) -> Path:
+    return saved({"x": torch.ones(1)}, folder / "x.pt")
+
+
+def test_the_division_is_the_hubs() -> None:
+    """Greedy in key order; what is too large for any shard gets one of its own, and does not end the one before it."""
+
+    def split(sizes: list[int], limit: int) -> list[list[int]]:
+        return [[unit.size for unit in shard] for shard in _split([_Unit([i], n) for i, n in enumerate(sizes)], limit)]
+
+    assert split([3, 3, 3, 3], 6) == [[3, 3], [3, 3]]
+    assert split([3, 4, 3], 6) == [[3], [4], [3]]
+    assert split([1, 9, 2, 3], 6) == [[9], [1, 2, 3]]
+    assert split([9, 9], 6) == [[9], [9]]
+    assert split([0, 6, 0, 1], 6) == [[0, 6, 0], [1]]
+    assert split([], 6) == [[]]
+
+
+def test_ties_across_shards_are_kept(tmp_path: Path) -> None:
+    shared = torch.randn(10, 25)
+    tensors = {"embed": shared, **state(), "head": shared, "transposed": shared.t()}
+    ckptool.convert(saved(tensors, tmp_path / "model.pt"), tmp_path / "out", shard_size="2kB", verify=True)
+    index = index_of(tmp_path / "out")
+    assert "head" not in index["weight_map"]
+    with safetensors.safe_open(tmp_path / "out" / index["weight_map"]["embed"], "pt") as shard:
+        assert shard.metadata()["head"] == "embed"
+    found = read(tmp_path / "out")
+    assert found["head"].storage is found["embed"].storage is not found["transposed"].storage
+    assert_values(found, tensors)
+    ckptool.convert(tmp_path / "out", tmp_path / "back.pt")
+    again = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert again["head"].data_ptr() == again["embed"].data_ptr()
+    ckptool.convert(tmp_path / "out", tmp_path / "copies", ties="copy", shard_size="2kB")
+    same_values(stock(tmp_path / "copies"), tensors)
+
+
+@pytest.mark.parametrize("verb", ["add_module", "cast", "remap", "edit", "strip_module"])
+def test_what_was_read_in_shards_keeps_its_division(verb: str, tmp_path: Path) -> None:
+    folder, out = hub(tmp_path / "model"), tmp_path / "out"
+    if verb == "cast":
+        ckptool.cast(folder, out, dtype="f16", verify=True)
+    elif verb == "edit":
+        ckptool.edit(folder, out, drop=["scalar"], verify=True)
+    elif verb == "remap":
+        ckptool.remap(folder, out, to="cuda:1")
+    else:
+        getattr(ckptool, verb)(folder, out, verify=True)
+    before, after = index_of(folder)["weight_map"], index_of(out)["weight_map"]
+    prefix = "module." if verb == "add_module" else ""
+    assert {prefix + name: file for name, file in before.items() if verb != "edit" or name != "scalar"} == after
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in folder.iterdir())
+    stock(out)
+
+
+def test_shards_that_become_empty_are_numbered_anew(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    gone = [name for name, file in index_of(folder)["weight_map"].items() if "00002" in file]
+    ckptool.edit(folder, tmp_path / "out", drop=gone, verify=True)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        INDEX,
+    ]
+    assert_values(read(tmp_path / "out"), {n: t for n, t in state().items() if n not in gone})
+
+
+def test_the_metadata_of_shards_and_index_is_kept(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model", total_parameters=1, note="text")
+    first = folder / "model-00001-of-00003.safetensors"
+    save_file(
+        {n: e for n, e in state().items() if n in read(first).tree}, first, metadata={"format": "pt", "step": "7"}
+    )
+    ckptool.add_module(folder, tmp_path / "out")
+    metadata = index_of(tmp_path / "out")["metadata"]
+    assert metadata["note"] == "text" and metadata["total_parameters"] == sum(t.numel() for t in state().values())
+    with safetensors.safe_open(tmp_path / "out" / first.name, "pt") as shard:
+        assert shard.metadata() == {"format": "pt", "step": "7"}
+
+
+def test_an_unchanged_folder_is_copied(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    assert ckptool.strip_module(folder, tmp_path / "out", verify=True).how == "copy"
+    for path in folder.iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_torch_shards_stay_torch_shards(tmp_path: Path) -> None:
+    shared = torch.randn(4, 6)
+    parts = [
+        OrderedDict(a=shared, b=shared.t(), c=torch.nn.Parameter(torch.ones(3))),
+        OrderedDict(d=torch.arange(4), e=torch.ones(2).bfloat16()),
+    ]
+    parts[0]._metadata = OrderedDict({"": {"version": 1}, "a": {"version": 2}})  # type: ignore[attr-defined]
+    folder = bins(tmp_path / "model", parts)
+    before = read(folder)
+    assert before.tree.metadata == {"": {"version": 1}, "a": {"version": 2}}
+    ckptool.add_module(folder, tmp_path / "out", verify=True)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in folder.iterdir())
+    ckptool.strip_module(tmp_path / "out", tmp_path / "back", verify=True)
+    assert_same_tree(before, read(tmp_path / "back"))
+    loaded = torch.load(tmp_path / "back/pytorch_model-00001-of-00002.bin", weights_only=True)
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr() and loaded["b"].stride() == (1, 6)
+    assert isinstance(loaded["c"], torch.nn.Parameter) and loaded._metadata["a"] == {"version": 2}
+
+
+def test_torch_shards_are_converted_to_safetensors(tmp_path: Path) -> None:
+    parts = [{"a": torch.randn(4, 6), "c": torch.ones(3)}, {"d": torch.arange(4)}]
+    folder = bins(tmp_path / "model", parts)
+    ckptool.convert(folder, tmp_path / "out", verify=True)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir())[0] == "pytorch_model-00001-of-00002.safetensors"
+    index = json.loads((tmp_path / "out/pytorch_model.safetensors.index.json").read_text())
+    assert len(index["weight_map"]) == 3
+    assert_values(read(tmp_path / "out"), {**parts[0], **parts[1]})
+
+
+def test_torch_shards_stay_divided_with_what_shares_bytes_together(tmp_path: Path) -> None:
+    both = torch.arange(8.0)
+    parts = [{"a": both[:4], "x": torch.ones(2)}, {"b": torch.zeros(4)}]
+    found = read(bins(tmp_path / "model", parts))
+    entry = found["a"]
+    tree = {**found.tree, "b": TensorEntry(entry.storage, entry.dtype, (4,), (1,), 4)}
+    plan = sharded.write(Checkpoint(tree, "sharded", origin=found.origin))
+    again = read(carried_out(plan, tmp_path / "out"))
+    assert again["a"].storage is again["b"].storage and again["b"].bytes() == both[4:].numpy().tobytes()
+    with pytest.raises(Unsupported, match="texts for names"):
+        sharded.write(Checkpoint({1: entry}, "sharded", origin=found.origin))
+
+
+def test_a_sharded_checkpoint_is_divided_anew_and_merged(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    ckptool.convert(folder, tmp_path / "out", shard_size="1kB", verify=True)
+    assert len(index_of(tmp_path / "out")["weight_map"]) == 13 and len(list((tmp_path / "out").iterdir())) == 12
+    ckptool.convert(tmp_path / "out", tmp_path / "one.safetensors", verify=True)
+    ckptool.convert(tmp_path / "out", tmp_path / "one.pt", verify=True)
+    assert_values(read(tmp_path / "one.safetensors"), state())
+    same_values(torch.load(tmp_path / "one.pt", weights_only=True), state())
+    ckptool.add_module(folder, tmp_path / "module.safetensors")
+    assert_values(read(tmp_path / "module.safetensors"), {f"module.{n}": t for n, t in state().items()})
+
+
+def test_the_contract(tmp_path: Path) -> None:
+    """What was read, written and read again is the same tree, and the same bytes."""
+    found = read(hub(tmp_path / "model"))
+    again = read(carried_out(sharded.write(found), tmp_path / "one"))
+    assert_same_tree(found, again)
+    carried_out(sharded.write(again), tmp_path / "two")
+    for path in (tmp_path / "one").iterdir():
+        assert (tmp_path / "two" / path.name).read_bytes() == path.read_bytes()
+    assert by_name("sharded").append(found) is None
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="epoch"):
+        sharded.write(opened({"a": torch.ones(2), "epoch": 3}, tmp_path))
+    model = saved({"state_dict": state(), "epoch": 3}, tmp_path / "model.pt")
+    with pytest.raises(UsageError, match="--all"):
+        ckptool.convert(model, tmp_path / "out", all=True, shard_size="1MB")
+    ckptool.convert(model, tmp_path / "all.safetensors", all=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_saved_from_python(tmp_path: Path) -> None:
+    ckptool.save(state(), tmp_path / "out", container="sharded")
+    assert_values(read(tmp_path / "out"), state())
+    with pytest.raises(OutputExists):
+        ckptool.save(state(), tmp_path / "out", container="sharded")
+    found = read(hub(tmp_path / "model"))
+    ckptool.save(found, tmp_path / "out", container="sharded", overwrite=True)
+    assert_values(read(tmp_path / "out"), state())
+    assert index_of(tmp_path / "out")["weight_map"] == index_of(tmp_path / "model")["weight_map"]
+
+
+def test_in_place_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be changed in place"):
+        ckptool.add_module(hub(tmp_path / "model"), in_place=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5_000_000_000),
+        ("5 gb", 5_000_000_000),
+        ("5GiB", 5 << 30),
+        ("500MB", 500_000_000),
+        ("1.5KB", 1500),
+        ("10k", 10_000),
+        ("2KiB", 2048),
+        ("1TiB", 1 << 40),
+        ("1000", 1000),
+        ("7B", 7),
+        (1234, 1234),
+    ],
+)
+def test_sizes(text: Any, size: int) -> None:
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "5XB", "1.5", "GB", "1e9", "nan", "9" * 100, "5 G B", "1iB", 0, -5, 1.5, "\x1b"]
+)
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        size_in_bytes(text)
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out.npz"])
+def test_a_size_of_shards_for_a_file_is_refused(out: str, tmp_path: Path) -> None:
+    model = saved(state(), tmp_path / "model.pt")
+    with pytest.raises(UsageError, match="--shard-size writes a folder"):
+        ckptool.convert(model, tmp_path / out, shard_size="1MB")
+    with pytest.raises(UsageError, match="--shard-size writes a folder"):
+        ckptool.convert(model, tmp_path / "out", shard_size="1MB", container="torch-zip")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_numbered_names() -> None:
+    assert NUMBERED.fullmatch("model-00001-of-00002.safetensors")
+    assert not NUMBERED.fullmatch("model-1-of-2.safetensors") and not NUMBERED.fullmatch("-00001-of-00002.bin")
+
+
+def test_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ckptool.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    saved({"state_dict": state()}, tmp_path / "model.pt")
+    assert main(["convert", "model.pt", "-o", "out", "--shard-size", "2kB", "--verify"]) == 0
+    assert main(["convert", "model.pt", "-o", "out", "--shard-size", "2kB"]) == 2
+    assert main(["convert", "model.pt", "-d", "many", "--to", "sharded", "--shard-size", "2kB"]) == 0
+    assert main(["add-module", "out", "-d", "many"]) == 0
+    assert main(["add-module", f"out/{INDEX}", "-d", "more"]) == 0
+    assert main(["add-module", f"out/{INDEX}", "-d", "more"]) == 2
+    assert main(["add-module", f"out/{INDEX}", "-d", "more", "-f"]) == 0
+    assert "--shard-size" not in capsys.readouterr().err
+    for folder in ("many/model", "many/out", "more/model"):
+        assert (tmp_path / folder / INDEX).is_file(), folder
+    assert main(["inspect", "many/out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["container"] == "sharded"
+    assert main(["convert", "model.pt", "-o", "new", "--shard-size", "2 bananas"]) == 2
+    assert "is not a size of a shard" in capsys.readouterr().err

@@ -1,0 +1,451 @@
+"""Tar files of before 0.1.10 against torch's own reader, and archives that nobody should send."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import tarfile
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.checkpoint import Checkpoint, FileRange, TensorEntry
+from ckptool.errors import BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.formats import read, torch_zip
+from ckptool.nodes import Global
+from ckptool.tree import tensors
+from fixtures.torch_tar import SYS_INFO, save_tar, tar_bytes, tar_members
+from tests.formats.streams import Made, Pid, block, pickled
+from tests.helpers import assert_same_objects, carry_out, load, written
+
+
+def values() -> dict[str, Any]:
+    """What a checkpoint of that time could hold, and what came after it."""
+    torch.manual_seed(0)
+    weight = torch.randn(3, 4)
+    return {
+        "weight": weight,
+        "tied": weight,
+        "rows": weight[1:],
+        "transposed": weight.t(),
+        "long": torch.arange(5),
+        "half": torch.randn(2).half(),
+        "bytes": torch.arange(3, dtype=torch.uint8),
+        "zero-dim": torch.tensor(3.5),
+        "none": torch.zeros(0, 4),
+        "nested": OrderedDict(x=[1, 2.5, None, "é"]),
+        "storage": torch.arange(4).float().storage(),
+    }
+
+
+@pytest.fixture
+def members() -> dict[str, bytes]:
+    return tar_members({"w": torch.arange(6.0).reshape(2, 3), "b": torch.arange(2)})
+
+
+def opened(data: bytes, folder: Path) -> Checkpoint:
+    checkpoint = read(written(data, folder / "old.pth.tar"))
+    assert checkpoint.container == "torch-tar"
+    return checkpoint
+
+
+def refused(data: bytes, folder: Path) -> CkptoolError:
+    with pytest.raises(CkptoolError) as caught:
+        opened(data, folder)
+    assert "old.pth.tar" in caught.value.what and (caught.value.why or caught.value.fix)
+    return caught.value
+
+
+# Against torch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("protocol", [0, 1, 2])
+def test_torch_loads_the_same_from_the_tar_and_from_the_zip_made_of_it(protocol: int, tmp_path: Path) -> None:
+    file = save_tar(values(), tmp_path / "old.pth.tar", protocol)
+    checkpoint = read(file)
+    assert checkpoint.container == "torch-tar" and checkpoint.metadata["protocol_version"] == "1000"
+    assert checkpoint.tree["weight"] is checkpoint.tree["tied"]
+    assert checkpoint.tree["rows"].storage is checkpoint.tree["transposed"].storage is checkpoint.tree["weight"].storage
+    out = carry_out(torch_zip.write(checkpoint), tmp_path / "out.pt")
+    before = load(file, weights_only=False)
+    assert_same_objects(before, load(out, weights_only=False))
+    assert torch.equal(before["rows"], values()["rows"])  # so the maker of these files keeps to torch's layout
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_views_are_on_the_storage_that_they_are_of(tmp_path: Path) -> None:
+    file = save_tar(values(), tmp_path / "old.pth.tar", views=True)
+    tree, before = read(file).tree, load(file, weights_only=False)
+    for name, entry in tree.items():
+        if isinstance(entry, TensorEntry):
+            assert torch.equal(entry.torch(), before[name]), name
+    weight = tree["weight"]
+    assert tree["rows"].storage is weight.storage and weight.offset == 2 and weight.storage.nbytes == 4 * (2 + 12 + 1)
+    assert tree["storage"].storage.data.read(0, 16) == struct.pack("<4f", 0, 1, 2, 3)
+
+
+def test_verbs_take_tars(tmp_path: Path) -> None:
+    file = save_tar({"module.w": torch.arange(4.0), "module.b": torch.ones(2)}, tmp_path / "old.pth.tar")
+    listing = ckptool.inspect(file).listing
+    assert (listing.container, len(listing.tensors)) == ("torch-tar", 2)
+    ckptool.strip_module(file, tmp_path / "new.pt")
+    assert list(load(tmp_path / "new.pt")) == ["w", "b"]
+    assert torch.equal(ckptool.load(file)["module.b"], torch.ones(2))
+    ckptool.convert(file, tmp_path / "same.pt")
+    assert ckptool.diff(file, tmp_path / "same.pt").same
+
+
+def test_nothing_is_loaded_and_nothing_extracted(
+    members: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = opened(tar_bytes(members), tmp_path)
+    for _, entry in tensors(checkpoint.tree):
+        assert isinstance(entry, TensorEntry) and isinstance(entry.storage.data, FileRange)
+        assert entry.storage.data.file is checkpoint.source
+    assert os.listdir(tmp_path) == ["old.pth.tar"]
+
+
+@pytest.mark.parametrize("pax", [True, False])
+def test_archives_with_and_without_attributes(members: dict[str, bytes], pax: bool, tmp_path: Path) -> None:
+    assert list(opened(tar_bytes(members, pax), tmp_path).tree) == ["w", "b"]
+
+
+def test_the_order_of_the_files_does_not_matter(members: dict[str, bytes], tmp_path: Path) -> None:
+    assert list(opened(tar_bytes(dict(reversed(members.items()))), tmp_path).tree) == ["w", "b"]
+
+
+# Older than any torch that installs --------------------------------------------------------------------------------------
+
+
+def by_hand(**changes: bytes) -> bytes:
+    """An archive with one float storage 7 of four elements and a tensor 8 on it."""
+    parts = {
+        "sys_info": pickled(SYS_INFO),
+        "pickle": pickled({"w": Pid("8")}),
+        "tensors": count(1) + triple(8, 7, "FloatTensor") + place((4,), (1,), 0),
+        "storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([]),
+    }
+    return tar_bytes(parts | changes)
+
+
+def count(number: Any) -> bytes:
+    return pickled(number)
+
+
+def triple(*parts: Any) -> bytes:
+    """The pickle of a tuple, its last part being the name of a class of torch."""
+    head = b"\x80\x02(" + b"".join(pickled(part)[2:-1].replace(b"q\x00", b"") for part in parts[:-1])
+    return (
+        head
+        + b"ctorch"
+        + (b".cuda" if parts[-1].startswith("cuda.") else b"")
+        + b"\n"
+        + parts[-1].removeprefix("cuda.").encode()
+        + b"\nt."
+    )
+
+
+def four(order: str = "<") -> bytes:
+    return block(struct.pack(f"{order}4f", 0, 1, 2, 3), 4, order)
+
+
+def place(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, order: str = "<", rank: int | None = None
+) -> bytes:
+    dimensions = len(shape) if rank is None else rank
+    return struct.pack(f"{order}i4x{len(shape) + len(stride) + 1}q", dimensions, *shape, *stride, offset)
+
+
+def entry_of(data: bytes, folder: Path) -> TensorEntry:
+    entry = opened(data, folder).tree["w"]
+    assert isinstance(entry, TensorEntry)
+    return entry
+
+
+def test_storages_without_locations_and_views(tmp_path: Path) -> None:
+    """As the first versions wrote them."""
+    entry = entry_of(by_hand(storages=count(1) + triple(7, "FloatStorage") + four()), tmp_path)
+    assert entry.location == "cpu" and entry.numpy().tolist() == [0, 1, 2, 3]
+    cuda = count(1) + triple(7, "cuda.FloatStorage") + four()
+    assert entry_of(by_hand(storages=cuda), tmp_path).location == "cuda:0"
+
+
+def test_what_had_no_dimensions_was_empty(tmp_path: Path) -> None:
+    nothing = count(1) + triple(8, 7, "FloatTensor") + place((), (), 0)
+    empty = count(1) + triple(7, "cpu", "FloatStorage") + block(b"", 0) + pickled([])
+    assert entry_of(by_hand(tensors=nothing, storages=empty), tmp_path).shape == (0,)
+    without = count(1) + triple(8, None, "DoubleTensor") + place((), (), 0)
+    entry = entry_of(by_hand(tensors=without), tmp_path)
+    assert entry.shape == (0,) and entry.dtype.name == "f64"
+
+
+def test_a_module_pickled_whole(tmp_path: Path) -> None:
+    module = pickled({"net": Pid((torch.nn.Linear, "net.py", "class Linear: ...\n")), "w": Pid("8")})
+    checkpoint = opened(by_hand(pickle=module), tmp_path)
+    assert checkpoint.tree["net"] is Global("torch.nn.modules.linear", "Linear")
+    assert checkpoint.metadata["sources"]["torch.nn.modules.linear.Linear"]["source"] == "class Linear: ...\n"
+
+
+def test_variables_of_that_time(tmp_path: Path) -> None:
+    value = {"w": Made(torch.nn.Parameter, (), (Pid("8"), None, OrderedDict(), True, False))}
+    entry = entry_of(by_hand(pickle=pickled(value)), tmp_path)
+    assert entry.flags.parameter and entry.flags.requires_grad and entry.numpy().tolist() == [0, 1, 2, 3]
+
+
+def test_row_099_a_big_endian_archive_is_turned(tmp_path: Path) -> None:
+    big = by_hand(
+        sys_info=pickled({**SYS_INFO, "little_endian": False}),
+        tensors=count(1) + triple(8, 7, "FloatTensor") + place((2,), (2,), 1, ">"),
+        storages=count(1) + triple(7, "cpu", "FloatStorage") + four(">") + pickled([]),
+    )
+    checkpoint = opened(big, tmp_path)
+    assert checkpoint.tree["w"].numpy().tolist() == [1, 3] and "big-endian" in {note.code for note in checkpoint.notes}
+    little = by_hand(sys_info=pickled({**SYS_INFO, "little_endian": False}))
+    assert entry_of(little, tmp_path).numpy().tolist() == [0, 1, 2, 3]
+
+
+# The rows of HOSTILE.md --------------------------------------------------------------------------------------------------
+
+
+def with_entry(members: dict[str, bytes], **fields: Any) -> bytes:
+    """The archive with one more entry in it."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:", format=fields.pop("format", tarfile.PAX_FORMAT)) as tar:
+        for name, content in members.items():
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            tar.addfile(header, io.BytesIO(content))
+        header = tarfile.TarInfo("evil")
+        for name, value in fields.items():
+            setattr(header, name, value)
+        tar.addfile(header, io.BytesIO(b"x" * header.size))
+    return out.getvalue()
+
+
+EVIL: dict[str, dict[str, Any]] = {
+    "up": {"name": "../../evil"},
+    "absolute": {"name": "/tmp/evil"},
+    "up to a member": {"name": "../pickle"},
+    "hard link": {"type": tarfile.LNKTYPE, "linkname": "pickle"},
+    "symbolic link": {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
+    "link called pickle": {"name": "pickle", "type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
+    "device": {"type": tarfile.CHRTYPE},
+    "block device": {"type": tarfile.BLKTYPE},
+    "pipe": {"type": tarfile.FIFOTYPE},
+    "folder": {"type": tarfile.DIRTYPE},
+    "sparse": {"type": tarfile.GNUTYPE_SPARSE},
+    "another file": {"size": 10},
+    "a member twice": {"name": "pickle", "size": 3},
+    "a long name": {"name": "x" * 300, "format": tarfile.GNU_FORMAT},
+    "a long name in attributes": {"name": "é" * 300},
+    "attributes that name": {"pax_headers": {"path": "storages"}},
+    "attributes of a sparse file": {"pax_headers": {"GNU.sparse.major": "1"}},
+    "a bomb of attributes": {"pax_headers": {"comment": "x" * 1_000_000}},
+}
+
+
+@pytest.mark.parametrize("fields", EVIL.values(), ids=EVIL)
+def test_row_116_anything_but_four_files_is_refused(
+    fields: dict[str, Any], members: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    error = refused(with_entry(members, **fields), tmp_path)
+    assert isinstance(error, Corrupt)
+    assert os.listdir(tmp_path / "in") == [] and sorted(os.listdir(tmp_path)) == ["in", "old.pth.tar"]
+
+
+def test_row_116_a_size_in_the_attributes(members: dict[str, bytes], tmp_path: Path) -> None:
+    """Python's tarfile gives it where a file has 8 GiB or more; it counts, and a wrong one is a cut file."""
+
+    def archive(size: str) -> bytes:
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w:", format=tarfile.PAX_FORMAT) as tar:
+            for name, content in members.items():
+                header = tarfile.TarInfo(name)
+                header.size = len(content)
+                header.pax_headers = {"size": size if name == "storages" else str(len(content))}
+                tar.addfile(header, io.BytesIO(content))
+        return out.getvalue()
+
+    assert list(opened(archive(str(len(members["storages"]))), tmp_path).tree) == ["w", "b"]
+    for size in (str(1 << 40), "-1", "x", "9" * 30):
+        assert isinstance(refused(archive(size), tmp_path), (Truncated, Corrupt))
+
+
+@pytest.mark.parametrize(
+    "gone", [("storages",), ("tensors",), ("storages", "tensors"), ("pickle",), ("sys_info",)], ids=str
+)
+def test_row_117_a_file_is_missing(gone: tuple[str, ...], members: dict[str, bytes], tmp_path: Path) -> None:
+    error = refused(tar_bytes({name: content for name, content in members.items() if name not in gone}), tmp_path)
+    assert isinstance(error, Corrupt) and all(name in error.what for name in gone)
+
+
+@pytest.mark.parametrize("rank", [65, 1 << 16, (1 << 31) - 1, -1, -(1 << 31)])
+def test_row_117_another_number_of_dimensions(rank: int, tmp_path: Path) -> None:
+    tensor = count(1) + triple(8, 7, "FloatTensor") + place((4,), (1,), 0, rank=rank)
+    error = refused(by_hand(tensors=tensor), tmp_path)
+    assert isinstance(error, Corrupt) and "dimensions" in error.what
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "rank beyond the file": {"tensors": count(1) + triple(8, 7, "FloatTensor") + place((4,), (1,), 0, rank=60)},
+    "beyond the storage": {"tensors": count(1) + triple(8, 7, "FloatTensor") + place((5,), (1,), 0)},
+    "negative offset": {"tensors": count(1) + triple(8, 7, "FloatTensor") + place((1,), (1,), -1)},
+    "negative size": {"tensors": count(1) + triple(8, 7, "FloatTensor") + place((-4,), (1,), 0)},
+    "negative stride": {"tensors": count(1) + triple(8, 7, "FloatTensor") + place((4,), (-1,), 0)},
+    "no such storage": {"tensors": count(1) + triple(8, 9, "FloatTensor") + place((4,), (1,), 0)},
+    "no storage, no type": {"tensors": count(1) + triple(8, None, "Linear") + place((), (), 0)},
+    "no place": {"tensors": count(1) + triple(8, 7, "FloatTensor")},
+    "too many tensors": {"tensors": count(2) + triple(8, 7, "FloatTensor") + place((4,), (1,), 0)},
+    "as many as atoms": {"tensors": count(1 << 80)},
+    "minus one": {"tensors": count(-1)},
+    "a count that is text": {"storages": count("1")},
+    "not a triple": {"tensors": count(1) + pickled([8, 7]) + place((4,), (1,), 0)},
+    "a key twice": {"tensors": count(2) + 2 * (triple(8, 7, "FloatTensor") + place((4,), (1,), 0))},
+    "a tensor with a storage's key": {"tensors": count(1) + triple(7, 7, "FloatTensor") + place((4,), (1,), 0)},
+    "elements beyond the file": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + block(b"", 1 << 40)},
+    "negative elements": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + block(b"", -1)},
+    "a storage of floats": {"storages": count(1) + triple(7, "cpu", "FloatTensor") + four() + pickled([])},
+    "a place that is a number": {"storages": count(1) + triple(7, 3, "FloatStorage") + four() + pickled([])},
+    "no views": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four()},
+    "views are a number": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled(3)},
+    "view outside": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([(5, 7, 2, 3)])},
+    "view before": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([(5, 7, -1, 3)])},
+    "view of nothing": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([(5, 6, 0, 3)])},
+    "view of itself": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([(7, 7, 0, 3)])},
+    "view of a view": {
+        "storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([(5, 7, 0, 3), (6, 5, 0, 1)])
+    },
+    "no such tensor": {"pickle": pickled({"w": Pid("11")})},
+    "an id that is no number": {"pickle": pickled({"w": Pid("../../x")})},
+    "an id that is a list": {"pickle": pickled({"w": Pid([8])})},
+    "an id of a million digits": {"pickle": pickled({"w": Pid("8" * 1_000_000)})},
+    "a module that is none": {"pickle": pickled({"w": Pid(("Net", None, None))})},
+    "a second value": {"pickle": pickled({"w": Pid("8")}) + pickled(1)},
+    "no value": {"pickle": b""},
+    "no sys_info": {"sys_info": b""},
+    "sys_info is a list": {"sys_info": pickled([])},
+    "another version": {"sys_info": pickled({**SYS_INFO, "protocol_version": 1001})},
+}
+
+
+@pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
+def test_row_117_files_that_contradict_themselves(changes: dict[str, bytes], tmp_path: Path) -> None:
+    assert isinstance(refused(by_hand(**changes), tmp_path), (Corrupt, Truncated, Unsupported))
+
+
+def test_row_114_views_outside_of_their_root_are_bad_tensors(tmp_path: Path) -> None:
+    for name in ("view outside", "view before", "view of nothing", "view of a view"):
+        assert isinstance(refused(by_hand(**WRONG[name]), tmp_path), BadTensor), name
+
+
+def test_what_is_hidden_behind_the_tables_is_noted(tmp_path: Path) -> None:
+    storages = count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([]) + b"hidden"
+    notes = {note.code: note.message for note in opened(by_hand(storages=storages), tmp_path).notes}
+    assert "6 bytes" in notes["unused-bytes"] and "no-checksums" in notes
+    notes = {note.code: note.message for note in opened(by_hand() + b"\0" * 511 + b"x", tmp_path).notes}
+    assert "trailing-bytes" in notes
+
+
+def headers(data: bytes) -> Iterator[int]:
+    """The places of the headers of an archive without attributes."""
+    at = 0
+    while data[at]:
+        yield at
+        at += 512 + -(-int(data[at + 124 : at + 135], 8) // 512) * 512
+
+
+def test_row_118_a_checksum_is_wrong(members: dict[str, bytes], tmp_path: Path) -> None:
+    data = tar_bytes(members, pax=False)
+    found = list(headers(data))
+    assert len(found) == 4
+    for at in found:
+        for place_in in (100, 140, 150, 300):
+            bad = bytearray(data)
+            bad[at + place_in] ^= 1
+            error = refused(bytes(bad), tmp_path)
+            assert isinstance(error, Truncated) and "checksum" in error.what
+
+
+def test_row_118_the_last_block_is_cut(members: dict[str, bytes], tmp_path: Path) -> None:
+    data = tar_bytes(members, pax=False)
+    for cut in (1, 100, 511):
+        assert isinstance(refused(data[:-cut], tmp_path), Truncated)
+    whole = len(data.rstrip(b"\0"))
+    end = whole + -whole % 512
+    for length in (end, end + 512, end + 1000):  # without the blocks of zeros that end an archive
+        assert isinstance(refused(data[:length], tmp_path), Truncated)
+    assert list(opened(data[: end + 1024], tmp_path).tree) == ["w", "b"]
+
+
+def test_truncated_anywhere(members: dict[str, bytes], tmp_path: Path) -> None:
+    data = tar_bytes(members)
+    content = len(data.rstrip(b"\0"))
+    for length in range(1, content + 512, 3):
+        with pytest.raises(CkptoolError) as caught:
+            read(written(data[:length], tmp_path / "cut.pt"))
+        if length >= 3 * 512:  # the first file's own header is behind that of its attributes
+            assert isinstance(caught.value, (Truncated, Corrupt)), length
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.soak)])
+def test_row_115_every_flipped_byte_is_refused_or_changes_only_data(
+    step: int, members: dict[str, bytes], tmp_path: Path
+) -> None:
+    data = tar_bytes(members, pax=False)
+    data = data[: (len(data.rstrip(b"\0")) + 511) // 512 * 512 + 1024]
+    file = tmp_path / "flipped.pt"
+    for at in range(0, len(data), step):
+        file.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+        try:
+            checkpoint = read(file)
+        except CkptoolError as error:
+            assert error.what and error.code != "error"
+            continue
+        for _, entry in tensors(checkpoint.tree):
+            assert isinstance(entry, TensorEntry)
+            entry.bytes()
+
+
+def test_row_009_a_plain_tar_is_named_as_such(tmp_path: Path) -> None:
+    data = tar_bytes({"model/weights.bin": b"x" * 100, "readme": b"hello"})
+    with pytest.raises(Unsupported, match="tar archive") as caught:
+        read(written(data, tmp_path / "model.pth.tar"))
+    assert "tar tf" in caught.value.fix
+
+
+def test_many_tiny_tensors_in_bounded_time(tmp_path: Path) -> None:
+    number = 8_000
+    tensor = b"".join(
+        b"\x80\x02(M" + struct.pack("<H", 100 + i) + b"K\x07Nt." + place((4,), (1,), 0) for i in range(number)
+    )
+    begin = time.process_time()
+    checkpoint = opened(by_hand(tensors=count(number) + tensor, pickle=pickled(Pid(100))), tmp_path)
+    assert isinstance(checkpoint.tree, TensorEntry) and time.process_time() - begin < 1
+
+
+def test_row_053_calls_in_the_pickles_are_not_made(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    call = b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR"
+    data = by_hand(
+        storages=b"\x80\x02" + call + b"0" + count(1)[2:] + triple(7, "cpu", "FloatStorage") + four() + pickled([])
+    )
+    assert [node.name for node in opened(data, tmp_path).discarded] == ["os.mkdir"]
+    assert isinstance(refused(by_hand(storages=b"\x80\x02" + call + b"."), tmp_path), Corrupt)
+    assert not mark.exists()
+
+
+def test_a_pickle_of_a_long_value(tmp_path: Path) -> None:
+    value = {"w": Pid("8"), "b": b"\xff" * 100_000}
+    assert opened(by_hand(pickle=pickled(value, 4)), tmp_path).tree["b"] == b"\xff" * 100_000
+    assert isinstance(refused(by_hand(pickle=b"\x80\x02\x8b\x00\x00\x00\x10."), tmp_path), (LimitExceeded, Truncated))

@@ -1,0 +1,369 @@
+"""TorchScript files: the state dict that torch.jit.load gives, bit for bit; the program as text; what pretends to be one."""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.checkpoint import Composite, TensorEntry
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, UsageError
+from ckptool.formats import read, torchscript
+from ckptool.formats.torchscript import _folders
+from ckptool.nodes import Object
+from ckptool.roots import PLAIN, WEIGHTS, find_roots
+from ckptool.tree import find, tensors
+from tests.formats.zips import with_record
+from tests.helpers import load, torch_bytes, written
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.arange(3))  # torch puts parameters before it all the same
+        self.w = nn.Parameter(torch.randn(2, 3))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+        self.plain, self.listed = torch.full((2,), 7.0), [torch.zeros(1), torch.ones(2)]
+        self.number, self.numbers, self.table = 3, [1, 2], {"a": torch.ones(1)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x @ self.w.t() + self.first.sum() + self.passing.sum() + self.plain.sum() + self.number
+        return out + self.listed[0].sum() + self.numbers[0] + self.table["a"].sum()
+
+
+class Net(nn.Module):
+    """Nested, with buffers, ties, a module in two places, a transposed parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Inner()
+        self.again = self.a
+        self.seq = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.tied = nn.Linear(3, 3)
+        self.tied.weight = self.seq[0].weight
+        self.values = nn.ParameterList([nn.Parameter(torch.ones(1))])
+        self.turned = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(self.seq(x)) + self.again(x).sum() + self.tied(x).sum() + self.turned.sum()
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net().eval()
+
+
+def half() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Embedding(3, 2).bfloat16(), nn.LayerNorm(2).double())
+
+
+MODELS: dict[str, Any] = {
+    "scripted": lambda: torch.jit.script(net()),
+    "traced": lambda: torch.jit.trace(net(), torch.randn(4, 3)),
+    "linear": lambda: torch.jit.script(nn.Linear(2, 3, bias=False)),
+    "recurrent": lambda: torch.jit.script(nn.LSTM(3, 2, num_layers=2)),
+    "of several types": lambda: torch.jit.trace_module(half(), {}),
+    "convolutions": lambda: torch.jit.script(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU())),
+    "weight norm": lambda: torch.jit.trace(nn.utils.weight_norm(nn.Linear(2, 2)), torch.ones(1, 2)),
+    "quantized": lambda: torch.jit.script(quantized()),
+    "frozen": lambda: torch.jit.freeze(torch.jit.script(net().seq)),
+}
+
+
+def quantized() -> nn.Module:
+    torch.manual_seed(0)
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4)))  # type: ignore[no-any-return]
+
+
+def saved(name: str, path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A file of one of the models, and the state dict that torch gives for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = MODELS[name]()
+        torch.jit.save(model, str(path))
+        return path, torch.jit.load(str(path)).state_dict()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_row_015_the_state_dict_is_the_one_that_torch_gives(name: str, tmp_path: Path) -> None:
+    file, expected = saved(name, tmp_path / "model.jit")
+    opened = read(file)
+    assert opened.container == torchscript.NAME and list(opened.tree) == ["state_dict", "attributes"]
+    names = opened.tree["state_dict"]
+    assert list(names) == list(expected)
+    for key, entry in names.items():
+        tensor = expected[key]
+        assert isinstance(entry, TensorEntry) and not any(entry.flags)
+        assert (entry.shape, entry.stride) == (tuple(tensor.shape), tensor.stride()), key
+        assert torch.equal(entry.torch(), tensor) and entry.torch().dtype == tensor.dtype, key
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "frozen"])
+def test_row_015_convert_writes_the_state_dict(name: str, tmp_path: Path) -> None:
+    file, expected = saved(name, tmp_path / "model.jit")
+    done = ckptool.convert(file, tmp_path / "w.pt", verify=True)
+    assert "without its program" in done.summary and all(
+        place.startswith("attributes") for place in done.facts["left_behind"]
+    )
+    again = load(tmp_path / "w.pt")
+    assert list(again) == list(expected) and all(torch.equal(again[key], expected[key]) for key in expected)
+    ties = {key for key in expected if again[key].data_ptr() == again[next(iter(again))].data_ptr()}
+    assert ties == {key for key in expected if expected[key].data_ptr() == expected[next(iter(expected))].data_ptr()}
+
+    ckptool.convert(file, tmp_path / "w.safetensors", ties="copy", verify=True)
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "w.safetensors")
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[key], expected[key]) for key in expected)
+    assert ckptool.diff(file, tmp_path / "w.pt", ignore=["metadata"]).same
+    assert ckptool.diff(file, tmp_path / "w.safetensors").same
+
+
+def test_attributes_stand_beside_by_their_dotted_names(tmp_path: Path) -> None:
+    file, _ = saved("scripted", tmp_path / "model.jit")
+    others = read(file).tree["attributes"]
+    assert others["a.number"] == 3 and others["a.numbers"] == [1, 2] and others["training"] is False
+    assert [entry.shape for entry in others["a.listed"]] == [(1,), (2,)] and others["a.plain"].numpy().tolist() == [
+        7.0,
+        7.0,
+    ]
+    assert others["again.table"]["a"].bytes() == torch.ones(1).numpy().tobytes()
+    assert [(root.address, root.kind) for root in find_roots(read(file))] == [
+        ("state_dict", WEIGHTS),
+        ("attributes", PLAIN),
+    ]
+
+
+def test_packed_parameters_keep_their_tensors(tmp_path: Path) -> None:
+    file, _ = saved("quantized", tmp_path / "model.jit")
+    found = list(tensors(read(file).tree["attributes"]))
+    packed = read(file).tree["attributes"]["0._packed_params._packed_params"]
+    assert isinstance(packed, Object) and packed.name.endswith("LinearPackedParamsBase") and len(found) == 2
+    (weight, bias) = (tensor for _, tensor in tensors(packed))
+    expected, expected_bias = quantized()[0]._packed_params._weight_bias()
+    assert isinstance(weight, Composite) and weight.kind == "quantized" and torch.equal(weight.torch(), expected)
+    assert isinstance(bias, TensorEntry) and torch.equal(bias.torch(), expected_bias)
+
+
+def test_a_frozen_module_has_only_constants(tmp_path: Path) -> None:
+    file, _ = saved("frozen", tmp_path / "model.jit")
+    found = ckptool.inspect(file)
+    assert not found.listing.tensors and "no-state-dict" in {note.code for note in found.notes}
+    (note,) = [note for note in found.notes if note.code == "no-state-dict"]
+    shown = ckptool.show(note.fix[-1])
+    graph = torch.jit.load(str(file)).inlined_graph
+    nodes = graph.findAllNodes("prim::Constant")
+    constants = [node.t("value") for node in nodes if node.hasAttribute("value") and node.kindOf("value") == "t"]
+    assert len(constants) == 2
+    assert sorted(part.bytes() for part in shown.entry) == sorted(value.numpy().tobytes() for value in constants)
+    with pytest.raises(UsageError, match="no dictionary that looks like model weights"):
+        ckptool.convert(file, tmp_path / "out.safetensors")
+
+
+def test_the_code_is_shown_as_text_and_never_run(tmp_path: Path) -> None:
+    file, _ = saved("scripted", tmp_path / "model.jit")
+    seen: list[str] = []
+    armed = [True]
+    watched = ("import", "exec", "compile", "os.system", "subprocess.Popen", "socket.connect")
+    sys.addaudithook(lambda event, args: seen.append(f"{event} {args}") if armed[0] and event in watched else None)
+    opened = read(file)
+    code = opened.beside["code"]()
+    armed[0] = False
+    assert not [event for event in seen if "__torch__" in event or not event.startswith("import")]
+    with zipfile.ZipFile(file) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".py") and "linear" in name]
+        text = archive.read(name).decode()
+    place = name.partition("/")[2]
+    shown = ckptool.show(f"{file}#{place}")
+    assert shown.entry == text and str(shown).startswith("class Linear(Module):\n  __parameters__")
+    assert find({"code": code}, place)[1] == text
+    assert f"{place.rpartition('/')[2]}: a text of" in str(ckptool.show(file, at="code"))
+
+
+def test_what_stands_beside_a_traced_module(tmp_path: Path) -> None:
+    file, _ = saved("traced", tmp_path / "model.jit")
+    beside = read(file).beside
+    assert set(beside) == {"code", "constants", "traced_inputs"}
+    assert all(isinstance(part, TensorEntry) for part in beside["constants"]())
+    model = torch.jit.script(nn.Linear(1, 1))
+    torch.jit.save(model, str(tmp_path / "extra.jit"), _extra_files={"labels.txt": "cat\ndog"})
+    assert read(tmp_path / "extra.jit").beside["extra"]() == {"labels.txt": "cat\ndog"}
+
+
+def test_mobile_bytecode(tmp_path: Path) -> None:
+    model = torch.jit.script(net())
+    model._save_for_lite_interpreter(str(tmp_path / "model.ptl"))
+    opened = read(tmp_path / "model.ptl")
+    assert list(opened.tree["state_dict"]) == list(model.state_dict()) and "bytecode" in opened.beside
+    assert opened.beside["bytecode"]()[1][0].startswith("__torch__.")
+
+
+@pytest.mark.parametrize("verb", ["remap", "add_module", "rename", "cast", "edit"])
+def test_row_015_what_would_lose_the_program_is_refused(verb: str, tmp_path: Path) -> None:
+    file, _ = saved("scripted", tmp_path / "model.jit")
+    options: dict[str, Any] = {
+        "remap": {"to": "cuda:0"},
+        "add_module": {},
+        "rename": {"rules_file": str(written(b"- a.w => b.w\n", tmp_path / "rules.yaml"))},
+        "cast": {"dtype": "bf16"},
+        "edit": {"drop": ["attributes"]},
+    }[verb]
+    for out, in_place in ((tmp_path / "out.pt", False), (None, True)):
+        with pytest.raises((Unsupported, UsageError)) as refused:
+            getattr(ckptool, verb)(file, out=out, in_place=in_place, **options)
+        assert "torchscript" in refused.value.what or "ckptool convert" in refused.value.fix
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.jit", "rules.yaml"}
+
+
+def test_row_015_the_whole_tree_cannot_be_carried(tmp_path: Path) -> None:
+    file, _ = saved("scripted", tmp_path / "model.jit")
+    with pytest.raises(Unsupported, match=r"beside its tensors|carried"):
+        ckptool.convert(file, tmp_path / "out.safetensors", all=True)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_the_commands_of_notes_work(tmp_path: Path) -> None:
+    model = torch.jit.script(nn.DataParallel(nn.Linear(2, 2)).module)
+    torch.jit.save(model, str(tmp_path / "model.jit"))
+    for note in ckptool.inspect(tmp_path / "model.jit").notes:
+        assert not note.fix or note.fix[1] == "show"
+        if note.fix:
+            ckptool.show(note.fix[2])
+
+
+# Files that are made to mislead ------------------------------------------------------------------------------------------
+
+
+def plain(path: Path) -> Path:
+    return written(torch_bytes({"weight": torch.ones(2)}), path)
+
+
+@pytest.mark.parametrize("name", ["archive/constants.pkl", "archive/code/__torch__.py"])
+def test_row_052_records_of_a_program_planted_into_a_checkpoint(name: str, tmp_path: Path) -> None:
+    out = with_record(plain(tmp_path / "plain.pt"), tmp_path / "out.pt", name, b"\x80\x02).")
+    with pytest.raises(Ambiguous, match="TorchScript"):
+        read(out)
+
+
+def test_row_052_a_program_without_the_mark_by_which_torch_tells_it(tmp_path: Path) -> None:
+    file, _ = saved("linear", tmp_path / "model.jit")
+    out = with_record(file, tmp_path / "out.pt", f"{file.stem}/constants.pkl", None)
+    with pytest.raises(Ambiguous, match="TorchScript"):
+        read(out)
+
+
+def test_row_052_two_modules_in_one_archive(tmp_path: Path) -> None:
+    file, _ = saved("linear", tmp_path / "model.jit")
+    out = with_record(file, tmp_path / "out.pt", "other/data.pkl", b"\x80\x02).")
+    with pytest.raises(Ambiguous, match="two"):
+        read(out)
+
+
+def test_row_052_a_zip_behind_another_container(tmp_path: Path) -> None:
+    file, _ = saved("linear", tmp_path / "model.jit")
+    legacy = torch_bytes({"weight": torch.ones(2)}, _use_new_zipfile_serialization=False)
+    tar = io.BytesIO()
+    import tarfile
+
+    with tarfile.open(fileobj=tar, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("sys_info"))
+    safetensors = b"\x02\0\0\0\0\0\0\0{}"
+    for first in (legacy, tar.getvalue(), safetensors):
+        for second in (file.read_bytes(), plain(tmp_path / "plain.pt").read_bytes()):
+            with pytest.raises(Ambiguous):
+                read(written(first + second, tmp_path / "both.pt"))
+
+
+def test_row_040_code_that_inflates_without_end(tmp_path: Path) -> None:
+    file, _ = saved("linear", tmp_path / "model.jit")
+    out = tmp_path / "out.jit"
+    with zipfile.ZipFile(file) as archive, zipfile.ZipFile(out, "w") as again:
+        for info in archive.infolist():
+            again.writestr(info.filename, archive.read(info))
+        for n in range(3):
+            again.writestr(f"{file.stem}/code/{n}.py", b" " * (20 << 20), zipfile.ZIP_DEFLATED)
+    assert out.stat().st_size < 1 << 20
+    with pytest.raises(LimitExceeded, match="of code"):
+        read(out)
+
+
+HEADER = b"class Linear(Module):\n  __parameters__ = [%s]\n  __buffers__ = [%s]\n"
+
+
+def with_code(text: bytes, tmp_path: Path) -> Path:
+    file, _ = saved("linear", tmp_path / "model.jit")
+    with zipfile.ZipFile(file) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".py")]
+    return with_record(file, tmp_path / "out.jit", name, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (HEADER % (b'"weight", ', b""), ["weight"]),
+        (HEADER % (b"", b'"weight", '), ["weight"]),
+        (HEADER % (b"", b'"other", '), []),
+        (b'class Linear(Module):\n  __parameters__ = ["weight", ]\n', ["weight"]),
+        (b"class Linear(Module):\n  __parameters__ = []\n", ["weight"]),  # before 1.6 buffers were not told
+        (b"class Linear:\n  pass\n", []),
+        (b"class Linear(NamedTuple):\n  pass\n", []),
+        (b"\xff\xfe not a program", ["weight"]),
+        (b"", ["weight"]),
+    ],
+)
+def test_the_headers_of_classes_say_what_the_state_dict_has(text: bytes, names: list[str], tmp_path: Path) -> None:
+    opened = read(with_code(text, tmp_path))
+    assert list(opened.tree["state_dict"]) == names and sum(1 for _ in tensors(opened.tree)) == 1
+
+
+def test_truncated_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    file, _ = saved("linear", tmp_path / "model.jit")
+    whole = file.read_bytes()
+    for length in range(4, len(whole), 211):
+        with pytest.raises(Truncated):
+            read(written(whole[:length], tmp_path / "cut.jit"))
+    for at in range(0, len(whole), 37):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0x20
+        try:
+            opened = read(written(bytes(damaged), tmp_path / "flip.jit"))
+            for make in opened.beside.values():
+                make()
+        except CkptoolError:
+            continue
+
+
+def test_row_065_an_attribute_without_a_name_and_one_name_twice(tmp_path: Path) -> None:
+    file, _ = saved("linear", tmp_path / "model.jit")
+    for state in (
+        b"}(K\x01K\x02u",
+        b"}(X\x03\0\0\0a.bK\x01X\x01\0\0\0a" + b"c__torch__.m\nM\n)\x81}(X\x01\0\0\0bK\x02ubu",
+    ):
+        pickle = b"\x80\x02c__torch__\nNet\n)\x81" + state + b"b."
+        out = with_record(file, tmp_path / "out.jit", f"{file.stem}/data.pkl", pickle)
+        with pytest.raises(Corrupt):
+            read(out)
+
+
+def test_names_of_code_that_are_deep_or_stand_in_each_others_way() -> None:
+    deep = "/".join("a" * 100) + ".py"
+    assert _folders({deep: "x"}) == {deep: "x"}
+    assert _folders({"a": "file", "a/b": "below"}) == {"a": "file", "a/b": "below"}
+
+
+def test_a_program_is_never_written() -> None:
+    from ckptool import formats
+
+    assert formats.writer("torchscript") is None
+    with pytest.raises(UsageError, match="read, not written"):
+        formats.by_name("torchscript")

@@ -1,0 +1,73 @@
+"""What torch 1.13, 2.0, 2.4 and the installed one write of the same contents reads alike: the same tree, the same bytes.
+
+The files of the older ones are kept in fixtures/, made by fixtures/make_old.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.formats import read
+from ckptool.nodes import OrderedDict
+from fixtures import make_old
+from tests.helpers import assert_same_objects, assert_same_tree, load
+
+FIXTURES = Path(make_old.__file__).parent / "versions"
+OLD = ("1.13", "2.0", "2.4")
+KINDS = {"": "torch-zip", "-legacy": "torch-legacy", "-script": "torchscript"}
+
+
+@pytest.fixture(scope="module")
+def now(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same files by the torch of the tests."""
+    folder = tmp_path_factory.mktemp("now")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_old.write_versions(folder, "now")
+    return folder
+
+
+@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_version_reads_alike(version: str, kind: str, now: Path) -> None:
+    old, new = read(FIXTURES / f"torch-{version}{kind}.pt"), read(now / f"torch-now{kind}.pt")
+    assert old.container == new.container == KINDS[kind]
+    assert_same_tree(names_of(old.tree), names_of(new.tree))
+
+
+def names_of(tree: dict[str, object]) -> object:
+    """The tree; of a program only the state dict: which attributes its modules have differs from version to version."""
+    return tree["state_dict"] if set(tree) == {"state_dict", "attributes"} else tree
+
+
+@pytest.mark.parametrize("version", (*OLD, "now"))
+def test_the_containers_of_one_version_agree(version: str, now: Path) -> None:
+    folder = now if version == "now" else FIXTURES
+    as_zip, as_stream, script = (read(folder / f"torch-{version}{kind}.pt").tree for kind in KINDS)
+    assert_same_tree(as_zip, as_stream)
+    model = as_zip["model"]
+    assert isinstance(model, OrderedDict) and model.metadata is not None and model.metadata["bn"] == {"version": 2}
+    assert list(model) == list(script["state_dict"])
+    for key, entry in model.items():
+        assert (entry.shape, entry.dtype) == (script["state_dict"][key].shape, script["state_dict"][key].dtype)
+        assert entry.bytes() == script["state_dict"][key].bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("version", OLD)
+def test_they_are_what_was_meant(version: str, tmp_path: Path) -> None:
+    file = FIXTURES / f"torch-{version}.pt"
+    assert_same_objects(load(file), make_old.alike())
+    ckptool.convert(file, tmp_path / "out.pt", verify=True)
+    assert_same_objects(load(tmp_path / "out.pt"), make_old.alike())
+    tree = read(file).tree
+    assert tree["tensors"]["tied"] is tree["tensors"]["again"] and tree["plain"][7] == 2**40
+    script = torch.jit.load(FIXTURES / f"torch-{version}-script.pt").state_dict()
+    ckptool.convert(FIXTURES / f"torch-{version}-script.pt", tmp_path / "script.pt")
+    again = load(tmp_path / "script.pt")
+    assert list(again) == list(script) and all(torch.equal(again[key], script[key]) for key in script)

@@ -1,0 +1,242 @@
+"""Zip archives laid out field by field, honest and not, and a hypothesis strategy of them.
+
+`build` writes what it is told, lies included. `layouts` draws a small checkpoint's records in any order, with gaps, duplicates, overlaps,
+sizes that lie, comments, prefixes and odd flags; most are nearly right, as hostile files are.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+from ckptool.formats.zip_archive import END, END64, LOCATOR
+from ckptool.formats.zip_records import CENTRAL, LOCAL
+from tests.formats.zips import FILE
+
+
+def records_of(data: bytes) -> dict[str, bytes]:
+    """The records of an honest archive."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return {info.filename: archive.read(info) for info in archive.infolist()}
+
+
+RECORDS = records_of(FILE)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One record as it is written. What is None is what is true; `*_local` is what its own header says instead.
+
+    descriptor: `none`, `signed`, `bare` (without signature), `wide` (64-bit) or `wide-bare`.  at: the header's offset in the directory.
+    """
+
+    name: bytes
+    content: bytes
+    method: int = 0
+    flags: int = 0x0800
+    descriptor: str = "none"
+    crc: int | None = None
+    stored: int | None = None
+    size: int | None = None
+    at: int | None = None
+    name_local: bytes | None = None
+    method_local: int | None = None
+    flags_local: int | None = None
+    crc_local: int | None = None
+    stored_local: int | None = None
+    size_local: int | None = None
+    crc_descriptor: int | None = None
+    extra_local: bytes = b""
+    extra: bytes = b""
+    note: bytes = b""
+    needed: int = 20
+    made: int = 20
+    disk: int = 0
+    attributes: int = 0
+    before: bytes = b""
+    listed: int = 1  # times in the directory
+    packed: bool = False  # the content is deflated already
+
+    @property
+    def raw(self) -> bytes:
+        if self.method != 8 or self.packed:
+            return self.content
+        packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+        return packer.compress(self.content) + packer.flush()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An archive: records in the order of the file, the directory's order (by index), and what stands around them."""
+
+    entries: tuple[Entry, ...]
+    order: tuple[int, ...] | None = None
+    prefix: bytes = b""
+    shift: int = 0  # added to every offset
+    gap: bytes = b""  # before the directory
+    gap_end: bytes = b""  # behind it
+    comment: bytes = b""
+    trailing: bytes = b""
+    zip64: bool = False
+    count: int | None = None
+    directory_size: int | None = None
+    directory_at: int | None = None
+    disk: int = 0
+
+    def build(self) -> bytes:
+        body, places = bytearray(self.prefix), []
+        for entry in self.entries:
+            body += entry.before
+            places.append(len(body) + self.shift)
+            body += _record(entry)
+        body += self.gap
+        at = len(body)
+        order = self.order if self.order is not None else tuple(range(len(self.entries)))
+        directory = b"".join(_entry(self.entries[i], places[i]) * self.entries[i].listed for i in order)
+        count = sum(self.entries[i].listed for i in order) if self.count is None else self.count
+        size = len(directory) if self.directory_size is None else self.directory_size
+        offset = at + self.shift if self.directory_at is None else self.directory_at
+        body += directory + self.gap_end
+        if self.zip64:
+            place = len(body) + self.shift
+            body += END64.pack(b"PK\x06\x06", END64.size - 12, 45, 45, self.disk, self.disk, count, count, size, offset)
+            body += LOCATOR.pack(b"PK\x06\x07", self.disk, place, 1 + self.disk)
+        narrow = (min(count, 0xFFFF), min(size, 0xFFFFFFFF), min(offset, 0xFFFFFFFF))
+        body += END.pack(
+            b"PK\x05\x06", self.disk, self.disk, narrow[0], narrow[0], narrow[1], narrow[2], len(self.comment)
+        )
+        return bytes(body) + self.comment + self.trailing
+
+
+def _record(entry: Entry) -> bytes:
+    raw = entry.raw
+    crc, stored, size = zlib.crc32(entry.content), len(raw), len(entry.content)
+    streamed = entry.descriptor != "none"
+    name = entry.name if entry.name_local is None else entry.name_local
+    flags = (entry.flags | 8 if streamed else entry.flags) if entry.flags_local is None else entry.flags_local
+    own = [0, 0, 0] if streamed else [crc, stored, size]
+    for i, value in enumerate((entry.crc_local, entry.stored_local, entry.size_local)):
+        own[i] = own[i] if value is None else value
+    method = entry.method if entry.method_local is None else entry.method_local
+    head = LOCAL.pack(b"PK\x03\x04", entry.needed, flags, method, 0, 0, *own, len(name), len(entry.extra_local))
+    tail = b""
+    if streamed:
+        said = crc if entry.crc_descriptor is None else entry.crc_descriptor
+        tail = struct.pack("<I2Q" if "wide" in entry.descriptor else "<3I", said, stored, size)
+        tail = tail if "bare" in entry.descriptor else b"PK\x07\x08" + tail
+    return head + name + entry.extra_local + raw + tail
+
+
+def _entry(entry: Entry, place: int) -> bytes:
+    crc = zlib.crc32(entry.content) if entry.crc is None else entry.crc
+    stored = len(entry.raw) if entry.stored is None else entry.stored
+    size = len(entry.content) if entry.size is None else entry.size
+    flags = entry.flags | 8 if entry.descriptor != "none" else entry.flags
+    at = place if entry.at is None else entry.at
+    return (
+        CENTRAL.pack(
+            b"PK\x01\x02", entry.made, entry.needed, flags, entry.method, 0, 0, crc, stored, size, len(entry.name),
+            len(entry.extra), len(entry.note), entry.disk, 0, entry.attributes, at,
+        )
+        + entry.name + entry.extra + entry.note
+    )  # fmt: skip
+
+
+def honest(**changes: object) -> Layout:
+    """The small checkpoint, as another program zips it."""
+    return replace(Layout(tuple(Entry(name.encode(), data) for name, data in RECORDS.items())), **changes)  # type: ignore[arg-type]
+
+
+def with_entry(record: str, /, **changes: object) -> Layout:
+    """The small checkpoint, with one record changed (`data.pkl`, `data/0`)."""
+    return changed(honest(), "archive/" + record, **changes)
+
+
+def changed(layout: Layout, record: str, /, **changes: object) -> Layout:
+    entries = [
+        replace(entry, **changes) if entry.name == record.encode() else entry  # type: ignore[arg-type]
+        for entry in layout.entries
+    ]
+    assert entries != list(layout.entries), record
+    return replace(layout, entries=tuple(entries))
+
+
+def with_more(*more: Entry) -> Layout:
+    layout = honest()
+    return replace(layout, entries=(*layout.entries, *more))
+
+
+# The strategy --------------------------------------------------------------------------------------------------------
+
+_bytes = st.sampled_from([b"", b"\0" * 4, b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"PK\x01\x02", b"0123456789abcdef"])
+_small = st.sampled_from([0, 1, 4, 8, 12, 30, 46, 64, 4096, 0xFFFF, 0xFFFFFFFE, 0xFFFFFFFF])
+_names = st.sampled_from(
+    [*map(str.encode, RECORDS), b"archive/DATA.PKL", b"archive/data/00", b"archive/data/0\0.txt", b"", b"../x", b"archive/", b"C:\\x"]
+)  # fmt: skip
+_TWISTS: dict[str, st.SearchStrategy[object]] = {
+    "method": st.sampled_from([0, 8, 12, 99]),
+    "flags": st.sampled_from([0, 0x0800, 0x0801, 0x0808, 0x0820, 0x0840, 0x2800, 0x0806]),
+    "descriptor": st.sampled_from(["none", "signed", "bare", "wide", "wide-bare"]),
+    "crc": _small,
+    "stored": _small,
+    "size": _small,
+    "at": _small,
+    "name": _names,
+    "name_local": _names,
+    "method_local": st.sampled_from([0, 8, 12, 99]),
+    "flags_local": st.sampled_from([0, 8, 0x0800, 0x0808, 0x0801]),
+    "crc_local": _small,
+    "stored_local": _small,
+    "size_local": _small,
+    "crc_descriptor": _small,
+    "extra_local": _bytes.map(lambda raw: struct.pack("<2H", 0x4246, len(raw)) + raw),
+    "extra": _bytes.map(lambda raw: struct.pack("<2H", 1, len(raw)) + raw),
+    "note": _bytes,
+    "needed": st.sampled_from([0, 10, 20, 45, 63]),
+    "made": st.sampled_from([0, 0x0314, 0x031E]),
+    "disk": st.sampled_from([0, 0, 1, 0xFFFF]),
+    "attributes": st.sampled_from([0, 0o120777 << 16, 0x10]),
+    "before": _bytes,
+    "listed": st.sampled_from([0, 1, 2]),
+}
+_AROUND: dict[str, st.SearchStrategy[object]] = {
+    "prefix": _bytes,
+    "shift": st.sampled_from([0, 4, 16, 22]),
+    "gap": _bytes,
+    "gap_end": _bytes,
+    "comment": _bytes,
+    "trailing": _bytes,
+    "count": st.integers(0, 10) | _small,
+    "directory_size": _small,
+    "directory_at": _small,
+    "disk": st.sampled_from([0, 1]),
+}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """A layout of the small checkpoint with at most four things that are odd or wrong."""
+    layout = honest(zip64=draw(st.booleans()))
+    entries = list(draw(st.permutations(layout.entries)))
+    if draw(st.booleans()):
+        kind = draw(_TWISTS["descriptor"])
+        entries = [replace(entry, descriptor=kind) for entry in entries]  # type: ignore[arg-type]
+    for _ in range(draw(st.integers(0, 3))):
+        place, what = draw(st.integers(0, len(entries) - 1)), draw(st.sampled_from([*_TWISTS, "again", "another"]))
+        if what == "again":
+            entries.append(entries[place])
+        elif what == "another":
+            entries.append(Entry(draw(_names), draw(_bytes)))
+        else:
+            entries[place] = replace(entries[place], **{what: draw(_TWISTS[what])})
+    order = tuple(draw(st.permutations(range(len(entries))))) if draw(st.booleans()) else None
+    layout = replace(layout, entries=tuple(entries), order=order)
+    if draw(st.integers(0, 3)) == 0:
+        what = draw(st.sampled_from(sorted(_AROUND)))
+        layout = replace(layout, **{what: draw(_AROUND[what])})
+    return layout

@@ -1,0 +1,122 @@
+"""What a fuzzed file goes through: it is read, walked, shown in every form, compared and written back.
+
+Only a `CkptoolError` may come out, and no file of 64 KB may take more than `SECONDS` of CPU or `MEGABYTES` of memory.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from ckptool import formats
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.cli.answers import Answer
+from ckptool.errors import CkptoolError
+from ckptool.formats import torch_zip
+from ckptool.gather import to_numpy
+from ckptool.plain import summary
+from ckptool.render.html import inspection_html
+from ckptool.render.json import dumps
+from ckptool.render.style import PLAIN
+from ckptool.reports.diff import diff
+from ckptool.reports.listing import listing
+from ckptool.tree import tensors, unknown_calls, walk
+from ckptool.verbs.inspect import Inspection
+from ckptool.verbs.show import Shown
+
+SECONDS = 4.0  # instrumented code is about three times as slow
+MEGABYTES = 300
+SMALL = 1 << 16
+
+
+class TooMuch(Exception):
+    """A file took more time or memory than one of its size may."""
+
+
+def exercise(path: str) -> None:
+    """Everything at once; raises whatever is a finding."""
+    began, before = time.process_time(), peak()
+    with suppress(CkptoolError):
+        _all(formats.read(path), path)
+    spent, grown = time.process_time() - began, peak() - before
+    if spent > SECONDS:
+        raise TooMuch(f"{spent:.1f} s of CPU")
+    if grown > MEGABYTES:
+        raise TooMuch(f"{grown} MB of memory")
+
+
+def exercise_bytes(data: bytes) -> None:
+    """The same for a file in memory."""
+    fd = os.memfd_create("fuzzed")
+    try:
+        os.write(fd, data)
+        exercise(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+def peak() -> int:
+    """The most memory that this process has taken so far, in megabytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def _all(checkpoint: Checkpoint, path: str) -> None:
+    steps: tuple[Callable[[Checkpoint, str], Any], ...] = (_inspected, _walked, _values, _shown, _compared, _written)
+    for step in steps:
+        with suppress(CkptoolError):
+            step(checkpoint, path)
+
+
+def _inspected(checkpoint: Checkpoint, path: str) -> None:
+    found = listing(checkpoint)
+    report = Inspection(found, {}, found.notes)
+    _rendered("inspection", report, all=True, sort="size", depth=None)
+    _rendered("inspection", report, all=False, sort="name", depth=None)
+    inspection_html(report)
+
+
+def _walked(checkpoint: Checkpoint, path: str) -> None:
+    for _, node in islice(walk(checkpoint.tree), 2_000):
+        summary(node, 100)
+        str(node) if not isinstance(node, (dict, list, tuple)) else None
+    unknown_calls(checkpoint)
+
+
+def _values(checkpoint: Checkpoint, path: str) -> None:
+    for _, tensor in islice(tensors(checkpoint.tree), 50):
+        with suppress(CkptoolError):
+            if isinstance(tensor, TensorEntry) and tensor.nbytes <= SMALL:
+                assert len(tensor.bytes()) == tensor.nbytes
+                to_numpy(tensor)
+            elif isinstance(tensor, Composite):
+                list(tensor.parts())
+
+
+def _shown(checkpoint: Checkpoint, path: str) -> None:
+    for node in [checkpoint.tree, *(node for _, node in islice(walk(checkpoint.tree), 20))]:
+        if not isinstance(node, TensorEntry):
+            _rendered("shown", Shown(path, "", node, None, None, False))
+
+
+def _compared(checkpoint: Checkpoint, path: str) -> None:
+    again = formats.read(path)
+    found = diff(checkpoint, again, statistics=False)
+    assert found.same, "a file differs from itself"
+    _rendered("diff", found)
+
+
+def _written(checkpoint: Checkpoint, path: str) -> None:
+    torch_zip.write(checkpoint, keep_unknown=True)
+
+
+def _rendered(kind: str, report: Any, **options: Any) -> None:
+    answer = Answer(kind, report, options)
+    text = answer.text(PLAIN)
+    assert all(c == "\n" or c.isprintable() for c in text), "a raw control byte is printed"
+    dumps(answer.json())

@@ -1,0 +1,40 @@
+"""The process that fuzzes one target: `python -m tests.fuzz.one TARGET SEEDS CORPUS [libFuzzer's options]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import atheris
+
+with atheris.instrument_imports(include=["ckptool"]):
+    from tests.fuzz.exercise import exercise_bytes
+
+from tests.fuzz.mending import MENDERS
+from tests.hostile_inputs import ONE, pickle_zip
+
+
+def main() -> None:
+    target = sys.argv[1]
+    mend = MENDERS.get(target)
+
+    def once(data: bytes) -> None:
+        exercise_bytes(data)
+        if target == "pickle":
+            exercise_bytes(pickle_zip(data, ONE))
+
+    def mutate(data: bytes, size: int, seed: int) -> bytes:
+        changed: bytes = atheris.Mutate(data, size)
+        return mend(changed)[:size] if mend is not None and seed % 4 else changed
+
+    arguments = [sys.argv[0], *sys.argv[2:]]
+    if mend is not None:
+        atheris.Setup(arguments, once, custom_mutator=mutate)
+    else:
+        atheris.Setup(arguments, once)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+    main()

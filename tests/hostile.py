@@ -1,0 +1,152 @@
+"""What looking at hostile bytes costs: `inspect`, as text and as JSON, in a process of its own whose time and memory are measured.
+
+A server without torch forks one child for each input, so that a measurement takes milliseconds and starts from a small process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+SMALL = 1 << 20  # bytes of input that the budget is promised for
+SECONDS, MEGABYTES = 1.0, 300.0
+_CPU_LIMIT, _ROOM = 20, 2 << 30  # what a child may use before it is stopped
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of looking at an input.
+
+    code: of the `CkptoolError`; empty if there was none; `crash: …` for anything else.  text: what people would read.
+    seconds: processor time, megabytes: memory, of the child and beyond what it began with.
+    """
+
+    code: str
+    text: str
+    seconds: float
+    megabytes: float
+
+
+def meets_budget(
+    data: bytes | Path, suffix: str = ".pt", seconds: float = SECONDS, megabytes: float = MEGABYTES
+) -> Outcome:
+    """The outcome of `inspect` on these bytes (or on a file). Fails if it is a crash, or takes more than 1 s of processor time or 300 MB.
+
+    Fails too if a control character would reach a terminal.
+    """
+    if isinstance(data, Path):
+        outcome = _ask(data)
+    else:
+        assert len(data) <= SMALL or (seconds, megabytes) != (SECONDS, MEGABYTES), "the budget is for at most 1 MB"
+        with tempfile.TemporaryDirectory(prefix="ckptool-hostile-") as folder:
+            path = Path(folder, "input" + suffix)
+            path.write_bytes(data)
+            outcome = _ask(path)
+    assert not outcome.code.startswith("crash"), outcome
+    assert outcome.seconds <= seconds, f"{outcome.seconds:.2f} s for {outcome.code or 'an answer'}"
+    assert outcome.megabytes <= megabytes, f"{outcome.megabytes:.0f} MB for {outcome.code or 'an answer'}"
+    raw = {c for c in outcome.text if not c.isprintable()} - {"\n"}
+    assert not raw, f"raw control characters: {raw!r}"
+    return outcome
+
+
+# The server ----------------------------------------------------------------------------------------------------------
+
+_server: subprocess.Popen[str] | None = None
+
+
+def _ask(path: Path) -> Outcome:
+    global _server
+    if _server is None:
+        _server = subprocess.Popen(
+            [sys.executable, "-m", "tests.hostile"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[1],
+        )
+        atexit.register(_stop, _server)
+    assert _server.stdin is not None and _server.stdout is not None
+    _server.stdin.write(json.dumps(os.fspath(path)) + "\n")
+    _server.stdin.flush()
+    return Outcome(**json.loads(_server.stdout.readline()))
+
+
+def _stop(server: subprocess.Popen[str]) -> None:
+    server.communicate()
+
+
+def _serve() -> None:
+    from ckptool.formats import FORMATS  # imported once, before the forks
+    from ckptool.render import inspection as rendering
+    from ckptool.verbs import inspect
+
+    assert FORMATS and rendering and inspect and "torch" not in sys.modules
+    _look(__file__)
+    for line in sys.stdin:
+        print(json.dumps(asdict(_measured(json.loads(line)))), flush=True)
+
+
+def _measured(path: str) -> Outcome:
+    """Looks at a file in a child."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        _bounded()
+        before, started = _memory(), time.process_time()
+        code, text = _look(path)
+        answer = Outcome(code, text[:100_000], time.process_time() - started, _memory() - before)
+        with open(writing, "w", encoding="utf-8", errors="backslashreplace") as pipe:
+            pipe.write(json.dumps(asdict(answer)))
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        said = pipe.read()
+    _, status, used = os.wait4(child, 0)
+    if said:
+        return Outcome(**json.loads(said))
+    return Outcome(f"crash: stopped, status {status}", "", used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+
+
+def _bounded() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_LIMIT, _CPU_LIMIT))
+    if sys.platform == "linux":
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + _ROOM, now + _ROOM))
+
+
+def _memory() -> float:
+    """The most memory that this process has had, in megabytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1 << 20)
+
+
+def _look(path: str) -> tuple[str, str]:
+    from ckptool.errors import CkptoolError
+    from ckptool.render.inspection import inspection_json, inspection_text
+    from ckptool.render.json import dumps
+    from ckptool.render.style import PLAIN
+    from ckptool.render.text import error_text
+    from ckptool.verbs.inspect import inspect
+
+    try:
+        found = inspect(path)
+        text = inspection_text(found)
+        json.loads(dumps(inspection_json(found)))
+    except CkptoolError as error:
+        return error.code, error_text(error, PLAIN)
+    except BaseException as error:  # noqa: BLE001 (it is told, and fails the test)
+        return f"crash: {type(error).__name__}: {error!s:.200}", ""
+    return "", text
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,487 @@
+"""A file system that fails: commands run in forked children in which any system call can be the last one, or go wrong.
+
+`Bench` starts one warm process (`python -m tests.output.faults`) that has everything imported. For every point it forks; the
+child is the program, with the functions of `os` through which the package touches files wrapped. They count as events, and at the
+chosen event the child is killed, gets an error or a signal, or has half of the work done. Everything else is real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import io
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+# What the errors of a broken or full disk are, by call. `close` and `dup` report late what a write did (NFS, quotas).
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ERRORS: dict[str, tuple[int, ...]] = {
+    "open": (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES),
+    "pwrite": (*FULL, errno.EIO),
+    "write": (*FULL, errno.EIO),
+    "copy_file_range": (*FULL, errno.EIO, errno.EXDEV),
+    "fallocate": (errno.ENOSPC, errno.EDQUOT, errno.EOPNOTSUPP),
+    "ftruncate": (errno.EIO, errno.ENOSPC, errno.EFBIG),
+    "truncate": (errno.EIO, errno.ENOSPC, errno.EFBIG),
+    "fsync": (errno.EIO, errno.ENOSPC, errno.EDQUOT),
+    "fdatasync": (errno.EIO, errno.ENOSPC, errno.EDQUOT),
+    "close": (errno.EIO, errno.EDQUOT),
+    "dup": (errno.EMFILE,),
+    "rename": (errno.EXDEV, errno.EPERM, errno.EBUSY, errno.EIO, errno.ENOSPC),
+    "replace": (errno.EXDEV, errno.EPERM, errno.EBUSY, errno.EIO, errno.ENOSPC),
+    "renameat2": (errno.EPERM, errno.EINVAL, errno.EIO, errno.ENOSPC),
+    "link": (errno.EPERM, errno.EXDEV, errno.EIO, errno.ENOSPC, errno.EMLINK),
+    "unlink": (errno.EIO, errno.EPERM, errno.EROFS),
+    "remove": (errno.EIO, errno.EPERM, errno.EROFS),
+    "rmdir": (errno.EIO, errno.EPERM, errno.ENOTEMPTY),
+    "mkdir": (errno.EIO, errno.ENOSPC, errno.EACCES),
+    "makedirs": (),
+    "fchmod": (errno.EPERM, errno.EIO),
+    "chmod": (errno.EPERM, errno.EIO),
+    "pread": (errno.EIO,),
+    "preadv": (errno.EIO,),
+    "statvfs": (errno.EIO, errno.ENOSYS),
+    "listdir": (errno.EACCES, errno.EIO),
+    "flock": (errno.ENOLCK, errno.EOPNOTSUPP, errno.EWOULDBLOCK),
+    "sync_file_range": (errno.EIO,),
+}
+WRITES = set(ERRORS) - {"pread", "preadv", "statvfs", "listdir"}
+HALVES = {"pwrite", "write", "copy_file_range"}
+TEMPORARY = ".ckptool-"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended: its exit code, or minus the signal that ended it; and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+# In the child --------------------------------------------------------------------------------------------------------
+
+
+class Faults:
+    """Counts the events in one folder and does to them what the job says. Other threads' calls go through uncounted."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.folder = os.path.realpath(job["folder"])
+        self.how, self.at, self.number = job["how"], job["at"], job.get("number", 0)
+        self.events: list[str] = []
+        self.trace: list[tuple[Any, ...]] = []
+        self.known: dict[int, str] = {}
+        self.thread = threading.get_ident()
+        self.quiet = False
+        self.real_open, self.real_read, self.real_size = os.open, os.pread, os.fstat
+
+    def install(self) -> None:
+        import fcntl
+
+        from ckptool.output import copying
+
+        for name in ERRORS:
+            if hasattr(os, name) and name != "makedirs":
+                setattr(os, name, self.wrapped(name, getattr(os, name)))
+        fcntl.flock = self.wrapped("flock", fcntl.flock)  # type: ignore[assignment]
+        real = copying._system_call
+
+        def system_call(name: str) -> Callable[..., int] | None:
+            call = real(name)
+            return None if call is None else self.wrapped(name, call)
+
+        for module in list(sys.modules.values()):
+            if getattr(module, "__name__", "").startswith("ckptool") and getattr(module, "_system_call", None) is real:
+                module._system_call = system_call  # type: ignore[attr-defined]
+
+    def place(self, first: Any, options: dict[str, Any]) -> str | None:
+        """The path that a call is about, below the folder; None where it is none of ours."""
+        if isinstance(first, int):
+            return self.known.get(first)
+        if isinstance(first, (str, bytes, os.PathLike)):
+            path = os.path.abspath(os.fsdecode(first))
+            if path == self.folder:
+                return "."
+            return path.removeprefix(self.folder + "/") if path.startswith(self.folder + "/") else None
+        return None
+
+    def wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if self.quiet or threading.get_ident() != self.thread:
+                return real(*args, **options)
+            self.quiet = True
+            try:
+                about = [self.place(arg, options) for arg in (args[at] for at in ABOUT.get(name, (0,)))]
+            finally:
+                self.quiet = False
+            if not any(about):
+                return real(*args, **options)
+            return self.event(name, [part or "?" for part in about], real, args, options)
+
+        return call
+
+    def event(
+        self, name: str, about: list[str], real: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        number = len(self.events)
+        self.events.append(name + " " + " ".join(masked(part) for part in about))
+        here = number == self.at
+        if here and self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if here and self.how == "half" and name in HALVES:
+            self.halved(name, real, args)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (here and self.how == "error") or (number >= self.at and self.how == "broken" and name in WRITES):
+            return self.failed(name)
+        if self.how == "short" and name in (*HALVES, "pread", "preadv"):
+            return self.halved(name, real, args)
+        try:
+            result = self.done(name, about, real, args, options)
+        finally:
+            if here and self.how == "signal":
+                os.kill(os.getpid(), self.number)  # its handler runs as soon as this call returns
+        if here and self.how == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if here and self.how == "late":
+            return self.failed(name)
+        return result
+
+    def failed(self, name: str) -> int:
+        if name in ("fallocate", "sync_file_range", "renameat2"):
+            import ctypes
+
+            ctypes.set_errno(self.number)
+            return -1
+        raise OSError(self.number, os.strerror(self.number))
+
+    def halved(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if name in ("pwrite", "write"):
+            data = memoryview(args[1])
+            return real(args[0], data[: (len(data) + 1) // 2], *args[2:])
+        if name == "copy_file_range":
+            return real(args[0], args[1], (args[2] + 1) // 2, *args[3:])
+        if name == "pread":
+            return real(args[0], (args[1] + 1) // 2, args[2])
+        (buffer,) = args[1]
+        return real(args[0], [buffer[: (len(buffer) + 1) // 2]], args[2])
+
+    def done(
+        self, name: str, about: list[str], real: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """The real call, and what is to be known of it afterwards: open descriptors, and for `trace` the bytes."""
+        if name == "close":
+            self.known.pop(args[0], None)
+        result = real(*args, **options)
+        if name == "open":
+            self.known[result] = about[0]
+            if args[1] & os.O_CREAT:
+                self.trace.append(("create", about[0]))
+        elif name == "dup":
+            self.known[result] = about[0]
+        elif self.how == "trace":
+            self.traced(name, about, args, result)
+        return result
+
+    def traced(self, name: str, about: list[str], args: tuple[Any, ...], result: Any) -> None:
+        if name == "pwrite":
+            self.trace.append(("write", about[0], args[2], bytes(args[1])[:result]))
+        elif name == "copy_file_range":
+            self.trace.append(("write", about[1], args[4], self.real_read(args[1], result, args[4])))
+        elif name == "fallocate":
+            self.trace.append(("size", about[0], self.real_size(args[0]).st_size))
+        elif name == "ftruncate":
+            self.trace.append(("size", about[0], args[1]))
+        elif name in ("fsync", "fdatasync"):
+            self.trace.append(("sync", about[0]))
+        elif name in ("rename", "replace", "link"):
+            self.trace.append(("link" if name == "link" else "rename", about[0], about[1]))
+        elif name in ("unlink", "remove"):
+            self.trace.append(("unlink", about[0]))
+        elif name in ("mkdir", "rmdir"):
+            self.trace.append((name, about[0]))
+        elif name == "renameat2":
+            self.trace.append(("exchange", *about))
+        elif name in ("write", "truncate"):
+            self.trace.append(("unknown", name))
+
+
+# Which arguments of a call say what it is about, where it is not the first.
+ABOUT = dict.fromkeys(("rename", "replace", "link", "copy_file_range"), (0, 1)) | {"renameat2": (1, 3)}
+
+
+def masked(name: str) -> str:
+    """A name without what is random in it."""
+    return "/".join("TEMPORARY" if part.startswith(TEMPORARY) else part for part in name.split("/"))
+
+
+def child(job: dict[str, Any]) -> None:
+    """Runs the program in this process, and does not return."""
+    scratch = job["scratch"]
+    for number, name in ((1, "out"), (2, "err")):
+        fd = os.open(f"{scratch}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(fd, number)
+        os.close(fd)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.chdir(job["folder"])
+    faults = Faults(job)
+    ending = os._exit
+
+    def end(code: int) -> None:
+        faults.quiet = True
+        with open(f"{scratch}/events", "wb") as file:
+            pickle.dump((faults.events, faults.trace), file)
+        ending(code)
+
+    os._exit = end  # type: ignore[assignment]
+    sys.argv = ["ckptool", *job["words"]]
+    faults.install()
+    from ckptool.cli import main
+
+    main()
+
+
+def serve() -> None:
+    """Takes jobs, one a line, and answers each with how it ended."""
+    warm()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        process = os.fork()
+        if not process:
+            child(job)
+        if job["how"] == "shot":  # killed from outside, after so many seconds
+            import time
+
+            time.sleep(job["at"])
+            os.kill(process, signal.SIGKILL)
+        print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])), flush=True)
+
+
+VERBS = "strip-module add-module rename remap cast edit slim convert recover verify".split()
+
+
+def warm() -> None:
+    """Imports what commands import, once for all children."""
+    import importlib
+    import pkgutil
+
+    for package in ("formats", "pickles", "transforms", "reports", "output"):
+        for module in pkgutil.iter_modules(importlib.import_module(f"ckptool.{package}").__path__):
+            importlib.import_module(f"ckptool.{package}.{module.name}")
+    for name in ("render.json", "render.text", "cli.problems", "cli.progress"):
+        importlib.import_module(f"ckptool.{name}")
+    for name in ("numpy", "ml_dtypes", "yaml", "typer.core", "ctypes"):
+        importlib.import_module(name)
+    from ckptool.output import copying
+
+    copying._system_call("fallocate")
+    copying._system_call("sync_file_range")
+    with contextlib.redirect_stderr(io.StringIO()):
+        for verb in VERBS:
+            importlib.import_module("ckptool.cli").main([verb, "/nowhere"])
+    gc.freeze()
+
+
+# In the test ---------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """The warm process, and a folder in which commands run."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.runs = 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.output.faults"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != "ready\n":
+            self.close()
+            raise AssertionError("the warm process did not start")
+
+    def close(self) -> None:
+        self.process.communicate()
+
+    def run(self, folder: Path, words: list[str], how: str = "none", at: float = -1, number: int = 0) -> Ended:
+        """Runs `ckptool WORDS` in `folder`; `how` and `at` say what happens to it at which event."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.runs += 1
+        job = {"folder": str(folder), "scratch": str(self.scratch), "words": words}
+        self.process.stdin.write(json.dumps(job | {"how": how, "at": at, "number": number}) + "\n")
+        self.process.stdin.flush()
+        code = json.loads(self.process.stdout.readline())
+        out, err = ((self.scratch / name).read_text("utf-8", "replace") for name in ("out", "err"))
+        return Ended(code, out, err)
+
+    def recorded(self) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """The events of the last run, and what they did if it was run as `trace`."""
+        events, trace = pickle.loads((self.scratch / "events").read_bytes())
+        return events, trace
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing that goes wrong, at one event of a command."""
+
+    how: str
+    at: int
+    event: str
+    number: int = 0
+
+    def __str__(self) -> str:
+        what = {"error": errno.errorcode.get(self.number), "broken": errno.errorcode.get(self.number)}.get(self.how, "")
+        if self.how == "signal":
+            what = signal.Signals(self.number).name
+        return f"{self.how} {what or ''} at event {self.at} ({self.event})"
+
+
+def kill_points(events: list[str]) -> list[Point]:
+    """Before every event, after the last, and in the middle of those that can be half done."""
+    points = [Point("kill", at, event) for at, event in enumerate(events)]
+    points += [Point("half", at, event) for at, event in enumerate(events) if event.split()[0] in HALVES]
+    return [*points, Point("after", len(events) - 1, events[-1])]
+
+
+def error_points(events: list[str]) -> list[Point]:
+    """Every error at every event: once; and, for what writes, from there on."""
+    points = []
+    for at, event in enumerate(events):
+        name = event.split()[0]
+        points += [Point("error", at, event, number) for number in ERRORS[name]]
+        points += [Point("broken", at, event, number) for number in ERRORS[name][:2] if name in WRITES]
+    return points
+
+
+def signal_points(events: list[str]) -> list[Point]:
+    """Every signal that asks a program to stop, during every event."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    return [Point("signal", at, event, number) for at, event in enumerate(events) for number in numbers]
+
+
+# Power loss ----------------------------------------------------------------------------------------------------------
+
+
+def after_power_loss(
+    before: dict[str, bytes], trace: list[tuple[Any, ...]], stop: int, chosen: random.Random
+) -> dict[str, bytes]:
+    """What the disk may hold when power is lost before operation `stop`.
+
+    Of the writes to a file since its last sync any may be missing; of the changes of names since the folder's last sync, any of the
+    later ones (each folder by itself). A file keeps its contents under whatever names it has.
+    """
+    files = {number: File(bytearray(data), []) for number, data in enumerate(before.values())}
+    now: dict[str, int] = dict(zip(before, files, strict=True))  # name -> file, as processes see it; folders are -1
+    now |= {name.rpartition("/")[0]: -1 for name in before if "/" in name}
+    safe = dict(now)  # the same on the disk
+    changes: dict[str, list[Callable[[dict[str, int]], object]]] = {}  # of the names in a folder, since it was synced
+    for kind, name, *about in trace[:stop]:
+        waiting = changes.setdefault(name.rpartition("/")[0] or ".", [])
+        if kind == "create" and name not in now:
+            files[len(files)] = File(bytearray(), [])
+            now[name] = len(files) - 1
+            waiting.append(partial(_set, name, now[name]))
+        elif kind in ("write", "size"):
+            files[now[name]].pending.append((kind, *about))
+        elif kind == "sync" and now.get(name, -1) >= 0:
+            files[now[name]].settle()
+        elif kind == "sync":
+            for change in changes.pop(name, []):
+                change(safe)
+        elif kind == "mkdir":
+            now[name] = -1
+            waiting.append(partial(_set, name, -1))
+        elif kind in ("unlink", "rmdir"):
+            del now[name]
+            waiting.append(partial(_drop, name))
+        elif kind == "link":
+            now[about[0]] = now[name]
+            waiting.append(partial(_set, about[0], now[name]))
+        elif kind in ("rename", "exchange"):
+            table = {name: about[0]} | ({about[0]: name} if kind == "exchange" else {})
+            _move(table, now)
+            waiting.append(partial(_move, table))
+    for waiting in changes.values():
+        for change in waiting[: chosen.randrange(len(waiting) + 1)]:
+            change(safe)
+    folders = {name for name, number in safe.items() if number == -1} | {""}
+    return {
+        name: files[number].some(chosen)
+        for name, number in safe.items()
+        if number >= 0 and name.rpartition("/")[0] in folders
+    }
+
+
+def _set(name: str, number: int, names: dict[str, int]) -> None:
+    names[name] = number
+
+
+def _drop(name: str, names: dict[str, int]) -> None:
+    names.pop(name, None)
+
+
+def _move(table: dict[str, str], names: dict[str, int]) -> None:
+    """Renames, all at once, files and folders with what is in them; what had the new names is gone."""
+    moved = {}
+    for name in list(names):
+        for old, new in table.items():
+            if name == old or name.startswith(f"{old}/"):
+                moved[new + name[len(old) :]] = names.pop(name)
+                break
+    for name in list(names):
+        if any(name == new or name.startswith(f"{new}/") for new in table.values()):
+            del names[name]
+    names.update(moved)
+
+
+@dataclass
+class File:
+    """Bytes that are on the disk, and what was done to them since."""
+
+    data: bytearray
+    pending: list[tuple[Any, ...]]
+
+    def settle(self) -> None:
+        for operation in self.pending:
+            _apply(self.data, operation)
+        self.pending.clear()
+
+    def some(self, chosen: random.Random) -> bytes:
+        data = bytearray(self.data)
+        share = chosen.choice([0, 0.3, 0.7, 1])
+        for operation in self.pending:
+            if chosen.random() < share:
+                _apply(data, operation)
+        return bytes(data)
+
+
+def _apply(data: bytearray, operation: tuple[Any, ...]) -> None:
+    if operation[0] == "size":
+        del data[operation[1] :]
+        data.extend(bytes(operation[1] - len(data)))
+    else:
+        _, at, new = operation
+        data.extend(bytes(max(0, at - len(data))))
+        data[at : at + len(new)] = new
+
+
+if __name__ == "__main__":
+    serve()

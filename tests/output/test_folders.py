@@ -1,0 +1,539 @@
+"""Durable replacement of folders: the old one or the new one, whole, under its name, and nothing else left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptool
+from ckptool.checkpoint import Computed, Crc, FileRange, Literal, Plan, Summed
+from ckptool.errors import (
+    Conflict,
+    Corrupt,
+    DiskFull,
+    FileChanged,
+    FileProblem,
+    OutputExists,
+    VerifyFailed,
+)
+from ckptool.files import Source
+from ckptool.formats import read
+from ckptool.output import folders
+from ckptool.output.folders import check_folder, replace_folder
+from tests.checkpoints import saved, three_parts, weights
+from tests.helpers import default_signals
+
+ROOT = Path(__file__).parents[2]
+OLD = {"a": b"old a", "b": b"old b"}
+NEW = {"a": b"new a", "c": b"new c"}
+
+
+def plan(files: dict[str, bytes] | None = None) -> Plan:
+    return Plan({name: [Literal(data)] for name, data in (files or NEW).items()})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name, data in OLD.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture(params=["exchanged", "put aside"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of replacing a folder: that of Linux, and that of file systems which cannot exchange two names."""
+    if request.param == "put aside":
+        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    return str(request.param)
+
+
+# What it does --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_folder(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    assert replace_folder(plan(), tmp_path / "out", progress=lambda done, total: told.append((done, total))) == ()
+    assert contents(tmp_path / "out") == NEW and names(tmp_path) == ["out"]
+    assert told[-1] == (10, 10) and [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_an_empty_folder_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir(mode=0o750)
+    replace_folder(plan(), tmp_path / "out")
+    assert contents(tmp_path / "out") == NEW and names(tmp_path) == ["out"]
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
+
+
+@pytest.mark.parametrize("target", ["out", "out/", "./out", "../{}/out"])
+def test_ways_to_write_the_name(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    replace_folder(plan(), target.format(tmp_path.name))
+    replace_folder(plan(OLD), target.format(tmp_path.name), overwrite=True, replaceable=["c"])
+    assert contents(tmp_path / "out") == OLD and names(tmp_path) == ["out"]
+
+
+def test_row_140_a_folder_that_exists(old: Path) -> None:
+    with pytest.raises(OutputExists, match="exists already, with 2 files in it") as caught:
+        replace_folder(plan(), old)
+    three_parts(caught.value)
+    assert contents(old) == OLD and names(old.parent) == ["out"]
+
+
+def test_row_159_an_existing_folder_is_replaced(old: Path, way: str) -> None:
+    old.chmod(0o700)
+    replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert contents(old) == NEW and names(old.parent) == ["out"]
+    assert stat.S_IMODE(old.stat().st_mode) == 0o700
+
+
+def test_the_exchange_is_really_used(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        return
+    monkeypatch.setattr(folders, "_put_aside", lambda *args: pytest.fail("two renames"))
+    replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert contents(old) == NEW
+
+
+@pytest.mark.parametrize("extra", ["config.json", "tokenizer", "\x1b[31m", "sub"])
+def test_files_that_are_not_the_checkpoints_are_never_deleted(extra: str, old: Path) -> None:
+    if extra == "sub":
+        (old / extra).mkdir()
+    else:
+        (old / extra).write_bytes(b"precious")
+    with pytest.raises(Conflict, match="would be deleted with it") as caught:
+        replace_folder(plan(), old, overwrite=True, replaceable=["b", "sub"])
+    assert "\x1b" not in str(caught.value) and "Only the files of the checkpoint" in caught.value.why
+    three_parts(caught.value)
+    assert (old / extra).exists() and (old / "b").read_bytes() == b"old b" and names(old.parent) == ["out"]
+
+
+def test_a_file_that_is_put_there_at_the_last_moment(old: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(path: str) -> None:
+        (old / "config.json").write_bytes(b"precious")
+
+    with pytest.raises(Conflict, match=r"config\.json would be deleted"):
+        replace_folder(plan(), old, overwrite=True, replaceable=["b"], verify=put)
+    assert contents(old) == {**OLD, "config.json": b"precious"} and names(old.parent) == ["out"]
+
+
+def test_someone_else_makes_the_folder_meanwhile(tmp_path: Path) -> None:
+    def make(path: str) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/theirs").write_bytes(b"theirs")
+
+    with pytest.raises(OutputExists, match="made by another process"):
+        replace_folder(plan(), tmp_path / "out", verify=make)
+    assert contents(tmp_path / "out") == {"theirs": b"theirs"} and names(tmp_path) == ["out"]
+
+
+def test_row_141_a_links_own_target_is_replaced(old: Path) -> None:
+    (old.parent / "link").symlink_to("out")
+    replace_folder(plan(), old.parent / "link", overwrite=True, replaceable=["b"])
+    assert (old.parent / "link").is_symlink() and contents(old) == NEW and names(old.parent) == ["link", "out"]
+
+
+def test_row_142_targets_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "loop").symlink_to("loop")
+    for target in ("missing/out", "file/out", "file", "loop", "x" * 300, "nul\0"):
+        for check in (
+            lambda path: check_folder(path, overwrite=True),
+            lambda path: replace_folder(plan(), path, overwrite=True),
+        ):
+            with pytest.raises(FileProblem) as caught:
+                check(tmp_path / target)
+            assert caught.value.code == "io" and "cannot write" in caught.value.what
+    assert names(tmp_path) == ["file", "loop"] and (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_names_that_lead_elsewhere_are_a_mistake_of_ours(tmp_path: Path) -> None:
+    for name in ("../a", "", ".", "a/b"):
+        with pytest.raises(AssertionError):
+            replace_folder(Plan({name: [Literal(b"x")], "y": [Literal(b"y")]}), tmp_path / "out")
+    assert names(tmp_path) == []
+
+
+# What goes wrong -----------------------------------------------------------------------------------------------------
+
+
+def raising(error: BaseException) -> Callable[[int, int], bytes]:
+    def read(offset: int, length: int) -> bytes:
+        raise error
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (SystemExit(143), SystemExit),
+        (Corrupt("no", "why"), Corrupt),
+        (MemoryError(), MemoryError),
+        (OSError(errno.EIO, ""), FileProblem),
+        (OSError(errno.ENOSPC, ""), DiskFull),
+        (OSError(errno.EDQUOT, ""), DiskFull),
+    ],
+)
+def test_rows_150_and_151_nothing_is_left_of_a_run_that_failed(
+    error: BaseException, expected: type[BaseException], old: Path
+) -> None:
+    failing = Plan({"a": [Literal(b"some")], "c": [Literal(b"x"), Computed(4, raising(error))]})
+    for target in (old, old.parent / "fresh"):
+        with pytest.raises(expected):
+            replace_folder(failing, target, overwrite=True, replaceable=["b"])
+        assert names(old.parent) == ["out"] and contents(old) == OLD
+
+
+@pytest.mark.parametrize("call", ["fsync", "mkdir", "rename", "open", "pwrite"])
+def test_rows_152_and_154_a_system_call_that_fails(
+    call: str, way: str, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(os, call)
+
+    def failing(first: Any, *args: Any, **options: Any) -> Any:
+        if call == "open" and not args[0] & os.O_CREAT:
+            return real(first, *args, **options)
+        raise OSError(errno.EIO, "broken disk")
+
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(FileProblem) as caught:
+        replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert "Input/output error" in caught.value.what and f"{old} is as it was" in caught.value.why
+    assert contents(old) == OLD and names(old.parent) == ["out"]
+
+
+def test_row_154_the_second_of_two_renames_fails(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    real, calls = os.rename, []
+
+    def failing(one: str, other: str) -> None:
+        calls.append(other)
+        if len(calls) == 3:  # onto the target; the target aside; the new one in its place
+            raise OSError(errno.EIO, "broken disk")
+        real(one, other)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(FileProblem):
+        replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert len(calls) == 4 and contents(old) == OLD and names(old.parent) == ["out"]
+
+
+def test_row_155_a_folder_above_that_cannot_be_synced(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    above, real = os.stat(old.parent).st_ino, os.fsync
+
+    def failing(fd: int) -> None:
+        if os.fstat(fd).st_ino == above:
+            raise OSError(errno.EIO, "broken disk")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    (note,) = replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert note.code == "not-synced" and contents(old) == NEW and names(old.parent) == ["out"]
+
+
+def test_everything_is_on_disk_before_it_is_visible(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def watched(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def seen(*args: Any, **options: Any) -> Any:
+            done = real(*args, **options)
+            events.append("sync folder" if name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode) else name)
+            return done
+
+        monkeypatch.setattr(module, name, seen)
+
+    for name in ("pwrite", "fsync", "rmdir"):
+        watched(os, name)
+    watched(folders, "_commit")
+    replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert events == ["pwrite", "fsync"] * 2 + ["sync folder", "_commit", "sync folder", "rmdir"]
+
+
+def test_what_verify_refuses_is_not_put_in_place(old: Path) -> None:
+    def refuse(path: str) -> None:
+        assert contents(Path(path)) == NEW and Path(path).parent == old.parent
+        raise VerifyFailed("differs", "why")
+
+    with pytest.raises(VerifyFailed):
+        replace_folder(plan(), old, overwrite=True, replaceable=["b"], verify=refuse)
+    assert contents(old) == OLD and names(old.parent) == ["out"]
+
+
+def test_a_checksum_that_does_not_match_in_the_last_file(tmp_path: Path) -> None:
+    bad = Plan({"a": [Literal(b"a")], "b": [Summed(Literal(b"b"), Crc(expected=1, name="weights"))]})
+    with pytest.raises(Corrupt, match="weights does not match"):
+        replace_folder(bad, tmp_path / "out")
+    assert names(tmp_path) == []
+
+
+def test_row_131_an_input_that_changes_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(bytes(200_000))
+    source = Source(tmp_path / "in")
+    copy = Plan({"a": [FileRange(source, 0, 200_000)]})
+    with pytest.raises(FileChanged):
+        replace_folder(copy, tmp_path / "out", inputs=[source], verify=lambda path: os.truncate(tmp_path / "in", 10))
+    assert names(tmp_path) == ["in"]
+
+
+def test_not_enough_room_for_all_files_together(tmp_path: Path) -> None:
+    status = os.statvfs(tmp_path)
+    half = (status.f_bavail * status.f_frsize) // 2 + 4096
+    huge = [Computed(half, raising(AssertionError("asked")))]
+    with pytest.raises(DiskFull, match=r"bytes, .* are free"):
+        replace_folder(Plan({"a": huge, "b": huge}), tmp_path / "out")
+    assert names(tmp_path) == []
+
+
+# Several at once, and those that were killed ------------------------------------------------------------------------------
+
+HEAD = """
+    import os, sys, time
+    from pathlib import Path
+    from ckptool.checkpoint import Computed, Literal, Plan
+    from ckptool.output import folders
+    from ckptool.output.folders import replace_folder
+    target = Path(sys.argv[1])
+    if sys.argv[2] == "put aside":
+        folders._exchange = lambda one, other: False
+    """
+WAITING = """
+    def wait(at, n):
+        Path(sys.argv[3]).touch()
+        time.sleep(60)
+        return b"y" * n
+    replace_folder(Plan({"a": [Literal(b"a")], "b": [Computed(5, wait)]}), target, overwrite=True)
+    """
+KILLED = """
+    for n in range(int(sys.argv[3]), 100_000):
+        data = b"%08d" % n
+        shards = {f"{i}-{n % 3}": [Literal(data), Computed(40_000, lambda at, size: (data * 5_000)[at : at + size])] for i in range(4)}
+        replace_folder(Plan(shards), target, overwrite=True, replaceable={f"{i}-{m}" for i in range(4) for m in range(3)})
+        print(n, flush=True)
+    """
+
+
+def run(code: str, *args: object) -> subprocess.Popen[bytes]:
+    text = textwrap.dedent(HEAD) + textwrap.dedent(code)
+    command = [sys.executable, "-c", text, *map(str, args)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_signals
+    )
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A writer that has its temporary folder, and waits in the middle."""
+    process = run(WAITING, tmp_path / "out", "exchanged", tmp_path / "mark")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "mark").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def temporaries(folder: Path) -> list[str]:
+    return [name for name in names(folder) if name.startswith(".ckptool-")]
+
+
+def test_row_149_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    live.kill()
+    live.wait()
+    assert len(temporaries(tmp_path)) == 1 and not (tmp_path / "out").exists()
+    replace_folder(plan(), tmp_path / "another")
+    assert len(temporaries(tmp_path)) == 1  # another target's is none of its business
+    replace_folder(plan(), tmp_path / "out")
+    assert temporaries(tmp_path) == [] and contents(tmp_path / "out") == NEW
+
+
+def test_row_149_a_file_of_the_same_name_sweeps_it_too(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    from ckptool.output import replace_file
+
+    live.kill()
+    live.wait()
+    replace_file(Plan({"": [Literal(b"new")]}), tmp_path / "out")
+    assert temporaries(tmp_path) == [] and (tmp_path / "out").read_bytes() == b"new"
+
+
+def test_row_162_a_living_writers_folder_is_left_alone(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    replace_folder(plan(), tmp_path / "out")
+    assert len(temporaries(tmp_path)) == 1 and contents(tmp_path / "out") == NEW
+    live.kill()
+    live.wait()
+    replace_folder(plan(OLD), tmp_path / "out", overwrite=True, replaceable=["c"])
+    assert temporaries(tmp_path) == [] and contents(tmp_path / "out") == OLD
+
+
+def test_row_150_a_terminated_process_leaves_nothing_when_it_unwinds(
+    live: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    live.send_signal(signal.SIGINT)
+    assert live.wait(20) != 0
+    assert temporaries(tmp_path) == [] and not (tmp_path / "out").exists()
+
+
+def killed_at_random(folder: Path, times: int, way: str) -> None:
+    chosen, target, last = random.Random(times), folder / "out", 0
+    for _ in range(times):
+        process = run(KILLED, target, way, last)
+        assert process.stdout is not None
+        last = int(process.stdout.readline())
+        time.sleep(chosen.uniform(0, 0.02))
+        process.send_signal(signal.SIGKILL)
+        out = process.stdout.read().split()
+        process.communicate()
+        last = int(out[-1]) if out else last
+        if way == "put aside" and not target.exists():
+            folders._put_back(str(target))  # what the next run does first
+        found = contents(target)
+        (data,) = {value[:8] for value in found.values()}
+        assert int(data) in (last, last + 1), (data, last)
+        assert found == {f"{i}-{int(data) % 3}": data * 5_001 for i in range(4)}
+        assert len(names(folder)) <= 3
+        last += 1
+    replace_folder(plan(), target, overwrite=True, replaceable=[f"{i}-{m}" for i in range(4) for m in range(3)])
+    assert names(folder) == ["out"]
+
+
+@pytest.mark.parametrize("how", ["exchanged", "put aside"])
+def test_row_149_killed_at_any_time(how: str, tmp_path: Path) -> None:
+    killed_at_random(tmp_path, 5, how)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["exchanged", "put aside"])
+def test_row_149_killed_at_any_time_many_times(how: str, tmp_path: Path) -> None:
+    killed_at_random(tmp_path, 200, how)
+
+
+def test_row_149_killed_between_two_renames(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where names cannot be exchanged there is an instant without a folder; the next run puts the old one back first."""
+    aside = Path(folders._aside(str(old)))
+    old.rename(aside)
+    with pytest.raises(OutputExists):
+        replace_folder(plan(), old)
+    assert contents(old) == OLD and names(old.parent) == ["out"]
+    aside.mkdir()
+    (aside / "a").write_bytes(b"older")
+    replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert contents(old) == NEW and names(old.parent) == ["out"]
+    aside.mkdir()
+    (aside / "a").write_bytes(b"older")
+    old.rename(old.parent / "gone")
+    old.write_bytes(b"a file")
+    with pytest.raises(FileProblem):
+        replace_folder(plan(), old, overwrite=True)
+    assert contents(aside) == {"a": b"older"}  # it may be the only copy
+
+
+def test_row_158_many_writers_one_complete_winner(tmp_path: Path) -> None:
+    target, problems = tmp_path / "out", []
+    allowed = [f"{letter}{i}" for letter in "abc" for i in range(3)]
+
+    def write(letter: str) -> None:
+        data = letter.encode() * 20_000
+        try:
+            for _ in range(8):
+                replace_folder(
+                    plan({f"{letter}{i}": data for i in range(3)}), target, overwrite=True, replaceable=allowed
+                )
+        except BaseException as error:  # noqa: BLE001
+            problems.append(error)
+
+    writers = [threading.Thread(target=write, args=(letter,)) for letter in "abc"]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):  # a reader that lists the folder sees the files of one of them
+        if target.exists():
+            folder = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+            seen = os.listdir(folder)
+            os.close(folder)
+            assert len({name[0] for name in seen}) <= 1
+    assert problems == [] and names(tmp_path) == ["out"] and len(contents(target)) == 3
+
+
+# Through the verbs ---------------------------------------------------------------------------------------------------
+
+
+def model(folder: Path, *more: str) -> Path:
+    return saved(weights("a", "b", "c", *more), folder / "model.pt")
+
+
+def test_a_verb_replaces_only_the_checkpoint_that_is_there(tmp_path: Path) -> None:
+    file, out = model(tmp_path), tmp_path / "out"
+    ckptool.convert(file, out, shard_size=24)
+    with pytest.raises(OutputExists):
+        ckptool.convert(file, out, shard_size=48)
+    with pytest.raises(OutputExists):
+        ckptool.convert(file, out, shard_size=48, dry_run=True)
+    ckptool.convert(file, out, shard_size=48, overwrite=True, dry_run=True)
+    assert len(names(out)) == 4
+    ckptool.convert(file, out, shard_size=48, overwrite=True, verify=True)
+    assert names(out) == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)] + ["model.safetensors.index.json"]
+    (out / "config.json").write_text("{}")
+    for dry in (False, True):
+        with pytest.raises(Conflict, match=r"config\.json would be deleted"):
+            ckptool.convert(file, out, shard_size="1MB", overwrite=True, dry_run=dry)
+    (out / "config.json").unlink()
+    (out / "model-00001-of-00009.safetensors").write_bytes(b"stale: of a run that nothing tells about")
+    with pytest.raises(Conflict, match="model-00001-of-00009"):
+        ckptool.convert(file, out, shard_size="1MB", overwrite=True)
+    (out / "model-00001-of-00009.safetensors").unlink()
+    ckptool.convert(file, out, container="sharded", overwrite=True)
+    assert names(out) == ["model.safetensors"] and names(tmp_path) == ["model.pt", "out"]
+
+
+def test_row_139_a_folder_written_over_itself(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ckptool.convert(model(tmp_path), out, shard_size=24)
+    with pytest.raises(Conflict, match="is the input itself"):
+        ckptool.add_module(out, out)
+    ckptool.add_module(out, out, overwrite=True, verify=True)
+    assert list(read(out).tree) == ["module.a", "module.b", "module.c"] and names(tmp_path) == ["model.pt", "out"]
+
+
+def test_a_file_and_a_folder_do_not_replace_each_other(tmp_path: Path) -> None:
+    file = model(tmp_path)
+    ckptool.convert(file, tmp_path / "out", shard_size=24)
+    with pytest.raises(FileProblem, match="it is a folder"):
+        ckptool.convert(file, tmp_path / "out", container="torch-zip", overwrite=True)
+    with pytest.raises(FileProblem, match="it is a file"):
+        ckptool.convert(file, file, container="sharded", overwrite=True)
+    assert read(file).container == "torch-zip"
+
+
+def test_a_parent_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*args: Any, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(os, "mkdir", denied)  # as root there is no folder that may not be written to
+    with pytest.raises(FileProblem, match="Permission denied") as caught:
+        replace_folder(plan(), tmp_path / "out")
+    assert "permissions" in caught.value.why and names(tmp_path) == []

@@ -1,0 +1,366 @@
+"""Skeletons of pickles: with the long values left out and put back they decode to what the pickle does, and read no more than they must."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import random
+import struct
+import time
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ckptool.checkpoint import Blob, FileRange, Literal
+from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.files import Source
+from ckptool.nodes import Global
+from ckptool.pickles import skeleton as lexing
+from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.skeleton import Skeleton, decode_lazily, encoded, leaves, skeleton
+from ckptool.pickles.texts import whole
+from ckptool.pickles.torch_objects import BUILDERS
+from tests.helpers import assert_same_tree
+from tests.pickles.graphs import as_tree, graphs
+from tests.pickles.test_decode import TORN_FRAMES, WHOLE_FRAMES, frame
+
+PROTOCOLS = range(6)
+
+
+def decoded(made: Skeleton, builders: Any = BUILDERS) -> Decoded:
+    return decode_lazily(
+        made, lambda blobs: decode(made.data, lambda pid: pid, builders, blobs=blobs, place=made.place)
+    )
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and long values of a few bytes: every opcode is cut by a window somewhere."""
+    use_tiny(monkeypatch)
+
+
+def use_tiny(monkeypatch: pytest.MonkeyPatch, window: int = 3, long_value: int = 5) -> None:
+    monkeypatch.setattr(lexing, "_FIRST_WINDOW", window)
+    monkeypatch.setattr(lexing, "_WINDOW", window)
+    monkeypatch.setattr(lexing, "LONG_VALUE", long_value)
+
+
+# The same as decoding the whole ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=120, deadline=None)
+@given(graphs(), st.sampled_from(PROTOCOLS), st.integers(1, 30), st.integers(20, 40))  # names are shorter than 20
+def test_a_skeleton_with_its_blobs_is_the_pickle(graph: Any, protocol: int, window: int, long_value: int) -> None:
+    graph = [graph, "text " * 8, b"bytes" * 8, {"key " * 9: bytearray(39)}]
+    data = pickle.dumps(graph, protocol)
+    assume(protocol or b"Fnan" not in data)
+    with pytest.MonkeyPatch.context() as patch:
+        use_tiny(patch, window, long_value)
+        made = skeleton(Literal(b"before" + data + b"after"), 6, name="graph")
+    assert made.end == 6 + len(data)
+    assert_same_tree(decoded(made).root, as_tree(graph))
+
+
+def long_values() -> dict[str, Any]:
+    noise = random.Random(1).randbytes(300_000)
+    shared = noise[:100_000]
+    return {
+        "bytes": [noise, shared, shared],
+        "bytearray": bytearray(noise),
+        "text": "é" * 100_000,
+        "k" * 70_000: 1,
+        "almost": [noise[:65_535], noise[:65_536], noise[:65_537]],
+        "many": {f"key {i}": i for i in range(5_000)},
+    }
+
+
+@pytest.mark.parametrize("pickler", [pickle.dumps, pickle._dumps], ids=["C", "Python"])  # type: ignore[attr-defined]
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_long_values_of_both_picklers(protocol: int, pickler: Any, tmp_path: Path) -> None:
+    value = long_values()
+    data = pickler(value, protocol)
+    (tmp_path / "a.pkl").write_bytes(b"junk" + data + b"tail")
+    source = Source(tmp_path / "a.pkl")
+    made = skeleton(FileRange(source, 0, source.size), 4, name="a.pkl")
+    assert made.end == 4 + len(data)
+    assert made.place(0) == 4 and made.place(len(made.data)) == made.end
+    if protocol:
+        assert made.blobs and all(isinstance(blob.data, FileRange) for blob in made.blobs)
+        assert len(made.data) < 250_000
+    assert_same_tree(decoded(made).root, as_tree(value))
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_pythons_frames_with_long_bytes_between_them(protocol: int) -> None:
+    """Real framing: the pickler puts what is long outside of its frames, in a file and in memory."""
+    value = [["x" * 50] * 3_000, os.urandom(100_000), list(range(20_000)), bytearray(200_000), "end"]
+    value[0] = [f"{i:050}" for i in range(3_000)]
+    into_file = io.BytesIO()
+    pickle.Pickler(into_file, protocol).dump(value)
+    for data in (into_file.getvalue(), pickle.dumps(value, protocol)):
+        assert data.count(b"\x95") >= 2
+        made = skeleton(Literal(data), name="frames")
+        assert len(made.blobs) == 2
+        assert decoded(made).root == value == decode(data, lambda pid: pid, BUILDERS).root
+
+
+def test_values_on_the_memo_stay_shared() -> None:
+    noise = os.urandom(70_000)
+    root = decoded(skeleton(Literal(pickle.dumps([noise, noise, {"a": noise}], 4)), name="a")).root
+    assert root[0] is root[1] is root[2]["a"] and root[0] == noise
+
+
+# What builders make of blobs ----------------------------------------------------------------------------------------------
+
+
+def keep_blobs(name: str = "keep") -> dict[Global, Any]:
+    return {
+        **BUILDERS,
+        Global("tests", name): lambda args: (
+            len(args[0].data.read(0, 1 << 30)) if type(args[0]) is Blob else NotImplemented
+        ),
+    }
+
+
+def call(content: bytes) -> bytes:
+    return b"ctests\nkeep\n" + pickle.dumps(content, 3)[2:-1] + b"\x85R"
+
+
+def test_a_blob_that_a_builder_takes_is_not_read_into_the_tree() -> None:
+    noise = os.urandom(80_000)
+    data = b"\x80\x03](" + call(noise) + b"e."
+    made = skeleton(Literal(data), name="a")
+    runs: list[Sequence[Any]] = []
+
+    def run(blobs: Sequence[Any]) -> Decoded:
+        runs.append(blobs)
+        return decode(made.data, lambda pid: pid, keep_blobs(), blobs=blobs)
+
+    assert decode_lazily(made, run).root == [80_000] and len(runs) == 1
+
+
+def test_only_the_blobs_that_are_left_become_values() -> None:
+    one, other = os.urandom(80_000), os.urandom(90_000)
+    data = b"\x80\x03](" + call(one) + pickle.dumps(other, 3)[2:-1] + b"e."
+    made = skeleton(Literal(data), name="a")
+    seen: list[list[type]] = []
+
+    def run(blobs: Sequence[Any]) -> Decoded:
+        seen.append([type(blob) for blob in blobs])
+        return decode(made.data, lambda pid: pid, keep_blobs(), blobs=blobs)
+
+    assert decode_lazily(made, run).root == [80_000, other]
+    assert seen == [[Blob, Blob], [Blob, bytes]]
+
+
+def test_no_blob_is_left_anywhere() -> None:
+    noise = os.urandom(70_000)
+    for value in ({"a": noise}, (noise,), {noise: 1}, {"k": (1, [noise])}, frozenset([noise]), {("a",): {noise}}):
+        root = decoded(skeleton(Literal(pickle.dumps(value, 4)), name="a")).root
+        assert not leaves(root, Blob)
+        assert_same_tree(root, as_tree(value))
+    unknown = b"\x80\x03cposix\nsystem\n" + pickle.dumps(noise, 3)[2:-1] + b"\x85R0N."
+    found = decoded(skeleton(Literal(unknown), name="a"))
+    assert found.discarded[0].args == (noise,)
+
+
+def test_equal_long_keys_are_one_key_twice() -> None:
+    text = b"X" + struct.pack("<I", 70_000) + b"k" * 70_000
+    with pytest.raises(Conflict):
+        decoded(skeleton(Literal(b"\x80\x02}(" + text + b"K\x01" + text + b"K\x02u."), name="a"))
+
+
+def test_a_long_key_within_a_tuple() -> None:
+    text = b"X" + struct.pack("<I", 70_000) + b"k" * 70_000
+    root = decoded(skeleton(Literal(b"\x80\x02}(" + text + b"\x85K\x01u."), name="a")).root
+    assert root == {("k" * 70_000,): 1}
+
+
+def latin1(content: bytes) -> bytes:
+    """How protocol 2 spells bytes."""
+    text = content.decode("latin-1").encode()
+    return b"\x80\x02c_codecs\nencode\nX" + struct.pack("<I", len(text)) + text + b"X\x06\0\0\0latin1\x86R."
+
+
+@pytest.mark.parametrize("kind", ["noise", "ascii", "high"])
+def test_bytes_spelled_as_text_are_read_piece_by_piece(kind: str) -> None:
+    content = {"noise": random.Random(2).randbytes(400_000), "ascii": b"a" * 200_000, "high": b"\xff" * 200_000}[kind]
+    made = skeleton(Literal(latin1(content)), name="a")
+    blob = encoded(made.blobs[0])
+    assert blob is not None and blob.data.length == len(content) and blob.of is made.blobs[0]
+    rng = random.Random(3)
+    for _ in range(100):
+        at, length = rng.randrange(len(content) + 10), rng.randrange(150_000)
+        assert blob.data.read(at, length) == content[at : at + length]
+    assert blob.data.read(0, len(content)) == content
+    assert decoded(made).root == content
+
+
+def test_a_text_that_is_no_latin_1_stays_a_call() -> None:
+    text = ("x" * 70_000 + "\u20ac").encode()
+    data = b"\x80\x02c_codecs\nencode\nX" + struct.pack("<I", len(text)) + text + b"X\x06\0\0\0latin1\x86R."
+    root = decoded(skeleton(Literal(data), name="a")).root
+    assert root.name == "_codecs.encode" and root.args[0] == text.decode()
+
+
+def test_an_array_of_protocol_2_costs_no_memory(tmp_path: Path) -> None:
+    array = numpy.arange(1 << 20, dtype=numpy.uint8)
+    data = pickle.dumps(array, 2)
+    made = skeleton(Literal(data), name="a")
+    assert len(made.data) < 400 and len(made.blobs) == 1
+
+
+# Damaged, and built to mislead ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("small", [False, True])
+def test_cut_off_at_every_byte(protocol: int, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if small:
+        use_tiny(monkeypatch)
+    data = pickle.dumps([{"a": (1, 2.5, None, True, "é", b"\xff" * 40, {1}), 300: [2**70, -1]}, "text" * 5], protocol)
+    for size in range(len(data)):
+        with pytest.raises((Truncated, Corrupt)) as caught:
+            skeleton(Literal(data[:size]), name="cut")
+        assert type(caught.value) is Truncated or "frame" in caught.value.what
+        assert caught.value.what.startswith("cut: ")
+
+
+@pytest.mark.parametrize("data", WHOLE_FRAMES.values(), ids=WHOLE_FRAMES)
+def test_whole_frames(data: bytes, tiny: None) -> None:
+    assert_same_tree(decoded(skeleton(Literal(data), name="a")).root, pickle.loads(data))
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("data", TORN_FRAMES.values(), ids=TORN_FRAMES)
+def test_row_79_torn_frames(data: bytes, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if small:
+        use_tiny(monkeypatch)
+    with pytest.raises(Corrupt):
+        skeleton(Literal(b"\x80\x04" + data), name="a")
+
+
+def test_row_79_a_long_value_that_reaches_over_its_frame() -> None:
+    data = b"\x80\x04" + frame(b"B" + struct.pack("<I", 100_000) + b"x" * 50_000, 50_005) + b"x" * 50_000 + b"."
+    with pytest.raises(Corrupt, match="frame"):
+        skeleton(Literal(data), name="a")
+
+
+ODD: dict[str, tuple[bytes, type[CkptoolError]]] = {
+    "0xff": (b"\xff\0\0\0\0.", Corrupt),
+    "0xfe": (b"\xfe.", Corrupt),
+    "zero": (b"\0\0\0", Corrupt),
+    "EXT1": (b"\x82\x01.", Unsupported),
+    "EXT4": (b"\x84\x01\0\0\0.", Unsupported),
+    "NEXT_BUFFER": (b"\x97.", Unsupported),
+    "a negative BINSTRING": (b"T\xff\xff\xff\xff.", Corrupt),
+    "a negative LONG4": (b"\x8b\xff\xff\xff\xff.", Corrupt),
+    "LONG4 of 2 GB": (b"\x8b\xff\xff\xff\x7f.", LimitExceeded),
+    "LONG4 of 600 bytes": (b"\x8b\x58\x02\0\0" + bytes(600) + b".", LimitExceeded),
+    "BINUNICODE of 4 GB": (b"X\xf0\xff\xff\xff0123456789.", Truncated),
+    "BINUNICODE8 of 2^63": (b"\x8d" + b"\xff" * 8 + b".", Truncated),
+    "BINBYTES8 of 2^63": (b"\x8e" + b"\0" * 7 + b"\x80.", Truncated),
+    "no end": (b"(((((", Truncated),
+    "a line without an end": (b"Vabc", Truncated),
+    "empty": (b"", Truncated),
+}
+
+
+@pytest.mark.parametrize(("data", "kind"), ODD.values(), ids=ODD)
+def test_row_67_68_69_80_what_no_pickle_has(data: bytes, kind: type[CkptoolError]) -> None:
+    with pytest.raises(kind) as caught:
+        skeleton(Literal(data), name="a")
+    assert caught.value.why and "byte" in caught.value.what
+
+
+def test_a_skeleton_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lexing, "MAX_SKELETON", 100_000)
+    with pytest.raises(LimitExceeded, match="beside the data"):
+        skeleton(Literal(b"](" + b"K\x01" * 200_000 + b"e."), name="a")
+    value = [bytes(70_000), bytes(70_000)]
+    with pytest.raises(LimitExceeded, match="beside the data"):
+        decoded(skeleton(Literal(pickle.dumps(value, 3)), name="a"))
+
+
+def sparse(path: Path, head: bytes, zeros: int, tail: bytes) -> FileRange:
+    with path.open("wb") as file:
+        file.write(head)
+        file.seek(zeros, os.SEEK_CUR)
+        file.write(tail)
+    source = Source(path)
+    return FileRange(source, 0, source.size)
+
+
+def test_a_value_of_4_gb_is_not_read(tmp_path: Path) -> None:
+    size = 4 << 30
+    data = sparse(tmp_path / "big.pkl", b"\x80\x04](\x8e" + struct.pack("<Q", size), size, b"K\x07e.")
+    tracemalloc.start()
+    began = time.process_time()
+    made = skeleton(data, name="big")
+    assert time.process_time() - began < 0.5 and tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    assert made.blobs[0].data.length == size and made.end == data.length
+    with pytest.raises(LimitExceeded, match="4,294,967,296 bytes"):
+        decoded(made)
+
+
+@pytest.mark.parametrize(("kind", "opcode"), [("bytes", b"B"), ("text", b"X"), ("text of Python 2", b"T")])
+def test_a_value_of_65_mib_is_refused_by_name(kind: str, opcode: bytes, tmp_path: Path) -> None:
+    size = 65 << 20
+    data = sparse(tmp_path / "big.pkl", b"\x80\x03" + opcode + struct.pack("<I", size), size, b".")
+    with pytest.raises(LimitExceeded, match=f"a {kind} of 68,157,440 bytes"):
+        decoded(skeleton(data, name="big"))
+
+
+def test_a_line_of_65_mib_is_refused(tmp_path: Path) -> None:
+    data = sparse(tmp_path / "big.pkl", b"V", 65 << 20, b"\n.")
+    with pytest.raises(LimitExceeded, match="text of more than"):
+        skeleton(data, name="big")
+
+
+HOSTILE = {
+    "texts": b"X\0\0\0\0" * 200_000,
+    "one opcode": b"N" * 1_000_000,
+    "short lines": b"I1\n" * 330_000,
+    "names": b"ca\nb\n" * 200_000,
+    "long names": (b"c" + b"a" * 200 + b"\nb\n") * 4_900,
+    "frames": frame(b"N") * 100_000,
+    "empty frames": frame(b"") * 110_000,
+    "no line break": b"c" + b"a" * 1_000_000,
+    "values that are just long": (b"B" + struct.pack("<I", 1 << 16) + bytes(1 << 16)) * 15,
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_a_megabyte_takes_less_than_a_second(data: bytes) -> None:
+    began = time.process_time()
+    with contextlib.suppress(CkptoolError):
+        skeleton(Literal(b"\x80\x04" + data + b"."), name="a")
+    assert time.process_time() - began < 1
+    tracemalloc.start()
+    with contextlib.suppress(CkptoolError):
+        skeleton(Literal(b"\x80\x04" + data[:200_000] + b"."), name="a")
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    tracemalloc.stop()
+
+
+def test_errors_name_the_byte_of_the_file() -> None:
+    data = b"\x80\x03](B" + struct.pack("<I", 70_000) + bytes(70_000) + b"K\x01R"
+    made = skeleton(Literal(b"12345" + data + b"e."), 5, name="a")
+    with pytest.raises(Corrupt, match=f"at byte {5 + len(data):,}"):
+        decoded(made)
+
+
+def test_whole_leaves_other_values_alone() -> None:
+    assert whole(3) == 3 and whole("x") == "x"
+    assert whole(Blob(Literal(b"\xe9"), "string")) == b"\xe9" and whole(Blob(Literal(b"e"), "string")) == "e"
+    with pytest.raises(Corrupt):
+        whole(Blob(Literal(b"\xff"), "text"))

@@ -1,0 +1,246 @@
+"""Digests: what they are, bit for bit, and that they do not depend on how values are stored."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from ckptool.checkpoint import Composite, Literal, Storage, TensorEntry
+from ckptool.dtypes import BY_TORCH, DTYPES, by_name
+from ckptool.errors import Corrupt, LimitExceeded, Unsupported
+from ckptool.formats import read
+from ckptool.reports.digests import (
+    Digests,
+    TensorDigest,
+    compare_digests,
+    digests_file,
+    read_digests,
+    root_digest,
+    root_digests,
+    tensor_digest,
+)
+from ckptool.verbs.convert import convert
+from fixtures.traps import TRAPS
+from tests.checkpoints import opened, saved
+from tests.helpers import written
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Row-major bytes, as torch resolves and orders them."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
+    return bytes(plain.flatten().view(torch.uint8).tolist()) if plain.numel() else b""
+
+
+# The definition ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_root_is_digested_as_defined(tmp_path: Path) -> None:
+    """Written out by hand: whoever keeps digests for years relies on every byte of this."""
+    tree = {
+        "b": torch.tensor([1.0, 2.0]),
+        "a": torch.tensor(3, dtype=torch.int64),
+        "é": torch.zeros(0, 4),
+        0: torch.ones(1),
+    }
+    checkpoint = opened(tree, tmp_path)
+    lines = [
+        f'["\\u00e9","f32",[0,4],"{sha(b"")}"]',
+        f'["a","i64",[],"{sha((3).to_bytes(8, "little"))}"]',
+        f'["b","f32",[2],"{sha(numpy.array([1, 2], "<f4").tobytes())}"]',
+        f'[0,"f32",[1],"{sha(numpy.array([1], "<f4").tobytes())}"]',
+    ]
+    found = root_digests(checkpoint.tree)
+    assert [tensor.line for tensor in found.tensors] == lines
+    assert found.root == sha("".join(f"{line}\n" for line in lines).encode()) == root_digest(checkpoint.tree)
+    assert root_digest({}) == sha(b"")
+
+
+def test_keys_that_are_no_text_are_not_taken_for_text(tmp_path: Path) -> None:
+    w = torch.ones(1)
+    tree = {0: w, "0": w, None: w, "None": w, (1, "a"): w, b"ab": w, 1.5: w, "in": {"x": [w]}}
+    names = [json.dumps(tensor.key) for tensor in root_digests(opened(tree, tmp_path).tree).tensors]
+    assert sorted(names) == sorted(
+        [
+            "0",
+            '"0"',
+            "null",
+            '"None"',
+            '{"tuple": [1, "a"]}',
+            '{"bytes": "6162"}',
+            '{"float": "0x1.8000000000000p+0"}',
+            '["in", "x", 0]',
+        ]
+    )
+
+
+def test_order_device_strides_ties_and_gradients_make_no_difference(tmp_path: Path) -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    plain = {"a": x.clone(), "b": x.t().contiguous(), "c": x.clone()}
+    base = torch.arange(20.0)
+    odd = {"c": torch.nn.Parameter(x), "a": x, "b": x.t()}
+    moved = {"a": base[:6].reshape(2, 3), "b": x.t(), "c": x.t().contiguous().t()}
+    digests = {root_digest(opened(tree, tmp_path).tree) for tree in (plain, odd, moved)}
+    assert len(digests) == 1
+    others = [plain | {"a": -x}, plain | {"a": x.double()}, plain | {"a": x.reshape(3, 2)}, {"z": x, **plain}]
+    assert len({root_digest(opened(tree, tmp_path).tree) for tree in others} | digests) == 5
+
+
+# Values -------------------------------------------------------------------------------------------------------------------
+
+
+PLAIN_DTYPES = [dtype for dtype in DTYPES if hasattr(torch, dtype.torch) and dtype.kind not in ("quantized", "bits")]
+
+
+@pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=str)
+def test_every_type(dtype: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    raw = torch.randint(0, 256, (6 * dtype.itemsize,), dtype=torch.uint8)
+    kind = getattr(torch, dtype.torch)
+    x = (raw > 127)[:6] if kind is torch.bool else raw.view(kind)
+    tree = {
+        "x": x.reshape(2, 3),
+        "turned": x.reshape(2, 3).t(),
+        "every other": x[::2],
+        "one": x[3],
+        "wide": x[:1].expand(4),
+    }
+    found = opened(tree, tmp_path).tree
+    for name, tensor in tree.items():
+        assert tensor_digest(found[name]) == sha(bits(tensor)), name
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.complex128, torch.complex32])
+def test_conjugate_and_negative_views_are_digested_as_their_values(kind: torch.dtype, tmp_path: Path) -> None:
+    z = torch.complex(torch.randn(3, 2), torch.randn(3, 2)).to(kind)
+    tree = {"z": z.conj(), "t": z.conj().t(), "neg": torch._neg_view(z.clone())}
+    tree |= {} if kind is torch.complex32 else {"both": torch._neg_view(z.clone().conj())}
+    found = opened(tree, tmp_path).tree
+    for name, tensor in tree.items():
+        assert tensor_digest(found[name]) == sha(bits(tensor)), name
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32, torch.float64, torch.bfloat16])
+def test_negative_views(kind: torch.dtype, tmp_path: Path) -> None:
+    x = torch.tensor([0.0, -0.0, 1.5, float("inf")]).to(kind)
+    found = opened({"x": torch._neg_view(x)}, tmp_path).tree["x"]
+    assert found.flags.neg and tensor_digest(found) == sha(bits(-x))
+
+
+def test_a_negated_view_of_a_type_without_negatives_is_refused() -> None:
+    entry = TensorEntry(Storage(Literal(b"ab")), by_name("u8"), (2,), (1,))
+    with pytest.raises(Unsupported):
+        tensor_digest(TensorEntry(entry.storage, entry.dtype, (2,), (1,), 0, entry.flags._replace(neg=True)))
+
+
+def test_an_expanded_view_without_end_is_refused_by_name(tmp_path: Path) -> None:
+    """Row 92 of HOSTILE.md: four bytes, shown a million million times."""
+    tree = opened({"ok": torch.ones(1).expand(1000), "endless": torch.ones(1).expand(10**6, 10**6)}, tmp_path).tree
+    with pytest.raises(LimitExceeded, match="endless"):
+        root_digests(tree)
+    assert tensor_digest(tree["ok"]) == sha(bits(torch.ones(1000)))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TRAPS if name.startswith(("09-quantized", "11-sparse", "11-nested"))]
+)
+def test_composites(name: str, tmp_path: Path) -> None:
+    """Those that are made of others: the same digest for the same, another for any other part."""
+    value = TRAPS[name]()
+    first, again = root_digests(opened(value, tmp_path).tree), root_digests(opened(TRAPS[name](), tmp_path).tree)
+    assert first == again and first.root == again.root and first.tensors
+
+
+def test_a_composite_of_other_parts_has_another_digest(tmp_path: Path) -> None:
+    def quantized(scale: float, zero: int, last: float) -> Any:
+        tree = opened(
+            {"q": torch.quantize_per_tensor(torch.tensor([0.0, last]), scale, zero, torch.qint8)}, tmp_path
+        ).tree
+        assert isinstance(tree["q"], Composite)
+        return tensor_digest(tree["q"])
+
+    digests = [quantized(0.5, 0, 1.0), quantized(0.25, 0, 1.0), quantized(0.5, 1, 1.0), quantized(0.5, 0, 2.0)]
+    assert len(set(digests)) == 4 and quantized(0.5, 0, 1.0) == digests[0]
+
+
+# Containers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pt_and_its_safetensors_agree(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    tree: dict[str, Any] = {}
+    for dtype in DTYPES:
+        if dtype.safetensors and hasattr(torch, dtype.torch):
+            raw = torch.randint(0, 2 if dtype.name == "bool" else 256, (4 * dtype.itemsize,), dtype=torch.uint8)
+            tree[f"w.{dtype.name}"] = raw.view(BY_TORCH[dtype.torch] and getattr(torch, dtype.torch)).reshape(2, 2)
+    x = torch.arange(24.0).reshape(4, 6)
+    z = torch.complex(torch.randn(3), torch.randn(3))
+    tree |= {"w.base": x, "w.tied": x, "w.turned": x.t(), "w.part": x[1:3, 2:4], "w.empty": torch.zeros(0, 3)}
+    tree |= {"w.scalar": torch.tensor(2.5), "w.conj": z.conj(), "w.neg": torch._neg_view(torch.randn(3))}
+    tree |= {"w.parameter": torch.nn.Parameter(torch.ones(2))}
+    path = saved(tree, tmp_path / "a.pt")
+    for name, options in (("plain", {}), ("copies", {"ties": "copy"}), ("whole", {"all": True})):
+        convert(path, tmp_path / f"{name}.safetensors", **options)
+        assert root_digests(read(tmp_path / f"{name}.safetensors").tree) == root_digests(read(path).tree), name
+
+
+# Kept ---------------------------------------------------------------------------------------------------------------------
+
+
+def digests() -> Digests:
+    return Digests((TensorDigest("a", "f32", (2,), "0" * 64), TensorDigest([0, "b"], "f16", None, "1" * 64)))
+
+
+def test_a_file_of_digests(tmp_path: Path) -> None:
+    content = digests_file(digests())
+    assert read_digests(content, "d.json") == digests()
+    assert json.loads(content)["schema"] == "ckptool.digests/1" and json.loads(content)["root"] == digests().root
+    assert content.count(b"\n") == 7 and content == digests_file(read_digests(content, "d.json"))
+    assert read_digests(digests_file(Digests(())), "d.json") == Digests(())
+    written(content, tmp_path / "d.json")
+
+
+DAMAGED = {
+    "not JSON": (b"\x00\x01", Unsupported, "no file of digests"),
+    "a list": (b"[1]", Unsupported, "no file of digests"),
+    "nested without end": (b"[" * 200_000, Unsupported, "no file of digests"),
+    "another schema": (b'{"schema": "ckptool.inspect/1"}', Unsupported, "no file of digests"),
+    "a later version": (b'{"schema": "ckptool.digests/2"}', Unsupported, "digests of version 2"),
+    "a changed digest": (digests_file(digests()).replace(b'"1111', b'"2111'), Corrupt, "its own root digest"),
+    "a line gone": (
+        digests_file(Digests(digests().tensors[:1])).replace(
+            Digests(digests().tensors[:1]).root.encode(), digests().root.encode()
+        ),
+        Corrupt,
+        "its own root digest",
+    ),
+    "no digest": (digests_file(digests()).replace(b"1111", b"xyzw"), Corrupt, "a line is damaged"),
+    "a short line": (digests_file(digests()).replace(b',"f32"', b""), Corrupt, "a line is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_file_of_digests(what: str) -> None:
+    content, error, words = DAMAGED[what]
+    with pytest.raises(error, match=words) as caught:
+        read_digests(content, "d.json")
+    assert "d.json" in caught.value.what and caught.value.what
+
+
+def test_compared() -> None:
+    old = Digests((TensorDigest("a", "f32", (2,), "0" * 64), TensorDigest("b", "f32", (2,), "0" * 64)))
+    new = Digests((TensorDigest("a", "f16", (3,), "0" * 64), TensorDigest("c", "f32", (2,), "0" * 64)))
+    found = compare_digests(old, new)
+    assert (found.differing, found.missing, found.new) == ((("a", "type f32 → f16, shape [2] → [3]"),), ("b",), ("c",))
+    assert not found.same and compare_digests(old, old).same
+    changed = Digests((TensorDigest("a", "f32", (2,), "1" * 64),))
+    assert compare_digests(old, changed).differing == (("a", "values"),)

@@ -1,0 +1,523 @@
+"""HOSTILE.md, section 6: names chosen by strangers, and what the tool's own options are pointed at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import ckptool
+from ckptool.cli import main
+from ckptool.errors import CkptoolError, FileProblem, OutputExists
+from ckptool.transforms import expressions
+from ckptool.transforms.rules import parse_rule
+from ckptool.transforms.select import matcher
+from tests.checkpoints import saved, three_parts, weights
+from tests.helpers import assert_same_objects, load
+from tests.test_memory import LIMIT, peak
+
+Ran = tuple[int, str, str]
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def ran(*words: str | Path) -> Ran:
+        capsys.readouterr()
+        return (main([str(word) for word in words]), *capsys.readouterr())
+
+    return ran
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def refused(code: str, folder: Path, action: Callable[[], object]) -> CkptoolError:
+    """The error that `action` raises, after which every file in the folder is as it was."""
+    before = contents(folder)
+    with pytest.raises(CkptoolError) as caught:
+        action()
+    assert three_parts(caught.value)[0] == code
+    assert contents(folder) == before
+    return caught.value
+
+
+# Keys ------------------------------------------------------------------------------------------------------------------
+
+
+def test_row_133_stripping_would_make_two_keys_equal(tmp_path: Path) -> None:
+    path = saved(weights("module.a", "a", "module.b", "b"), tmp_path / "in.pt")
+    for options in ({"partial": True}, {"prefix": ["module."], "partial": True}):
+        error = refused(
+            "conflict", tmp_path, lambda options=options: ckptool.strip_module(path, tmp_path / "out.pt", **options)
+        )
+        assert "module.a and a would both be 'a'" in error.what and "module.b and b would both be 'b'" in error.what
+    error = refused("conflict", tmp_path, lambda: ckptool.rename(path, ["* => x"], tmp_path / "out.pt"))
+    assert "would both be 'x'" in error.what
+    refused("conflict", tmp_path, lambda: ckptool.strip_module(path, in_place=True, partial=True))
+
+
+def test_row_134_a_prefix_on_some_keys_twice_or_as_the_whole_key(tmp_path: Path) -> None:
+    some = saved(weights("module.a", "b"), tmp_path / "some.pt")
+    error = refused("conflict", tmp_path, lambda: ckptool.strip_module(some, tmp_path / "out.pt"))
+    assert "1 of 2 keys" in error.what and "--partial" in error.fix
+    ckptool.strip_module(some, tmp_path / "out.pt", partial=True)
+    assert list(load(tmp_path / "out.pt")) == ["a", "b"]
+    twice = saved(weights("module.module.a", "module.module.b"), tmp_path / "twice.pt")
+    ckptool.strip_module(twice, tmp_path / "once.pt")
+    assert list(load(tmp_path / "once.pt")) == ["module.a", "module.b"]
+    whole = saved(weights("module.", "module.a"), tmp_path / "whole.pt")
+    error = refused("conflict", tmp_path, lambda: ckptool.strip_module(whole, tmp_path / "no.pt"))
+    assert "without a name" in error.what
+
+
+def test_row_135_the_prefix_in_metadata_optimizer_and_several_models(tmp_path: Path) -> None:
+    model = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = {"state": {}, "param_groups": [{"lr": 0.1, "params": [*range(len(names))], "param_names": names}]}
+    state = {"model": model.state_dict(), "ema": model.state_dict(), "optimizer": optimizer}
+    path = saved(state | {"note": "module.a"}, tmp_path / "in.pt")
+    ckptool.strip_module(path, tmp_path / "out.pt")
+    found = load(tmp_path / "out.pt")
+    expected = model.module.state_dict()
+    for part in ("model", "ema"):
+        assert list(found[part]) == list(expected)
+        assert {name: value for name, value in found[part]._metadata.items() if name} == {
+            name: value for name, value in expected._metadata.items() if name
+        }
+    names = [name for group in found["optimizer"]["param_groups"] for name in group["param_names"]]
+    assert names == [name for name, _ in model.module.named_parameters()]
+    assert found["note"] == "module.a", "only names of weights are"
+
+
+NAMES = {
+    "ESC": "\x1b[31mred\x1b[0m",
+    "title": "\x1b]0;owned\x07",
+    "CR and LF": "a\r\nerror: fake",
+    "bidi": "a\u202egnp.exe\u2066",
+    "NUL": "a\0b",
+    "C1": "\x9b31m",
+    "separators": "a\u2028b\u2029c\x85d",
+    "tags": "\U000e0041\U000e0042",
+    "markup": "<img src=x onerror=alert(1)>&amp;\"'",
+    "1 MB": "k" * (1 << 20),
+    "1 MB, raw": "\x1b" * (1 << 20),
+}
+
+
+class Texts(HTMLParser):
+    """The tags of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_row_136_names_are_always_escaped(kind: str, tmp_path: Path, run: Run) -> None:
+    name = NAMES[kind]
+    state = {f"{name}.weight": torch.ones(2, 2), f"{name}.bias": torch.full((2,), float("nan"))}
+    path = saved({"model": state, name: 1, "text": name, "list": [{name: name}]}, tmp_path / "in.pt")
+    out, flat = tmp_path / "out.pt", tmp_path / "out.safetensors"
+    commands = [
+        ["inspect", path],
+        ["inspect", path, "--all"],
+        ["inspect", path, "--stats", "--json"],
+        ["show", path],
+        ["show", f"{path}#text"],
+        ["show", path, "--json"],
+        ["show", f"{path}#model/{name}.weight"],
+        ["show", f"{path}#model/{name}.missing"],
+        ["add-module", path, "-o", out],
+        ["add-module", path, "-o", out, "-f", "--json"],
+        ["diff", path, out],
+        ["diff", path, out, "--json"],
+        ["rename", path, "* => x", "-o", out, "-f"],
+        ["cast", path, "--dtype", "bf16", "-o", out, "-f"],
+        ["edit", path, "--drop", "text", "-o", out, "-f"],
+        ["convert", path, "-o", flat, "-f"],
+        ["convert", path, "-o", flat, "-f", "--all"],
+        ["inspect", flat, "--all"],
+    ]
+    if kind.startswith("1 MB"):
+        commands = commands[:2] + commands[3:4] + commands[10:12] + commands[-2:]
+    for words in commands:
+        code, out_text, err = run(*words)
+        assert code in (0, 1, 2) and "error[bug]" not in err, err[:500]
+        raw = {c for c in {*out_text, *err} if not c.isprintable()} - {"\n"}
+        assert not raw, (words, raw)
+        if kind == "CR and LF" and not str(words[1]).endswith("#text"):  # a text that was asked for has its lines
+            assert not any(line.strip().startswith("error: fake") for line in (out_text + err).split("\n"))
+        if "--json" in words:
+            json.loads(out_text)
+            assert out_text.isascii() or kind in ("markup", "1 MB")
+    page = ckptool.inspect(path)._repr_html_() + ckptool.open(path)._repr_html_()
+    assert Texts(page).tags <= {"div", "b", "table", "tr", "td", "span", "pre"}
+    assert not {c for c in {*page} if not c.isprintable()} - {"\n"}
+    assert list(ckptool.open(path)["model"]) == list(state), "the library has the names as they are"
+
+
+def test_row_138_keys_that_are_no_strings(tmp_path: Path, run: Run) -> None:
+    keys: list[Any] = [0, 1.5, None, True, b"raw", (1, "a"), "w"]
+    state = {key: torch.full((2,), float(number)) for number, key in enumerate(keys)}
+    path = saved({"table": state, "model": weights("module.w")}, tmp_path / "in.pt")
+    ckptool.strip_module(path, tmp_path / "out.pt")
+    assert_same_objects(load(tmp_path / "out.pt")["table"], state)
+    ckptool.convert(path, tmp_path / "all.safetensors", all=True)
+    ckptool.convert(tmp_path / "all.safetensors", tmp_path / "back.pt")
+    assert_same_objects(load(tmp_path / "back.pt"), load(path))
+    mixed = saved({7: torch.zeros(2), "a.w": torch.ones(2), "a.b": torch.ones(2)}, tmp_path / "mixed.pt")
+    done = ckptool.convert(mixed, tmp_path / "mixed.safetensors", at="")
+    assert set(ckptool.open(tmp_path / "mixed.safetensors")) == {"a.w", "a.b"}
+    assert done.facts["left_behind"] and any("7" in line for line in done.details)
+
+
+# Where it writes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["same", "dot", "hard link", "symlink", "folder link"])
+def test_row_139_the_output_is_the_input(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d").mkdir()
+    path = saved(weights("module.a", "module.b"), tmp_path / "d/in.pt")
+    monkeypatch.chdir(path.parent)
+    os.link(path, "hard.pt")
+    os.symlink("in.pt", "soft.pt")
+    os.symlink("d", tmp_path / "e")
+    output = {
+        "same": "in.pt",
+        "dot": "./../d/./in.pt",
+        "hard link": "hard.pt",
+        "symlink": "soft.pt",
+        "folder link": str(tmp_path / "e/in.pt"),
+    }[name]
+    before = path.read_bytes()
+    error = refused("conflict", tmp_path, lambda: ckptool.strip_module("in.pt", output))
+    assert "is the input itself" in error.what
+    ckptool.strip_module("in.pt", output, overwrite=True)
+    assert list(load(Path(output))) == ["a", "b"]
+    if name == "hard link":
+        assert path.read_bytes() == before, "the other name keeps the old file"
+    assert os.path.islink("soft.pt") and not list(path.parent.glob(".ckptool-*"))
+
+
+def test_row_140_the_output_exists(tmp_path: Path, run: Run) -> None:
+    path = saved(weights("module.a"), tmp_path / "in.pt")
+    (tmp_path / "out.pt").write_bytes(b"precious")
+    for words in (
+        ("strip-module",),
+        ("remap", "--to", "cpu"),
+        ("cast", "--dtype", "bf16"),
+        ("convert",),
+        ("add-module",),
+    ):
+        command = [words[0], path, *words[1:], "-o", tmp_path / "out.pt"]
+        before = contents(tmp_path)
+        code, _, err = run(*command)
+        assert code == 2 and err.startswith("error[output-exists]") and "-f" in err
+        assert run(*command, "-n")[0] == 2, "a dry run says so too"
+        assert contents(tmp_path) == before
+    assert run("strip-module", path, "-o", tmp_path / "out.pt", "-f")[0] == 0
+    assert list(load(tmp_path / "out.pt")) == ["a"]
+
+
+def test_row_141_the_output_is_a_link(tmp_path: Path) -> None:
+    path = saved(weights("module.a"), tmp_path / "in.pt")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/real.pt").write_bytes(b"old")
+    (tmp_path / "there/real.pt").chmod(0o600)
+    (tmp_path / "link.pt").symlink_to("there/real.pt")
+    with pytest.raises(OutputExists):
+        ckptool.strip_module(path, tmp_path / "link.pt")
+    ckptool.strip_module(path, tmp_path / "link.pt", overwrite=True)
+    assert os.readlink(tmp_path / "link.pt") == "there/real.pt"
+    assert list(load(tmp_path / "there/real.pt")) == ["a"]
+    assert (tmp_path / "there/real.pt").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "loop.pt").symlink_to("loop.pt")
+    with pytest.raises(FileProblem):
+        ckptool.strip_module(path, tmp_path / "loop.pt", overwrite=True)
+
+
+def test_row_142_outputs_that_cannot_be(tmp_path: Path) -> None:
+    path = saved(weights("module.a"), tmp_path / "in.pt")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "locked").mkdir(mode=0o500)
+    locked = tmp_path / "locked/out.pt" if os.geteuid() else Path("/proc/out.pt")  # root may write everywhere but there
+    outputs = [tmp_path / "no/such/out.pt", tmp_path / "folder", path / "out.pt", tmp_path / ("n" * 300), locked]
+    for output in [*outputs, tmp_path / "nul\0.pt"]:
+        for options in ({}, {"overwrite": True}):
+            error = refused(
+                "io", tmp_path, lambda output=output, options=options: ckptool.strip_module(path, output, **options)
+            )
+            assert error.what.startswith("cannot write")
+
+
+def test_row_143_the_temporary_file_is_beside_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved({f"module.{n}": torch.ones(100) for n in range(20)}, tmp_path / "in.pt")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    seen: list[list[str]] = []
+
+    def watch(done: int, total: int) -> None:
+        seen.append([path.name for path in (tmp_path / "out").iterdir()])
+        assert not list((tmp_path / "tmp").iterdir())
+
+    ckptool.strip_module(path, tmp_path / "out/new.pt", progress=watch)
+    assert seen and all(len(names) == 1 and names[0].startswith(".ckptool-") for names in seen)
+
+
+@pytest.mark.parametrize(
+    "device", ["gpu", "cuda:", "cuda:-1", "cuda:1000", "cpu:1", "", "cuda:٣", "cuda:0:1", "meta", "../x", "cuda\0"]
+)
+def test_row_144_devices_that_are_none(device: str, tmp_path: Path) -> None:
+    path = saved(weights("a"), tmp_path / "in.pt")
+    refused("usage", tmp_path, lambda: ckptool.remap(path, tmp_path / "out.pt", to=device))
+    refused("usage", tmp_path, lambda: ckptool.remap(path, tmp_path / "out.pt", moves={"cpu": device}))
+
+
+# What it is told -------------------------------------------------------------------------------------------------------
+
+LONG = "a" * 60 + "!"
+SLOW_PATTERNS = ["re:^(a+)+$", "re:^(a|a)*$", "re:^(a*)*b", "re:(.*)*x{3}", r"re:^(\w+\.?)+$", "re:^(a|b|ab)*c"]
+SLOW_RULE = "*a*a*a*a*a*a*a*a*a*a*a*a*b => x"
+
+
+@pytest.mark.parametrize("pattern", SLOW_PATTERNS)
+def test_row_145_patterns_that_would_be_tried_for_ever(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expressions, "LIMIT", 0.1)
+    key = "ab" * 30 if "ab" in pattern else LONG
+    path = saved(weights(key), tmp_path / "in.pt")
+    for action in (
+        lambda: ckptool.cast(path, tmp_path / "out.pt", dtype="bf16", only=[pattern]),
+        lambda: ckptool.edit(path, tmp_path / "out.pt", drop=[pattern]),
+        lambda: ckptool.rename(path, [f"{pattern} => x"], tmp_path / "out.pt"),
+    ):
+        error = refused("usage", tmp_path, action)
+        assert "after 0.1 seconds" in error.what and repr(pattern[3:]) in error.what
+
+
+def test_row_145_rules_with_many_stars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "LIMIT", 0.1)
+    path = saved(weights(LONG), tmp_path / "in.pt")
+    error = refused("usage", tmp_path, lambda: ckptool.rename(path, [SLOW_RULE], tmp_path / "out.pt"))
+    assert "seconds" in error.what
+
+
+def test_row_145_the_timer_is_given_back_and_ordinary_patterns_work() -> None:
+    import signal
+
+    def mine(number: int, frame: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGVTALRM, mine)
+    try:
+        assert matcher("re:^layer.*(weight|bias)+$")("layer1.weight")
+        assert not matcher("re:^(layer)+$")("x" * 5_000)
+        assert parse_rule(r"re:^(\w+)\.(\w+)$ => \2.\1")("a.b") == "b.a"
+        assert signal.getsignal(signal.SIGVTALRM) is mine and signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 1000)  # someone else's: left alone
+        assert matcher("re:^l.*w.*t$")("layer.weight")
+        assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 900
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(matcher("re:^l.*w.*t$")("layer.weight")))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+def test_row_146_what_a_diff_finds(tmp_path: Path, run: Run) -> None:
+    nan = torch.tensor([1.0, float("nan"), float("inf")])
+    left = {"same": nan, "shape": torch.ones(6), "dtype": torch.ones(3), "nan": torch.ones(3), "gone": torch.ones(1)}
+    right = {
+        "same": nan.clone(),
+        "shape": torch.ones(2, 3),
+        "dtype": torch.ones(3).half(),
+        "nan": nan,
+        "new": torch.ones(1),
+    }
+    a, b = saved(left, tmp_path / "a.pt"), saved(right, tmp_path / "b.pt")
+    found = ckptool.diff(a, b)
+    aspects = {change.address: set(change.aspects) for change in found.changed}
+    assert set(aspects) == {"shape", "dtype", "nan"} and "shape" in aspects["shape"] and "dtype" in aspects["dtype"]
+    assert run("diff", a, b)[0] == 1 and run("diff", a, a)[0] == 0
+    assert run("diff", a, tmp_path / "missing.pt")[0] == 2
+
+
+def test_row_146_huge_files_are_compared_in_bounded_memory(tmp_path: Path) -> None:
+    from fixtures.sparse import make_sparse
+
+    make_sparse(tmp_path / "large.pt", 200_000_000, tensors=2)
+    assert peak("diff", tmp_path / "large.pt", tmp_path) <= LIMIT
+
+
+# Where it runs ---------------------------------------------------------------------------------------------------------
+
+DECOYS = [
+    "torch.py", "numpy.py", "yaml.py", "safetensors.py", "typer.py", "rich.py", "ml_dtypes.py", "models.py", "ckptool.py",
+    "sitecustomize.py", "usercustomize.py", "conftest.py", "json.py", "pickle.py", "struct.py",
+]  # fmt: skip
+SETTINGS = ["ckptool.toml", ".ckptool.toml", "pyproject.toml", ".env", ".ckptoolrc", "ckptool.ini", "setup.cfg"]
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory in which every module leaves a trace when it is imported, and every settings file is broken."""
+    folder = tmp_path / "trap"
+    folder.mkdir()
+    for name in DECOYS:
+        (folder / name).write_text(f"open({str(folder / 'TRACE')!r}, 'a').write({name!r} + '\\n')\n")
+    for package in ("torch", "numpy", "ckptool"):
+        (folder / f"{package}_pkg").mkdir()
+    for name in SETTINGS:
+        (folder / name).write_text("this is no setting that anyone could read = = =\n")
+        (folder / name).chmod(0)
+    model = torch.nn.Linear(2, 2)
+    saved({"model": {f"module.{k}": v for k, v in model.state_dict().items()}, "epoch": 1}, folder / "in.pt")
+    (folder / "rules.yaml").write_text("- 'module.* => m.*'\n")
+    numpy.save(folder / "b.npy", numpy.zeros(2, numpy.float32))
+    return folder
+
+
+COMMANDS = [
+    "inspect in.pt --stats",
+    "show in.pt#model/module.weight",
+    "diff in.pt in.pt",
+    "strip-module in.pt -o a.pt --verify",
+    "rename in.pt --rules rules.yaml -o b.pt",
+    "cast in.pt --dtype bf16 -o c.pt",
+    "edit in.pt --tensor model/module.bias=b.npy -o d.pt",
+    "convert in.pt --all -o e.safetensors",
+    "--help",
+]
+
+
+def program() -> list[str]:
+    """The installed program, as a user starts it."""
+    return [str(Path(sys.executable).with_name("ckptool"))]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_row_147_nothing_beside_the_checkpoint_is_imported_or_read(command: str, trap: Path) -> None:
+    ended = subprocess.run([*program(), *command.split()], cwd=trap, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert not (trap / "TRACE").exists(), (trap / "TRACE").read_text()
+
+
+def test_row_147_a_path_with_an_empty_part_does_not_lead_to_the_working_directory(trap: Path) -> None:
+    """`PYTHONPATH=$PYTHONPATH:/x` puts the working directory first, where the variable was not set before."""
+    for name in (
+        "json.py",
+        "struct.py",
+        "pickle.py",
+        "sitecustomize.py",
+        "usercustomize.py",
+        "typer.py",
+        "ckptool.py",
+        "rich.py",
+    ):
+        (trap / name).unlink()  # what Python or the program needs before its first line can run is beyond its reach
+    for command in (COMMANDS[0], COMMANDS[4], COMMANDS[6]):
+        ended = subprocess.run(
+            [*program(), *command.split()],
+            cwd=trap,
+            env=os.environ | {"PYTHONPATH": ":/nowhere"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert not (trap / "TRACE").exists(), (trap / "TRACE").read_text()
+
+
+ODD = {
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
+    "PYTHONINSPECT": "",
+    "CKPTOOL_CONFIG": "/nowhere",
+    "COLUMNS": "\x1b[31m",
+    "TERM": "\x1b",
+    "TMPDIR": "/nowhere",
+    "HOME": "/nowhere",
+    "LC_ALL": "C",
+    "LANG": "xx_YY.nonsense",
+    "PYTHONUTF8": "0",
+    "PYTHONCOERCECLOCALE": "0",
+}
+
+
+def traced(path: Path, trace: Path) -> Path:
+    """A checkpoint whose pickle would touch `trace` when it is loaded the unsafe way."""
+
+    class Touch:
+        def __reduce__(self) -> Any:
+            return Path.touch, (trace,)
+
+    torch.save({"model": weights("module.a"), "evil": Touch()}, path)
+    return path
+
+
+def test_row_148_variables_have_no_effect(tmp_path: Path) -> None:
+    trace = tmp_path / "TRACE"
+    startup = tmp_path / "startup.py"
+    startup.write_text(f"open({str(trace)!r}, 'w')")
+    traced(tmp_path / "in.pt", trace)
+    results = []
+    for environment in ({}, ODD | {"PYTHONSTARTUP": str(startup)}):
+        outputs = []
+        for words in (
+            ["inspect", "in.pt", "--json"],
+            ["strip-module", "in.pt", "-o", "out.pt", "-f", "--keep-unknown"],
+        ):
+            ended = subprocess.run(
+                [*program(), *words], cwd=tmp_path, env=os.environ | environment, capture_output=True, check=False
+            )
+            assert ended.returncode == 0 and b"Traceback" not in ended.stderr, ended.stderr
+            outputs.append(ended.stdout.replace(b"\xe2\x86\x92", b"->"))
+        results.append((outputs, (tmp_path / "out.pt").read_bytes()))
+        assert not trace.exists()
+    assert results[0] == results[1]
+
+
+def test_row_148_names_that_no_locale_can_spell(tmp_path: Path) -> None:
+    raw = os.fsencode(tmp_path) + b"/\xff\xfe-\xe9.pt"
+    path = saved(weights("module.é"), tmp_path / "in.pt")
+    try:
+        os.rename(os.fsencode(path), raw)
+    except OSError:  # a file system that takes only UTF-8: then such a name is simply not there
+        os.rename(path, os.fsencode(tmp_path) + b"/in.pt")
+    for environment in ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "C.UTF-8"}):
+        for words in (
+            [b"inspect", raw, b"--json"],
+            [b"strip-module", raw, b"-o", raw + b".out.pt", b"-f"],
+            [b"inspect", b"\xff\x1b[31m.pt"],
+            [b"show", raw + b"#\xff"],
+        ):
+            ended = subprocess.run(
+                [*map(os.fsencode, program()), *words], env=os.environ | environment, capture_output=True, check=False
+            )
+            assert ended.returncode in (0, 1, 2) and b"Traceback" not in ended.stderr, ended.stderr
+            assert b"error[bug]" not in ended.stderr, (words, ended.stderr)
+            assert b"\x1b" not in ended.stdout + ended.stderr
+            if words[0] == b"inspect" and raw in words and os.path.exists(raw):
+                assert ended.returncode == 0 and b"module." in ended.stdout, ended.stderr

@@ -1,0 +1,604 @@
+"""`load_into` and `save_for_cpu`: a plan on a live module, all of it or nothing."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+from torch import nn
+from torch.optim import swa_utils
+
+import ckptool
+from ckptool.errors import CkptoolError, Conflict, Corrupt, NoMatch, OutputExists, PlanRefused, Unsupported, UsageError
+from fixtures.make import TiedLanguageModel, make, mlp, train
+from tests.checkpoints import saved, three_parts
+
+STEPS = 3
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def snapshot(model: nn.Module) -> dict[str, tuple[int, bytes]]:
+    """Every tensor of a model: which object it is, and its bits."""
+    return {name: (id(tensor), bits(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def same(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == {
+        name: bits(tensor) for name, tensor in state.items()
+    }
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")  # the usual one takes seconds to import
+
+
+class Classifier(nn.Module):
+    def __init__(self, classes: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+        self.head = nn.Linear(width, classes)
+
+
+# The cases of the tutorials ------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_on_all_keys(tmp_path: Path) -> None:
+    trained, model = nn.DataParallel(mlp()), mlp()
+    report = ckptool.load_into(model, saved(trained.state_dict(), tmp_path / "dp.pt"))
+    same(model, trained.module.state_dict())
+    assert report.applied and report.share == 1 and not report.missing and not report.unexpected
+    assert [note.code for note in report.normalised] == ["prefix"]
+
+
+def test_a_new_head(tmp_path: Path) -> None:
+    trained, model = Classifier(10), Classifier(4)
+    file = saved(trained.state_dict(), tmp_path / "pretrained.pt")
+    before = snapshot(model)
+    with pytest.raises(PlanRefused) as refused:
+        ckptool.load_into(model, file)
+    assert three_parts(refused.value)[0] == "plan-refused" and refused.value.exit_code == 1
+    assert snapshot(model) == before
+    assert [fact.target for fact in refused.value.report.mismatched] == ["head.weight", "head.bias"]
+    report = ckptool.load_into(model, file, on_mismatch="skip")
+    report.require(missing="head.*")
+    assert torch.equal(model.backbone[0].weight, trained.backbone[0].weight)
+    assert bits(model.head.weight) == before["head.weight"][1]
+    with pytest.raises(PlanRefused, match="not loaded: head"):
+        report.require(missing="head.weight")
+
+
+def test_a_renamed_backbone(tmp_path: Path) -> None:
+    trained, model = Classifier(), Classifier()
+    state = {name.replace("backbone", "encoder"): tensor for name, tensor in trained.state_dict().items()}
+    report = ckptool.load_into(model, saved(state, tmp_path / "old.pt"), rename="encoder.* => backbone.*", strict=True)
+    same(model, trained.state_dict())
+    assert report.share == 1
+
+
+def test_a_rule_is_for_keys_without_wrappers_too(tmp_path: Path) -> None:
+    trained, model = Classifier(), Classifier()
+    state = {f"module.{name.replace('backbone', 'encoder')}": tensor for name, tensor in trained.state_dict().items()}
+    ckptool.load_into(model, saved(state, tmp_path / "old.pt"), rename=["encoder.* => backbone.*"], strict=True)
+    same(model, trained.state_dict())
+
+
+def test_a_checkpoint_of_a_whole_training_state(tmp_path: Path) -> None:
+    file = make("training.pt", tmp_path)
+    model = mlp()
+    report = ckptool.load_into(model, file)
+    same(model, torch.load(file)["model_state_dict"])
+    assert report.root == "model_state_dict" and "ema_state_dict is its average" in str(report)
+    ckptool.load_into(model, f"{file}#ema_state_dict")
+    with pytest.raises(UsageError, match="2 sets of model weights"):
+        ckptool.load_into(model, make("gan.pt", tmp_path))
+
+
+def test_a_cpu_model_from_a_cuda_checkpoint(tmp_path: Path) -> None:
+    file = make("cuda.pt", tmp_path)
+    checkpoint = ckptool.open(file)
+    assert {tensor.location for tensor in checkpoint.tree.values()} == {"cuda:0"}
+    model = mlp()
+    assert ckptool.load_into(model, checkpoint).share == 1
+    same(model, torch.load(file, map_location="cpu"))
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_a_half_checkpoint_into_a_float_model(tmp_path: Path, half: torch.dtype) -> None:
+    trained, model = mlp(), mlp()
+    state = {
+        name: tensor.to(half) if tensor.is_floating_point() else tensor for name, tensor in trained.state_dict().items()
+    }
+    report = ckptool.load_into(model, saved(state, tmp_path / "half.pt"))
+    same(model, {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()})
+    assert all(fact.exact for fact in report.dtype_changes) and len(report.dtype_changes) == 8
+
+
+def test_a_float_checkpoint_into_a_half_model(tmp_path: Path) -> None:
+    trained, model = mlp(), mlp().half()
+    with torch.no_grad():
+        trained.fc2.bias.fill_(1e6)
+        trained.fc1.bias.fill_(0.5)
+    report = ckptool.load_into(model, saved(trained.state_dict(), tmp_path / "float.pt"))
+    same(
+        model,
+        {
+            name: tensor.half() if tensor.is_floating_point() else tensor
+            for name, tensor in trained.state_dict().items()
+        },
+    )
+    lossy = {fact.target: (fact.exact, fact.changed, fact.overflowed) for fact in report.dtype_changes}
+    assert lossy["fc2.bias"] == (False, 4, 4) and lossy["fc1.bias"] == (True, 0, 0) and lossy["fc1.weight"][0] is False
+
+
+def test_an_extra_optimizer_is_no_part_of_the_model(tmp_path: Path) -> None:
+    trained = mlp()
+    adam = torch.optim.Adam(trained.parameters())
+    train(trained, adam)
+    file = saved(
+        {"model": trained.state_dict(), "opt1": adam.state_dict(), "opt2": adam.state_dict()}, tmp_path / "two.pt"
+    )
+    model = mlp()
+    assert ckptool.load_into(model, file, strict=True).share == 1
+    with pytest.raises(UsageError, match="has 2 optimizers: opt1, opt2"):
+        ckptool.load_into(model, file, optimizer=torch.optim.Adam(model.parameters()))
+
+
+# Ties ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left_out", ["head.weight", "embed.weight"])
+def test_tied_weights_satisfied_through_their_alias(tmp_path: Path, left_out: str) -> None:
+    trained, model = TiedLanguageModel(), TiedLanguageModel()
+    state = {name: tensor for name, tensor in trained.state_dict().items() if name != left_out}
+    report = ckptool.load_into(model, saved(state, tmp_path / "hf.pt"), strict=True)
+    same(model, trained.state_dict())
+    assert model.head.weight is model.embed.weight
+    assert [name for name, _ in report.tied] == [left_out] and report.share == 1
+
+
+def test_two_values_for_one_tied_tensor(tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in TiedLanguageModel().state_dict().items()}
+    model = TiedLanguageModel()
+    ckptool.load_into(model, saved(state, tmp_path / "equal.pt"))  # two tensors, one value
+    same(model, state)
+    state["head.weight"] += 1
+    before, file = snapshot(model), saved(state, tmp_path / "untied.pt")
+    with pytest.raises(PlanRefused, match="one tensor in the target"):
+        ckptool.load_into(model, file)
+    assert snapshot(model) == before
+    ckptool.load_into(model, file, exclude="embed.weight")
+    assert torch.equal(model.embed.weight, state["head.weight"]) and model.head.weight is model.embed.weight
+
+
+def test_a_tied_checkpoint_into_an_untied_model(tmp_path: Path) -> None:
+    file = saved(TiedLanguageModel().state_dict(), tmp_path / "tied.pt")
+    for assign in (False, True):
+        model = TiedLanguageModel()
+        model.head.weight = nn.Parameter(torch.zeros(12, 8))
+        ckptool.load_into(model, file, strict=True, assign=assign)
+        assert torch.equal(model.head.weight, model.embed.weight)
+        with torch.no_grad():
+            model.head.weight += 1
+        assert not torch.equal(model.head.weight, model.embed.weight)
+
+
+# Devices, wrappers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_meta_model(tmp_path: Path, tied: bool) -> None:
+    build: Any = TiedLanguageModel if tied else mlp
+    trained = build()
+    file = saved(trained.state_dict(), tmp_path / "model.pt")
+    with torch.device("meta"):
+        model = build()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    ckptool.load_into(model, file, strict=True)
+    same(model, trained.state_dict())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    if tied:
+        assert model.head.weight is model.embed.weight
+    with torch.no_grad():
+        next(model.parameters()).fill_(7)  # the mapping is private
+    assert torch.load(file, weights_only=True).keys() == trained.state_dict().keys()
+    assert not any((tensor == 7).all() for name, tensor in torch.load(file).items() if name == "fc1.weight")
+
+
+def test_a_meta_model_that_would_stay_without_values(tmp_path: Path) -> None:
+    state = Classifier().state_dict()
+    file = saved({name: tensor for name, tensor in state.items() if "head" not in name}, tmp_path / "backbone.pt")
+    with torch.device("meta"):
+        model = Classifier().half()
+    with pytest.raises(PlanRefused, match="without values after it: head"):
+        ckptool.load_into(model, file)
+    with pytest.raises(PlanRefused, match="have no memory"):
+        ckptool.load_into(model, file, assign=False)
+    assert all(parameter.device.type == "meta" for parameter in model.parameters())
+    ckptool.load_into(model, file, missing="head.*")
+    assert model.backbone[0].weight.dtype is torch.float16 and model.head.weight.device.type == "meta"
+    assert torch.equal(model.backbone[0].weight, state["backbone.0.weight"].half())
+
+
+def test_buffers_that_are_not_saved(tmp_path: Path) -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+            self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+    file = saved(Rotary().state_dict(), tmp_path / "model.pt")
+    with torch.device("meta"):
+        model = Rotary()
+    report = ckptool.load_into(model, file, strict=True)
+    assert [note.code for note in report.normalised] == ["meta-buffers"] and "angles" in str(report)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [nn.DataParallel, compiled, lambda model: nn.DataParallel(compiled(model)), swa_utils.AveragedModel],
+    ids=["dp", "compiled", "dp(compiled)", "averaged"],
+)
+def test_wrapped_models(tmp_path: Path, wrap: Any) -> None:
+    trained, model = mlp(), mlp()
+    wrapped = wrap(model)
+    report = ckptool.load_into(wrapped, saved(trained.state_dict(), tmp_path / "model.pt"))
+    inner = wrapped.module if isinstance(wrapped, swa_utils.AveragedModel) else model
+    same(inner, trained.state_dict())
+    assert len(report.loaded) == 9
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    import torch.distributed
+
+    trained, model = mlp(), mlp()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        ckptool.load_into(wrapped, saved(trained.state_dict(), tmp_path / "model.pt"), strict=True)
+        ckptool.save_for_cpu(wrapped, tmp_path / "cpu.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+    same(model, trained.state_dict())
+    assert list(torch.load(tmp_path / "cpu.pt", weights_only=True)) == list(model.state_dict())
+
+
+def test_a_wrapped_submodule(tmp_path: Path) -> None:
+    trained = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = nn.Sequential(compiled(nn.Linear(4, 4)), nn.Linear(4, 2))
+    ckptool.load_into(model, saved(trained.state_dict(), tmp_path / "model.pt"), strict=True)
+    assert torch.equal(model.state_dict()["0._orig_mod.weight"], trained[0].weight)
+
+
+def test_assigned_tensors_take_the_models_type_and_flags(tmp_path: Path) -> None:
+    trained, model = mlp(), mlp().double()
+    model.fc1.weight.requires_grad_(False)
+    model.fc1.weight.note = "kept"
+    held = model.fc1.weight
+    ckptool.load_into(model, saved(trained.state_dict(), tmp_path / "model.pt"), assign=True)
+    same(
+        model,
+        {
+            name: tensor.double() if tensor.is_floating_point() else tensor
+            for name, tensor in trained.state_dict().items()
+        },
+    )
+    assert model.fc1.weight is not held and not model.fc1.weight.requires_grad and model.fc1.weight.note == "kept"
+    assert isinstance(model.fc1.weight, nn.Parameter) and not isinstance(model.bn.running_mean, nn.Parameter)
+
+
+def test_the_layout_of_the_model_stays(tmp_path: Path) -> None:
+    trained, model = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    stride = model.weight.stride()
+    ckptool.load_into(model, saved(trained.state_dict(), tmp_path / "conv.pt"))
+    assert model.weight.stride() == stride and torch.equal(model.weight, trained.weight)
+
+
+# Shapes --------------------------------------------------------------------------------------------------------------
+
+
+def test_pad_and_slice(tmp_path: Path) -> None:
+    small, large = nn.Embedding(5, 4), nn.Embedding(8, 4)
+    old = large.weight.detach().clone()
+    report = ckptool.load_into(large, saved(small.state_dict(), tmp_path / "small.pt"), on_mismatch="pad")
+    assert torch.equal(large.weight[:5], small.weight) and torch.equal(large.weight[5:], old[5:])
+    assert report.share == 5 / 8 and report.mismatched[0].done == "padded"
+    target = nn.Embedding(3, 4)
+    report = ckptool.load_into(target, saved(large.state_dict(), tmp_path / "large.pt"), on_mismatch="slice")
+    assert torch.equal(target.weight, large.weight[:3]) and report.share == 1
+    with pytest.raises(PlanRefused, match="of another shape"):
+        ckptool.load_into(nn.Embedding(9, 4), tmp_path / "large.pt", on_mismatch="slice")
+    with pytest.raises(PlanRefused, match="of another shape"):
+        ckptool.load_into(nn.Embedding(9, 3), tmp_path / "large.pt", on_mismatch="pad")
+
+
+def test_a_number_that_an_old_torch_saved_as_a_list_of_one(tmp_path: Path) -> None:
+    state = {**mlp().state_dict(), "bn.num_batches_tracked": torch.tensor([7])}
+    model = mlp()
+    ckptool.load_into(model, saved(state, tmp_path / "old.pt"), strict=True)
+    assert model.bn.num_batches_tracked.item() == 7 and model.bn.num_batches_tracked.shape == ()
+
+
+# Refused: nothing changes --------------------------------------------------------------------------------------------
+
+
+def refused(file: Path, model: nn.Module, kind: type[CkptoolError], words: str, **options: Any) -> CkptoolError:
+    before = snapshot(model)
+    with pytest.raises(kind, match=words) as found:
+        ckptool.load_into(model, file, **options)
+    assert snapshot(model) == before
+    three_parts(found.value)
+    return found.value
+
+
+def test_zero_matches(tmp_path: Path) -> None:
+    file = saved({f"net.{name}": tensor for name, tensor in mlp().state_dict().items()}, tmp_path / "net.pt")
+    error = refused(file, mlp(), PlanRefused, "not a single tensor")
+    assert isinstance(error, PlanRefused) and error.report is not None and error.report.share == 0
+
+
+def test_demands(tmp_path: Path) -> None:
+    state = mlp().state_dict()
+    state["more"] = torch.zeros(2)
+    del state["fc1.bias"]
+    file = saved(state, tmp_path / "model.pt")
+    refused(file, mlp(), PlanRefused, "1 names are missing: fc1.bias", strict=True)
+    refused(file, mlp(), PlanRefused, "94.22 % of the target's values", min_loaded=0.95)
+    refused(file, mlp(), PlanRefused, "not loaded: fc1.bias", missing="fc2.*")
+    refused(file, mlp(), UsageError, "no share", min_loaded=95)
+    refused(file, mlp(), UsageError, "no way with mismatches", on_mismatch="guess")
+    refused(file, mlp(), NoMatch, "matches no key", rename="encoder.* => backbone.*")
+    refused(file, mlp(), NoMatch, "matches no key", only="encoder.*")
+    refused(file, mlp(), UsageError, "is not a rule", rename="encoder")
+    refused(file, mlp(), Conflict, "would collide", rename="fc*.weight => fc1.weight")
+    model = mlp()
+    report = ckptool.load_into(model, file, min_loaded=0.9, missing=["fc1.bias"])
+    assert [fact.source for fact in report.unexpected] == ["more"]
+
+
+def test_a_dry_run(tmp_path: Path) -> None:
+    model, file = mlp(), saved(mlp().state_dict(), tmp_path / "model.pt")
+    before = snapshot(model)
+    report = ckptool.load_into(model, file, dry_run=True)
+    assert snapshot(model) == before and report.accepted and not report.applied and report.share == 1
+    assert not ckptool.load_into(nn.Linear(2, 2), file, dry_run=True).accepted
+
+
+def test_types_that_do_not_become_each_other(tmp_path: Path) -> None:
+    state = mlp().state_dict()
+    state["fc1.weight"] = state["fc1.weight"].to(torch.complex64)
+    state["bn.num_batches_tracked"] = torch.tensor(1.5)
+    refused(saved(state, tmp_path / "odd.pt"), mlp(), PlanRefused, "2 tensors are of another dtype")
+
+
+def test_tensors_that_are_no_plain_ones(tmp_path: Path) -> None:
+    state = mlp().state_dict()
+    state["fc1.weight"] = state["fc1.weight"].to_sparse()
+    refused(saved(state, tmp_path / "sparse.pt"), mlp(), PlanRefused, "fc1.weight .sparse")
+    with torch.device("meta"), pytest.raises(Unsupported, match="no plain ones: weight"):
+        ckptool.load_into(nn.LazyLinear(3), saved(state, tmp_path / "any.pt"))
+
+
+def test_a_tensor_that_cannot_be_written_to(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    model.weight = nn.Parameter(torch.zeros(1, 3).expand(2, 3))
+    file = saved({"weight": torch.ones(2, 3)}, tmp_path / "model.pt")
+    refused(file, model, PlanRefused, "cannot be copied into: weight")
+    ckptool.load_into(model, file, assign=True)
+    assert torch.equal(model.weight, torch.ones(2, 3))
+
+
+def test_damaged_bytes_are_found_before_anything_changes(tmp_path: Path) -> None:
+    trained = mlp()
+    file = saved(trained.state_dict(), tmp_path / "model.pt")
+    raw = bytearray(file.read_bytes())
+    last = raw.rfind(bits(trained.fc2.weight))
+    raw[last] ^= 1
+    file.write_bytes(raw)
+    refused(file, mlp(), Corrupt, "checksum")
+
+
+@hypothesis.settings(
+    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+@hypothesis.given(data=strategies.data())
+def test_all_or_nothing(tmp_path: Path, data: strategies.DataObject) -> None:
+    """Random checkpoints and options: either exactly what the report says has changed, or nothing has."""
+    draw = data.draw
+    model: Any = draw(strategies.sampled_from([mlp, Classifier, TiedLanguageModel]))()
+    state = {}
+    for name, tensor in copy.deepcopy(model).state_dict().items():
+        change = draw(
+            strategies.sampled_from(["same", "same", "same", "gone", "renamed", "grown", "cut", "half", "complex"])
+        )
+        new = torch.randn(tensor.shape) if tensor.is_floating_point() else tensor + 3
+        if change == "gone":
+            continue
+        if change == "renamed":
+            name = f"other.{name}"
+        elif change in ("grown", "cut") and tensor.dim():
+            shape = [max(1, size + (1 if change == "grown" else -1)) for size in tensor.shape]
+            new = torch.ones(shape, dtype=tensor.dtype)
+        elif change in ("half", "complex"):
+            new = new.to(torch.float16 if change == "half" else torch.complex64)
+        state[name] = new
+    if not state:
+        return
+    options: dict[str, Any] = {
+        "on_mismatch": draw(strategies.sampled_from(["error", "skip", "slice", "pad"])),
+        "strict": draw(strategies.sampled_from([False, False, True])),
+        "min_loaded": draw(strategies.sampled_from([None, 0.5, 1.0])),
+        "assign": draw(strategies.sampled_from([None, True])),
+    }
+    file = saved(state, tmp_path / "random.pt")
+    before = snapshot(model)
+    try:
+        report = ckptool.load_into(model, file, **options)
+    except CkptoolError:
+        assert snapshot(model) == before
+        return
+    assert report.accepted and report.loaded
+    whole = {fact.target: fact for fact in report.loaded}
+    alias = dict(report.tied)
+    for name, tensor in model.state_dict().items():
+        fact = whole.get(alias.get(name, name))
+        if fact is None:
+            assert bits(tensor) == before[name][1]
+        elif fact.how == "as it is":
+            assert bits(tensor) == bits(state[fact.source].to(tensor.dtype))
+        else:
+            corner = tuple(slice(0, min(pair)) for pair in zip(tensor.shape, state[fact.source].shape, strict=True))
+            assert torch.equal(tensor[corner], state[fact.source][corner].to(tensor.dtype))
+
+
+# Optimizers ----------------------------------------------------------------------------------------------------------
+
+
+def trained_with(build: Any, named: bool = False, groups: int = 1, name: str = "Adam") -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = build()
+    parameters: Any = list(model.named_parameters() if named else model.parameters())
+    if groups == 2:
+        parameters = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.5}]
+    optimizer = getattr(torch.optim, name)(parameters, lr=1e-3)
+    train(model, optimizer, STEPS)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_optimizer_state_goes_along_by_name(tmp_path: Path, named: bool) -> None:
+    trained, adam = trained_with(mlp, named)
+    file = saved({"model": nn.DataParallel(trained).state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
+    model = mlp()
+    mine = torch.optim.AdamW(reversed(list(model.parameters())), lr=0.7)
+    report = ckptool.load_into(model, file, optimizer=mine)
+    assert report.optimizer is not None and report.optimizer.known_by == ("names" if named else "order")
+    assert len(report.optimizer.carried) == 6 and mine.param_groups[0]["lr"] == 0.7
+    for old, new in zip(trained.parameters(), model.parameters(), strict=True):
+        assert bits(adam.state[old]["exp_avg"]) == bits(mine.state[new]["exp_avg"])
+        assert mine.state[new]["step"] == STEPS
+    train(model, mine, 1)
+
+
+def test_a_new_head_starts_without_state(tmp_path: Path) -> None:
+    trained, adam = trained_with(mlp)
+    file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
+    model = mlp()
+    model.fc2 = nn.Linear(16, 7)
+    mine = torch.optim.Adam(model.parameters())
+    report = ckptool.load_into(model, file, on_mismatch="skip", optimizer=mine)
+    assert report.optimizer is not None
+    assert report.optimizer.fresh == ("fc2.weight", "fc2.bias") and model.fc2.weight not in mine.state
+    assert dict(report.optimizer.left_out).keys() == {"fc2.weight", "fc2.bias"}
+    train(model, mine, 1)
+
+
+def test_slots_that_cannot_be_told_apart(tmp_path: Path) -> None:
+    trained, adam = trained_with(mlp, groups=2)
+    file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "groups.pt")
+    model = mlp()
+    refused(file, model, Conflict, "cannot be known which slots", optimizer=torch.optim.Adam(model.parameters()))
+    trained, adam = trained_with(lambda: nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3)), groups=2)
+    file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "shapes.pt")
+    model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3))
+    mine = torch.optim.Adam(model.parameters())
+    report = ckptool.load_into(model, file, optimizer=mine)
+    assert report.optimizer is not None and report.optimizer.known_by == "shapes"
+    for old, new in zip(trained.parameters(), model.parameters(), strict=True):
+        assert bits(adam.state[old]["exp_avg"]) == bits(mine.state[new]["exp_avg"])
+
+
+def test_optimizers_that_are_not_the_models(tmp_path: Path) -> None:
+    trained, adam = trained_with(mlp)
+    file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
+    model = mlp()
+    refused(file, model, UsageError, "not the model's", optimizer=torch.optim.Adam(mlp().parameters()))
+    mine = torch.optim.Adam(model.parameters())
+    refused(file, model, UsageError, "would keep the tensors", optimizer=mine, assign=True)
+    bare = saved(trained.state_dict(), tmp_path / "bare.pt")
+    refused(bare, model, NoMatch, "no optimizer state", optimizer=mine)
+
+
+# Saving for the CPU --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda model: model, nn.DataParallel, compiled, swa_utils.AveragedModel],
+    ids=["bare", "dp", "compiled", "average"],
+)
+def test_save_for_cpu(tmp_path: Path, wrap: Any) -> None:
+    model, out = mlp(), tmp_path / "cpu.pt"
+    ckptool.save_for_cpu(wrap(model), out)
+    state = torch.load(out, weights_only=True)
+    fresh = mlp()
+    fresh.load_state_dict(state, strict=True)
+    same(fresh, model.state_dict())
+    assert state._metadata["bn"] == {"version": 2}
+    with pytest.raises(OutputExists):
+        ckptool.save_for_cpu(model, out)
+    ckptool.save_for_cpu(model, out, overwrite=True)
+
+
+def test_save_for_cpu_of_wrapped_submodules(tmp_path: Path) -> None:
+    model = nn.Sequential(compiled(nn.Linear(2, 2)), nn.Module())
+    model[1].module = nn.Linear(2, 2)  # one's own name
+    ckptool.save_for_cpu(model, tmp_path / "cpu.safetensors")
+    assert set(ckptool.load(tmp_path / "cpu.safetensors")) == {"0.weight", "0.bias", "1.module.weight", "1.module.bias"}
+
+
+def test_save_for_cpu_keeps_ties_and_other_devices_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:3")
+    ckptool.save_for_cpu(TiedLanguageModel(), tmp_path / "cpu.pt")
+    checkpoint = ckptool.open(tmp_path / "cpu.pt")
+    assert {tensor.location for tensor in checkpoint.tree.values()} == {"cpu"}
+    assert checkpoint["head.weight"].storage is checkpoint["embed.weight"].storage
+
+
+def test_the_harness_starts_from_a_checkpoint(tmp_path: Path) -> None:
+    from ckptool.training.models import start_from
+
+    trained, model = mlp(), mlp()
+    start_from(model, str(saved(trained.state_dict(), tmp_path / "model.pt")), strict=True)
+    same(model, trained.state_dict())
+
+
+def test_memory_of_a_large_file(tmp_path: Path) -> None:
+    """A file of 64 MB goes into a meta model without being read into memory of its own."""
+    code = """
+import sys, torch, ckptool
+from torch import nn
+
+def mine():
+    with open("/proc/self/status") as status:
+        return int([line.split()[1] for line in status if line.startswith("RssAnon")][0]) // 1024
+
+with torch.device("meta"):
+    model, small = nn.Linear(4096, 4096), nn.Linear(2, 2)
+ckptool.load_into(small, sys.argv[2])
+before = mine()
+ckptool.load_into(model, sys.argv[1])
+assert model.weight[0, 0] == 1 and model.bias[5] == 2
+print(mine() - before)
+"""
+    large, small = tmp_path / "large.pt", saved(nn.Linear(2, 2).state_dict(), tmp_path / "small.pt")
+    torch.save({"weight": torch.ones(4096, 4096), "bias": torch.full((4096,), 2.0)}, large)
+    if not os.path.exists("/proc/self/status"):
+        return
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(large), str(small)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 24

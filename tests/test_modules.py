@@ -1,0 +1,316 @@
+"""Whole modules: their state dict is what torch gives, without their class; nothing is imported for it."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.checkpoint import TensorEntry
+from ckptool.errors import UsageError
+from ckptool.formats import read
+from ckptool.modules import MAX_NAMES, module_state_dict
+from ckptool.nodes import Global, Object, OrderedDict, Set
+from ckptool.roots import WEIGHTS, find_roots
+from ckptool.tree import find
+from ckptool.verbs.inspect import inspect
+from tests.helpers import assert_same_objects, load, torch_bytes, written
+
+
+class Net(nn.Module):
+    """A bit of everything: buffers of both kinds, None entries, ties, a module in two places, tensors that are plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.emb, self.out = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.out.weight = self.emb.weight
+        self.again = self.fc
+        self.register_buffer("kept", torch.arange(3))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+        self.register_buffer("nothing", None)
+        self.register_parameter("none", None)
+        self.plain = torch.full((3,), 5.0)
+        self.values = nn.ParameterList([torch.ones(2), torch.ones(3)])
+        self.named = nn.ParameterDict({"a/b": torch.ones(1)})
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.view = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"n": 1}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 2, num_layers=2, bidirectional=True)
+        self.gru = nn.GRU(2, 2)
+
+
+MODELS: dict[str, Any] = {
+    "everything": Net,
+    "linear": lambda: nn.Linear(2, 2),
+    "sequential": lambda: nn.Sequential(
+        collections.OrderedDict(conv=nn.Conv2d(1, 2, 3), bn=nn.BatchNorm2d(2), act=nn.ReLU())
+    ),
+    "recurrent": Recurrent,
+    "attention": lambda: nn.TransformerEncoderLayer(8, 2, 16),
+    "data parallel": lambda: nn.DataParallel(Net()),
+    "averaged": lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2)),
+    "weight norm": lambda: nn.utils.weight_norm(nn.Linear(2, 3)),
+    "frozen, half": lambda: Net().half().requires_grad_(False),
+    "quantization-aware": lambda: nn.Sequential(torch.ao.quantization.FakeQuantize(), nn.Linear(2, 2)),
+    "traced by fx": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())),
+    "many": lambda: nn.Sequential(*[nn.Linear(2, 2) for _ in range(300)]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _the_models_module() -> Iterator[None]:
+    """The classes live in `models`, which is gone when the file is opened."""
+    module = types.ModuleType("models")
+    for cls in (Net, WithExtra, Recurrent):
+        cls.__module__ = "models"
+        setattr(module, cls.__name__, cls)
+    sys.modules["models"] = module
+    yield
+    sys.modules.pop("models", None)
+
+
+def saved(model: Any, path: Path, **options: Any) -> Path:
+    """The file of a model whose module can no longer be imported."""
+    written(torch_bytes(model, **options), path)
+    sys.modules.pop("models", None)
+    return path
+
+
+def assert_is_state_dict(names: Any, expected: dict[str, Any]) -> None:
+    assert list(names) == [key for key in expected if not key.endswith("_extra_state")]
+    for key, entry in names.items():
+        tensor = expected[key]
+        assert isinstance(entry, TensorEntry) and not any(entry.flags), key
+        assert entry.shape == tuple(tensor.shape) and entry.stride == tensor.stride(), key
+        assert torch.equal(entry.torch(), tensor) and entry.dtype.torch == str(tensor.dtype).removeprefix("torch."), key
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_state_dict_of_a_whole_module_is_torchs(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    expected = model.state_dict()
+    file = saved(model, tmp_path / "model.pt")
+    names = module_state_dict(read(file).tree)
+    assert names is not None
+    assert_is_state_dict(names, expected)
+
+    ckptool.convert(file, tmp_path / "weights.safetensors", ties="copy", verify=True)
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "weights.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(
+        torch.equal(weights[key], expected[key]) and weights[key].dtype == expected[key].dtype for key in expected
+    )
+
+    done = ckptool.convert(f"{file}#/", tmp_path / "weights.pt", verify=True)
+    assert "without its class" in done.summary
+    again = load(tmp_path / "weights.pt")
+    del expected._metadata
+    assert_same_objects(dict(expected), dict(again))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_and_the_middle_of_a_dictionary(protocol: int, tmp_path: Path) -> None:
+    model = Net()
+    file = saved({"epoch": 3, "model": model}, tmp_path / "model.pt", pickle_protocol=protocol)
+    (_, root) = find_roots(read(file))
+    assert (root.path, root.kind, root.detail) == (("model",), WEIGHTS, "whole module models.Net")
+    assert_is_state_dict(root.node, model.state_dict())
+    with pytest.raises(ModuleNotFoundError, match="models"):
+        torch.load(file, weights_only=False)
+    done = ckptool.convert(file, tmp_path / "out.safetensors", verify=True)
+    assert done.facts["left_behind"] == ["epoch", "model/_buffers/passing", "model/plain"]
+
+
+def test_inspect_lists_the_names_of_the_state_dict(tmp_path: Path) -> None:
+    model = Net()
+    file = saved({"model": model}, tmp_path / "model.pt")
+    found = inspect(file)
+    listed = [row.address for row in found.listing.tensors]
+    assert listed == [f"model/{key.replace('/', '~1')}" for key in model.state_dict()] + [
+        "model/_buffers/passing",
+        "model/plain",
+    ]
+    assert "whole module models.Net" in str(found) and "emb.weight" in str(found)
+    assert not [note for note in found.notes if "strip-module" in note.fix]
+
+
+def test_each_address_that_is_listed_can_be_shown(tmp_path: Path) -> None:
+    model = nn.DataParallel(Net())
+    file = saved({"model": model}, tmp_path / "model.pt")
+    for row in inspect(file).listing.tensors:
+        shown = ckptool.show(f"{file}#{row.address}")
+        assert shown.address == row.address and shown.entry.storage.nbytes == row.tensor.storage.nbytes
+    values = ckptool.show(f"{file}#model/module.kept").values
+    assert values is not None and values.tolist() == [0, 1, 2]
+    assert find(read(file).tree, "model/_modules/module/_buffers/passing")[1].shape == (2,)
+    with pytest.raises(UsageError, match=r"module\.kept") as refused:
+        ckptool.show(f"{file}#model/module.kep")
+    assert "Did you mean module.kept?" in str(refused.value)
+
+
+def test_a_plain_convert_keeps_the_object_and_says_what_to_type(tmp_path: Path) -> None:
+    file = saved({"model": Net()}, tmp_path / "model.pt")
+    done = ckptool.convert(file, tmp_path / "copy.pt", verify=True)
+    assert find_roots(read(tmp_path / "copy.pt"))[0].detail == "whole module models.Net"
+    (note,) = done.notes
+    assert note.code == "whole-module" and note.fix == ("ckptool", "convert", f"{file}#model", "-o", "weights.pt")
+    ckptool.convert(note.fix[2], tmp_path / "weights.pt")
+    assert "fc.weight" in load(tmp_path / "weights.pt")
+
+
+def test_only_and_exclude_choose_among_its_names(tmp_path: Path) -> None:
+    file = saved(Net(), tmp_path / "model.pt")
+    ckptool.convert(file, tmp_path / "out.pt", only=["fc.*"])
+    assert list(load(tmp_path / "out.pt")) == ["fc.weight", "fc.bias"]
+
+
+@pytest.mark.parametrize("verb", ["strip_module", "add_module", "rename", "cast"])
+def test_verbs_on_keys_say_that_a_whole_module_has_none(verb: str, tmp_path: Path) -> None:
+    file = saved({"model": nn.DataParallel(Net())}, tmp_path / "model.pt")
+    options = {
+        "rename": {"rules_file": str(written(b"- a.b => c.d\n", tmp_path / "rules.yaml"))},
+        "cast": {"dtype": "bf16"},
+    }.get(verb, {})
+    for at in (None, "model"):
+        with pytest.raises(UsageError, match="whole module") as refused:
+            getattr(ckptool, verb)(file, out=tmp_path / "out.pt", at=at, **options)
+        assert f"ckptool convert {file}#model -o weights.safetensors" in refused.value.fix
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.pt", "rules.yaml"}
+
+
+def test_verbs_on_keys_act_on_the_dictionary_that_is_named_beside_a_module(tmp_path: Path) -> None:
+    file = saved({"model": Net(), "state_dict": {"module.a.weight": torch.ones(1)}}, tmp_path / "model.pt")
+    ckptool.strip_module(file, tmp_path / "out.pt", at="state_dict")
+    assert list(read(tmp_path / "out.pt").tree["state_dict"]) == ["a.weight"]
+
+
+def test_remap_acts_on_the_whole_file(tmp_path: Path) -> None:
+    file = saved(Net(), tmp_path / "model.pt")
+    ckptool.remap(file, tmp_path / "out.pt", to="cuda:0", verify=True)
+    assert {entry.location for entry in find_roots(read(tmp_path / "out.pt"))[0].node.values()} == {"cuda:0"}
+
+
+def test_diff_compares_a_module_with_a_state_dict(tmp_path: Path) -> None:
+    model = Net()
+    for name, value in (
+        ("plain.pt", dict(model.state_dict())),
+        ("wrapped.pt", {"epoch": 1, "net": dict(model.state_dict())}),
+    ):
+        written(torch_bytes(value), tmp_path / name)
+    file = saved(model, tmp_path / "model.pt")
+    found = ckptool.diff(file, tmp_path / "plain.pt")
+    assert found.same and found.tensors == len(model.state_dict())
+    assert any("whole module models.Net" in remark for remark in found.remarks)
+    assert ckptool.diff(tmp_path / "plain.pt", file).same and ckptool.diff(file, f"{tmp_path / 'wrapped.pt'}#net").same
+    assert ckptool.diff(file, file).same
+    ckptool.convert(file, tmp_path / "out.safetensors")
+    assert ckptool.diff(file, tmp_path / "out.safetensors").same
+
+
+def test_a_decoy_beside_the_file_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = saved(Net(), tmp_path / "model.pt")
+    (tmp_path / "models.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    imported: list[str] = []
+    armed = [True]
+    sys.addaudithook(lambda event, args: imported.append(args[0]) if armed[0] and event == "import" else None)
+    inspect(file)
+    ckptool.convert(file, "out.safetensors")
+    armed[0] = False
+    assert "models" not in sys.modules and not [name for name in imported if name.startswith("models")]
+
+
+def test_extra_state_is_what_only_the_class_knows(tmp_path: Path) -> None:
+    model = WithExtra(2, 2)
+    assert "_extra_state" in model.state_dict()
+    names = module_state_dict(read(saved(model, tmp_path / "model.pt")).tree)
+    assert list(names or ()) == ["weight", "bias"]
+
+
+def test_a_module_without_weights_is_a_plain_value(tmp_path: Path) -> None:
+    file = saved({"loss": nn.CrossEntropyLoss(), "net": nn.Linear(2, 2)}, tmp_path / "model.pt")
+    assert [(root.address, root.is_model) for root in find_roots(read(file))] == [("loss", False), ("net", True)]
+
+
+# Modules as files may have them, made by hand ----------------------------------------------------------------------------
+
+
+def entry(n: int = 1) -> TensorEntry:
+    from ckptool.checkpoint import Literal, Storage
+    from ckptool.dtypes import BY_TORCH
+
+    return TensorEntry(Storage(Literal(bytes(4 * n))), BY_TORCH["float32"], (n,), (1,))
+
+
+def module(name: str = "a.B", **state: Any) -> Object:
+    made = Object(Global(*name.rsplit(".", 1)), (), "new")
+    made.state = {"_parameters": OrderedDict(), "_buffers": OrderedDict(), "_modules": OrderedDict()} | state
+    return made
+
+
+def test_before_non_persistent_buffers_and_before_rebuild_functions() -> None:
+    old = Object(Global("torch.nn.parameter", "Parameter"), (entry(3),), "call")
+    old.state = (True, False, OrderedDict())
+    names = module_state_dict(module(_parameters={"w": old, "none": None}, _buffers={"b": entry(2)}))
+    assert names is not None and [(key, value.shape) for key, value in names.items()] == [("w", (3,)), ("b", (2,))]
+
+
+def test_what_torch_compile_pickles_is_a_call_with_the_module_in_it() -> None:
+    wrapped = Object(Global("torch._dynamo.eval_frame", "OptimizedModule"), (module(_parameters={"w": entry()}), None))
+    assert list(module_state_dict(wrapped) or ()) == ["_orig_mod.w"]
+    assert module_state_dict(Object(wrapped.fn, (3,))) == {}
+
+
+def test_the_non_persistent_set_may_be_of_a_hostile_kind() -> None:
+    for left_out in (Set(["b"]), [], None, 3, {}):
+        names = module_state_dict(module(_buffers={"b": entry()}, _non_persistent_buffers_set=left_out))
+        assert list(names or ()) == ([] if isinstance(left_out, Set) else ["b"])
+
+
+@pytest.mark.parametrize("part", ["_parameters", "_buffers", "_modules"])
+@pytest.mark.parametrize("value", [None, 3, [], {1: None}])
+def test_what_only_looks_like_a_module_is_none(part: str, value: Any) -> None:
+    assert module_state_dict(module(**{part: value})) is None
+    assert module_state_dict(value) is None
+
+
+def test_a_module_within_itself_ends() -> None:
+    top = module(_parameters={"w": entry()})
+    child = module(_modules={"up": top, "self": None})
+    child.state["_modules"]["self"] = child
+    top.state["_modules"]["child"] = child
+    assert list(module_state_dict(top) or ()) == ["w"]
+
+
+def test_row_072_modules_that_double_at_every_level_stay_bounded() -> None:
+    below = module(_parameters={"w": entry()})
+    for _ in range(60):
+        below = module(_modules={"a": below, "b": below})
+    assert module_state_dict(below) is None
+    long = module(_parameters={"w": entry()})
+    for _ in range(400):
+        long = module(_modules={"x" * (MAX_NAMES // 1000): long})
+    assert module_state_dict(long) is None

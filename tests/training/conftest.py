@@ -1,0 +1,31 @@
+"""Every test of the harness: one thread, since two spin on a loaded machine, and torch's switches given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ckptool.training.nursery import Nursery
+from ckptool.training.start import switches_given_back
+from tests.training.small import config
+
+
+@pytest.fixture(autouse=True)
+def _switches() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with switches_given_back(config()):
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts processes that begin with everything imported, and compute with one thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        made = Nursery(str(tmp_path_factory.mktemp("nursery") / "stderr"))
+    with made:
+        yield made

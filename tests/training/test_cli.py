@@ -1,0 +1,263 @@
+"""The commands, as a user types them: exit codes, what is said, what is left as it was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ckptool import cli
+from ckptool.training.nursery import Nursery
+from ckptool.training.store import name_of
+from tests.training.small import MLP
+from tests.training.test_store import cut, flip, forget
+
+Typed = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """A command line in an empty folder that has a run.yaml: exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(MLP | {"run": "runs/x"}))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.main(words)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def train(typed: Typed, *changes: str) -> tuple[int, str, str]:
+    return typed("train", "run.yaml", *[word for change in changes for word in ("--set", change)])
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file() and path.name != "lock"}
+
+
+# The everyday ---------------------------------------------------------------------------------------------------------
+
+
+def test_train_and_resume(typed: Typed) -> None:
+    code, out, err = train(typed)
+    assert (code, out) == (0, "done: 20 steps → runs/x\n")
+    assert err.splitlines()[0].startswith("step 5  loss ")  # where it was evaluated, else every ten steps
+    assert [line.split()[1] for line in err.splitlines()] == ["5", "10", "15", "20"]
+    assert typed("resume", "runs/x", "-q", "--set", "train.steps=22") == (0, "done: 22 steps → runs/x\n", "")
+    code, out, _ = typed("resume", "runs/x", "-q", "--json")
+    told = {"schema": "ckptool.train/1", "status": "done", "step": 22, "exit_code": 0, "path": "runs/x"}
+    assert json.loads(out) == told
+
+
+def test_a_rehearsal_leaves_nothing(typed: Typed, tmp_path: Path) -> None:
+    code, out, _ = typed("train", "run.yaml", "-n")
+    assert code == 0
+    assert out.startswith("it runs: one step, saved, loaded again, the same to the last bit")
+    assert os.listdir(tmp_path) == ["run.yaml"]
+    assert json.loads(typed("train", "run.yaml", "-n", "--json")[1])["schema"] == "ckptool.dry_run/1"
+
+
+def test_the_example_runs(typed: Typed, tmp_path: Path) -> None:
+    """As it is where scikit-learn is; here with other data."""
+    code, out, _ = typed("train", "--init")
+    assert code == 0
+    (tmp_path / "run.yaml").write_text(out)
+    assert train(typed, "data.name=images", "train.steps=3")[:2] == (0, "done: 3 steps → runs/digits\n")
+    assert json.loads(typed("train", "--schema")[1])["title"] == "Config"
+
+
+def test_a_run_is_inspected_and_scanned(typed: Typed) -> None:
+    train(typed, "save.keep_last=2", "eval.metric=val_acc", "eval.mode=max")
+    for verb in ("inspect", "scan"):
+        code, out, _ = typed(verb, "runs/x")
+        assert code == 0
+        assert "done at step 20; goes on from step 20: ckptool resume runs/x" in out
+        assert out.splitlines()[3].split() == ["step", "epoch", "loss", "val_acc", "size", "kept"]
+        assert out.splitlines()[-1].split()[0] == "20"
+        assert "newest, last" in out.splitlines()[-1]
+    found = json.loads(typed("inspect", "runs/x", "--json")[1])
+    assert (found["schema"], found["resumes"], found["metric"]) == ("ckptool.run/1", 20, "val_acc")
+    (newest,) = [row for row in found["checkpoints"] if row["step"] == 20]
+    assert set(newest["metrics"]) == {"val_loss", "val_acc"}
+    assert newest["bytes"] == os.path.getsize(newest["path"])
+
+
+@pytest.mark.parametrize("damage", [flip, cut, forget], ids=lambda made: made.__name__)
+def test_a_damaged_checkpoint_is_shown(typed: Typed, damage: Any) -> None:
+    train(typed)
+    path = Path("runs/x/checkpoints") / name_of(20)
+    damage(path)
+    code, out, _ = typed("scan", "--full", "runs/x")
+    assert code == 1
+    assert "1 damaged" in out
+    assert "goes on from step 15" in out
+    assert str(path) in out.splitlines()[-1]
+    code, out, err = typed("resume", "runs/x", "-q")
+    assert code == 0
+    assert f"skipped {path}" in err
+
+
+def test_a_folder_that_is_no_run_is_not_taken_for_one(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "x" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "x" / "run.yaml").write_text("[1, 2\n")
+    assert typed("inspect", "x")[0] == 2
+    assert "is not the configuration of a run" in typed("scan", "x")[2]
+
+
+def test_prune(typed: Typed) -> None:
+    train(typed, "save.every=2", "save.keep_last=9", "save.keep_best=0")
+    before = contents("runs/x")
+    code, out, _ = typed("prune", "runs/x", "-n", "--set", "save.keep_last=2")
+    assert code == 0
+    assert out.startswith("runs/x: would delete 7 checkpoints")
+    assert contents("runs/x") == before
+    assert typed("prune", "runs/x", "--set", "save.keep_last=2")[1].startswith("runs/x: deleted 7 checkpoints")
+    assert sorted(path.name for path in Path("runs/x/checkpoints").glob("*.pt")) == [name_of(18), name_of(20)]
+    assert typed("prune", "runs/x")[1].startswith("runs/x: deleted 0 checkpoints")
+    assert json.loads(typed("prune", "runs/x", "--json")[1])["kept"][-1] == {"step": 20, "why": ["newest", "last"]}
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+def test_no_configuration(typed: Typed) -> None:
+    code, _, err = typed("train")
+    assert code == 2
+    assert "ckptool train --init > run.yaml" in err
+
+
+def test_an_unknown_key(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("run: runs/x\ntrain:\n  stepz: 20\n")
+    code, out, err = typed("train", "run.yaml")
+    assert (code, out) == (2, "")
+    assert "run.yaml:3: unknown key train.stepz; did you mean train.steps?" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_is_there(typed: Typed) -> None:
+    train(typed)
+    before = contents("runs/x")
+    code, _, err = train(typed)
+    assert code == 2
+    assert "runs/x is a run already" in err
+    assert "ckptool resume runs/x" in err
+    assert contents("runs/x") == before
+    assert typed("train", "run.yaml", "--resume", "auto", "-q")[0] == 0
+
+
+def test_a_changed_fixed_key(typed: Typed) -> None:
+    train(typed)
+    before = contents("runs/x")
+    code, _, err = typed("resume", "runs/x", "--set", "train.accumulate=2")
+    assert code == 2
+    assert "train.accumulate was 1, and is now 2" in err
+    assert contents("runs/x") == before
+
+
+def test_a_run_folder_that_is_a_file(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    code, _, err = train(typed, "run=file")
+    assert code == 2
+    assert "cannot make the run file: it is a file" in err
+    assert (tmp_path / "file").read_text() == "mine"
+    assert "file/x" in train(typed, "run=file/x")[2]
+
+
+def test_a_folder_that_cannot_be_written_to(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that became read-only: what is there stays, and the run says so."""
+    train(typed)
+    before = contents("runs/x")
+    opened = os.open
+
+    def refused(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return opened(path, flags, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        told = [typed("resume", "runs/x", "--set", "train.steps=30"), train(typed, "run=runs/new")]
+    assert [code for code, _, _ in told] == [2, 2]
+    assert all("Read-only file system" in err for _, _, err in told)
+    assert contents("runs/x") == before
+
+
+def test_all_are_damaged(typed: Typed) -> None:
+    train(typed)
+    for path in Path("runs/x/checkpoints").glob("*.pt"):
+        flip(path)
+    before = contents("runs/x/checkpoints")
+    for words in (("resume", "runs/x"), ("train", "run.yaml", "--resume", "auto")):
+        code, _, err = typed(*words)
+        assert code == 3
+        assert "none of them is whole" in err
+        assert "Nothing was deleted" in err
+    assert contents("runs/x/checkpoints") == before
+
+
+def test_a_user_module_that_raises(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def model(inputs):\n    return 1 / 0\n")
+    code, _, err = train(typed, "models.main.name=mine.py:model", "models.main.args={}")
+    assert code == 2
+    assert "ZeroDivisionError" in err
+    assert "mine.py" in err
+    train(typed, "run=runs/y")
+    before = contents("runs/y/checkpoints")
+    (tmp_path / "hook.py").write_text("def made():\n    raise RuntimeError('my own')\n")
+    code, _, err = typed("resume", "runs/y", "--set", "train.steps=30", "--set", "hooks=[hook.py:made]")
+    assert code == 2
+    assert "my own" in err
+    assert contents("runs/y/checkpoints") == before
+
+
+def test_two_trainers_on_one_run(
+    typed: Typed, tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptool.training.store.PATIENCE", 0.05)
+    path = str(tmp_path / "run.yaml")
+    process = nursery.start(["train", path, "--set", "train.steps=1000000", "--set", f"run={tmp_path / 'runs' / 'x'}"])
+    while not list((tmp_path / "runs").rglob("*.pt")):
+        pass
+    before = (tmp_path / "runs" / "x" / "run.yaml").read_bytes()
+    for words in (("resume", "runs/x"), ("train", "run.yaml", "--resume", "auto", "--set", "train.steps=1000000")):
+        code, _, err = typed(*words)
+        assert code == 2
+        assert f"written by another process (pid {process} on " in err
+    code, _, err = typed("prune", "runs/x")
+    assert code == 2
+    assert "written by another process" in err
+    assert typed("prune", "runs/x", "-n")[0] == 0
+    os.kill(process, 9)
+    assert nursery.wait() == -9
+    assert (tmp_path / "runs" / "x" / "run.yaml").read_bytes() == before
+
+
+def test_a_disk_that_is_full(typed: Typed, tmp_path: Path) -> None:
+    """The checkpoint does not fit below the limit of a process; those that are there stay."""
+    train(typed)
+    before = contents("runs/x/checkpoints")
+    size = (Path("runs/x/checkpoints") / name_of(20)).stat().st_size
+    program = "import sys; from ckptool import cli; sys.exit(cli.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "resume", "runs/x", "-q", "--set", "train.steps=25"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, size - 100)),
+    )
+    assert done.returncode == 2
+    assert "files may not grow so large here" in done.stderr
+    assert contents("runs/x/checkpoints") == before
+    assert typed("resume", "runs/x", "-q", "--set", "train.steps=25")[0] == 0

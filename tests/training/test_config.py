@@ -1,0 +1,247 @@
+"""The configuration: lines and suggestions in errors, numbers, changes, what may change in a run, the example and the schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptool.errors import Conflict, FileProblem, UsageError
+from ckptool.training import configfile
+from ckptool.training.config import Config
+from ckptool.training.example import EXAMPLE
+from tests.training.small import config
+
+BASE = "run: r\ntrain: {steps: 5}\n"
+
+
+def parsed(text: str, *changes: str) -> Config:
+    return configfile.parsed(text, "run.yaml", changes)
+
+
+def refused(text: str, *changes: str) -> str:
+    with pytest.raises(UsageError) as raised:
+        parsed(text, *changes)
+    return raised.value.what
+
+
+# What is wrong, and where ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ("sede: 3", "run.yaml:3: unknown key sede; did you mean seed?"),
+        ("optim:\n  main:\n    lrr: 1", "run.yaml:5: unknown key optim.main.lrr; did you mean optim.main.lr?"),
+        ("models:\n  Main: {nmae: mlp}", "run.yaml:4: unknown key models.Main.nmae; did you mean models.Main.name?"),
+        ("save:\n  evry: 3", "run.yaml:4: unknown key save.evry; did you mean save.every?"),
+        ("profile: {wiat: 3}", "run.yaml:3: unknown key profile.wiat; did you mean profile.wait?"),
+        ("zzz: 3", "run.yaml:3: unknown key zzz"),
+        ("data: {batch: 0}", "run.yaml:3: data.batch: should be greater than 0 (it is 0)"),
+        ("data: {batch: many}", "run.yaml:3: data.batch: should be a valid integer (it is 'many')"),
+        ("data:", "run.yaml:3: data: should be a section, of KEY: VALUE lines (it is None)"),
+        (
+            "deterministic: maybe",
+            "run.yaml:3: deterministic: should be a valid boolean, or should be 'warn' (it is 'maybe')",
+        ),
+        ("models:\n  main: {freeze: [{match: a}]}", "run.yaml:4: models.main.freeze.0.until is missing"),
+        ("optim: {main: {clip: {}}}", "run.yaml:3: optim.main.clip: give norm or value, one of the two"),
+        ("optim: {other: {}}", "run.yaml: models are ['main'], optimizers for ['other']: one for each"),
+        ("strategy: split", "run.yaml: strategy: split and the section split go together"),
+        ("train: {steps: 6}", "run.yaml:3: not valid YAML: train is there twice"),
+        ("a: [1", "run.yaml:4: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+        ("? [1, 2]\n: 3", "run.yaml:3: not valid YAML: found unhashable key"),
+        ('data: {"\\e[31m": 3}', r"run.yaml:3: unknown key data.\x1b[31m"),
+    ],
+)
+def test_errors_name_line_and_key(added: str, told: str) -> None:
+    assert refused(BASE + added + "\n") == told
+
+
+def test_every_problem_is_told_at_once() -> None:
+    assert refused("train: {steps: 0}\nsede: 1\n").splitlines() == [
+        "run.yaml: run is missing",
+        "run.yaml:1: train.steps: should be greater than 0 (it is 0)",
+        "run.yaml:2: unknown key sede; did you mean seed?",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "word\n", "3\n"])
+def test_what_is_no_configuration(text: str) -> None:
+    assert refused(text) == "run.yaml is not a configuration"
+
+
+def test_objects_are_not_made() -> None:
+    assert "could not determine a constructor" in refused(BASE + "task: !!python/object/apply:os.system ['true']\n")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(FileProblem, match="No such file"):
+        configfile.read(str(tmp_path / "none.yaml"))
+    (tmp_path / "binary.yaml").write_bytes(b"\x80\x02}q\x00.")
+    with pytest.raises(UsageError, match="is not a text file"):
+        configfile.read(str(tmp_path / "binary.yaml"))
+
+
+def test_steps_or_epochs() -> None:
+    assert parsed("run: r\ntrain: {epochs: 2}\n").train.epochs == 2
+    for given in ("{}", "{steps: 1, epochs: 1}"):
+        assert refused(f"run: r\ntrain: {given}\n").endswith("train: give steps or epochs, exactly one of the two")
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 0.001), ("3E4", 3e4), ("1.5e-3", 0.0015), ("2", 2.0), (".5", 0.5)]
+)
+def test_numbers_as_people_write_them(text: str, value: float) -> None:
+    assert parsed(BASE + f"optim: {{main: {{lr: {text}}}}}\n").optim["main"].lr == value
+    assert parsed(BASE, f"optim.main.lr={text}").optim["main"].lr == value
+    assert parsed(BASE + f"data: {{args: {{spread: {text}}}}}\n").data.args["spread"] == value
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("30s", 30), ("30m", 1800), ("2h", 7200), ("1.5h", 5400)])
+def test_times(text: str, seconds: float) -> None:
+    assert parsed(BASE, f"stop.after={text}").stop.after == seconds
+
+
+def test_any_key_can_be_set() -> None:
+    made = parsed(
+        BASE, "optim.main.clip.norm=1.5", "hooks=[grad_norm]", "data.name=blobs", "models.main.args.hidden=[3]"
+    )
+    assert made.optim["main"].clip is not None
+    assert made.optim["main"].clip.norm == 1.5
+    assert (made.hooks, made.data.name, made.models["main"].args) == (["grad_norm"], "blobs", {"hidden": [3]})
+    grouped = BASE + "optim: {main: {groups: [{match: a, lr: 1}]}}\n"
+    assert parsed(grouped, "optim.main.groups.0.lr=2").optim["main"].groups[0].model_extra == {"lr": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("train.stepz=3", "run.yaml:2: unknown key train.stepz; did you mean train.steps?"),
+        ("train.steps.x=1", "--set train.steps.x: train.steps is a value, not a section"),
+        ("=3", "--set '=3' sets nothing"),
+        ("seed", "--set 'seed' sets nothing"),
+        ("seed=[", "--set 'seed=[': the value is not YAML"),
+        ("hooks.3=x", "run.yaml: hooks: should be a valid list"),
+    ],
+)
+def test_a_change_that_cannot_be(change: str, told: str) -> None:
+    assert refused(BASE, change) == told
+
+
+def test_what_is_written_is_read_again() -> None:
+    made = parsed(EXAMPLE)
+    assert configfile.parsed(configfile.written(made), "run.yaml") == made
+
+
+# What may change ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("seed", "fixed"),
+        ("task", "fixed"),
+        ("data.name", "fixed"),
+        ("data.batch", "fixed"),
+        ("data.args.samples", "fixed"),
+        ("models.main.args.hidden", "fixed"),
+        ("optim.main.name", "fixed"),
+        ("optim.main.groups.0.match", "fixed"),
+        ("optim.main.args.weight_decay", "fixed"),
+        ("train.precision", "fixed"),
+        ("train.accumulate", "fixed"),
+        ("train.ema", "fixed"),
+        ("train.steps", "free"),
+        ("train.epochs", "free"),
+        ("eval.every", "free"),
+        ("save.keep_last", "free"),
+        ("stop.after", "free"),
+        ("log.every", "free"),
+        ("hooks", "free"),
+        ("profile.wait", "free"),
+        ("device", "free"),
+        ("data.workers", "free"),
+        ("strategy", "free"),
+        ("optim.main.lr", "declared"),
+        ("optim.main.schedule", "declared"),
+        ("optim.main.schedule.args.gamma", "declared"),
+        ("models.main.freeze", "declared"),
+    ],
+)
+def test_fixed_free_and_declared_keys(key: str, rule: str) -> None:
+    assert configfile.rule_of(key) == rule
+
+
+def refusal(*changes: str, asked: tuple[str, ...] = ()) -> Conflict:
+    with pytest.raises(Conflict) as raised:
+        configfile.refuse_fixed(configfile.changes(config(), config(*changes)), asked, "runs/x")
+    return raised.value
+
+
+def test_a_changed_fixed_key_is_refused_with_both_values() -> None:
+    error = refusal("data.batch=16", "models.main.args.dropout=0.5")
+    assert "runs/x cannot go on with another configuration" in error.what
+    assert "data.batch was 8, and is now 16" in error.what
+    assert "models.main.args.dropout was 0.2, and is now 0.5" in error.what
+    assert error.fix == "Start another run: --set run=OTHER"
+
+
+def test_a_declared_key_changes_only_when_it_is_asked_for() -> None:
+    error = refusal("optim.main.lr=0.1")
+    assert "optim.main.lr was 0.01, and is now 0.1" in error.what
+    assert error.fix == "Say that it is meant: --set optim.main.lr=0.1"
+    found = configfile.changes(config(), config("optim.main.lr=0.1", "train.steps=99"))
+    configfile.refuse_fixed(found, ["optim.main.lr"], "runs/x")
+    configfile.refuse_fixed(found, ["optim.main"], "runs/x")
+    assert {change.key: change.rule for change in found} == {"optim.main.lr": "declared", "train.steps": "free"}
+
+
+# The example and the schema -------------------------------------------------------------------------------------------
+
+
+def test_the_example_has_every_key_at_its_default() -> None:
+    """Of what differs from a configuration that says nothing, each is there to be a good example."""
+    least = parsed("run: runs/digits\ntrain: {steps: 2000}\n")
+    made = parsed(EXAMPLE)
+    assert {change.key for change in configfile.changes(least, made)} == {
+        "seed",
+        "models.main.args",
+        "models.main.args.hidden",
+        "models.main.args.dropout",
+        "optim.main.args",
+        "optim.main.args.weight_decay",
+        "eval.metric",
+        "eval.mode",
+    }
+    assert configfile.changes(least, parsed(EXAMPLE, *[f"{key}={value}" for key, value in BACK.items()])) == []
+
+
+BACK = {"seed": 0, "models.main.args": "{}", "optim.main.args": "{}", "eval.metric": "val_loss", "eval.mode": "min"}
+
+
+def test_the_example_shows_every_key() -> None:
+    import yaml
+
+    def keys(value: Any, place: str = "") -> set[str]:
+        found = set()
+        for key, below in value.items() if isinstance(value, dict) else ():
+            found |= {f"{place}{key}"} | keys(below, f"{place}{key}.")
+        return found
+
+    shown = keys(yaml.safe_load(EXAMPLE))
+    assert {key for key in keys(parsed(EXAMPLE).dumped()) if ".args." not in key} - shown == {"train.epochs"}
+
+
+def test_the_schema_is_one_that_editors_take() -> None:
+    schema = json.loads(configfile.schema_text())
+    assert schema["additionalProperties"] is False
+    assert {"run", "train"} <= set(schema["required"])
+    assert schema["$defs"]["Model"]["properties"]["from"]
+    assert schema["$defs"]["Save"]["properties"]["async"]
+    assert all("description" in section for section in schema["$defs"].values())

@@ -1,0 +1,220 @@
+"""Kill -9 at any time: the last file is byte for byte that of a run that was never killed, and no checkpoint is ever lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptool.training import configfile
+from ckptool.training.nursery import Nursery
+from ckptool.training.prove import Lab, configured, resumes
+from ckptool.training.store import Lines
+from tests.training.small import CONV, GAN, IMAGES, config
+
+STEPS = 40
+TEXT: dict[str, Any] = {
+    "task": "lm",
+    "data": {"name": "text", "args": {"length": 8, "samples": 40}, "batch": 8},
+    "models": {"main": {"name": "chargpt", "args": {"width": 8, "layers": 1, "dropout": 0.1}}},
+}
+GROUPS = {
+    "main": {
+        "lr": 0.01,
+        "groups": [{"match": "*.bias", "weight_decay": 0.0}, {"match": "1.*", "lr": 0.001}],
+        "clip": {"norm": 1.0},
+        "schedule": {"name": "warmup_cosine", "args": {"warmup": 5, "total": STEPS}},
+    }
+}
+SEVERAL: dict[str, dict[str, Any]] = {
+    "dropout, accumulation, groups, lambda schedule": {
+        "optim": GROUPS,
+        "train": {"steps": STEPS, "accumulate": 3, "ema": 0.9},
+    },
+    "conv with BatchNorm, bf16": {
+        "data": IMAGES,
+        "models": {"main": CONV},
+        "train": {"steps": STEPS, "precision": "bf16"},
+    },
+    "tied character transformer": TEXT,
+    "gan": GAN,
+    "fp16 with overflows": {
+        "data": {"name": "blobs", "args": {"samples": 60, "spread": 200.0}, "batch": 8},
+        "train": {"steps": STEPS, "precision": "fp16"},
+    },
+}
+WAYS = ("KILL", "KILL in save", "KILL in prune", "TERM")
+
+
+def lab(path: Path, nursery: Nursery, seed: int = 0, every: int = 0, **sections: Any) -> Lab:
+    return Lab(configured(config(**sections), STEPS, every), STEPS, str(path), random.Random(seed), nursery, str)
+
+
+def ends_the_same(made: Lab, kills: list[tuple[int, str, tuple[str, ...]]]) -> None:
+    """Kills a run at steps and resumes it, with changes of its configuration for each process; compares the ends."""
+    made.train("reference")
+    done = [made.killed(at, how, *changes) for at, how, changes in kills]
+    made.train("killed")
+    assert None not in done, "it ended before it was killed"
+    steps, lost = resumes(made.run_of("killed"))
+    assert len(steps) == len(kills)
+    assert not lost
+    assert Path(made.last("killed")).read_bytes() == Path(made.last("reference")).read_bytes()
+    history = [fact["event"] for fact in Lines(os.path.join(made.run_of("killed"), "history.jsonl")).read()]
+    assert "skip-damaged" not in history
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_killed_three_times(name: str, tmp_path: Path, nursery: Nursery) -> None:
+    made = lab(tmp_path, nursery, seed=len(name), **SEVERAL[name])
+    ends_the_same(made, [(7, "KILL", ()), (16, "KILL in save", ()), (29, "KILL in prune", ())])
+    if "fp16" in name:
+        state = torch.load(made.last("killed"), weights_only=True)
+        assert state["scaler_state_dict"]["scale"] < 65536  # it did overflow
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SEVERAL)
+def test_killed_ten_times(name: str, tmp_path: Path, nursery: Nursery) -> None:
+    for seed in range(2):
+        made = lab(tmp_path / str(seed), nursery, seed=seed, **SEVERAL[name])
+        (tmp_path / str(seed)).mkdir()
+        steps = sorted(made.dice.sample(range(1, STEPS - 4), 10))
+        ends_the_same(made, [(at, made.dice.choice(WAYS[: 2 if at < 12 else 4]), ()) for at in steps])
+
+
+def test_workers_come_and_go(tmp_path: Path, nursery: Nursery) -> None:
+    """Workers 0, 2, 0. Those that a killed trainer leaves behind do not hold the run."""
+    made = lab(tmp_path, nursery, every=5)
+    ends_the_same(made, [(8, "KILL", ()), (20, "KILL", ("data.workers=2",)), (30, "TERM", ("data.workers=2",))])
+
+
+# A signal that asks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sent", "group", "code"), [("TERM", False, 143), ("TERM", True, 143), ("INT", True, 130)])
+def test_a_signal_saves_at_the_boundary(tmp_path: Path, nursery: Nursery, sent: str, group: bool, code: int) -> None:
+    made = lab(tmp_path, nursery, every=1000)
+    made.train("reference", "data.workers=0")
+    number = signal.Signals[f"SIG{sent}"]
+    words = made.words("killed", "data.workers=2" if group else "data.workers=0", "stop.signals=[TERM,INT]")
+    process = nursery.start(words)
+    while made.logged("killed") < 5:
+        time.sleep(0.001)
+    (os.killpg if group else os.kill)(process, number)
+    assert nursery.wait() == code, nursery.said()
+    stopped = list(Lines(os.path.join(made.run_of("killed"), "history.jsonl")).read())[-1]
+    assert (stopped["event"], stopped["signal"]) == ("stop", int(number))
+    assert 5 <= stopped["step"] < STEPS
+    assert os.path.exists(os.path.join(made.run_of("killed"), "checkpoints", f"step-{stopped['step']:08d}.pt"))
+    made.train("killed")
+    assert resumes(made.run_of("killed")) == ([stopped["step"]], False)
+    assert made.end("killed") == made.end("reference")
+
+
+def test_a_run_stops_when_its_time_is_over(tmp_path: Path, nursery: Nursery) -> None:
+    """`stop.after`: saved where it was, exit 0, and it goes on to the same end."""
+    made = lab(tmp_path, nursery, every=1000)
+    made.train("reference")
+    assert nursery.run(made.words("killed", "stop.after=0.0001")) == 0, nursery.said()
+    stopped = made.logged("killed")
+    assert stopped < STEPS
+    made.train("killed")
+    assert made.end("killed") == made.end("reference")
+
+
+# Every file-system event ----------------------------------------------------------------------------------------------
+
+
+def test_some_file_system_events(tmp_path: Path, nursery: Nursery) -> None:
+    """One in nine of them; `make soak` takes all."""
+    count, lost = lab(tmp_path, nursery).every_event(first=1, stride=9)
+    assert count >= 8
+    assert not lost
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [*SEVERAL, "async"])
+def test_every_file_system_event(name: str, tmp_path: Path, nursery: Nursery) -> None:
+    sections = SEVERAL.get(name, {"save": {"async": True}})
+    count, lost = lab(tmp_path, nursery, **sections).every_event()
+    assert count >= 60
+    assert not lost
+
+
+def test_the_events_are_those_of_checkpoint_sidecar_and_prune(tmp_path: Path, nursery: Nursery) -> None:
+    """What a run leaves that dies in its first save: every stage of a commit is seen, in its order."""
+    made, stages = lab(tmp_path, nursery, every=2), []
+    for number in range(0, 26, 2):
+        crash = {"folder": made.run_of(f"run-{number}"), "part": "save", "step": 2, "at": number}
+        assert nursery.run(made.words(f"run-{number}"), crash=crash) == -signal.SIGKILL
+        names = os.listdir(os.path.join(made.run_of(f"run-{number}"), "checkpoints"))
+        stages.append(tuple(sorted(os.path.splitext(name)[1] for name in names)))
+    seen = list(dict.fromkeys(stages))
+    assert seen == [(), (".tmp",), (".tmp", ".tmp"), (".json", ".tmp"), (".json", ".pt")]
+    crash = {"folder": made.run_of("pruned"), "part": "prune", "step": 0, "at": 1}
+    assert nursery.run(made.words("pruned"), crash=crash) == -signal.SIGKILL
+    left = {os.path.splitext(name) for name in os.listdir(os.path.join(made.run_of("pruned"), "checkpoints"))}
+    assert [stem for stem, suffix in left if (stem, ".pt") not in left]  # between the two deletions
+
+
+# Several processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_two_processes_are_killed(tmp_path: Path) -> None:
+    """ddp under torchrun: all of it is killed ten times, and ends as it would have."""
+    made = configured(config(strategy="ddp"), 400, 5)
+    path = tmp_path / "run.yaml"
+    path.write_text(configfile.written(made))
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    words = [
+        *program,
+        str(Path(sys.executable).parent / "ckptool"),
+        "train",
+        str(path),
+        "--resume",
+        "auto",
+        "-q",
+        "--set",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def started(name: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*words, f"run={tmp_path / name}"], start_new_session=True, stderr=subprocess.DEVNULL, env=environment
+        )
+
+    assert started("reference").wait(300) == 0
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for at in range(30, 330, 30):
+        process = started("killed")
+        while process.poll() is None:
+            if metrics.exists() and (lines := metrics.read_text().splitlines()) and json.loads(lines[-1])["step"] >= at:
+                break
+            time.sleep(0.005)
+        assert process.poll() is None, "it ended before it was killed"
+        kill_all(process.pid)
+        process.wait()
+    assert started("killed").wait(300) == 0
+    ends = [(tmp_path / name / "checkpoints" / "step-00000400.pt").read_bytes() for name in ("reference", "killed")]
+    assert ends[0] == ends[1]
+    steps, lost = resumes(str(tmp_path / "killed"))
+    assert len(steps) == 10
+    assert not lost
+
+
+def kill_all(parent: int) -> None:
+    """Kills a launcher with its trainers, which it put into sessions of their own."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    for process in [parent, *map(int, children)]:
+        os.kill(process, signal.SIGKILL)

@@ -1,0 +1,149 @@
+"""Models: built from data, initialised, started from a checkpoint, and the user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptool.errors import UsageError, UserCodeFailed
+from ckptool.training.config import Data, Model
+from ckptool.training.data import load_data
+from ckptool.training.models import IN_THE_BOX, build_model, initialise
+from ckptool.training.start import start
+from tests.training.small import CONV, IMAGES, config, run, take, trainer
+
+TEXT = {"name": "text", "args": {"samples": 20, "length": 6}, "batch": 4}
+
+
+def built(data: dict[str, Any], **model: Any) -> nn.Module:
+    return build_model(Model.model_validate(model), load_data(Data.model_validate(data), 0))
+
+
+def test_models_take_from_the_data_what_they_need() -> None:
+    assert built({"name": "blobs", "args": {"inputs": 5, "classes": 3}}, name="mlp")[-1].out_features == 3  # type: ignore[index]
+    assert built({"name": "linear"}, name="mlp")[-1].out_features == 1  # type: ignore[index]
+    conv = built({"name": "images", "args": {"channels": 3}}, name="conv")
+    assert conv(torch.zeros(2, 3, 8, 8)).shape == (2, 4)
+    tokens = built({"name": "modadd", "args": {"modulus": 5}}, name="mlp", args={"width": 4})
+    assert tokens(torch.zeros(2, 2, dtype=torch.int64)).shape == (2, 5)
+    assert built({"name": "blobs"}, name="mlp", args={"classes": 9})[-1].out_features == 9  # type: ignore[index]
+
+
+def test_the_transformer_is_causal_and_its_weights_are_tied() -> None:
+    model = built(TEXT, name="chargpt")
+    assert model.head.weight is model.tokens.weight
+    codes = torch.randint(5, (1, 6))
+    other = codes.clone()
+    other[0, 4] += 1
+    with torch.no_grad():
+        one, two = model(codes), model(other)
+    assert torch.equal(one[0, :4], two[0, :4])
+    assert not torch.equal(one[0, 4:], two[0, 4:])
+
+
+def test_all_models_are_the_same_for_a_seed() -> None:
+    one, other = trainer(data=TEXT, models={"main": {"name": "chargpt"}}, task="lm"), trainer("seed=4")
+    again = trainer(data=TEXT, models={"main": {"name": "chargpt"}}, task="lm")
+    for name, value in one.models["main"].state_dict().items():
+        assert torch.equal(value, again.models["main"].state_dict()[name])
+    assert not torch.equal(other.models["main"][1].weight, trainer().models["main"][1].weight)  # type: ignore[index]
+    assert set(IN_THE_BOX) == {"mlp", "conv", "chargpt", "tagger", "generator", "discriminator"}
+
+
+# First values --------------------------------------------------------------------------------------------------------
+
+
+def first(scheme: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 16))
+    initialise(model, scheme)
+    return model
+
+
+def test_schemes() -> None:
+    uniform = first("xavier_uniform")[0].weight
+    assert float(uniform.detach().abs().max()) <= (6 / 96) ** 0.5
+    assert float(uniform.detach().std()) == pytest.approx((2 / 96) ** 0.5, rel=0.1)
+    assert float(first("xavier_normal")[0].weight.detach().std()) == pytest.approx((2 / 96) ** 0.5, rel=0.1)
+    assert float(first("kaiming_normal")[0].weight.detach().std()) == pytest.approx((2 / 64) ** 0.5, rel=0.1)
+    assert float(first("kaiming_uniform")[0].weight.detach().abs().max()) <= (6 / 64) ** 0.5
+    rows = first("orthogonal")[0].weight
+    torch.testing.assert_close(rows @ rows.T, torch.eye(32), atol=1e-5, rtol=0)
+
+
+def test_a_scheme_sets_biases_to_zero_and_leaves_norms_and_padding() -> None:
+    model = first("xavier_uniform")
+    assert not model[0].bias.any()
+    assert bool((model[1].weight == 1).all())
+    table = nn.Embedding(4, 3, padding_idx=1)
+    initialise(table, "xavier_uniform")
+    assert not table.weight[1].any()
+    assert bool(table.weight[0].any())
+    before = nn.Linear(3, 3)
+    kept = before.weight.clone()
+    initialise(before, "default")
+    assert torch.equal(before.weight, kept)
+
+
+def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\ndef ones(model):\n    for p in model.parameters():\n        torch.nn.init.ones_(p)\n"
+        "def bad(model):\n    raise ValueError('no such layer')\n"
+    )
+    made = trainer(models={"main": {"name": "mlp", "init": f"{tmp_path / 'own.py'}:ones"}})
+    assert all(bool((p == 1).all()) for p in made.models["main"].parameters())
+    with pytest.raises(UserCodeFailed, match="no such layer"):
+        trainer(models={"main": {"name": "mlp", "init": f"{tmp_path / 'own.py'}:bad"}})
+    with pytest.raises(UsageError, match=r"(?s)no 'xavier'.*Did you mean xavier"):
+        trainer(models={"main": {"name": "mlp", "init": "xavier"}})
+
+
+# The user's own ------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n    def __init__(self, inputs, classes, bias=True):\n        super().__init__(inputs[0], classes, bias)\n"
+        "def broken(inputs):\n    raise RuntimeError('out of ideas')\n"
+        "def text():\n    return 'model'\n"
+    )
+    own = f"{tmp_path / 'own.py'}"
+    made = trainer(models={"main": {"name": f"{own}:Net", "args": {"bias": False}}})
+    take(made, 2)
+    assert list(made.models["main"].state_dict()) == ["weight"]
+    with pytest.raises(UserCodeFailed, match=r"(?s)own.py:broken raised RuntimeError: out of ideas.*line 6") as caught:
+        trainer(models={"main": {"name": f"{own}:broken"}})
+    assert "not ckptool" in caught.value.fix
+    with pytest.raises(UsageError, match=r"made str, not a torch\.nn\.Module"):
+        trainer(models={"main": {"name": f"{own}:text"}})
+    with pytest.raises(UsageError, match=r"(?s)has no Nett.*It has: Net"):
+        trainer(models={"main": {"name": f"{own}:Nett"}})
+    with pytest.raises(UsageError, match=r"(?s)mlp does not take.*It takes: inputs"):
+        trainer(models={"main": {"name": "mlp", "args": {"hiden": [3]}}})
+    (tmp_path / "bad.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(UserCodeFailed, match="nothing_of_that_name"):
+        trainer(models={"main": {"name": f"{tmp_path / 'bad.py'}:Net"}})
+
+
+# From a checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_from_a_checkpoint_and_goes_on_without_it(tmp_path: Path) -> None:
+    models = {"main": CONV}
+    run(tmp_path / "first", "train.steps=5", data=IMAGES, models=models)
+    source = tmp_path / "weights.pt"
+    tree = torch.load(tmp_path / "first/run/checkpoints/step-00000005.pt", weights_only=True)
+    torch.save(tree["model_state_dict"], source)
+    warm = {"main": {**CONV, "from": str(source)}}
+    made = trainer(data=IMAGES, models=warm)
+    for name, value in made.models["main"].state_dict().items():
+        assert torch.equal(value, tree["model_state_dict"][name])
+    run(tmp_path / "second", "train.steps=5", data=IMAGES, models=warm)
+    source.unlink()
+    done = start(config("train.steps=8", data=IMAGES, models=warm, run=tmp_path / "second/run"), resume="must")
+    assert done.step == 8

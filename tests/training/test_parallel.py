@@ -1,0 +1,200 @@
+"""Strategies: one process, copies, several processes; files without a wrapper's prefix, and the same samples everywhere."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptool.errors import UsageError
+from ckptool.training.dry_run import first_difference
+from ckptool.training.parallel import World, world_of, wrapped
+from ckptool.training.start import start
+from tests.training.small import CONV, GAN, IMAGES, config, last, run, take, trainer
+
+NO_DROPOUT = "models.main.args.dropout=0.0"
+
+
+def processes(count: int, work: Callable[[int], Any]) -> None:
+    """Runs `work(rank)` in so many processes, as torchrun starts them; fails with what any of them raised."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+
+    def one(rank: int) -> None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1")
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
+        try:
+            work(rank)
+            told.put("")
+        except BaseException:  # noqa: BLE001 (told to the test)
+            told.put(traceback.format_exc())
+            os._exit(1)  # the others would wait for it
+
+    children = [context.Process(target=one, args=(rank,)) for rank in range(count)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(90)
+        if child.is_alive():
+            child.kill()
+    assert [told.get() for _ in range(count) if not told.empty()] == [""] * count
+
+
+def tree_of(path: Path, step: int = 20) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path / f"run/checkpoints/step-{step:08d}.pt", weights_only=True)
+    return found
+
+
+def close(one: Any, other: Any, where: str = "") -> None:
+    """Asserts that two trees are alike but for the order in which numbers were added."""
+    if isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text: f"{where}: {text}")
+    elif isinstance(one, dict):
+        assert list(one) == list(other), where
+        for key in one:
+            close(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list):
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            close(a, b, f"{where}/{i}")
+    else:
+        assert one == (pytest.approx(other, rel=1e-4) if isinstance(one, float) else other), where
+
+
+# One process ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+def test_strategies_of_one_process_write_the_same_file(tmp_path: Path, strategy: str) -> None:
+    """`dp` without a GPU is the model itself; `ddp` without torchrun is one process."""
+    run(tmp_path / "a", "train.accumulate=2", data=IMAGES, models={"main": CONV})
+    run(tmp_path / "b", "train.accumulate=2", f"strategy={strategy}", data=IMAGES, models={"main": CONV})
+    assert last(tmp_path / "a") == last(tmp_path / "b")
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_run_may_change_its_strategy(tmp_path: Path) -> None:
+    run(tmp_path / "a")
+    run(tmp_path / "b", "train.steps=7", "strategy=ddp")
+    run(tmp_path / "b", "strategy=dp")
+    assert last(tmp_path / "a") == last(tmp_path / "b")
+
+
+def test_dp_on_a_gpu_wraps_and_puts_the_runs_device_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(nn, "DataParallel", lambda model, ids: given.append(ids) or model)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    wrapped(nn.Linear(1, 1), config("strategy=dp"), World(device=torch.device("cuda:1")))
+    wrapped(nn.Linear(1, 1), config("strategy=dp"), World(device=torch.device("cuda")))
+    wrapped(nn.Linear(1, 1), config("strategy=dp"), World())
+    assert given == [[1, 0, 2], [0, 1, 2]]
+
+
+def test_several_processes_need_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(UsageError, match=r"(?s)torchrun started 2 processes, but strategy is single.*strategy=ddp"),
+        world_of(config()),
+    ):
+        pass
+
+
+def test_a_device_that_is_none() -> None:
+    with pytest.raises(UsageError, match="'gpu' is no device"), world_of(config("device=gpu")):
+        pass
+
+
+# Two processes -------------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_end_as_one_does(tmp_path: Path) -> None:
+    """Accumulation, clipping, an average, a model that thaws on the way, a last batch of one sample."""
+    model = {"main": {"name": "mlp", "args": {"hidden": [6]}, "freeze": [{"match": "1.*", "until": 4}]}}
+    changes = ("data.batch=47", "train.accumulate=2", "train.ema=0.9", "train.steps=9", "save.every=3", "eval.every=3")
+    optim = {"main": {"name": "sgd", "lr": 0.05, "args": {"momentum": 0.9}, "clip": {"norm": 0.5}}}
+    run(tmp_path / "one", *changes, models=model, optim=optim)
+    processes(2, lambda rank: run(tmp_path / "two", *changes, "strategy=ddp", models=model, optim=optim) and None)
+    one, two = tree_of(tmp_path / "one", 9), tree_of(tmp_path / "two", 9)
+    close(one, two)
+    assert first_difference(one, two) != ""  # else it was one process that did it all
+    assert not any(key.startswith("module.") for key in two["model_state_dict"])
+    trainer(*changes, models=model).models["main"].load_state_dict(two["model_state_dict"])
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / n / "run/metrics.jsonl").read_text().splitlines()]
+        for n in ("one", "two")
+    ]
+    assert len(losses[0]) == len(losses[1]) > 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_two_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
+    """BatchNorm's statistics are those of the first process, which gives them to the others: also when it goes on."""
+    sections: dict[str, Any] = {"data": IMAGES, "models": {"main": CONV}}
+    plateau = {"name": "ReduceLROnPlateau", "args": {"patience": 0}}
+    sections["optim"] = {"main": {"name": "adamw", "schedule": plateau}}
+    changes = ("strategy=ddp", "eval.every=5", "train.ema=0.9")
+
+    def work(rank: int) -> None:
+        run(tmp_path / "whole", *changes, "train.steps=10", **sections)
+        run(tmp_path / "parts", *changes, "train.steps=5", **sections)
+        run(tmp_path / "parts", *changes, "train.steps=10", **sections)
+
+    processes(2, work)
+    assert last(tmp_path / "whole") == last(tmp_path / "parts")
+
+
+def test_two_processes_train_two_models_and_several_precisions(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        run(tmp_path / "gan", "strategy=ddp", "train.steps=6", **GAN)
+        for precision in ("bf16", "fp16"):
+            run(tmp_path / precision, "strategy=ddp", "train.steps=6", f"train.precision={precision}", NO_DROPOUT)
+
+    processes(2, work)
+    run(tmp_path / "half", "train.steps=6", "train.precision=fp16", NO_DROPOUT)
+    assert tree_of(tmp_path / "half", 6)["scaler_state_dict"] == tree_of(tmp_path / "fp16", 6)["scaler_state_dict"]
+    judge = tree_of(tmp_path / "gan", 6)["model_discriminator_state_dict"]
+    trainer(**GAN).models["discriminator"].load_state_dict(judge)
+
+
+def test_what_fails_in_the_first_process_fails_in_all(tmp_path: Path) -> None:
+    run(tmp_path)
+
+    def work(rank: int) -> None:
+        with pytest.raises(Exception, match="is a run already" if rank == 0 else "could not open the run"):
+            start(config("strategy=ddp", run=tmp_path / "run"))
+
+    processes(2, work)
+
+
+# Compiling -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_leaves_no_prefix_and_the_same_weights(tmp_path: Path) -> None:
+    run(tmp_path / "a", "train.steps=6", NO_DROPOUT)
+    run(tmp_path / "b", "train.steps=6", NO_DROPOUT, "train.compile=eager")
+    assert first_difference(tree_of(tmp_path / "a", 6), tree_of(tmp_path / "b", 6)) == ""
+
+
+def test_a_backend_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"(?s)no backend 'fast'.*inductor"):
+        trainer("train.compile=fast")
+
+
+# Randomness ----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_differs_between_processes_and_micro_steps() -> None:
+    one = take(trainer(), 3)
+    other = take(trainer(world=World(rank=1, size=1)), 3)
+    assert one != other

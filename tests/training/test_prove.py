@@ -1,0 +1,112 @@
+"""`prove`: what it kills, what it compares, what it says, and that it finds what is broken."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ckptool import cli
+from ckptool.errors import RunFailed
+from ckptool.render.proof import proof_json, proof_text
+from ckptool.training.nursery import Nursery
+from ckptool.training.prove import Kill, Lab, Proof, configured, resumes
+from tests.training.small import MLP, config
+
+BROKEN = """
+import torch
+from torch.nn import functional
+from ckptool.training.tasks import supervised
+
+dice = torch.Generator()
+dice.seed()  # from the system: another number in every process, and not a function of the step
+
+def task():
+    def loss(output, target):
+        return functional.cross_entropy(output, target) * (1 + torch.rand((), generator=dice))
+    return supervised(loss, None)
+"""
+
+
+def proved(path: Path, nursery: Nursery, steps: int = 30, kills: int = 5, **sections: Any) -> Proof:
+    proof = Proof(steps)
+    made = Lab(configured(config(**sections), steps), steps, str(path), random.Random(1), nursery, str)
+    made.fill(proof, kills, exhaustive=False)
+    return proof
+
+
+def test_a_run_is_proved(tmp_path: Path, nursery: Nursery) -> None:
+    schedule = {"name": "step", "args": {"step_size": 7}}
+    train = {"steps": 30, "precision": "fp16", "ema": 0.9}
+    proof = proved(tmp_path, nursery, optim={"main": {"lr": 0.01, "schedule": schedule}}, train=train)
+    assert proof.proved
+    assert [kill.signal for kill in proof.kills] == ["KILL", "KILL in save", "TERM", "KILL", "KILL in prune"]
+    assert all((kill.resumed or 0) <= kill.at for kill in proof.kills)
+    assert proof.kills[2].resumed == proof.kills[2].at  # stopped by TERM, it had saved
+    assert proof.without == {"optimizer": True, "scheduler": True, "scaler": True, "ema": True}
+    lines = proof_text(proof).splitlines()
+    assert lines[0] == f"reference             30 steps  sha256 {proof.reference[:8]}…"
+    assert lines[3].endswith("identical file")
+    assert lines[-1] == "proved: a run killed anywhere ends with the same bytes."
+    assert proof_json(proof)["proved"] is True
+
+
+def test_a_part_that_a_run_has_not_is_not_left_out(tmp_path: Path, nursery: Nursery) -> None:
+    """Plain SGD remembers nothing: there is nothing to forget."""
+    proof = proved(tmp_path, nursery, steps=8, kills=1, optim={"main": {"name": "sgd", "lr": 0.01}})
+    assert proof.proved
+    assert proof.without == dict.fromkeys(("optimizer", "scheduler", "scaler", "ema"))
+    assert "without" not in proof_text(proof)
+
+
+def test_a_run_with_chance_in_it_is_disproved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command: exit 1, the first step and tensor that differ, and both runs kept to be looked at."""
+    (tmp_path / "mine.py").write_text(BROKEN)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MLP | {"task": f"{tmp_path / 'mine.py'}:task", "eval": {"every": 0}}))
+    assert cli.main(["prove", str(path), "--steps", "12", "--kills", "1", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["proved"], found["reference"] != found["result"]) == ("ckptool.prove/1", False, True)
+    assert "the first step that differs is 1;" in found["differs"]
+    assert "the first tensor, at the end, is model_state_dict/1.weight" in found["differs"]
+    kept = Path(found["kept"])
+    assert {"reference", "killed"} <= {entry.name for entry in kept.iterdir()}
+    shutil.rmtree(kept)
+
+
+def test_a_run_that_fails_by_itself_is_no_proof(tmp_path: Path, nursery: Nursery) -> None:
+    (tmp_path / "mine.py").write_text("def task():\n    raise ValueError('my own mistake')\n")
+    with pytest.raises(RunFailed, match="exit code 2") as raised:
+        proved(tmp_path, nursery, task=f"{tmp_path / 'mine.py'}:task")
+    assert "my own mistake" in raised.value.why
+
+
+def history(path: Path, *events: tuple[str, int]) -> str:
+    lines = [json.dumps({"event": event, "step": step}) for event, step in events]
+    (path / "history.jsonl").write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
+    """A saver that deletes the old one first ends with the same bytes too: it silently begins again."""
+    kept = history(tmp_path, ("start", 0), ("save", 5), ("resume", 5), ("save", 10), ("resume", 10), ("done", 12))
+    assert resumes(kept) == ([5, 10], False)
+    again = history(tmp_path, ("start", 0), ("save", 5), ("start", 0), ("save", 5), ("done", 12))
+    assert resumes(again) == ([None], True)
+    fell = history(tmp_path, ("start", 0), ("resume", 10), ("resume", 5))
+    assert resumes(fell) == ([10, 5], True)
+
+
+def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> None:
+    proof = Proof(9, "a" * 64, [Kill(4, "KILL", None)], "a" * 64, None, True, {"scaler": False}, "", "/tmp/kept")
+    text = proof_text(proof)
+    assert "resumed from          the beginning" in text
+    assert "went on from before a checkpoint that it had" in text
+    assert "without scaler        ends the same" in text
+    assert "disproved" in text
+    assert not proof.proved

@@ -1,0 +1,303 @@
+"""A run's folder: what is written in which order, what is taken for whole, who may write, lines that were cut."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptool.errors import Conflict, Corrupt, DiskFull, FileProblem, NoneValid
+from ckptool.output import RunningDigest, durable
+from ckptool.output import running as running_module
+from ckptool.training import store as store_module
+from ckptool.training.store import Lines, Lock, Saved, Store, check, name_of, read_json, sidecar_of
+
+STATE = {"model_state_dict": {"w": torch.arange(6.0)}, "step": 3}
+
+
+def made(path: Path, *steps: int, run: str = "a" * 32) -> Store:
+    store = Store(str(path), run)
+    store.make()
+    for step in steps:
+        store.commit(step, STATE | {"step": step}, {"metrics": {"val_acc": step / 10}})
+    return store
+
+
+def newest(store: Store, verify: str = "full") -> tuple[int | None, list[int]]:
+    """The newest whole checkpoint, and the steps of those that were passed over."""
+    passed: list[int] = []
+    found = store.newest_valid(verify, lambda saved, error: passed.append(saved.step))
+    return found and found.step, passed
+
+
+# What is written ------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_and_its_sidecar(tmp_path: Path) -> None:
+    (saved,) = made(tmp_path, 3).all()
+    data = Path(saved.path).read_bytes()
+    assert saved.sidecar is not None
+    assert saved.sidecar["sha256"] == hashlib.sha256(data).hexdigest()
+    assert (saved.sidecar["bytes"], saved.sidecar["step"], saved.sidecar["run"]) == (len(data), 3, "a" * 32)
+    assert saved.metrics == {"val_acc": 0.3}
+    loaded = torch.load(saved.path, weights_only=True)
+    assert torch.equal(loaded["model_state_dict"]["w"], torch.arange(6.0))
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    one, other = (made(tmp_path / name, 3).all()[0].path for name in ("one", "other"))
+    assert Path(one).read_bytes() == Path(other).read_bytes()
+
+
+@pytest.mark.parametrize("size", [1000, 3 << 20])
+def test_the_digest_is_added_up_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """The file is not read again, however large; and the digest is that of its bytes."""
+
+    def never(path: str) -> str:
+        raise AssertionError(f"{path} was read again")
+
+    monkeypatch.setattr(running_module, "digest_of", never)
+    store = made(tmp_path)
+    saved = store.commit(1, {"w": torch.rand(size // 4), "v": torch.rand(7)}, {})
+    assert saved.sidecar is not None
+    assert saved.sidecar["sha256"] == hashlib.sha256(Path(saved.path).read_bytes()).hexdigest()
+
+
+def test_a_digest_out_of_order_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abcdef")
+    for pieces in ([(0, b"abc"), (4, b"ef")], [(0, b"abc")], [(0, b"abcdeX"), (3, b"d")], [(0, b"abcdef")]):
+        digest = RunningDigest()
+        for at, data in pieces:
+            digest.feed(at, data)
+        assert digest.result(str(path)) == hashlib.sha256(b"abcdef").hexdigest()
+
+
+def test_a_full_disk_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the new file is written when the disk is full."""
+    store = made(tmp_path, 1)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
+    write = os.pwrite
+
+    def full(fd: int, data: Any, at: int) -> int:
+        write(fd, memoryview(data)[: len(data) // 2], at)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(DiskFull):
+        store.commit(2, STATE, {})
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == before
+    assert newest(store) == (1, [])
+
+
+def test_a_sidecar_that_cannot_be_written_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = made(tmp_path, 1)
+
+    def refused(path: str, value: Any) -> None:
+        raise FileProblem(f"cannot write {path}: no", "")
+
+    monkeypatch.setattr(store_module, "write_json", refused)
+    with pytest.raises(FileProblem):
+        store.commit(2, STATE, {})
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000001.json", "step-00000001.pt"]
+
+
+# What is whole --------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def forget(path: Path) -> None:
+    path.with_suffix(".json").unlink()
+
+
+def garble(path: Path) -> None:
+    path.with_suffix(".json").write_text('{"run": ')
+
+
+def rename(path: Path) -> None:
+    """A sidecar of another step."""
+    path.with_suffix(".json").write_text(path.with_suffix(".json").read_text().replace('"step": 3', '"step": 2'))
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [flip, cut, forget, garble, rename, gone], ids=lambda made: made.__name__)
+def test_a_damaged_one_is_passed_over_and_kept(tmp_path: Path, damage: Any) -> None:
+    store = made(tmp_path, 1, 2, 3)
+    damage(tmp_path / "checkpoints" / name_of(3))
+    left = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert newest(store) == (2, [3])
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == left
+
+
+def test_only_the_size_is_looked_at_where_that_is_wanted(tmp_path: Path) -> None:
+    store = made(tmp_path, 1, 2)
+    flip(tmp_path / "checkpoints" / name_of(2))
+    assert newest(store, "size") == (2, [])
+    assert newest(store, "full") == (1, [2])
+
+
+def test_none_is_whole(tmp_path: Path) -> None:
+    store = made(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip(tmp_path / "checkpoints" / name_of(step))
+    with pytest.raises(NoneValid, match="2 checkpoints, and none of them is whole") as raised:
+        newest(store)
+    assert raised.value.exit_code == 3
+    assert len(os.listdir(tmp_path / "checkpoints")) == 4
+
+
+def test_steps_are_what_counts_and_not_times_or_other_runs(tmp_path: Path) -> None:
+    store = made(tmp_path, 1, 2, 100_000_000)
+    os.utime(tmp_path / "checkpoints" / name_of(1), (2e9, 2e9))
+    assert newest(store) == (100_000_000, [])
+    other = Store(str(tmp_path), "b" * 32)
+    other.commit(200_000_000, STATE, {})
+    (tmp_path / "checkpoints" / "step-latest.pt").write_bytes(b"")
+    (tmp_path / "checkpoints" / "step-1.pt").write_bytes(b"")
+    assert newest(store) == (100_000_000, [])
+    assert [saved.step for saved in store.all()] == [1, 2, 100_000_000]
+
+
+def test_nothing_there_is_not_an_error(tmp_path: Path) -> None:
+    assert newest(Store(str(tmp_path / "nowhere"), "a")) == (None, [])
+
+
+def test_a_file_is_deleted_before_its_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = made(tmp_path, 1)
+    order: list[str] = []
+    monkeypatch.setattr(os, "unlink", order.append)
+    store.remove(store.all()[0])
+    assert [os.path.splitext(path)[1] for path in order] == [".pt", ".json"]
+    store.remove(Saved(9, str(tmp_path / "none.pt"), None))  # what is gone already is fine
+
+
+def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
+    made(tmp_path, 3)
+    path = tmp_path / "checkpoints" / name_of(3)
+    size = path.stat().st_size
+    cut(path)
+    with pytest.raises(Corrupt, match=f"has {size - 1:,} bytes; its sidecar says {size}"):
+        check(Saved(3, str(path), read_json(sidecar_of(str(path)))), "size")
+
+
+def test_leftovers_of_a_killed_save_are_swept(tmp_path: Path) -> None:
+    store = made(tmp_path, 1)
+    prefix = durable._prefix(name_of(1))
+    (tmp_path / "checkpoints" / f"{prefix}0123.tmp").write_bytes(b"half")
+    store.commit(1, STATE, {})
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000001.json", "step-00000001.pt"]
+
+
+# Lines ----------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_grow_and_are_cut_back(tmp_path: Path) -> None:
+    lines = Lines(str(tmp_path / "metrics.jsonl"))
+    for step in range(1, 6):
+        lines.add({"step": step, "loss": float("nan") if step == 2 else step / 2})
+    lines.cut_back(3)
+    assert [fact["step"] for fact in lines.read()] == [1, 2, 3]
+    assert [fact["loss"] for fact in lines.read()] == [0.5, "nan", 1.5]
+
+
+def test_a_torn_line_is_ended_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text('{"event": "start"}\n{"event": "sa')
+    lines = Lines(str(path))
+    assert list(lines.read()) == [{"event": "start"}]
+    lines.add({"event": "resume"})
+    assert list(lines.read()) == [{"event": "start"}, {"event": "resume"}]
+    path.write_bytes(b'\xff\xfe\n[1]\n{"event": "done"}\n')
+    assert list(lines.read()) == [{"event": "done"}]
+
+
+def test_a_line_that_was_cut_within_a_step_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    lines = Lines(str(path))
+    lines.cut_back(2)
+    lines.add({"step": 3})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")] == [1, 2, 3]
+
+
+# The lock -------------------------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from ckptool.training.store import Lock
+Lock(sys.argv[1])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_writers_refuse_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock is that of a process: it goes with it, however it ends."""
+    monkeypatch.setattr(store_module, "PATIENCE", 0.05)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(Conflict, match=f"written by another process .pid {process.pid} on ") as raised:
+        Lock(str(tmp_path))
+    assert "--set run=OTHER" in raised.value.fix
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    Lock(str(tmp_path)).release()
+
+
+def test_a_child_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """A worker that a killed trainer leaves behind lives on for seconds."""
+    lock = Lock(str(tmp_path))
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(ready[1], b"x")
+        os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    lock.release()
+    try:
+        Lock(str(tmp_path)).release()
+    finally:
+        os.write(done[1], b"x")
+        os.waitpid(child, 0)
+        for fd in (*ready, *done):
+            os.close(fd)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **kwargs: Any) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(FileProblem, match=r"cannot write .*lock: Read-only file system"):
+        Lock(str(tmp_path))
+
+
+def test_the_store_is_known_without_torch() -> None:
+    """`inspect` and `scan` look at runs where torch is not installed."""
+    code = "import sys, ckptool.training.store, ckptool.training.retention; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

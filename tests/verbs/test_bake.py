@@ -1,0 +1,106 @@
+"""`bake`: what torch's own parametrised modules compute, as plain weights that the plain module loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune, remove_weight_norm, spectral_norm, weight_norm
+
+import ckptool
+from ckptool.cli import main
+from ckptool.errors import Conflict, NoMatch, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:.*spectral_norm:FutureWarning")
+
+
+def saved(path: Path, tree: Any) -> Path:
+    torch.save(tree, path)
+    return path
+
+
+def stock(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+MODULES = {
+    "linear": lambda: nn.Linear(5, 7),
+    "conv": lambda: nn.Conv2d(3, 4, 3),
+    "transposed": lambda: nn.ConvTranspose1d(3, 4, 3),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("new", [False, True], ids=["old", "new"])
+def test_weight_norm(tmp_path: Path, kind: str, dim: int | None, new: bool) -> None:
+    module = (parametrizations.weight_norm if new else weight_norm)(MODULES[kind](), dim=dim)
+    with torch.no_grad():
+        g = module.parametrizations.weight.original0 if new else module.weight_g
+        g.mul_(1.7)
+    x = module.weight if new else None
+    file = saved(
+        tmp_path / "in.pt", {"state_dict": {f"body.{k}": v for k, v in module.state_dict().items()}, "epoch": 1}
+    )
+    done = ckptool.bake(file, tmp_path / "out.pt")
+    found = stock(tmp_path / "out.pt")["state_dict"]
+    if x is None:
+        x = remove_weight_norm(module).weight
+    assert sorted(found) == ["body.bias", "body.weight"]
+    assert torch.allclose(found["body.weight"], x, rtol=1e-6, atol=0)
+    assert done.facts["folded"] == ["body.weight"]
+    MODULES[kind]().load_state_dict({key.removeprefix("body."): value for key, value in found.items()})
+
+
+def test_pruning_is_exact(tmp_path: Path) -> None:
+    module = prune.random_unstructured(nn.Linear(50, 40), "weight", 0.5)
+    plain = module.weight.detach().clone()
+    ckptool.bake(saved(tmp_path / "in.pt", module.state_dict()), tmp_path / "out.pt")
+    assert torch.equal(stock(tmp_path / "out.pt")["weight"], plain)
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["old", "new"])
+def test_spectral_norm_is_left_alone_unless_asked(tmp_path: Path, new: bool) -> None:
+    module = (parametrizations.spectral_norm if new else spectral_norm)(nn.Linear(6, 4)).eval()
+    plain = module(torch.eye(6)) - module.bias  # what the module multiplies by
+    file = saved(tmp_path / "in.pt", module.state_dict())
+    done = ckptool.bake(file, tmp_path / "left.pt")
+    assert list(stock(tmp_path / "left.pt")) == list(module.state_dict()) and done.facts["left"]
+    ckptool.bake(file, tmp_path / "out.pt", spectral=True)
+    assert torch.allclose(stock(tmp_path / "out.pt")["weight"].t(), plain, atol=1e-6)
+
+
+def test_the_names_of_weight_norm_turn_into_each_other_exactly(tmp_path: Path) -> None:
+    old = nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.ReLU())
+    new = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.ReLU())
+    file = saved(tmp_path / "old.pt", old.state_dict())
+    ckptool.bake(file, tmp_path / "new.pt", form="new")
+    new.load_state_dict(stock(tmp_path / "new.pt"))
+    ckptool.bake(tmp_path / "new.pt", tmp_path / "again.pt", form="old")
+    before, after = stock(file), stock(tmp_path / "again.pt")
+    assert set(before) == set(after) and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_large_tensors_are_made_in_pieces(tmp_path: Path) -> None:
+    module = weight_norm(nn.Linear(700, 300))
+    ckptool.bake(saved(tmp_path / "in.pt", module.state_dict()), tmp_path / "out.pt", verify=True)
+    assert torch.allclose(stock(tmp_path / "out.pt")["weight"], remove_weight_norm(module).weight, rtol=1e-6, atol=0)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    two = {"a.weight_g": torch.ones(3, 1), "a.weight_v": torch.ones(3, 2), "a.weight": torch.ones(3, 2)}
+    with pytest.raises(Conflict, match="there already"):
+        ckptool.bake(saved(tmp_path / "two.pt", two), tmp_path / "out.pt")
+    wrong = {"a.weight_g": torch.ones(5, 1), "a.weight_v": torch.ones(3, 2)}
+    with pytest.raises(Conflict, match="no norm"):
+        ckptool.bake(saved(tmp_path / "wrong.pt", wrong), tmp_path / "out.pt")
+    plain = saved(tmp_path / "plain.pt", {"a.weight": torch.ones(2)})
+    with pytest.raises(NoMatch, match="no parametrised weights"):
+        ckptool.bake(plain, tmp_path / "out.pt")
+    with pytest.raises(UsageError, match="no form"):
+        ckptool.bake(plain, tmp_path / "out.pt", form="newest")
+    assert main(["bake", str(plain), "-o", str(tmp_path / "out.pt")]) == 1
+    assert not (tmp_path / "out.pt").exists()

@@ -1,0 +1,286 @@
+"""`doctor`: what a file is, why it does not load, and that the commands it prints do mend it."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import json
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.cli import main
+from ckptool.reports.error_texts import KNOWN, recognised
+from ckptool.reports.health import Diagnosis
+
+
+CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 3)
+
+
+def saved(path: Path, tree: Any, **options: Any) -> Path:
+    torch.save(tree, path, **options)
+    return path
+
+
+def codes(found: Diagnosis) -> list[str]:
+    return [finding.code for finding in found.findings]
+
+
+def run_all(found: Diagnosis) -> str:
+    """Runs every command that was printed, as it stands; returns the output of the last one that wrote."""
+    out = ""
+    for finding in found.findings:
+        for fix in finding.fixes:
+            words = shlex.split(fix)
+            assert words[0] == "ckptool", fix
+            assert main(words[1:]) == 0, fix
+            out = words[words.index("-o") + 1] if "-o" in words else out
+    return out
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {"fc.weight": torch.ones(3, 2), "fc.bias": torch.zeros(3)}
+
+
+def test_a_healthy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = saved(tmp_path / "a.pt", weights())
+    assert ckptool.doctor(file).findings == ()
+    assert main(["doctor", str(file)]) == 0
+    assert "nothing was found" in capsys.readouterr().out
+
+
+def test_a_wrapped_model_from_a_gpu_is_mended_in_two_steps(tmp_path: Path) -> None:
+    tree = {f"module.{key}": value for key, value in weights().items()}
+    cuda = ckptool.open(saved(tmp_path / "cpu.pt", tree))
+    ckptool.remap(tmp_path / "cpu.pt", tmp_path / "a.pt", to="cuda:0")
+    del cuda
+    found = ckptool.doctor(tmp_path / "a.pt")
+    assert codes(found) == ["prefix-module", "cuda-location"] and not found.loads
+    model = Net()
+    model.load_state_dict(torch.load(run_all(found), weights_only=True))
+    assert torch.equal(model.fc.weight, torch.ones(3, 2))
+
+
+def test_values_that_weights_only_refuses(tmp_path: Path) -> None:
+    file = saved(tmp_path / "a.pt", {**weights(), "best": np.float64(0.5), "args": argparse.Namespace(lr=1)})
+    found = ckptool.doctor(file)
+    assert "unsafe-global" in codes(found) and "numpy.core.multiarray.scalar" in found.findings[0].what.replace(
+        "_core", "core"
+    )
+    assert torch.load(run_all(found), weights_only=True)["best"] == 0.5
+
+
+def test_a_whole_module(tmp_path: Path) -> None:
+    file = saved(tmp_path / "a.pt", {"model": Net(), "epoch": 3})
+    out = run_all(ckptool.doctor(file))
+    Net().load_state_dict(torch.load(out, weights_only=True))
+
+
+def test_a_safetensors_file_that_is_named_pt(tmp_path: Path) -> None:
+    safetensors.torch.save_file(weights(), tmp_path / "a.pt")
+    found = ckptool.doctor(tmp_path / "a.pt")
+    assert codes(found) == ["misnamed"]
+    assert list(torch.load(run_all(found), weights_only=True)) == sorted(weights())
+
+
+def test_a_torch_file_that_is_named_safetensors(tmp_path: Path) -> None:
+    saved(tmp_path / "a.safetensors", weights())
+    found = ckptool.doctor(tmp_path / "a.safetensors")
+    assert codes(found) == ["misnamed"]
+    assert set(safetensors.torch.load_file(run_all(found))) == set(weights())
+
+
+def test_weights_inside_a_training_checkpoint(tmp_path: Path) -> None:
+    file = saved(tmp_path / "a.pt", {"state_dict": weights(), "epoch": 1})
+    found = ckptool.doctor(file)
+    assert codes(found) == ["nested-weights"] and found.loads
+    Net().load_state_dict(torch.load(run_all(found), weights_only=True))
+
+
+def test_waste_behind_views(tmp_path: Path) -> None:
+    file = saved(tmp_path / "a.pt", {"w": torch.ones(1_000_000)[:4]})
+    found = ckptool.doctor(file)
+    assert codes(found) == ["wasted-storage"] and found.loads
+    assert os.path.getsize(run_all(found)) < 2_000
+
+
+def test_a_git_lfs_pointer_names_another_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.pt"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    found = ckptool.doctor(file)
+    assert found.findings[0].fixes == ("git lfs pull",) and not found.loads
+    assert main(["doctor", str(file)]) == 1
+    assert "git lfs pull   (another program: git)" in capsys.readouterr().out
+    assert main(["doctor", str(file), "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["fixes"] == [{"command": "git lfs pull", "ckptool": False}]
+
+
+def test_a_compressed_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.pt.gz"
+    buffer = io.BytesIO()
+    torch.save(weights(), buffer)
+    file.write_bytes(gzip.compress(buffer.getvalue()))
+    (finding,) = ckptool.doctor(file).findings
+    assert finding.code == "unsupported" and finding.fixes[0].startswith("gzip -dc ")
+
+
+def test_a_name_with_spaces_is_quoted(tmp_path: Path) -> None:
+    file = tmp_path / "my model.pt.gz"
+    file.write_bytes(gzip.compress(b"x" * 100))
+    (finding,) = ckptool.doctor(file).findings
+    assert f"'{file}'" in finding.fixes[0]
+
+
+def test_an_empty_and_a_cut_file(tmp_path: Path) -> None:
+    (tmp_path / "empty.pt").touch()
+    assert codes(ckptool.doctor(tmp_path / "empty.pt")) == ["truncated"]
+    file = saved(tmp_path / "a.pt", {f"w{i}": torch.ones(64) for i in range(8)})
+    os.truncate(file, os.path.getsize(file) // 2)
+    (finding,) = ckptool.doctor(file).findings
+    assert finding.code == "truncated"
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ckptool.CkptoolError, match="cannot read"):
+        ckptool.doctor(tmp_path / "missing.pt")
+    assert main(["doctor"]) == 2
+
+
+# --against -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "net.encoder."])
+def test_a_prefix_on_either_side(tmp_path: Path, prefix: str) -> None:
+    plain = saved(tmp_path / "plain.pt", weights())
+    other = saved(tmp_path / "other.pt", {prefix + key: value for key, value in weights().items()})
+    for file, target in ((plain, other), (other, plain)):
+        found = ckptool.doctor(file, against=target)
+        last = [finding for finding in found.findings if finding.code.startswith("prefix")]
+        assert last and not found.loads
+        assert list(torch.load(run_all(found), weights_only=True)) == list(torch.load(target, weights_only=True))
+
+
+def test_shapes_and_names_that_differ(tmp_path: Path) -> None:
+    file = saved(tmp_path / "a.pt", {**weights(), "head.weight": torch.ones(10, 3)})
+    target = saved(tmp_path / "b.pt", {**weights(), "fc.bias": torch.ones(5), "top.weight": torch.ones(2)})
+    found = ckptool.doctor(file, against=target)
+    said = {finding.code: finding.what for finding in found.findings}
+    assert "1 are missing (top.weight) and 1 are unexpected (head.weight)" in said["keys-differ"]
+    assert "fc.bias [3] against [5]" in said["shape-mismatch"]
+
+
+# --error -------------------------------------------------------------------------------------------------------------
+
+MESSAGES = {
+    "prefix-module": 'Error(s) in loading state_dict for ResNet:\n\tMissing key(s) in state_dict: "conv1.weight". '
+    '\n\tUnexpected key(s) in state_dict: "module.conv1.weight", "module.bn1.weight". ',
+    "prefix-compiled": 'Missing key(s) in state_dict: "fc.weight".\n\tUnexpected key(s) in state_dict: "_orig_mod.fc.weight".',
+    "nested-weights": 'Missing key(s) in state_dict: "fc.weight". Unexpected key(s) in state_dict: "epoch", "optimizer".',
+    "shape-mismatch": "size mismatch for fc.weight: copying a param with shape torch.Size([1000, 512]) from checkpoint",
+    "keys-differ": 'Missing key(s) in state_dict: "fc.weight".',
+    "cuda-location": "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
+    "torchscript": "RuntimeError: Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``",
+    "numpy-values": "ModuleNotFoundError: No module named 'numpy._core'",
+    "whole-module": "ModuleNotFoundError: No module named 'models'",
+    "not-a-checkpoint": "_pickle.UnpicklingError: invalid load key, 'v'.",
+    "pickle-protocol": "Weights only load failed. Unsupported operand 149",
+    "unsafe-global": "_pickle.UnpicklingError: Weights only load failed. Unsupported global: GLOBAL argparse.Namespace",
+    "truncated": "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+    "shared-tensors": "RuntimeError: Some tensors share memory, this will lead to duplicate memory on disk",
+    "disk-full": "OSError: [Errno 28] No space left on device",
+    "optimizer-differs": "ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
+    "legacy-tar": "Cannot use ``weights_only=True`` with files saved in the legacy .tar format.",
+    "legacy-format": "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", MESSAGES)
+def test_a_message_is_recognised(code: str) -> None:
+    found = recognised(MESSAGES[code])
+    assert found is not None and found.code == code
+    (finding,) = ckptool.doctor(error=MESSAGES[code]).findings
+    assert finding.code == code and finding.what and (finding.fixes or finding.advice)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_real_messages_of_this_torch(tmp_path: Path) -> None:
+    """What torch, safetensors and torch's loaders really say here is in the table."""
+    wrapped = {f"module.{key}": value for key, value in weights().items()}
+    cut = saved(tmp_path / "cut.pt", weights())
+    os.truncate(cut, 500)
+    (tmp_path / "text.pt").write_text("version https://git-lfs")
+    (tmp_path / "empty.pt").touch()
+    saved(tmp_path / "numpy.pt", {"a": np.float64(1)})
+    saved(tmp_path / "net.pt", Net())
+    torch.jit.script(Net()).save(str(tmp_path / "jit.pt"))
+    tries: dict[str, Any] = {
+        "prefix-module": lambda: Net().load_state_dict(wrapped),
+        "shape-mismatch": lambda: Net().load_state_dict({**weights(), "fc.bias": torch.ones(9)}),
+        "nested-weights": lambda: Net().load_state_dict({"state_dict": weights(), "epoch": 1}),
+        "truncated": lambda: torch.load(cut, weights_only=True),
+        "not-a-checkpoint": lambda: torch.load(tmp_path / "text.pt", weights_only=True),
+        "numpy-values": lambda: torch.load(tmp_path / "numpy.pt", weights_only=True),
+        "unsafe-global": lambda: torch.load(tmp_path / "net.pt", weights_only=True),
+        "torchscript": lambda: torch.load(tmp_path / "jit.pt", weights_only=True),
+        "shared-tensors": lambda: safetensors.torch.save_file(
+            {"a": (w := torch.ones(4)), "b": w}, tmp_path / "x.safetensors"
+        ),
+    }
+    for code, attempt in tries.items():
+        with pytest.raises(Exception) as caught:
+            attempt()
+        found = recognised(f"{type(caught.value).__name__}: {caught.value}")
+        assert found is not None and found.code == code, str(caught.value)
+
+
+def test_an_error_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"Traceback (most recent call last):\n  File ...\n{MESSAGES['cuda-location']}\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode() + b"\xff\x1b[31m")))
+    assert main(["doctor", "--error", "-"]) == 1
+    out = capsys.readouterr().out
+    assert "ckptool remap FILE --to cpu -o OUT" in out and "\x1b" not in out
+
+
+def test_an_unknown_error_says_so() -> None:
+    (finding,) = ckptool.doctor(error="Segmentation fault").findings
+    assert finding.code == "unknown-error" and "ckptool doctor FILE" in finding.advice
+
+
+def test_every_command_of_the_table_exists() -> None:
+    from ckptool.cli import COMMANDS
+
+    for known in KNOWN:
+        for fix in known.fixes:
+            assert fix[0] == "ckptool" and fix[1] in COMMANDS, fix
+
+
+# Real files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(os.listdir(CORPUS)) if CORPUS.is_dir() else [])
+def test_every_command_for_a_real_file_succeeds(name: str, tmp_path: Path) -> None:
+    source = CORPUS / name
+    copy = shutil.copytree if source.is_dir() else shutil.copyfile
+    copy(source, tmp_path / name)
+    found = ckptool.doctor(tmp_path / name)
+    if out := run_all(found):
+        again = ckptool.doctor(out)
+        assert {finding.code for finding in again.findings if finding.blocks} <= {"prefix-module"}

@@ -1,0 +1,190 @@
+"""`scan`: the state of a folder of checkpoints, and what a file's pickles would call."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.cli import main
+from ckptool.errors import CkptoolError
+from ckptool.reports.scan import progress_of
+
+
+class Foreign:
+    """A class that ckptool does not know."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
+def leave_a_trace(path: str) -> None:
+    Path(path).write_text("it ran")
+
+
+class Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return leave_a_trace, (str(self.path),)
+
+
+def checkpoint(path: Path, step: int | None = None, **more: Any) -> Path:
+    tree = {"model": {"fc.weight": torch.ones(4, 4)}, **({} if step is None else {"step": step}), **more}
+    torch.save(tree, path)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    (folder / "old").mkdir(parents=True)
+    checkpoint(folder / "a.pt", 100)
+    checkpoint(folder / "old" / "b.pt", 50)
+    checkpoint(folder / "c.pt", 300)
+    os.truncate(folder / "c.pt", 900)
+    checkpoint(folder / "d.pt", 200)
+    (folder / "empty.pt").touch()
+    (folder / "notes.txt").write_text("text")
+    (folder / ".hidden.pt").write_text("not looked at")
+    return folder
+
+
+def test_a_folder_is_listed_with_states_steps_and_sizes(run: Path) -> None:
+    found = ckptool.scan(run)
+    rows = {os.path.relpath(file.path, run): file for file in found.files}
+    assert {name: (file.state, file.step) for name, file in rows.items()} == {
+        "a.pt": ("good", 100),
+        "c.pt": ("truncated", None),
+        "d.pt": ("good", 200),
+        "empty.pt": ("truncated", None),
+        "old/b.pt": ("good", 50),
+    }
+    assert rows["a.pt"].bytes == (run / "a.pt").stat().st_size and rows["a.pt"].holds == ("model weights",)
+    assert (found.findings, found.others, found.by) == (2, 2, "step")
+    assert found.latest is not None and found.latest.path == str(run / "d.pt")
+
+
+def test_the_newest_by_time_where_no_file_says_its_step(tmp_path: Path) -> None:
+    for number, name in enumerate(("late.pt", "early.pt")):
+        os.utime(checkpoint(tmp_path / name), (1_000_000 - number, 1_000_000 - number))
+    found = ckptool.scan(tmp_path)
+    assert found.by == "time" and found.latest is not None and found.latest.path.endswith("late.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "expected"),
+    [
+        ("model.pt", {"global_step": 7, "epoch": 2}, (7, 2)),
+        ("model.pt", {"trainer": {"step": 9}}, (9, None)),
+        ("checkpoint-500.pt", None, (500, None)),
+        ("epoch=3-step=1000.ckpt", None, (1000, 3)),
+        ("model_epoch_50.pth", None, (None, 50)),
+        ("resnet50.pt", None, (None, None)),
+        ("model.pt", {"step": True, "epoch": -1}, (None, None)),
+    ],
+)  # fmt: skip
+def test_how_far_a_checkpoint_was(name: str, tree: Any, expected: Any) -> None:
+    assert progress_of(tree, name) == expected
+
+
+def test_latest_good_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scan", str(run), "--latest-good", "-q"]) == 0
+    assert capsys.readouterr().out == f"{run / 'd.pt'}\n"
+
+
+def test_no_good_checkpoint_is_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.pt").touch()
+    assert main(["scan", str(tmp_path), "--latest-good", "-q"]) == 1
+    assert capsys.readouterr().out == ""
+    assert main(["scan", str(tmp_path)]) == 1
+    assert "1 not good" in capsys.readouterr().out
+
+
+def test_an_empty_folder_is_no_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scan", str(tmp_path)]) == 0
+    assert "0 checkpoints" in capsys.readouterr().out
+
+
+def test_json_of_a_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scan", str(run), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "ckptool.scan/1" and found["findings"] == 2
+    assert found["latest_good"] == str(run / "d.pt")
+    assert [file["state"] for file in found["files"]].count("good") == 3
+
+
+# What would run ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    path = checkpoint(tmp_path / "a.pt", hooks=[Runs(trace)], config=Foreign(), cls={Foreign: 1})
+    (file,) = ckptool.scan(path).files
+    home = __name__
+    assert [(call.name, call.how, call.places) for call in file.calls] == [
+        (f"{home}.leave_a_trace", "called", ("hooks/0",)),
+        (f"{home}.Foreign", "made", ("config",)),
+        (f"{home}.Foreign", "named", ("cls",)),
+    ]
+    assert not trace.exists()
+
+
+def test_what_is_understood_is_no_finding(tmp_path: Path) -> None:
+    tree = {"a": np.float64(1), "b": argparse.Namespace(x=1), "c": torch.device("cpu"), "d": torch.float16, "e": {1, 2}}
+    path = checkpoint(tmp_path / "a.pt", more=tree, w=nn.Parameter(torch.ones(1)), s=torch.eye(2).to_sparse())
+    assert ckptool.scan(path).files[0].calls == ()
+
+
+def test_a_call_that_is_thrown_away_is_named(tmp_path: Path) -> None:
+    import zipfile
+
+    path = checkpoint(tmp_path / "a.pt")
+    pickled = b"\x80\x02cbuiltins\nbreakpoint\n)R0}."
+    out = tmp_path / "b.pt"
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, pickled if entry.filename.endswith("data.pkl") else old.read(entry))
+    (file,) = ckptool.scan(out).files
+    assert [(call.name, call.how) for call in file.calls] == [("builtins.breakpoint", "called")]
+
+
+def test_exit_codes_and_text_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clean, foreign = checkpoint(tmp_path / "clean.pt"), checkpoint(tmp_path / "foreign.pt", config=Foreign())
+    assert main(["scan", str(clean)]) == 0
+    assert "nothing in it would run" in capsys.readouterr().out
+    assert main(["scan", str(foreign)]) == 1
+    out = capsys.readouterr().out
+    assert f"makes objects of  {__name__}.Foreign  at config" in out
+    assert main(["scan", str(clean), str(foreign), "-q"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_file_that_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_text("hello")
+    with pytest.raises(CkptoolError, match="text file"):
+        ckptool.scan(tmp_path / "a.pt")
+    with pytest.raises(CkptoolError, match="cannot read"):
+        ckptool.scan(tmp_path / "missing")
+
+
+def test_names_cannot_forge_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "a\n\x1b[31mfake.pt")
+    assert main(["scan", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "a\\n\\x1b[31mfake.pt" in out
+
+
+def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path)
+    checkpoint(tmp_path / "a.pt")
+    assert len(ckptool.scan(tmp_path).files) == 1

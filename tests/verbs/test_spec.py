@@ -1,0 +1,155 @@
+"""`spec`: what is written, what it is good for, and what is not taken for one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, NotACheckpoint, OutputExists, Unsupported
+from ckptool.reports.targets import Target
+from ckptool.verbs.spec import find_target
+from fixtures.make import TiedLanguageModel, make, mlp
+from tests.checkpoints import saved, three_parts
+
+GOOD: dict[str, Any] = {
+    "schema": "ckptool.spec/1",
+    "kinds": "stated",
+    "tensors": [
+        {"name": "a.weight", "dtype": "f32", "shape": [2, 3], "kind": "parameter"},
+        {"name": "b.weight", "dtype": "f32", "shape": [2, 3], "kind": "parameter"},
+        {"name": "count", "dtype": "i64", "shape": [], "kind": "buffer"},
+    ],
+    "ties": [["a.weight", "b.weight"]],
+}
+
+
+def facts(target: Target) -> list[tuple[Any, ...]]:
+    return [(e.name, e.dtype, e.shape, e.kind, e.tied_to) for e in target.tensors.values()]
+
+
+def test_a_spec_says_the_same_as_what_it_is_of(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("from fixtures.make import TiedLanguageModel, mlp\n")
+    for name in (f"{tmp_path}/model.py:TiedLanguageModel", f"{tmp_path}/model.py:mlp", make("training.pt", tmp_path)):
+        made = ckptool.spec(name, tmp_path / "spec.json", overwrite=True)
+        again = find_target(tmp_path / "spec.json")
+        assert (
+            facts(again) == facts(made.target) == facts(find_target(name))
+            and again.kinds_known == made.target.kinds_known
+        )
+        assert again.values is None and again.kind == "spec"
+        first = (tmp_path / "spec.json").read_bytes()
+        ckptool.spec(tmp_path / "spec.json", tmp_path / "copy.json", overwrite=True)
+        assert (tmp_path / "copy.json").read_bytes() == first
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    file = saved(TiedLanguageModel().state_dict(), tmp_path / "tied.pt")
+    made = ckptool.spec(file, tmp_path / "spec.json")
+    text = (tmp_path / "spec.json").read_text()
+    assert json.loads(text) == {
+        "schema": "ckptool.spec/1",
+        "kinds": "by name",
+        "tensors": [
+            {"name": "embed.weight", "dtype": "f32", "shape": [12, 8], "kind": "parameter"},
+            {"name": "norm.weight", "dtype": "f32", "shape": [8], "kind": "parameter"},
+            {"name": "norm.bias", "dtype": "f32", "shape": [8], "kind": "parameter"},
+            {"name": "head.weight", "dtype": "f32", "shape": [12, 8], "kind": "parameter"},
+        ],
+        "ties": [["embed.weight", "head.weight"]],
+    }
+    assert len(text.splitlines()) == 4 + 4 + 1 and made.output == str(tmp_path / "spec.json")
+    with pytest.raises(OutputExists):
+        ckptool.spec(file, tmp_path / "spec.json")
+    assert ckptool.spec(file, tmp_path / "dry.json", dry_run=True).dry_run and not (tmp_path / "dry.json").exists()
+
+
+def test_checking_against_it(tmp_path: Path) -> None:
+    """What continuous integration does: is this checkpoint still one of that model?"""
+    ckptool.spec(saved(mlp().state_dict(), tmp_path / "model.pt"), tmp_path / "spec.json")
+    good = saved(nn.DataParallel(mlp()).state_dict(), tmp_path / "good.pt")
+    report = ckptool.warm_start(good, tmp_path / "spec.json", tmp_path / "out.pt", strict=True)
+    assert report.applied and report.taken == ()
+    assert list(torch.load(tmp_path / "out.pt")) == list(mlp().state_dict())
+    part = saved({key: value for key, value in mlp().state_dict().items() if "fc" in key}, tmp_path / "part.pt")
+    assert not ckptool.warm_start(part, tmp_path / "spec.json", strict=True).accepted
+    with pytest.raises(Conflict, match=r"has no values, and these names .* bn\.weight, bn\.bias") as found:
+        ckptool.warm_start(part, tmp_path / "spec.json", tmp_path / "no.pt")
+    three_parts(found.value)
+    assert not (tmp_path / "no.pt").exists()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ckptool.cli import main
+
+    file = saved(mlp().state_dict(), tmp_path / "model.pt")
+    assert main(["spec", str(file), "-o", str(tmp_path / "spec.json")]) == 0
+    told = capsys.readouterr().out
+    assert told == f"{file}: 9 names, 6 parameters, 3 buffers, 277 values\nwrote {tmp_path / 'spec.json'}\n"
+    assert main(["spec", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "spec.json").read_text())
+
+
+# What is none --------------------------------------------------------------------------------------------------------
+
+
+def changed(**more: Any) -> dict[str, Any]:
+    return {**GOOD, **more}
+
+
+def with_tensor(**more: Any) -> dict[str, Any]:
+    return changed(tensors=[*GOOD["tensors"], {"name": "d", "dtype": "f32", "shape": [1], "kind": "parameter", **more}])
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "words"),
+    [
+        (changed(schema="ckptool.spec/2"), Unsupported, "another version: ckptool.spec/2"),
+        (changed(schema="ckptool.spec/\x1b[31m"), Unsupported, r"another version: ckptool.spec/\\x1b"),
+        (changed(tensors={}), Corrupt, "no list of tensors"),
+        (changed(ties=None), Corrupt, "no list of ties"),
+        (changed(tensors=[1]), Corrupt, "tensor 0 has no name"),
+        (with_tensor(shape="2"), Corrupt, r"tensor 3 \(d\) has no shape"),
+        (with_tensor(shape=[-1]), Corrupt, "has no shape"),
+        (with_tensor(shape=[True]), Corrupt, "has no shape"),
+        (with_tensor(shape=[1 << 70]), Corrupt, "has no shape"),
+        (with_tensor(dtype="f33"), Corrupt, "has the type 'f33'"),
+        (with_tensor(dtype=None), Corrupt, "has the type"),
+        (with_tensor(kind="weight"), Corrupt, "neither a parameter nor a buffer"),
+        (with_tensor(name="count"), Corrupt, "'count' twice"),
+        (changed(ties=[["a.weight"]]), Corrupt, "ties names"),
+        (changed(ties=[["a.weight", "z"]]), Corrupt, "ties names"),
+        (changed(ties=[["a.weight", "count"]]), Corrupt, "cannot be the same tensor"),
+        (changed(ties=[["a.weight", "a.weight"]]), Corrupt, "cannot be the same tensor"),
+        (changed(ties=[["a.weight", "b.weight"], ["b.weight", "a.weight"]]), Corrupt, "cannot be the same tensor"),
+    ],
+)  # fmt: skip
+def test_a_spec_that_is_none(tmp_path: Path, spec: dict[str, Any], kind: type[CkptoolError], words: str) -> None:
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    with pytest.raises(kind, match=words) as found:
+        find_target(tmp_path / "spec.json")
+    three_parts(found.value) if found.value.why or found.value.fix else None
+    assert found.value.code in ("unsupported", "corrupt") and "\x1b" not in str(found.value)
+
+
+def test_cut_short_anywhere(tmp_path: Path) -> None:
+    whole = json.dumps(GOOD).encode()
+    for end in range(1, len(whole)):
+        (tmp_path / "spec.json").write_bytes(whole[:end])
+        with pytest.raises((Corrupt, NotACheckpoint)):
+            find_target(tmp_path / "spec.json")
+    (tmp_path / "spec.json").write_bytes(whole[:-1] + b', "ties": []}')
+    with pytest.raises(Ambiguous):
+        find_target(tmp_path / "spec.json")
+
+
+def test_other_json_is_no_spec(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    with pytest.raises(CkptoolError) as found:
+        find_target(tmp_path / "config.json")
+    three_parts(found.value)

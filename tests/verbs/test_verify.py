@@ -1,0 +1,379 @@
+"""`verify`: everything that is wrong is said, with its place; what cannot be known is said too."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import ckptool
+from ckptool.cli import main
+from ckptool.dtypes import by_name
+from ckptool.errors import (
+    Corrupt,
+    FileProblem,
+    LimitExceeded,
+    NotACheckpoint,
+    OutputExists,
+    Unsupported,
+    UsageError,
+)
+from ckptool.render.verification import verification_json, verification_text
+from ckptool.reports import verification
+from ckptool.reports.verification import NonFinite, Verification
+from ckptool.verbs.verify import verify
+from fixtures.make import make
+from fixtures.traps import TRAPS
+from tests.checkpoints import saved, weights
+from tests.formats.zips import record_starts, rezipped
+from tests.helpers import torch_bytes, written
+
+
+def damaged(path: Path, *records: str) -> Path:
+    """The file with a flipped bit in the data of these records."""
+    starts, data = record_starts(path), bytearray(path.read_bytes())
+    for record in records:
+        data[starts[record]] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def codes(found: Verification) -> list[str]:
+    return [problem.code for problem in found.problems]
+
+
+# Whole ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["training.pt", "old_zip.pt", "rezipped_deflated.pt", "rezipped_zip64.pt", "big_endian.pt", "protocol5.pt"]
+)
+def test_a_whole_file(name: str, tmp_path: Path) -> None:
+    path = make(name, tmp_path)
+    before = path.read_bytes()
+    found = verify(path, finite=True)
+    assert found.fine and not found.problems and found.non_finite == () and found.checksums == "all"
+    with zipfile.ZipFile(path) as archive:
+        assert found.checked == len(archive.namelist())
+        assert found.checked_bytes == sum(info.file_size for info in archive.infolist())
+    assert "fine" in str(found) and path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", [name for name in TRAPS if name[:2] in ("01", "02", "06", "08", "09", "10", "11")])
+def test_every_kind_of_tensor(name: str, tmp_path: Path) -> None:
+    found = verify(saved(TRAPS[name](), tmp_path / "a.pt"), finite=True)
+    assert not found.problems and found.checksums == "all"
+
+
+def test_row_035_a_zip_without_checksums(tmp_path: Path) -> None:
+    found = verify(make("crc_off.pt", tmp_path))
+    assert found.fine and (found.checksums, found.checked) == ("none", 0)
+    assert "no checksums stored" in str(found)
+
+
+def test_row_115_a_format_without_checksums_says_so(tmp_path: Path) -> None:
+    """A flipped byte there cannot be noticed, and no report may sound as if it were."""
+    path = tmp_path / "a.safetensors"
+    ckptool.convert(saved(weights("a.w", "b.w"), tmp_path / "a.pt"), path)
+    for change in (0, 1):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= change
+        found = verify(written(bytes(data), path))
+        assert found.fine and (found.checksums, found.checked, found.checked_bytes) == ("none", 0, 0)
+        assert "no checksums stored: damage to the data cannot be noticed" in str(found)
+        assert verification_json(found)["checksums"] == "none"
+
+
+# Damaged ----------------------------------------------------------------------------------------------------------------
+
+
+def test_row_034_every_damaged_record_is_named_with_its_tensors(tmp_path: Path) -> None:
+    tied = torch.ones(3)
+    path = saved({"m": {"a": tied, "b": tied, "c": torch.zeros(4), "d": torch.ones(5)}}, tmp_path / "a.pt")
+    starts = record_starts(path)
+    found = verify(
+        damaged(path, "archive/data/0", "archive/data/2", "archive/byteorder".replace("byteorder", "version"))
+    )
+    # The version is read when the file is opened, so this one cannot be opened at all; the rest is said all the same.
+    assert not found.fine and {problem.record for problem in found.problems if problem.record} >= {
+        "archive/data/0",
+        "archive/data/2",
+        "archive/version",
+    }
+    path = saved({"m": {"a": tied, "b": tied, "c": torch.zeros(4), "d": torch.ones(5)}}, tmp_path / "a.pt")
+    found = verify(damaged(path, "archive/data/0", "archive/data/2"))
+    one, other = found.problems
+    assert (one.code, one.record, one.offset, one.tensors) == (
+        "checksum",
+        "archive/data/0",
+        starts["archive/data/0"],
+        ("m/a", "m/b"),
+    )
+    assert (other.record, other.tensors) == ("archive/data/2", ("m/d",))
+    assert "stored" in one.what and one.why and found.fixes[0][:2] == ("ckptool", "recover")
+    text = str(found)
+    assert "damaged, 2 problems" in text and "m/a, m/b" in text and f"at byte {one.offset:,}" in text
+
+
+def test_row_034_the_directorys_checksum_is_what_is_wrong(tmp_path: Path) -> None:
+    path = saved(weights("a.w", "b.w"), tmp_path / "a.pt")
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"archive/data/1") - 46 + 16
+    data[at] ^= 1
+    (header, checksum) = verify(written(bytes(data), path)).problems
+    assert header.record == checksum.record == "archive/data/1" and checksum.tensors == ("b.w",)
+
+
+def test_damage_in_deflated_data(tmp_path: Path) -> None:
+    path = rezipped(saved({"a.w": torch.zeros(9000)}, tmp_path / "t.pt"), tmp_path / "a.pt", zipfile.ZIP_DEFLATED)
+    (problem,) = verify(damaged(path, "archive/data/0")).problems
+    assert problem.record == "archive/data/0" and problem.tensors == ("a.w",)
+
+
+def test_headers_are_looked_at_even_if_the_data_is_right(tmp_path: Path) -> None:
+    path = saved(weights("a.w", "b.w"), tmp_path / "a.pt")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"archive/data/1") + 13] = ord("7")
+    (problem,) = verify(written(bytes(data), path)).problems
+    assert problem.code == "ambiguous" and problem.record == "archive/data/1" and problem.tensors == ("b.w",)
+
+
+def test_a_file_that_cannot_be_opened_is_damaged_not_unreadable(tmp_path: Path) -> None:
+    path = saved({"m": weights(*"abcdefgh")}, tmp_path / "a.pt")
+    data = path.read_bytes()
+    starts = record_starts(path)
+    found = verify(written(data[: starts["archive/data/5"]], path))
+    assert codes(found)[0] == "truncated" and codes(found).count("lost") == 3
+    assert [name for problem in found.problems for name in problem.tensors] == ["m/f", "m/g", "m/h"]
+    assert "ckptool recover" in str(found) and main(["verify", str(path)]) == 1
+    cut = tmp_path / "a.safetensors"
+    ckptool.convert(saved(weights("a", "b"), tmp_path / "b.pt"), cut, at="")
+    found = verify(written(cut.read_bytes()[:-1], cut))
+    assert codes(found) == ["truncated", "lost"] and found.problems[1].tensors in (("a",), ("b",))
+
+
+@pytest.mark.parametrize("content", [b"", bytes(5000)])
+def test_files_of_nothing_are_damaged(content: bytes, tmp_path: Path) -> None:
+    found = verify(written(content, tmp_path / "a.pt"))
+    assert not found.fine and len(found.problems) == 1 and found.fixes == ()
+
+
+def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileProblem):
+        verify(tmp_path / "nothing.pt")
+    with pytest.raises(NotACheckpoint):
+        verify(written(b"some text, not tensors", tmp_path / "a.txt"))
+    with pytest.raises(Unsupported):
+        verify(written(b"\x1f\x8b" + bytes(40), tmp_path / "a.gz"))
+    assert main(["verify", str(tmp_path / "a.txt")]) == 2
+
+
+def test_an_interrupted_edit_is_said(tmp_path: Path) -> None:
+    path = saved({"m": weights("a.w"), "n": 1}, tmp_path / "a.pt")
+    tail = path.read_bytes()[-42:]
+    path.write_bytes(path.read_bytes() + bytes(3000) + tail)
+    found = verify(path)
+    assert found.fine and [note.code for note in found.notes] == ["interrupted-edit"]
+
+
+def test_a_filled_file_is_never_called_intact(tmp_path: Path) -> None:
+    path = saved({"model": weights(*"abcd")}, tmp_path / "a.pt")
+    other = written(path.read_bytes(), tmp_path / "b.pt")
+    damaged(path, "archive/data/1")
+    for name in ("out.pt", "out.safetensors"):
+        ckptool.recover(path, tmp_path / "out.pt", fill_from=other, overwrite=True)
+        if name != "out.pt":
+            ckptool.convert(tmp_path / "out.pt", tmp_path / name)
+        found = verify(tmp_path / name)
+        assert not found.fine and codes(found) == ["recovered-file"] and found.problems[0].tensors == ("model/b",)
+        assert "recovered, not intact" in str(found) and not found.fixes
+
+
+# Values -----------------------------------------------------------------------------------------------------------------
+
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_non_finite_values_are_counted(dtype: torch.dtype, tmp_path: Path) -> None:
+    x = torch.arange(200.0)
+    x[[3, 7]], x[[9, 10, 11]] = float("nan"), float("inf")
+    x[12] = float("-inf")
+    x = x.to(dtype)
+    path = saved({"w.x": x.reshape(10, 20).t(), "w.part": x[:5], "w.fine": torch.ones(3).to(dtype)}, tmp_path / "a.pt")
+    found = verify(path, finite=True)
+    nans, infs = int(x.isnan().sum()), 0 if dtype is torch.float8_e4m3fn else int(x.isinf().sum())
+    assert found.non_finite == (NonFinite("w.x", nans, infs, 200), NonFinite("w.part", 1, 0, 5))
+    assert not found.fine and not found.problems
+    assert verify(path).non_finite is None and verify(path).fine
+    assert "not finite (2 of 3 tensors)" in str(found)
+
+
+def test_complex_and_composite_values(tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    z = torch.tensor([complex(nan, 1), complex(1, inf), complex(nan, inf), 1j], dtype=torch.complex64)
+    sparse = torch.tensor([[0.0, nan], [inf, 0.0]]).to_sparse()
+    path = saved(
+        {"z": z, "c": z.to(torch.complex32), "s": sparse, "i": torch.ones(2, dtype=torch.int64)}, tmp_path / "a.pt"
+    )
+    found = verify(path, finite=True)
+    assert found.non_finite is not None
+    assert {row.address: (row.nans, row.infs) for row in found.non_finite} == {"z": (2, 1), "c": (2, 1), "s": (1, 1)}
+
+
+def test_the_quick_look_at_exponents_misses_nothing() -> None:
+    for name, kind in (("f64", "u8"), ("f32", "u4"), ("f16", "u2"), ("bf16", "u2")):
+        mask = verification._EXPONENTS[name]
+        dtype = by_name(name)
+        for bits in (mask, mask | 1, mask >> 1, mask ^ (mask & -mask), 0, 1):
+            raw = numpy.array([0, bits], kind).view("u1")
+            with numpy.errstate(all="ignore"):
+                special = not bool(numpy.isfinite(verification.numbers(raw, dtype).astype("f8")).all())
+            assert verification._may_be_special(raw, dtype) == special, (name, hex(bits))
+
+
+def test_row_092_an_endless_view_is_not_searched(tmp_path: Path) -> None:
+    path = saved({"w.x": torch.ones(1).expand(10**6, 10**6), "w.y": torch.full((2,), float("nan"))}, tmp_path / "a.pt")
+    found = verify(path, finite=True)
+    assert found.unsearched == ("w.x",) and found.non_finite == (NonFinite("w.y", 2, 0, 2),)
+    assert "not searched for NaN: w.x" in str(found)
+
+
+# Digests ----------------------------------------------------------------------------------------------------------------
+
+
+def test_digests_are_kept_and_compared(tmp_path: Path) -> None:
+    tree = {"model": weights("a.w", "b.w", "c.w"), "epoch": 3}
+    path, kept = saved(tree, tmp_path / "a.pt"), tmp_path / "digests.json"
+    first = verify(path, digest=True, write_digest=kept)
+    assert first.fine and first.root == "model" and first.digests is not None and len(first.digests.tensors) == 3
+    again = kept.read_bytes()
+    with pytest.raises(OutputExists):
+        verify(path, write_digest=kept)
+    verify(path, write_digest=kept, overwrite=True)
+    assert kept.read_bytes() == again
+    ckptool.convert(path, tmp_path / "a.safetensors")
+    for other in (path, tmp_path / "a.safetensors"):
+        found = verify(other, against=kept)
+        assert found.fine and found.compared is not None and found.compared.same
+        assert "same as" in str(found)
+    verify(tmp_path / "a.safetensors", write_digest=tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == again
+
+
+def test_what_differs_is_named(tmp_path: Path) -> None:
+    kept = tmp_path / "digests.json"
+    verify(saved(weights("a.w", "b.w", "c.w"), tmp_path / "a.pt"), write_digest=kept)
+    changed = {"a.w": weights("a.w")["a.w"], "b.w": torch.zeros(2, 3), "d.w": torch.ones(1)}
+    path = saved(changed, tmp_path / "b.pt")
+    found = verify(path, against=kept)
+    assert found.compared is not None and not found.fine and not found.problems
+    assert (found.compared.differing, found.compared.missing, found.compared.new) == (
+        (("b.w", "values"),),
+        ("c.w",),
+        ("d.w",),
+    )
+    text = str(found)
+    assert "differs: b.w (values)" in text and "missing: c.w" in text and "new: d.w" in text
+    assert main(["verify", str(path), "--against", str(kept)]) == 1
+
+
+def test_which_root(tmp_path: Path) -> None:
+    both = {"model": weights("a.w"), "model_ema": {"a.w": torch.zeros(1)}}
+    path = saved(both, tmp_path / "a.pt")
+    found = verify(path, digest=True)
+    assert found.root == "model" and "took model, the model" in found.remark and "took model" in str(found)
+    assert verify(f"{path}#model_ema", digest=True).digests == verify(path, at="model_ema", digest=True).digests
+    two = saved({"G": weights("a.w"), "D": weights("a.w")}, tmp_path / "b.pt")
+    with pytest.raises(UsageError, match="2 sets of model weights"):
+        verify(two, digest=True)
+    assert verify(two).fine
+
+
+def test_no_digests_of_damaged_values(tmp_path: Path) -> None:
+    kept = tmp_path / "digests.json"
+    path = damaged(saved(weights("a.w", "b.w"), tmp_path / "a.pt"), "archive/data/0")
+    found = verify(path, digest=True, write_digest=kept)
+    assert not found.fine and found.digests is None and not kept.exists()
+
+
+DIGESTS: dict[str, tuple[bytes, type[Exception], str]] = {
+    "another version": (b'{"schema": "ckptool.digests/7", "tensors": []}', Unsupported, "version 7"),
+    "something else": (b"[]", Unsupported, "no file of digests"),
+    "damaged": (b'{"schema": "ckptool.digests/1", "root": "0", "tensors": []}', Corrupt, "root digest"),
+}
+
+
+@pytest.mark.parametrize("what", DIGESTS)
+def test_digests_that_cannot_be_used(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, error, words = DIGESTS[what]
+    path, kept = saved(weights("a.w"), tmp_path / "a.pt"), written(content, tmp_path / "d.json")
+    with pytest.raises(error, match=words):
+        verify(path, against=kept)
+    monkeypatch.setattr("ckptool.verbs.verify.MAX_FILE", 1)
+    with pytest.raises(LimitExceeded):
+        verify(path, against=kept)
+
+
+# The command ------------------------------------------------------------------------------------------------------------
+
+
+Said = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    def run(*words: str) -> tuple[int, str]:
+        code = main(words)
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_the_command(tmp_path: Path, said: Said) -> None:
+    path, other = saved(weights("a.w", "b.w"), tmp_path / "a.pt"), saved(weights("a.w"), tmp_path / "b.pt")
+    code, text = said("verify", str(path), str(other))
+    assert code == 0 and text.count("fine") == 2
+    code, text = said("verify", str(path), "--digest")
+    digests = verify(path, digest=True).digests
+    assert code == 0 and digests is not None and digests.root in text
+    assert all(tensor.sha256 in text for tensor in digests.tensors)
+    code, text = said("verify", str(path), "--digest", "--finite", "--json")
+    fact: dict[str, Any] = json.loads(text)
+    assert code == 0 and fact["schema"] == "ckptool.verification/1" and fact["fine"] is True
+    assert fact["digest"]["root"] == digests.root and fact["non_finite"] == []
+    damaged(path, "archive/data/1")
+    code, text = said("verify", str(path), str(other), "--json")
+    first, second = json.loads(text)["results"]
+    assert code == 1 and not first["fine"] and second["fine"]
+    assert first["problems"][0]["tensors"] == ["b.w"] and first["fixes"][0][0] == "ckptool"
+    assert said("verify", str(path), str(other), "--write-digest", "x.json")[0] == 2
+
+
+def test_names_from_the_file_are_escaped(tmp_path: Path) -> None:
+    path = damaged(saved({"\x1b[31mred.w": torch.ones(2), "b.w": torch.ones(2)}, tmp_path / "a.pt"), "archive/data/0")
+    text = verification_text(verify(path))
+    assert "\x1b" not in text and "\\x1b[31mred.w" in text
+
+
+def test_hundreds_of_losses_are_said_in_a_few_lines(tmp_path: Path) -> None:
+    data = torch_bytes({f"w{i}": torch.ones(3) for i in range(400)})
+    found = verify(written(data[: len(data) // 2], tmp_path / "cut.pt"))
+    assert len(found.problems) > 100 and len(str(found).splitlines()) < 14
+
+
+def test_a_directory_that_points_elsewhere_is_said_with_the_rest(tmp_path: Path) -> None:
+    path = saved(weights("a.w", "b.w"), tmp_path / "a.pt")
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"archive/data/0") - 46 + 20
+    data[at : at + 8] = struct.pack("<2I", 5, 5)
+    found = verify(written(bytes(data), path))
+    assert not found.fine and found.problems
