@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import training
 from benchmarks.files import prepare
 
 CKPTOOL = str(Path(sys.executable).with_name("ckptool"))
@@ -121,6 +122,8 @@ def main() -> None:
     for claim in CLAIMS:
         if options.only in claim.name:
             print(row(claim, options.folder, options.runs), flush=True)
+    for found in training.rows(options.only, options.runs):
+        print(training.printed(found), flush=True)
 
 
 def machine() -> str:

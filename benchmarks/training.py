@@ -88,7 +88,7 @@ def save(how: str, pairs: int) -> Row:
     from ckptool.training.store import Store, check
 
     tree = {"model_state_dict": {f"layer{i}": torch.randn(1024, 1280) for i in range(10)}, "step": 1}
-    with tempfile.TemporaryDirectory(dir=os.environ.get("CKPTOOL_BENCH")) as folder:
+    with tempfile.TemporaryDirectory(dir="build") as folder:
         store, peer = Store(folder, "benchmark"), Path(folder, "peer.pt")
         store.make()
 

@@ -684,7 +684,9 @@ def _numpy_array(found: plain.Array) -> Any:
     kind = _numpy_type(found.type)
     if not found.data:
         return numpy.zeros(found.shape, kind, order="F" if found.fortran else "C")
-    array = numpy.frombuffer(bytearray(bytes(found.data)), kind).reshape(found.shape, order="F" if found.fortran else "C")
+    array = numpy.frombuffer(bytearray(bytes(found.data)), kind).reshape(
+        found.shape, order="F" if found.fortran else "C"
+    )
     # numpy itself turns numbers of the other byte order when it loads them; fields of records stay as they are.
     return array if found.type.fields else array.astype(kind.newbyteorder("="), copy=False)
 
@@ -899,4 +901,7 @@ def _memory(storage: torch.UntypedStorage) -> Computed:
         part = _bytes_of(storage)[offset : offset + length]
         return part.cpu().numpy().tobytes()
 
-    return Computed(size, read)
+    if storage.device.type != "cpu":
+        return Computed(size, read)
+    raw = memoryview(_bytes_of(storage).numpy())  # type: ignore[arg-type]  # an array is a buffer, which its stubs do not say
+    return Computed(size, read, view=lambda offset, length: raw[offset : offset + length])

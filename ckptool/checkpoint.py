@@ -67,11 +67,13 @@ class Computed:
 
     `read` returns exactly the bytes asked for (fewer only at the end), in bounded memory, for any place and order;
     it is quickest when called front to back. `inputs`: the storages that it reads, whose checksums a writer checks on the way.
+    `view`: the same without a copy, of what is in memory already and does not change while it is written.
     """
 
     length: int
     read: Callable[[int, int], bytes]
     inputs: tuple[Storage, ...] = ()
+    view: Callable[[int, int], memoryview] | None = None
 
 
 Data = Literal | FileRange | Computed

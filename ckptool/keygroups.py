@@ -8,11 +8,11 @@ backslash of a name's own is written with a backslash, a comma only where it cou
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, product
+from typing import NamedTuple
 
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _LAST_NUMBER = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})([^0-9]*)", re.DOTALL)
 _DIGITS = re.compile(r"([0-9]+)")
 DEEP = 32  # parts of a key; one with more is a group of its own
@@ -27,8 +27,7 @@ class Group:
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """The alternatives of one part of a key: `before`, then one of `middles`, then `after`. numbers: whether the middles are numbers."""
 
     before: str
@@ -36,8 +35,9 @@ class _Part:
     after: str
     numbers: bool
 
-    def __iter__(self) -> Iterator[str]:
-        return (self.before + middle + self.after for middle in self.middles)
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return tuple([self.before + middle + self.after for middle in self.middles])
 
     @property
     def text(self) -> str:
@@ -47,7 +47,7 @@ class _Part:
         return f"{_escaped(self.before)}{{{', '.join(inside)}}}{_escaped(self.after)}"
 
 
-_Row = tuple[_Part, ...]
+_Row = tuple[int, ...]  # the parts of a key or a group, by their numbers in `_Parts`
 
 
 def grouped(keys: Iterable[str]) -> list[Group]:
@@ -55,32 +55,110 @@ def grouped(keys: Iterable[str]) -> list[Group]:
 
     A key that is given twice counts once. The time is proportional to the number of keys.
     """
+    parts = _Parts()
     rows: dict[int, list[_Row]] = {}
-    parts: dict[str, _Part] = {}
     groups = []
     for key in dict.fromkeys(keys):
         pieces = key.split(".", DEEP)
         if len(pieces) > DEEP:
             groups.append(Group(_escaped(key), (key,)))
-            continue
-        row = tuple(parts.get(piece) or parts.setdefault(piece, _single(piece)) for piece in pieces)
-        rows.setdefault(len(row), []).append(row)
+        else:
+            rows.setdefault(len(pieces), []).append(tuple(map(parts.of_piece, pieces)))
     for depth, alike in rows.items():
         for position in reversed(range(depth)):
-            alike = _merged(_merged(alike, position, numbers=True), position, numbers=False)
-        groups += [_group(row) for row in alike]
-    return sorted(groups, key=lambda group: natural(group.keys[0]))
+            alike = parts.merged(alike, position, parts.frames)
+            alike = parts.merged(alike, position, parts.names)
+        groups += [parts.group(row) for row in alike]
+    order = _Natural()
+    return sorted(groups, key=lambda group: order(group.keys[0]))
 
 
-def natural(key: str) -> list[tuple[str, list[tuple[str, int]]]]:
+class _Parts:
+    """Every part once, by a number, which is what rows are compared by.
+
+    frames: for each part what parts have in common that differ in one number only; names: the same for parts that differ as names.
+    What can be joined with nothing has its own number there.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[_Part] = []
+        self.texts: list[str] = []
+        self.choices: list[tuple[str, ...]] = []
+        self.frames: list[int] = []
+        self.names: list[int] = []
+        self._of_piece: dict[str, int] = {}
+        self._of_part: dict[_Part, int] = {}
+        self._of_frame: dict[tuple[str, str], int] = {}
+
+    def of_piece(self, piece: str) -> int:
+        number = self._of_piece.get(piece)
+        if number is None:
+            number = self._of_piece[piece] = self._added(_single(piece))
+        return number
+
+    def _added(self, part: _Part) -> int:
+        number = len(self.parts)
+        self.parts.append(part)
+        self.texts.append(part.text)
+        self.choices.append(part.choices)
+        frame = (
+            self._of_frame.setdefault((part.before, part.after), -2 - len(self._of_frame)) if part.numbers else number
+        )
+        self.frames.append(frame)
+        self.names.append(number if part.numbers else -1)
+        return number
+
+    def merged(self, rows: list[_Row], position: int, common: list[int]) -> list[_Row]:
+        """The rows, those as one that differ only at `position`, and there in what is `common`."""
+        if not any(common[row[position]] < 0 for row in rows):
+            return rows
+        alike: dict[_Row, list[_Row]] = {}
+        after = position + 1
+        for row in rows:
+            alike.setdefault((*row[:position], common[row[position]], *row[after:]), []).append(row)
+        if len(alike) == len(rows):
+            return rows
+        result = []
+        for together in alike.values():
+            if len(together) == 1 or (common is self.names and len(together) > NAMES):
+                result += together
+            else:
+                first = together[0]
+                result.append((*first[:position], self._joined([row[position] for row in together]), *first[after:]))
+        return result
+
+    def _joined(self, numbers: list[int]) -> int:
+        first = self.parts[numbers[0]]
+        middles = [middle for number in numbers for middle in self.parts[number].middles]
+        middles = sorted(middles, key=int) if first.numbers else middles
+        part = _Part(first.before, tuple(middles), first.after, first.numbers)
+        if part not in self._of_part:
+            self._of_part[part] = self._added(part)
+        return self._of_part[part]
+
+    def group(self, row: _Row) -> Group:
+        text = ".".join([self.texts[number] for number in row])
+        return Group(text, tuple(map(".".join, product(*[self.choices[number] for number in row]))))
+
+
+class _Natural:
     """A sort key by which `layers.10` and `conv10` come after `layers.9` and `conv9`."""
-    parts = []
-    for piece in key.split("."):
-        split = _DIGITS.split(piece)
-        # int() of more digits than 18 is refused or slow where they are thousands; such a number sorts by its length
-        numbers = [int(digits) if len(digits) < 19 else 10**18 + len(digits) for digits in split[1::2]]
-        parts.append((piece if not numbers else split[0], list(zip(split[2::2], numbers, strict=True))))
-    return parts
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str | int, ...]] = {}
+
+    def __call__(self, key: str) -> list[tuple[str | int, ...]]:
+        known = self._known
+        return [known.get(piece) or known.setdefault(piece, self._piece(piece)) for piece in key.split(".")]
+
+    @staticmethod
+    def _piece(piece: str) -> tuple[str | int, ...]:
+        """Text and numbers in turn, text first. A number of more digits than 18 sorts by its length: int() is slow for thousands."""
+        split: list[str | int] = list(_DIGITS.split(piece))
+        split[1::2] = [
+            int(str(digits)) if len(str(digits)) < 19 else 10**18 + len(str(digits)) for digits in split[1::2]
+        ]
+        return tuple(split)
 
 
 def _single(piece: str) -> _Part:
@@ -88,31 +166,6 @@ def _single(piece: str) -> _Part:
     if match is None or match[1][-1:].isdecimal():  # 007 is a name
         return _Part("", (piece,), "", False)
     return _Part(match[1], (match[2],), match[3], True)
-
-
-def _merged(rows: list[_Row], position: int, numbers: bool) -> list[_Row]:
-    """The rows, those that differ only at `position` as one: in their number, or in their name where none has a number."""
-    alike: dict[object, list[_Row]] = {}
-    for row in rows:
-        part = row[position]
-        mark: object = (part.before, part.after) if part.numbers else part.numbers
-        if part.numbers is not numbers:
-            mark = part
-        alike.setdefault((row[:position], mark, row[position + 1 :]), []).append(row)
-    result = []
-    for together in alike.values():
-        if len(together) == 1 or not (numbers or len(together) <= NAMES):
-            result += together
-            continue
-        first = together[0][position]
-        middles = [middle for row in together for middle in row[position].middles]
-        part = _Part(first.before, tuple(sorted(middles, key=int) if numbers else middles), first.after, numbers)
-        result.append((*together[0][:position], part, *together[0][position + 1 :]))
-    return result
-
-
-def _group(row: _Row) -> Group:
-    return Group(".".join(part.text for part in row), tuple(map(".".join, product(*row))))
 
 
 def _ranges(numbers: tuple[str, ...]) -> list[str]:
@@ -125,4 +178,4 @@ def _ranges(numbers: tuple[str, ...]) -> list[str]:
 
 
 def _escaped(text: str, special: str = r"\\{}") -> str:
-    return re.sub(f"([{special}])", r"\\\1", text)
+    return re.sub(f"([{special}])", r"\\\1", text) if any(map(text.__contains__, "\\{},")) else text

@@ -1,7 +1,7 @@
 """Inputs that nobody should send, made by code; nothing in them would do anything but leave a trace if it ran.
 
 Test modules that make such inputs have them in a dictionary `INPUTS` (name -> bytes, or a function that gives them; the suffix of
-a name says what kind of file it is); `everything()` gathers them for the suites that run all of them: that nothing is executed, and fuzzing.
+a name says what kind of file it is); `everything()` gathers them for the suites that run all: that nothing is executed, and fuzzing.
 """
 
 from __future__ import annotations

@@ -329,8 +329,12 @@ def test_row_108_a_type_that_a_container_lacks(tmp_path: Path) -> None:
 
 
 def test_row_95_an_unknown_element_type_stays_a_call(tmp_path: Path) -> None:
-    call = b"(" + storage("FloatStorage") + b"K\x00K\x04\x85K\x01\x85\x89" + HOOKS + name("torch", "float9_e9m9") + b"tR"
-    found = read(written(pickle_zip(state({"w": name("torch._utils", "_rebuild_tensor_v3") + call})), tmp_path / "a.pt"))
+    call = (
+        b"(" + storage("FloatStorage") + b"K\x00K\x04\x85K\x01\x85\x89" + HOOKS + name("torch", "float9_e9m9") + b"tR"
+    )
+    found = read(
+        written(pickle_zip(state({"w": name("torch._utils", "_rebuild_tensor_v3") + call})), tmp_path / "a.pt")
+    )
     assert isinstance(found["w"], Object) and "float9_e9m9" in str(ckptool.show(tmp_path / "a.pt", at="w"))
 
 

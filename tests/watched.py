@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import io
 import json
 import os
@@ -19,7 +20,7 @@ import time
 import traceback
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -238,7 +239,9 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="watched-", dir=os.path.dirname(request["file"]))
     for command in request["commands"]:
         _ARMED.append(True)
-        steps.append(_step(command, request["file"], request.get("other", request["file"]), os.path.join(folder, "out")))
+        steps.append(
+            _step(command, request["file"], request.get("other", request["file"]), os.path.join(folder, "out"))
+        )
         _ARMED.clear()
         if steps[-1][3] > SECONDS / 2:
             steps[-1][3] /= max(1.0, _pace())
@@ -297,12 +300,16 @@ def _warm_up() -> None:
     import codecs
     import tempfile
 
-    import ml_dtypes
-
     from tests.hostile_inputs import KNOWN, ORDINARY, pickle_zip
 
-    assert ml_dtypes
-    for codec in ("unicode_escape", "raw_unicode_escape", "utf-32-le", "utf-32-be", "latin-1"):  # chosen by us, not by a file
+    importlib.import_module("ml_dtypes")
+    for codec in (
+        "unicode_escape",
+        "raw_unicode_escape",
+        "utf-32-le",
+        "utf-32-be",
+        "latin-1",
+    ):  # chosen by us, not by a file
         codecs.lookup(codec)
 
     with tempfile.TemporaryDirectory() as folder:

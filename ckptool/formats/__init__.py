@@ -56,7 +56,18 @@ class Format(Reader, Protocol):
 
 
 # Asked in this order.
-FORMATS: tuple[Reader, ...] = (npz, torchscript, torch_zip, safetensors, torch_legacy, torch_tar, npy, pickle_file, sharded, dcp)
+FORMATS: tuple[Reader, ...] = (
+    npz,
+    torchscript,
+    torch_zip,
+    safetensors,
+    torch_legacy,
+    torch_tar,
+    npy,
+    pickle_file,
+    sharded,
+    dcp,
+)
 WRITERS: tuple[Format, ...] = tuple(cast(Format, module) for module in FORMATS if hasattr(module, "write"))
 
 DEFAULT = "torch-zip"  # what is written where nothing says otherwise

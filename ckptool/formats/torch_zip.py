@@ -114,9 +114,7 @@ def find_pickle(archive: Archive) -> Record:
     root = pickles[0].name.removesuffix("data.pkl")
     if f"{root}.data/extern_modules" in archive.records:
         raise other_zip(archive.source, archive.records)
-    if outside := [
-        name for name in archive.records if not name.startswith(root) and not leads_elsewhere(name)
-    ]:
+    if outside := [name for name in archive.records if not name.startswith(root) and not leads_elsewhere(name)]:
         raise Ambiguous(
             f"{archive.source} has records outside its folder {printable(root)}: {printable(outside[0])}",
             "A checkpoint has one folder.",

@@ -20,6 +20,8 @@ Progress = Callable[[int, int], None]
 
 SMALL = 64 << 10  # shorter ranges are read and gathered: a system call for each would cost more than the copy
 GATHER = 1 << 20
+LARGE = 256 << 10  # written from where it is, without being gathered
+VIEW = 2 << 20  # of what is in memory
 COMPUTE = 512 << 10  # asked of a `Computed` at once: what it works on stays in the processor's cache
 SUM = 1 << 20
 
@@ -114,17 +116,18 @@ class Sink:
             self._check(storage, checked)
         done = 0
         while done < data.length:
-            part = data.read(done, min(COMPUTE, data.length - done))
+            size = data.length - done
+            part = data.read(done, min(COMPUTE, size)) if data.view is None else data.view(done, min(VIEW, size))
             if not part:
                 raise Corrupt(f"{data.length:,} bytes were promised, {done:,} came")
             self._gather(part, crc)
             done += len(part)
 
-    def _gather(self, data: bytes, crc: Crc | None) -> None:
+    def _gather(self, data: bytes | memoryview, crc: Crc | None) -> None:
         self._flush_run()
         if crc is not None:
             crc.update(data)
-        if len(data) >= GATHER:
+        if len(data) >= LARGE:
             self._flush_gathered()
             self._write(data, self.at)
             start_writeback(self.fd, self.at, len(data))
@@ -151,7 +154,7 @@ class Sink:
             self.gathered_at += len(self.gathered)
             self.gathered = bytearray()
 
-    def _write(self, data: bytes | bytearray, at: int) -> None:
+    def _write(self, data: bytes | bytearray | memoryview, at: int) -> None:
         if self.digest is not None:
             self.digest.feed(at, data)
         write_all(self.fd, data, at)

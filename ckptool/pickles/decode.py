@@ -534,6 +534,7 @@ class _Machine:
                 self._check_key(key, pos)
         size = len(mapping)
         if (size + len(keys)).bit_length() > max(7, size.bit_length()):  # now and then, so that it costs nothing
+            self.at = pos
             check_collisions(chain(mapping, keys))
         mapping.update(zip(keys, items[1::2], strict=True))
         if len(mapping) != size + len(keys):
@@ -551,7 +552,9 @@ class _Machine:
             self.hashed += len(key)
             if self.hashed > self.limit:
                 self.at = pos
-                raise LimitExceeded(f"dictionary keys of more than {self.limit:,} parts", "Hashing them could take for ever.")
+                raise LimitExceeded(
+                    f"dictionary keys of more than {self.limit:,} parts", "Hashing them could take for ever."
+                )
             for part in key:
                 self._check_key(part, pos, depth + 1)
         elif not is_hashable(key) or key != key:

@@ -18,7 +18,13 @@ def check_coordinates(indices: Any, values: Any, size: tuple[int, ...]) -> None:
     if not (isinstance(indices, TensorEntry) and isinstance(values, TensorEntry)):
         return
     where, what = indices.shape, values.shape
-    if len(where) != 2 or not what or where[1] != what[0] or where[0] + len(what) - 1 != len(size) or what[1:] != size[where[0] :]:
+    if (
+        len(where) != 2
+        or not what
+        or where[1] != what[0]
+        or where[0] + len(what) - 1 != len(size)
+        or what[1:] != size[where[0] :]
+    ):
         raise BadTensor(
             f"a sparse tensor of shape {list(size)} with indices of shape {list(where)} and values of shape {list(what)}"
         )

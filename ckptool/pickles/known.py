@@ -95,7 +95,8 @@ def _is_known(module: str, name: str) -> bool:
 
 # A tensor's backward hooks are functions that torch calls when gradients are computed.
 _HOOKED = frozenset(
-    ("torch._utils", name) for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_qtensor")
+    ("torch._utils", name)
+    for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_qtensor")
 )
 
 # These call what they are given: `_rebuild_from_type_v2(os.system, ...)` is a call of os.system. (numpy's constructors take the class of
@@ -134,7 +135,9 @@ def foreign_names(fn: Any, args: Any) -> list[str]:
     if type(fn) is not Global or (fn.module, fn.name) not in _CALLERS | _HOOKED:
         return []
     given = [name for name in _names_in(args, containers=True) if name is not None]
-    return [str(name) for name in dict.fromkeys(given) if not (_is_known(name.module, name.name) or is_torch_name(name))]
+    return [
+        str(name) for name in dict.fromkeys(given) if not (_is_known(name.module, name.name) or is_torch_name(name))
+    ]
 
 
 def _names_in(args: Any, containers: bool) -> Iterator[Global | None]:

@@ -164,7 +164,9 @@ def _optimizer_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
             continue
         state = root.node["state"]
         groups = [group.get("params") for group in root.node["param_groups"] if isinstance(group, dict)]
-        known = {id_ for names in groups if isinstance(names, (list, tuple)) for id_ in names if type(id_) in (int, str)}
+        known = {
+            id_ for names in groups if isinstance(names, (list, tuple)) for id_ in names if type(id_) in (int, str)
+        }
         missing = [key for key in state if key not in known]
         if missing and groups:
             which = listed([printable(str(key)[:100]) for key in missing])

@@ -39,7 +39,7 @@ train:
   steps: 2000                 # or epochs: 10, exactly one of the two
   accumulate: 1               # micro-steps in a step
   precision: fp32             # fp32 | bf16 | fp16 (with a scaler)
-  compile: false              # torch.compile
+  compile: false              # true: torch.compile; or the name of a backend
   activation_checkpoint: null # {match: "blocks.*"} | {sequential: body, segments: 4}
   ema: null                   # 0.999: a running average of the weights
   on_nonfinite: stop          # stop | skip a step whose loss or gradients are not finite

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptool.errors import listed, printable
-from ckptool.transforms.key_families import HOLE
-from ckptool.transforms.key_pairs import Found, Pair, Side, before_numbers
+from ckptool.transforms.key_pairs import Found, Pair, Side, before_numbers, pattern
 
 DEEP = 32  # parts of a key that is looked at from all its dots
 MOST_MOVES = 64  # that are looked at
@@ -51,7 +49,7 @@ def moved(source: Side, target: Side, found: Found) -> None:
             continue  # a larger move or a doubt has some of it; words will tell what is left
         ways = [move, *names.rivals(move), *(other for other in moves if other is not move and _rival(move, other))]
         ways = list({(way.old, way.new): way for way in reversed(ways)}.values())[::-1]
-        if len(ways) == 1 and not move.uncounted[0]:
+        if len(ways) == 1 and not move.uncounted[0] and pattern(move.old) != pattern(move.new):
             heads = before_numbers(move.old, move.old), before_numbers(move.new, move.new)
             found.accept(source, target, _as_pairs(move.pairs, ("moved", *heads), _move_text(move)))
             continue
@@ -67,7 +65,7 @@ def _as_pairs(pairs: list[tuple[str, str]], origin: tuple[str, ...], why: str) -
 
 def _either_text(ways: list[_Move]) -> str:
     if len(ways) == 1:
-        return "what is left on both sides differs in numbers only: one of them may count from another number"
+        return "names differ in numbers only on both sides: one of them may count from another number"
     told = listed([printable(f"{way.old}* as {way.new}*") for way in ways])
     return f"the names and shapes fit in more than one way: {told}"
 
@@ -124,8 +122,8 @@ class _Names:
 
     def _uncounted(self, old: str, ours: set[str], new: str, theirs: set[str]) -> tuple[list[str], list[str]]:
         both = _patterns(ours) & _patterns(theirs)
-        return [self.ours[old + end] for end in ours if _pattern(end) in both], [
-            self.theirs[new + end] for end in theirs if _pattern(end) in both
+        return [self.ours[old + end] for end in ours if pattern(end) in both], [
+            self.theirs[new + end] for end in theirs if pattern(end) in both
         ]
 
     def rivals(self, move: _Move) -> list[_Move]:
@@ -158,12 +156,8 @@ def _fronts(names: Iterable[str]) -> dict[str, list[str]]:
     return fronts
 
 
-def _pattern(name: str) -> str:
-    return re.sub("[0-9]+", HOLE, name)
-
-
 def _patterns(names: Iterable[str]) -> set[str]:
-    return {pattern for name in names if (pattern := _pattern(name)) != name}
+    return {found for name in names if (found := pattern(name)) != name}
 
 
 def _starts(name: str) -> Iterable[int]:

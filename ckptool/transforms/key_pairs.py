@@ -80,6 +80,11 @@ class Side:
             self.shapes.pop(key, None)
 
 
+def pattern(name: str) -> str:
+    """A name without its numbers."""
+    return re.sub(f"[0-9{HOLE}]+", HOLE, name)
+
+
 def before_numbers(name: str, otherwise: str) -> str:
     """What stands before the first number of a name: what the blocks are called; `otherwise` where there is none."""
     match = re.match(f"([^0-9{HOLE}]*)[0-9{HOLE}]", name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptool.errors import listed, printable
 from ckptool.transforms.key_families import Family, Shape, Signature, families, subsets
-from ckptool.transforms.key_pairs import Found, Pair, Side, before_numbers
+from ckptool.transforms.key_pairs import Found, Pair, Side, before_numbers, pattern
 from ckptool.transforms.key_words import Words, contradict
 
 MOST_COMPARISONS = 500_000  # of two names, less than half a second; then nothing more is certain
@@ -124,12 +124,12 @@ class Structure:
         """Why two families are the same; empty where shapes alone would say so, which could be chance."""
         if contradict(ours.words, theirs.words) or not self.found.doubtful.isdisjoint(ours.shapes.values()):
             return ""
-        if self._rivalled(ours, theirs):
-            return ""
+        if pattern(ours.text) == pattern(theirs.text) or self._rivalled(ours, theirs):
+            return ""  # names that differ in numbers only are different layers, or are counted from elsewhere
         shape = next(iter(ours.shapes.values()))
         if ours.words.inner & theirs.words.inner:
             return _ALONE if alone else "of the tensors with these shapes, the names are the nearest"
-        if alone and self.whole:
+        if alone and self.whole and not _tiny(ours):
             return f"{_ALONE}, and both sides have the same shapes in all"
         blocks = len(ours.keys) > 1 and (_head(ours), _head(theirs)) in self.heads
         if alone and "linear" in ours.words.weak & theirs.words.weak and (blocks or len(shape or ()) > 2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -24,12 +24,13 @@ Numbered = dict[int, int]  # number of the new key -> the number of the old one 
 class Drafted:
     """A rule, as its text, and the keys that it matches.
 
-    right: keys that get their name by it.  over: keys that a rule before it has to take.
+    right: keys that get their name by it.  also: keys that get it by another as well.  over: keys that a rule before it has to take.
     other: keys without a counterpart in the target, with what it makes of them.
     """
 
     text: str
     right: tuple[str, ...]
+    also: tuple[str, ...]
     over: tuple[str, ...]
     other: Mapping[str, str]
 
@@ -51,12 +52,14 @@ class Time:
 class Ground:
     """What rules have to leave alone. keys: all of the source, sorted.  kept: those that have a place, with their names.
 
+    spoken_for: keys that other rules are for.
     taken: names that no key without a counterpart may get: those that are given already, and those of keys that stay as they are.
     fits: whether a key and a name of the target have the same shape.
     """
 
     keys: list[str]
     kept: Mapping[str, str]
+    spoken_for: Collection[str]
     taken: frozenset[str]
     fits: Callable[[str, str], bool]
 
@@ -119,7 +122,7 @@ class _Work:
                 renamed = _matching(parse_rule(text))
             except UsageError:
                 return None
-        takes: tuple[dict[str, str], ...] = ({}, {}, {})
+        takes: tuple[dict[str, str], ...] = ({}, {}, {}, {})
         start = _literal(text)
         for at in range(bisect_left(self.ground.keys, start), len(self.ground.keys)):
             key = self.ground.keys[at]
@@ -135,7 +138,7 @@ class _Work:
                 return None
             if place != _NOTHING:
                 takes[place][key] = new
-        return Drafted(text, tuple(takes[_RIGHT]), tuple(takes[_OVER]), takes[_OTHER])
+        return Drafted(text, tuple(takes[_RIGHT]), tuple(takes[_ALSO]), tuple(takes[_OVER]), takes[_OTHER])
 
     def holds(self, drafted: Drafted) -> bool:
         """True if a rule, read as a rule, does what it was tried for."""
@@ -150,8 +153,10 @@ class _Work:
         """Which list of `Drafted` a key belongs to that a rule makes `new` of."""
         if (name := self.pairs.get(key)) is not None:
             if key in self.done:
-                return _NOTHING if new == name else _SPOILT
+                return _ALSO if new == name else _SPOILT
             return _RIGHT if new == name else _OVER if _can_be_said(key) and _can_be_said(name) else _SPOILT
+        if key in self.ground.spoken_for:
+            return _SPOILT
         if (name := self.ground.kept.get(key)) is not None:
             return _NOTHING if new == name else _SPOILT
         if new == key:
@@ -159,7 +164,7 @@ class _Work:
         return _SPOILT if new in self.ground.taken or self.ground.fits(key, new) else _OTHER
 
 
-_RIGHT, _OVER, _OTHER, _NOTHING, _SPOILT = 0, 1, 2, 3, 4
+_RIGHT, _ALSO, _OVER, _OTHER, _NOTHING, _SPOILT = range(6)
 
 
 def _can_be_said(name: str) -> bool:

@@ -52,12 +52,11 @@ def suggest(
         return []
     found = _found(ours, theirs)
     writer = _Writer(source, target, placed, ours, theirs)
-    certain = writer.together(writer.made(found.certain, {}, True))
+    certain = writer.written(found.certain, {}, certain=True)
     kept = {pair.source: pair.target for pair in found.certain}
-    either = [made for pairs in _joined(found)[:MOST_WAYS] for made in writer.made(pairs, kept, False)]
-    either = [made for made in _ranked(either) if writer.names.allow(made.takes)]
+    ways = [one for pairs in _joined(found)[:MOST_WAYS] for one in writer.written(pairs, kept, certain=False)]
     notes = [Suggestion((), 0, 0, False, note) for note in found.notes]
-    return [*(made.suggestion for made in [*certain, *either]), *notes]
+    return [*certain, *_ranked(ways), *notes]
 
 
 def _found(source: Side, target: Side) -> Found:
@@ -82,16 +81,8 @@ def _joined(found: Found) -> list[list[Pair]]:
     return sorted(by_origin.values(), key=len, reverse=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Made:
-    """A suggestion and what its rules make of the keys they take."""
-
-    suggestion: Suggestion
-    takes: dict[str, str]
-
-
-def _ranked(made: Iterable[_Made]) -> list[_Made]:
-    return sorted(made, key=lambda one: -one.suggestion.agree)
+def _ranked(suggestions: Iterable[Suggestion]) -> list[Suggestion]:
+    return sorted(suggestions, key=lambda one: -one.agree)
 
 
 class _Writer:
@@ -111,26 +102,51 @@ class _Writer:
         self.time = Time()
         self.names = _Names({key: placed.get(key, key) for key in source})
 
-    def made(self, pairs: Sequence[Pair], kept: Mapping[str, str], certain: bool) -> list[_Made]:
-        """Pairs as suggestions: rules that overlap or come from the same finding are one."""
+    def written(self, pairs: Sequence[Pair], kept: Mapping[str, str], certain: bool) -> list[Suggestion]:
+        """Pairs as suggestions, those that bring most first: rules that overlap or come from the same finding are one.
+
+        kept: keys that other rules are for, with their names. certain: whether they are to be given all in a row, or each alone.
+        """
         origins = {pair.source: pair for pair in pairs}
         names = {pair.source: pair.target for pair in pairs}
-        everything = {**self.placed, **kept}
-        stay = [key for key in self.source if key not in names and key not in everything]
-        ground = Ground(self.keys, everything, frozenset([*stay, *names.values(), *everything.values()]), self._fits)
+        stay = [key for key in self.source if key not in names and key not in kept and key not in self.placed]
+        taken = frozenset([*stay, *names.values(), *kept.values(), *self.placed.values()])
+        ground = Ground(self.keys, self.placed, kept, taken, self._fits)
         kinds = {pair.source: pair.kind for pair in pairs if pair.kind}
-        groups = _grouped_rules(draft_rules(names, self._leaves(pairs), kinds, ground, self.time), origins)
-        return [one for group in groups if (one := _suggestion(group, origins, certain)) is not None]
-
-    def together(self, made: Iterable[_Made]) -> list[_Made]:
-        """Those that can be given in a row, the ones that bring most first."""
+        drafted = draft_rules(names, self._leaves(pairs), kinds, ground, self.time)
+        groups = sorted(_grouped_rules(drafted, origins), key=lambda group: -sum(len(one.right) for one in group))
+        done: set[str] = set()
         result = []
-        for one in _ranked(made):
-            takes = {key: new for key, new in one.takes.items() if not self.names.changed(key)}
-            if self.names.allow(takes):
-                self.names.change(takes)
-                result.append(one)
+        for group in groups:
+            found = self._suggestion(group, origins, done, certain)
+            result += [found] if found is not None else []
+            done = done if certain else set()
         return result
+
+    def _suggestion(
+        self, group: Sequence[Drafted], origins: Mapping[str, Pair], done: set[str], certain: bool
+    ) -> Suggestion | None:
+        """Rules as one suggestion, without those that find every key taken already; `done` are keys that are, and gets these.
+
+        None if a rule would take what none before it takes and should, or two keys would get one name.
+        """
+        rules, takes = [], {}
+        for one in group:
+            if any(key not in takes and key not in done for key in one.over):
+                return None
+            makes = {**{key: origins[key].target for key in (*one.right, *one.also)}, **one.other}
+            mine = {key: new for key, new in makes.items() if key not in takes and key not in done}
+            rules += [one.text] if mine else []
+            takes.update(mine)
+        agree = [key for key in takes if key in origins]
+        if not agree or not self.names.allow(takes):
+            return None
+        if certain:
+            self.names.change(takes)
+            done.update(takes)
+        whys = Counter(origins[key].why for key in agree)
+        why = "; ".join(why for why, _ in whys.most_common(2) if why)
+        return Suggestion(tuple(rules), len(agree), len(takes), certain, why)
 
     def _fits(self, key: str, name: str) -> bool:
         return name in self.target and self.target[name] == self.source[key]
@@ -154,11 +170,8 @@ class _Names:
     """Which name each key has, and which key each name."""
 
     def __init__(self, names: dict[str, str]) -> None:
-        self.before, self.now = names, dict(names)
+        self.now = names
         self.owner = {name: key for key, name in names.items()}
-
-    def changed(self, key: str) -> bool:
-        return self.now[key] != self.before[key]
 
     def allow(self, takes: Mapping[str, str]) -> bool:
         """True if new names for some keys leave no two keys with one name."""
@@ -172,22 +185,6 @@ class _Names:
                 del self.owner[self.now[key]]
         for key, new in takes.items():
             self.now[key], self.owner[new] = new, key
-
-
-def _suggestion(group: Sequence[Drafted], origins: Mapping[str, Pair], certain: bool) -> _Made | None:
-    """Rules as one suggestion; None if one of them takes what none before it has taken and should have."""
-    takes: dict[str, str] = {}
-    for one in group:
-        if any(key not in takes for key in one.over):
-            return None
-        for key, new in [*((key, origins[key].target) for key in one.right), *one.other.items()]:
-            takes.setdefault(key, new)
-    agree = [key for one in group for key in one.right]
-    whys = Counter(origins[key].why for key in agree if origins[key].why)
-    rules = tuple(one.text for one in group)
-    return _Made(
-        Suggestion(rules, len(agree), len(takes), certain, "; ".join(why for why, _ in whys.most_common(2))), takes
-    )
 
 
 def _grouped_rules(drafted: Sequence[Drafted], origins: Mapping[str, Pair]) -> list[list[Drafted]]:

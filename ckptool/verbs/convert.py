@@ -137,7 +137,9 @@ def _to_tensors(
     )
     of = f" of {printable(root.address)}" if root.path else ""
     summary = f"{len(exported.checkpoint.tree):,} tensors{of}" + (f" ({remark})" if remark else "")
-    notes = exported.notes if keeps_ties(container) else (*exported.notes, *lost_ties(root.node, exported, container.NAME))
+    notes = (
+        exported.notes if keeps_ties(container) else (*exported.notes, *lost_ties(root.node, exported, container.NAME))
+    )
     return exported.checkpoint, summary, list(exported.left_behind), notes
 
 

@@ -293,7 +293,12 @@ def test_any_damage_to_the_record_gives_an_error_of_ours_or_a_tree(tmp_path: Pat
 def test_twins_are_carried_and_are_no_ties(tmp_path: Path) -> None:
     """What `slim --dedup` stored once stays stored once, and every tensor gets memory of its own again."""
     one = torch.randn(64, 64)
-    tree = {"model": {"a.weight": one, "t.weight": one.t()}, "ema": {"a.weight": one.clone()}, "s": one.clone()[1:], "epoch": 3}
+    tree = {
+        "model": {"a.weight": one, "t.weight": one.t()},
+        "ema": {"a.weight": one.clone()},
+        "s": one.clone()[1:],
+        "epoch": 3,
+    }
     torch.save(tree, tmp_path / "in.pt")
     ckptool.slim(tmp_path / "in.pt", tmp_path / "slim.pt", dedup=True, keep_optimizer=True)
     out = tmp_path / "out.safetensors"

@@ -76,7 +76,9 @@ def _log(target: str) -> Path:
 
 def _tell(target: str, code: int) -> None:
     lines = _log(target).read_text("utf-8", "replace").splitlines()
-    wanted = lines[-40:] if code else [line for line in lines if "number_of_executed_units" in line or "peak_rss" in line]
+    wanted = (
+        lines[-40:] if code else [line for line in lines if "number_of_executed_units" in line or "peak_rss" in line]
+    )
     print(f"{target}: {'a finding' if code else 'done'} ({_log(target)})", *wanted, sep="\n  ", flush=True)
 
 

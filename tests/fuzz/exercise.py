@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from ckptool import formats
+from ckptool import formats, plain, tree
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.cli.answers import Answer
 from ckptool.errors import CkptoolError
@@ -30,9 +30,13 @@ from ckptool.tree import tensors, unknown_calls, walk
 from ckptool.verbs.inspect import Inspection
 from ckptool.verbs.show import Shown
 
-SECONDS = 4.0  # instrumented code is about three times as slow
+SECONDS = 4.0  # for a dozen reports; instrumented code is about three times as slow
 MEGABYTES = 300
 SMALL = 1 << 16
+
+# What is repeated again and again is cut off sooner here: that it is cut off at all is tested elsewhere, and takes a second each time.
+tree.REPEATED_NODES = 2_000
+plain.MAX_JSON_NODES = 2_000
 
 
 class TooMuch(Exception):
@@ -99,7 +103,7 @@ def _values(checkpoint: Checkpoint, path: str) -> None:
 
 
 def _shown(checkpoint: Checkpoint, path: str) -> None:
-    for node in [checkpoint.tree, *(node for _, node in islice(walk(checkpoint.tree), 20))]:
+    for node in [checkpoint.tree, *(node for _, node in islice(walk(checkpoint.tree), 3))]:
         if not isinstance(node, TensorEntry):
             _rendered("shown", Shown(path, "", node, None, None, False))
 

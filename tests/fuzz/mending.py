@@ -26,7 +26,9 @@ def mended_zip(data: bytes) -> bytes:
 
 
 def _entry(data: bytearray, at: int) -> tuple[int, int, int]:
-    method, size, header = (struct.unpack_from(code, data, at + place)[0] for code, place in (("<H", 10), ("<L", 20), ("<L", 42)))
+    method, size, header = (
+        struct.unpack_from(code, data, at + place)[0] for code, place in (("<H", 10), ("<L", 20), ("<L", 42))
+    )
     return method, size, header
 
 

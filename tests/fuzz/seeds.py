@@ -29,7 +29,9 @@ def kind(data: bytes) -> str:
     """The target whose reader a file is for."""
     if data[:2] == b"PK":
         return "zip"
-    if len(data) > 265 and (data[257:262] == b"ustar" or data[:8].rstrip(b"\0") in (b"sys_info", b"pickle", b"storage")):
+    if len(data) > 265 and (
+        data[257:262] == b"ustar" or data[:8].rstrip(b"\0") in (b"sys_info", b"pickle", b"storage")
+    ):
         return "tar"
     if data[8:9] == b"{":
         return "safetensors"
@@ -101,7 +103,10 @@ def _pickles() -> Iterator[tuple[str, bytes]]:
         found = _pickle_in(data)
         if found is not None:
             yield name, found
-    plain = {"a": [1, 2.5, None, True, (1,), {1, 2}, frozenset([3]), b"\xff", bytearray(2), "é", 1 << 70], "w": numpy.ones(3)}
+    plain = {
+        "a": [1, 2.5, None, True, (1,), {1, 2}, frozenset([3]), b"\xff", bytearray(2), "é", 1 << 70],
+        "w": numpy.ones(3),
+    }
     for protocol in range(6):
         yield f"bare {protocol}", pickle.dumps(plain, protocol)
 

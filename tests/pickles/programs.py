@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +34,14 @@ KNOWN = (
     ("torch.nn.parameter", "Parameter"),
     ("torch.storage", "_load_from_bytes"),
 )
-FOREIGN = (("ckptool_marker", "run"), ("os", "system"), ("builtins", "eval"), ("models", "Net"), ("a.b", "c.__d__"), ("torch", "hub.load"))
-
-PLAIN = "plain"
+FOREIGN = (
+    ("ckptool_marker", "run"),
+    ("os", "system"),
+    ("builtins", "eval"),
+    ("models", "Net"),
+    ("a.b", "c.__d__"),
+    ("torch", "hub.load"),
+)
 
 
 @dataclass
@@ -75,7 +79,7 @@ def _scalar(draw: st.DrawFn) -> bytes:
 def _spelled(value: Any, how: int) -> bytes:
     """A scalar as one of the protocols writes it."""
     if value is None or isinstance(value, bool):
-        return {None: b"N", True: b"\x88" if how else b"I01\n", False: b"\x89" if how else b"I00\n"}[value]
+        return b"N" if value is None else ((b"\x88" if value else b"\x89") if how else b"I%02d\n" % value)
     if isinstance(value, int):
         return integer(value) if how else b"L%dL\n" % value
     if isinstance(value, float):
@@ -132,7 +136,6 @@ def walks(draw: st.DrawFn, plain: bool = False) -> bytes:
     """A program with one value on the stack at its end. plain: of Python's own values only, nothing named or called."""
     walk = Walk()
     walk.out += b"\x80" + bytes([draw(st.integers(2, 5))]) if draw(st.booleans()) else b""
-    steps: list[Callable[[], Any]] = []
     for _ in range(draw(st.integers(1, 40))):
         kind = draw(st.integers(0, 19))
         if kind < 6:
@@ -154,7 +157,6 @@ def walks(draw: st.DrawFn, plain: bool = False) -> bytes:
                 if code == b"2":
                     takes = 0
                 walk.push(code, takes)
-    assert not steps
     while len(walk.levels) > 1:
         _group(draw, walk, plain)
     if walk.depth != 1:
@@ -181,7 +183,7 @@ _REAL = tuple(
 @st.composite
 def mutations(draw: st.DrawFn) -> bytes:
     """A real pickle with some bytes changed, cut out or doubled."""
-    data = bytearray(draw(st.sampled_from(_REAL + (TENSORS,))))
+    data = bytearray(draw(st.sampled_from((*_REAL, TENSORS))))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data) - 1)) if data else 0
         match draw(st.integers(0, 3)) if data else 3:
@@ -196,4 +198,6 @@ def mutations(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-TENSORS = b"\x80\x02}(" + text("w") + tensor((2, 2), (2, 1)) + text("t") + tensor((2, 2), (1, 2)) + text("e") + b"K\x03u."
+TENSORS = (
+    b"\x80\x02}(" + text("w") + tensor((2, 2), (2, 1)) + text("t") + tensor((2, 2), (1, 2)) + text("e") + b"K\x03u."
+)

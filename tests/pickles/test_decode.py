@@ -416,10 +416,15 @@ def test_row_73_cycles() -> None:
 
 def test_row_75_colliding_integer_keys() -> None:
     step = (1 << 61) - 1
-    keys = b"".join(b"\x8a\x0a" + (i * step).to_bytes(10, "little") + b"N" for i in range(1, 8_000))
+    keys = [b"\x8a\x0a" + (i * step).to_bytes(10, "little") + b"N" for i in range(1, 8_000)]
     began = time.perf_counter()
-    assert len(run(b"}(" + keys + b"u.").root) == 7_999
+    for pickle_ in (b"}(" + b"".join(keys) + b"u.", b"}" + b"".join(key + b"s" for key in keys) + b"."):
+        with pytest.raises(LimitExceeded, match="same hash"):
+            run(pickle_)
     assert time.perf_counter() - began < 5
+    assert len(run(b"}(" + b"".join(keys[:90]) + b"u.").root) == 90
+    spread = b"".join(b"\x8a\x0a" + (i * step + i * i).to_bytes(10, "little") + b"N" for i in range(1, 8_000))
+    assert len(run(b"}(" + spread + b"u.").root) == 7_999
 
 
 def test_row_86_python_2() -> None:

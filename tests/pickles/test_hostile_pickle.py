@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptool
 from ckptool.errors import (
@@ -26,7 +27,7 @@ from ckptool.formats import read
 from ckptool.nodes import Object
 from ckptool.tree import unknown_calls
 from tests.helpers import assert_same_tree, load, torch_bytes
-from tests.hostile_inputs import HOOKS, ONE, integer, name, pickle_zip, program, state, storage, tensor, text
+from tests.hostile_inputs import HOOKS, integer, name, pickle_zip, program, state, storage, tensor, text
 from tests.watched import LOOKING, WRITING, Seen, Watched, watched
 
 MARKER = name("ckptool_marker", "run")
@@ -82,13 +83,24 @@ CALLS: dict[str, bytes] = {
 
 # Shown and kept, though they are not calls: nothing happens until somebody makes the class's object.
 INERT: dict[str, bytes] = {
-    "59-wrapper-of-a-foreign-class": state({"x": name("torch._utils", "_rebuild_wrapper_subclass") + b"(" + MARKER
-                                            + name("torch", "float32") + b"K\x04\x85K\x01\x85K\x00" + name("torch", "strided")
-                                            + text("cpu") + b"\x89tR"}),
+    "59-wrapper-of-a-foreign-class": state(
+        {
+            "x": name("torch._utils", "_rebuild_wrapper_subclass")
+            + b"("
+            + MARKER
+            + name("torch", "float32")
+            + b"K\x04\x85K\x01\x85K\x00"
+            + name("torch", "strided")
+            + text("cpu")
+            + b"\x89tR"
+        }
+    ),
     "53-newobj": state({"x": MARKER + text("trace") + b"\x85\x81"}),
     "53-newobj-ex": state({"x": MARKER + text("trace") + b"\x85}\x92"}),
     "53-name-alone": state({"x": MARKER}),
-    "57-build-of-a-device": state({"x": name("torch", "device") + text("cpu") + b"\x85R}" + text("__class__") + MARKER + b"sb"}),
+    "57-build-of-a-device": state(
+        {"x": name("torch", "device") + text("cpu") + b"\x85R}" + text("__class__") + MARKER + b"sb"}
+    ),
     "57-build-of-a-list-subclass": state({"x": MARKER + b")\x81](K\x01K\x02eb"}),
     "57-slots-state": state({"x": MARKER + b")\x81N}" + text("__reduce__") + MARKER + b"s\x86b"}),
 }
@@ -469,6 +481,103 @@ def bomb(title: str, see: Callable[..., Seen], *commands: str) -> None:
     found = see(pickle_zip(pickle), *commands)
     assert {"violation", "bug"}.isdisjoint(found.codes().values())
     assert max(step.printed for step in found.steps) < 60_000_000
+
+
+# What is odd and read all the same --------------------------------------------------------------------------------------
+
+
+CYCLES: dict[str, bytes] = {
+    "list": program(b"]q\x00h\x00a"),
+    "dict": program(
+        b"}q\x00("
+        + text("a.weight")
+        + tensor((4,), (1,))
+        + text("a.bias")
+        + tensor((4,), (1,))
+        + text("me")
+        + b"h\x00u"
+    ),
+    "tuple": program(b"]q\x00h\x00\x85q\x01ah\x01\x86"[:-1] + b"\x86"),
+    "namespace": program(name("argparse", "Namespace") + b")\x81q\x00}" + text("me") + b"h\x00sb"),
+    "metadata": program(HOOKS + b"q\x00}" + text("_metadata") + b"h\x00sb"),
+}
+
+
+@pytest.mark.parametrize("title", CYCLES)
+def test_row_73_cycles_are_shown_and_kept(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
+    codes = see(pickle_zip(CYCLES[title])).codes()
+    assert {codes[command] for command in LOOKING} == {"ok"} and codes["convert to pt"] == "ok"
+    checkpoint = opened(CYCLES[title], tmp_path)
+    for out in ("out.pt", "all.safetensors"):
+        ckptool.convert(tmp_path / "input.pt", tmp_path / out, all=out != "out.pt")
+        assert_same_tree(checkpoint, read(tmp_path / out))
+
+
+def test_row_73_only_the_weights_go_to_another_container(tmp_path: Path) -> None:
+    """There is no place for the rest: it is named, and left behind."""
+    opened(CYCLES["dict"], tmp_path)
+    done = ckptool.convert(tmp_path / "input.pt", tmp_path / "out.safetensors")
+    assert list(read(tmp_path / "out.safetensors").tree) == ["a.weight", "a.bias"] and "me" in str(done)
+    opened(CYCLES["list"], tmp_path)
+    with pytest.raises(CkptoolError):
+        ckptool.convert(tmp_path / "input.pt", tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize(
+    "pickle",
+    [program(b"N", protocol) for protocol in range(6)]
+    + [b"N.", b"\x80\x02\x80\x04N.", b"N0\x80\x02N.", b"\x80\x02N0\x80\x05N."],
+)
+def test_row_77_any_protocol_anywhere(pickle: bytes, tmp_path: Path) -> None:
+    assert opened(pickle, tmp_path).tree is None
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_row_78_what_torch_writes_with_newer_protocols(protocol: int, tmp_path: Path) -> None:
+    value = {
+        "w": torch.ones(2),
+        "set": {1},
+        "bytes": b"ab",
+        "array": bytearray(b"cd"),
+        "long": "x" * 70_000,
+        "n": 1 << 70,
+    }
+    file = tmp_path / "input.pt"
+    file.write_bytes(torch_bytes(value, pickle_protocol=protocol))
+    found = read(file).tree
+    assert found["w"].numpy().tolist() == [1, 1] and found["set"].items == [1]
+    assert {key: found[key] for key in value if key not in ("w", "set")} == {
+        key: item for key, item in value.items() if key not in ("w", "set")
+    }
+    ckptool.convert(file, tmp_path / "out.pt")
+    assert torch.equal(load(tmp_path / "out.pt")["w"], value["w"])  # protocol 2: every torch reads it
+
+
+def test_row_81_names_are_escaped(see: Callable[..., Seen], tmp_path: Path) -> None:
+    keys = ["\x1b[31mred", "new\nline", "zero\0", "half\ud800", "turned\u202e", "\x9b31m", ""]
+    pickle = state({key: tensor((4,), (1,)) for key in keys})
+    found = see(pickle_zip(pickle))
+    assert {found.codes()[command] for command in LOOKING} == {"ok"}
+    assert list(opened(pickle, tmp_path).tree) == keys
+    assert "\\x1b[31mred" in str(ckptool.inspect(tmp_path / "input.pt"))
+
+
+def test_row_60_what_is_thrown_away_is_listed(tmp_path: Path) -> None:
+    for title in ("60-pop", "60-pop-mark", "60-memo", "60-overwritten-memo"):
+        calls = unknown_calls(opened(CALLS[title], tmp_path))
+        assert [call.name for _, call in calls] == ["ckptool_marker.run"], title
+        assert "ckptool_marker.run" in str(ckptool.inspect(tmp_path / "input.pt"))
+
+
+def test_a_file_whose_keys_are_objects_is_the_same_as_itself(tmp_path: Path) -> None:
+    """Found by fuzzing: such keys equal nothing but themselves; training frameworks use callbacks as keys."""
+    made = name("models", "Callback") + b")\x81}" + text("n")
+    for keys in ((b"K\x01", b"K\x02"), (b"K\x01", b"K\x01")):
+        pickle = program(b"}(" + b"".join(made + key + b"sbK\x07" for key in keys) + b"u")
+        opened(pickle, tmp_path)
+        assert ckptool.diff(tmp_path / "input.pt", tmp_path / "input.pt").same
+        (tmp_path / "other.pt").write_bytes(pickle_zip(pickle.replace(b"K\x01sb", b"K\x05sb")))
+        assert not ckptool.diff(tmp_path / "input.pt", tmp_path / "other.pt").same
 
 
 INPUTS: dict[str, bytes | Callable[[], bytes]] = {

@@ -152,7 +152,7 @@ def test_a_copy_of_a_module_runs_on_its_own_weights() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     activation.apply(model, ActivationCheckpoint(match="*"), lambda text: None)
     other = copy.deepcopy(model)
-    torch.nn.init.zeros_(other[0].weight)
-    torch.nn.init.zeros_(other[0].bias)
+    torch.nn.init.zeros_(other.get_parameter("0.weight"))
+    torch.nn.init.zeros_(other.get_parameter("0.bias"))
     assert torch.equal(other(torch.ones(1, 2)), other(torch.zeros(1, 2)))
     assert [type(part).__name__ for part in model] == ["Linear", "Linear"]

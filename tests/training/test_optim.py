@@ -16,9 +16,10 @@ from ckptool.errors import Conflict, UsageError
 from ckptool.training import optim
 from ckptool.training.config import Group, Optim, Schedule
 from ckptool.training.optim import build_optimizer, build_schedule, load_optimizer
+from ckptool.training.start import resume
 from ckptool.training.state import restored
 from ckptool.training.trainer import Trainer
-from tests.training.small import again, config, resumes, run, same, take, trainer
+from tests.training.small import again, config, last, resumes, run, same, take, trainer
 
 
 def names(base: type, module: Any) -> list[str]:
@@ -233,6 +234,20 @@ def test_a_declared_schedule_goes_on_as_if_it_had_been_so(tmp_path: Path, before
         assert one["betas"] == two["betas"]
         take(new, 1)
         take(other, 1)
+
+
+def test_a_declared_rate_stays_when_the_run_goes_on_again(tmp_path: Path) -> None:
+    """Killed after the change or not, and without saying it again."""
+    for name in ("a", "b"):
+        run(tmp_path / name, "train.steps=6", "save.keep_last=9")
+        resume(str(tmp_path / name / "run"), ["optim.main.lr=0.5", "train.steps=10", "save.every=2"])
+    for step in (8, 10):
+        (tmp_path / "b/run/checkpoints" / f"step-{step:08d}.pt").unlink()
+    for name in ("a", "b"):
+        resume(str(tmp_path / name / "run"), ["train.steps=12"])
+    assert last(tmp_path / "a") == last(tmp_path / "b")
+    tree = torch.load(tmp_path / "a/run/checkpoints/step-00000012.pt", weights_only=True)
+    assert tree["optimizer_state_dict"]["param_groups"][0]["lr"] == 0.5
 
 
 # Freezing ------------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_a_run_may_change_its_strategy(tmp_path: Path) -> None:
 
 def test_dp_on_a_gpu_wraps_and_puts_the_runs_device_first(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(nn, "DataParallel", lambda model, ids: given.append(ids) or model)
+    monkeypatch.setattr(nn, "DataParallel", lambda model, ids: given.append(ids))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     wrapped(nn.Linear(1, 1), config("strategy=dp"), World(device=torch.device("cuda:1")))
     wrapped(nn.Linear(1, 1), config("strategy=dp"), World(device=torch.device("cuda")))
@@ -124,7 +124,7 @@ def test_two_processes_end_as_one_does(tmp_path: Path) -> None:
     changes = ("data.batch=47", "train.accumulate=2", "train.ema=0.9", "train.steps=9", "save.every=3", "eval.every=3")
     optim = {"main": {"name": "sgd", "lr": 0.05, "args": {"momentum": 0.9}, "clip": {"norm": 0.5}}}
     run(tmp_path / "one", *changes, models=model, optim=optim)
-    processes(2, lambda rank: run(tmp_path / "two", *changes, "strategy=ddp", models=model, optim=optim) and None)
+    processes(2, lambda rank: run(tmp_path / "two", *changes, "strategy=ddp", models=model, optim=optim))
     one, two = tree_of(tmp_path / "one", 9), tree_of(tmp_path / "two", 9)
     close(one, two)
     assert first_difference(one, two) != ""  # else it was one process that did it all

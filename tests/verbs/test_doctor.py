@@ -24,7 +24,6 @@ from ckptool.cli import main
 from ckptool.reports.error_texts import KNOWN, recognised
 from ckptool.reports.health import Diagnosis
 
-
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
 
 
