@@ -187,7 +187,11 @@ def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bo
     try:
         if not _exchange(temporary, target):
             old = _put_aside(temporary, target)
-        if foreign := _foreign(old, os.listdir(old), allowed):
+        try:
+            held = os.listdir(old)
+        except FileNotFoundError:
+            return ""  # under a temporary's name, and nobody's: another writer cleared it away already
+        if foreign := _foreign(old, held, allowed):
             raise _would_lose(target, foreign)
     except BaseException:
         if os.path.samestat(os.stat(target), os.fstat(fd)):

@@ -64,25 +64,22 @@ class Samples:
         """The steps of an epoch."""
         return len(self.train) // batch if drop_last else -(-len(self.train) // batch)
 
-    def of_step(self, step: int) -> tuple[int, list[int]]:
-        """The epoch of a step, and the samples of its global batch."""
-        batch = self.settings.batch
-        epoch, place = divmod(step, self.batches(batch, self.settings.drop_last))
-        ordered = order(self.seed, epoch, len(self.train))
-        return epoch, [self.train[i] for i in ordered[place * batch : (place + 1) * batch]]
-
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
         """The micro-batches of each step, from the trainer's step to the end of the run. Close it, and its workers end."""
         device, begin = trainer.world.device, trainer.step
         asked: deque[list[_Share]] = deque()  # the loader is some steps ahead
         loader = self._loader(_Order(lambda: _places(self._shares(trainer, begin), asked)), device)
-        for _ in range(begin, trainer.total_steps):
-            first = to_device(self._next(loader), device)
-            rest = [to_device(self._next(loader), device) for _ in asked[0][1:]]
-            yield [
-                Batch(data, len(share.places) if share.counts else 0, share.total)
-                for data, share in zip((first, *rest), asked.popleft(), strict=True)
-            ]
+        try:
+            for _ in range(begin, trainer.total_steps):
+                first = to_device(self._next(loader), device)
+                rest = [to_device(self._next(loader), device) for _ in asked[0][1:]]
+                yield [
+                    Batch(data, len(share.places) if share.counts else 0, share.total)
+                    for data, share in zip((first, *rest), asked.popleft(), strict=True)
+                ]
+        finally:
+            if hasattr(loader, "_shutdown_workers"):
+                loader._shutdown_workers()  # left to the garbage collector, it takes ten seconds
 
     def _shares(self, trainer: Trainer, begin: int) -> Iterator[list[_Share]]:
         """What this process takes of each step from `begin` on: a share of each micro-batch that has samples at all."""

@@ -28,8 +28,9 @@ def main() -> int:
     parser.add_argument("--input", type=Path, help="run this one file through, and nothing else")
     given = parser.parse_args()
     if given.input:
-        from tests.fuzz.exercise import exercise
+        from tests.fuzz.exercise import cut_off_sooner, exercise
 
+        cut_off_sooner()
         exercise(os.fspath(given.input))
         return 0
     chosen = list(TARGETS) if given.target == "all" else [given.target]

@@ -30,13 +30,15 @@ from ckptool.tree import tensors, unknown_calls, walk
 from ckptool.verbs.inspect import Inspection
 from ckptool.verbs.show import Shown
 
-SECONDS = 4.0  # for a dozen reports; instrumented code is about three times as slow
+SECONDS = 2.0  # for a dozen reports
 MEGABYTES = 300
 SMALL = 1 << 16
 
-# What is repeated again and again is cut off sooner here: that it is cut off at all is tested elsewhere, and takes a second each time.
-tree.REPEATED_NODES = 2_000
-plain.MAX_JSON_NODES = 2_000
+
+def cut_off_sooner() -> None:
+    """What a file repeats again and again is cut off sooner: that it is cut off at all is tested elsewhere, and takes a second."""
+    tree.REPEATED_NODES = 2_000
+    plain.MAX_JSON_NODES = 2_000
 
 
 class TooMuch(Exception):

@@ -11,6 +11,9 @@ from pathlib import Path
 from tests.hostile_inputs import ORDINARY, everything, pickle_zip
 
 LARGEST = 1 << 16
+BOMBS = tuple(
+    f"row {number}-" for number in (70, 71, 72, 74, 75)
+)  # slow where code is instrumented, and tested by themselves
 TARGETS = ("pickle", "zip", "legacy", "tar", "safetensors")
 
 
@@ -19,6 +22,8 @@ def seeds(target: str) -> Iterator[tuple[str, bytes]]:
     for name, data in _REAL[target]():
         yield name, data
     for name, data in everything():
+        if name.startswith(BOMBS):
+            continue
         if len(data) <= LARGEST and kind(data) == target:
             yield name, data
         if target == "pickle" and kind(data) == "zip" and (found := _pickle_in(data)) is not None:

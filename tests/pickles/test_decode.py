@@ -387,10 +387,10 @@ HOSTILE: dict[str, tuple[bytes, type[CkptoolError]]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_row(name: str) -> None:
     data, error = HOSTILE[name]
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(error) as caught:
         run(data)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert "data.pkl" in caught.value.what
 
 

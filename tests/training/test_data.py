@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -177,6 +178,7 @@ def test_a_data_set_that_raises_shows_its_traceback(tmp_path: Path, workers: int
     )
     with pytest.raises(UserCodeFailed, match=r"(?s)bad.py:Noisy raised KeyError.*no such picture"):
         take(trainer(f"data.workers={workers}", data={"name": f"{tmp_path / 'bad.py'}:Noisy"}), 1)
+    assert not multiprocessing.active_children()
 
 
 def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
