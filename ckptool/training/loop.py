@@ -6,6 +6,7 @@ A step is atomic: signals, saves and evaluation come only between steps. `step` 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from ckptool.training.data import Batch
 from ckptool.training.hooks import Hooks
 from ckptool.training.named import called
 from ckptool.training.optim import clip_gradients
-from ckptool.training.parallel import unsynchronised
+from ckptool.training.parallel import World, unsynchronised
 from ckptool.training.runs import Run
 from ckptool.training.saving import Saver
 from ckptool.training.seeds import seed_all
@@ -96,7 +97,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     world, scaler, config = trainer.world, trainer.scaler, trainer.config
     optimizer, runners = trainer.optimizers[phase.model], trainer.runners_for(phase.model)
     optimizer.zero_grad(set_to_none=True)
-    total = torch.zeros((), device=world.device)
+    parts = []
     for micro, batch in enumerate(batches):
         seed_all(world.device, config.seed, "step", trainer.step, number, micro, world.rank)
         with unsynchronised(runners[phase.model], micro == len(batches) - 1), autocast(config, world.device):
@@ -106,12 +107,12 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         scaled = loss if weight == 1 else loss * weight
         if scaled.requires_grad:  # else all that could learn is frozen
             called(torch.autograd.backward, "task", config.task, scaler.scale(scaled) if scaler is not None else scaled)
-        total += loss.detach() * batch.size
+        parts.append((loss.detach(), batch.size))
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler is not None and gradients:
         scaler.unscale_(optimizer)
     hooks.after_backward(trainer, phase.model)
-    return _update(trainer, phase.model, world.total(total) / count, gradients)
+    return _update(trainer, phase.model, _mean(parts, count, world), gradients)
 
 
 def _update(trainer: Trainer, name: str, mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> float:
@@ -144,8 +145,15 @@ def _scaled_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
     return scaler.get_scale() >= before
 
 
+def _mean(parts: Sequence[tuple[torch.Tensor, int]], count: int, world: World) -> torch.Tensor:
+    """The mean loss over the samples of a step, of means over those of its parts."""
+    if len(parts) == 1 and not world.distributed:
+        return parts[0][0]
+    return world.total(torch.stack([loss * size for loss, size in parts]).sum()) / count
+
+
 def _looked_at(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[float, bool]:
-    """The loss as a number, and whether it and all gradients are finite; a device is asked once.
+    """The loss as a number, and whether it and all gradients are finite.
 
     Gradients are gone through as `GradScaler` does it, one call for all of a kind; times one, they stay what they are.
     """
@@ -155,13 +163,17 @@ def _looked_at(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[f
         alike.setdefault((dense.device, dense.dtype), []).append(
             torch.view_as_real(dense) if dense.is_complex() else dense
         )
-    facts = [mean]
+    flaws = []
     for (device, _), each in alike.items():
-        found, one = torch.zeros((), device=device), torch.ones((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(each, found, one)
-        facts.append(found.to(mean))
-    loss, *flaws = torch.stack(facts).tolist() if gradients else [mean.item()]
-    return loss, math.isfinite(loss) and not any(flaws)
+        flaws.append(torch.zeros((), device=device))
+        torch._amp_foreach_non_finite_check_and_unscale_(each, flaws[-1], _one(device))
+    loss = mean.item()
+    return loss, math.isfinite(loss) and not any(flaw.item() for flaw in flaws)
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)
 
 
 def _step_schedules(trainer: Trainer) -> None:
@@ -223,7 +235,7 @@ def _remember(trainer: Trainer) -> None:
     for schedule in trainer.schedules.values():
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             schedule.step(value)
-    best = trainer.best["value"] if trainer.best else None
+    best = trainer.best["value"] if trainer.best and trainer.best["metric"] == settings.metric else None
     if value == value and (best is None or (value < best if settings.mode == "min" else value > best)):
         trainer.best = {"metric": settings.metric, "value": value, "step": trainer.step}
 

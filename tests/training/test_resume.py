@@ -213,3 +213,12 @@ def test_retention_follows_the_metrics(tmp_path: Path) -> None:
     kept = sorted(int(path.stem[5:]) for path in (run / "checkpoints").glob("*.pt"))
     assert kept == sorted({9, 10, 4, 8, best})
     assert len(list((run / "checkpoints").iterdir())) == 2 * len(kept)
+
+
+def test_the_best_by_another_metric_is_chosen_anew(tmp_path: Path) -> None:
+    """What was the best by one number says nothing of another, which a run may be judged by from a resume on."""
+    run = begun(tmp_path)
+    on(run, "eval.metric=val_acc", "eval.mode=max")
+    best = torch.load(run / "checkpoints" / name_of(20), weights_only=True)["best"]
+    later = {fact["step"]: fact["val_acc"] for fact in Lines(str(run / "metrics.jsonl")).read() if fact["step"] > 10}
+    assert (best["metric"], best["value"]) == ("val_acc", max(later.values()))
