@@ -177,7 +177,7 @@ def _temporary_for(target: str, make: Callable[[str], int] = _new_file) -> tuple
             if _lock(fd) is not False and os.fstat(fd).st_nlink:  # else it is being swept, or was, before it was locked
                 _copy_mode(target, fd)
                 return path, fd
-        except FileExistsError:
+        except FileExistsError:  # or, of a folder, that it was swept at once: under another name, then
             continue
         except BaseException:
             _remove(path)
@@ -260,7 +260,8 @@ def _unlink(path: str) -> None:
         os.unlink(path)
         return
     for name in os.listdir(path):
-        os.unlink(os.path.join(path, name))
+        with suppress(FileNotFoundError):  # two runs remove the same folder: neither may stop half-way
+            os.unlink(os.path.join(path, name))
     os.rmdir(path)
 
 

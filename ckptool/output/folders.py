@@ -134,8 +134,12 @@ def replace_folder(
 
 
 def _new_folder(path: str) -> int:
+    """A new folder, open. Unlike a file it is made before it is opened; `FileExistsError` where another run swept it in between."""
     os.mkdir(path)
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise FileExistsError(errno.EEXIST, "swept before it was locked", path) from None
 
 
 def _write_files(plan: Plan, folder: str, progress: Progress | None) -> None:

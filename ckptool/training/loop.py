@@ -178,7 +178,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 def _step_schedules(trainer: Trainer) -> None:
     """Schedules follow the optimizer: a step that was left out does not count for them."""
-    ended = trainer.batch_in_epoch == 0
+    ended = bool(trainer.schedules) and trainer.batch_in_epoch == 0
     for name, schedule in trainer.schedules.items():
         settings = trainer.config.optim[name].schedule
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or settings is None:

@@ -31,7 +31,7 @@ from ckptool.errors import (
 )
 from ckptool.files import Source
 from ckptool.formats import read
-from ckptool.output import folders
+from ckptool.output import durable, folders
 from ckptool.output.folders import check_folder, replace_folder
 from tests.checkpoints import saved, three_parts, weights
 from tests.helpers import default_signals
@@ -477,6 +477,40 @@ def test_row_158_many_writers_one_complete_winner(tmp_path: Path) -> None:
             os.close(folder)
             assert len({name[0] for name in seen}) <= 1
     assert problems == [] and names(tmp_path) == ["out"] and len(contents(target)) == 3
+
+
+def test_row_158_a_folder_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder is made first and locked then: in between, a second writer takes it for one that was left."""
+    target, make, swept = tmp_path / "out", os.mkdir, []
+
+    def mkdir(path: str, *more: int) -> None:
+        make(path, *more)
+        if not swept:
+            durable._sweep(str(target))
+            swept.append(path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    replace_folder(plan(), target)
+    assert not os.path.exists(swept[0]) and contents(target) == NEW and names(tmp_path) == ["out"]
+
+
+def test_two_runs_that_remove_one_folder_leave_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "left"
+    folder.mkdir()
+    for name in "abc":
+        (folder / name).write_bytes(b"x")
+    unlink, listed = os.unlink, os.listdir
+
+    def names_then_one_goes(path: str) -> list[str]:
+        found = listed(path)
+        unlink(os.path.join(path, found[0]))
+        return found
+
+    monkeypatch.setattr(os, "listdir", names_then_one_goes)
+    durable._remove(str(folder))
+    assert not folder.exists()
 
 
 # Through the verbs ---------------------------------------------------------------------------------------------------
