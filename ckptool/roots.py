@@ -144,7 +144,7 @@ def one_root(checkpoint: Checkpoint, at: str | None = None) -> tuple[Root, str]:
         return models[0], f"took {printable(models[0].address)}, the model; {averages} is its average"
     where = checkpoint.source or "the checkpoint"
     raise UsageError(
-        f"{where} has {len(roots)} sets of model weights: {', '.join(map(str, roots))}",
+        f"{where} has {len(roots):,} sets of model weights: {listed(roots, MANY_ROOTS)}",
         "This verb takes one; choosing for you could take the wrong one.",
         f"Name it: {where}#{printable(roots[0].address)}",
     )
@@ -244,6 +244,7 @@ def _containers(node: Any) -> list[tuple[Any, Any]]:
     return [(key, value) for key, value in below if type(value) in _HOLDERS and value]
 
 
+MANY_ROOTS = 20  # that are named where one of them has to be chosen
 _HOLDERS = frozenset({dict, OrderedDict, list, tuple, Object})
 
 

@@ -96,9 +96,9 @@ class Seen:
 def limit(command: str) -> float:
     """The seconds of CPU that a command may take: twice the promise to open and list, here where both the text and the JSON are made.
 
-    Comparing opens two files; converting reads back what it wrote.
+    Comparing opens two files; converting reads back what it wrote; a table of every tensor is written twice too.
     """
-    return SECONDS * (2 if command.startswith(("inspect", "show", "html")) else 4)
+    return SECONDS * (2 if command in ("inspect", "show", "html") else 4)
 
 
 class Watched:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.errors import printable
-from ckptool.render.inspection import LINES, branch_detail, root_detail, root_name
-from ckptool.render.outline import Branch, outline
+from ckptool.render.inspection import branch_detail, overview
+from ckptool.render.outline import Branch
 from ckptool.render.style import counted, size
 from ckptool.render.text import notes_text
 from ckptool.reports.listing import Listing, listing
@@ -33,14 +33,15 @@ def inspection_html(found: Inspection) -> str:
 
 
 def _listing_html(found: Listing, notes: Sequence[Note]) -> str:
-    divided = parts(found)
-    shown = [part for part in divided if part.root.is_model and len(part.rows) > 1]
-    biggest = max((part.bytes for part in divided), default=0)
+    shown, hidden = overview(parts(found))
+    biggest = max((part.bytes or 0 for part in shown), default=0)
     rows: list[str] = []
-    for part in divided:
-        rows.append(_row(root_name(part), part.bytes if part.rows else None, biggest, root_detail(part), 0))
-        if part in shown:
-            rows += _branches(outline(part, LINES // len(shown), None, "none"), part, biggest, 1)
+    for part in shown:
+        rows.append(_row(part.name, part.bytes, biggest, part.detail, 0))
+        if part.outline is not None:
+            rows += _branches(part.outline, part.part, biggest, 1)
+    if hidden:
+        rows.append(_row("…", None, biggest, f"{hidden:,} more", 0))
     name = escape(printable(found.file) or "checkpoint")
     facts = f"{escape(found.container)}, {counted(len(found.tensors), 'tensor')}, {size(found.tensor_bytes)}"
     told = f"<pre>{escape(notes_text(notes))}</pre>" if notes else ""

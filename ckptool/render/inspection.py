@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from itertools import islice
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite
@@ -12,7 +12,7 @@ from ckptool.errors import listed, printable
 from ckptool.nodes import Object
 from ckptool.plain import to_json, to_jsons
 from ckptool.render.json import Json, finite, notes_json, path_json, tensor_json, type_name
-from ckptool.render.outline import Branch, outline
+from ckptool.render.outline import SHOWN, Branch, outline
 from ckptool.render.style import BAR, PLAIN, Style, bar, columns, counted, number, short, size
 from ckptool.render.text import WHOLE, notes_text, tensor_text, value_text
 from ckptool.reports.listing import EntryRow, Listing, TensorRow
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 LINES = 40  # of the outline of a file, unless more is asked for
+ROOTS = 200  # parts with a line of their own
+MANY = 4  # repeated parts, from which on they share a line
 NAMES = 56  # columns for names; longer ones are cut on a terminal, and push their line to the right elsewhere
 
 
@@ -75,19 +77,60 @@ Line = tuple[str, int | None, int, str]
 
 
 def _overview(divided: Sequence[Part], order: str, depth: int | None, style: Style) -> str:
-    alike = {} if depth is not None else like_others(divided)
-    shown = [part for part in divided if _has_outline(part, depth) and part not in alike]
-    room = max(LINES - len(divided), 12)
-    biggest = max((part.bytes for part in divided), default=0)
-    lines: list[Line] = []
-    for part in _arranged(divided, order):
-        like = f"; names and shapes as in {root_name(alike[part])}" if part in alike else ""
-        lines.append((root_name(part), part.bytes if part.rows else None, 0, root_detail(part) + like))
-        if part in shown:
-            lines += _branches(outline(part, room // len(shown), depth, order), 1, part)
-    if len(lines) == len(divided) == 1 and divided[0].root.path == () and not divided[0].rows:
+    if len(divided) == 1 and divided[0].root.path == () and not divided[0].rows:
         return _flat_entries(divided[0])
-    return _aligned(lines, biggest, style)
+    lines: list[Line] = []
+    shown, hidden = overview(divided, order, depth)
+    for row in shown:
+        lines.append((row.name, row.bytes, 0, row.detail))
+        if row.outline is not None:
+            lines += _branches(row.outline, 1, row.part)
+    if hidden:
+        lines.append(("…", None, 0, f"{hidden:,} more (--all lists every tensor)"))
+    return _aligned(lines, max((row.bytes or 0 for row in shown), default=0), style)
+
+
+@dataclass(frozen=True, slots=True)
+class OverviewRow:
+    """A part, or several that look alike, with the outline of what is in it. bytes: None where there are no tensors."""
+
+    part: Part
+    name: str
+    bytes: int | None
+    detail: str
+    outline: Branch | None
+
+
+def overview(divided: Sequence[Part], order: str = "none", depth: int | None = None) -> tuple[list[OverviewRow], int]:
+    """What a person reads of a file with many parts: a row each, the largest with an outline; then how many are left out."""
+    alike = {} if depth is not None else like_others(divided)
+    runs = _runs(_arranged(divided, order), alike)
+    shown = runs if depth is not None else runs[:ROOTS]
+    room = max(LINES - len(shown), SHOWN)
+    outlined = [run[0] for run in shown if run[0] not in alike and _has_outline(run[0], depth)]
+    if depth is None:
+        outlined = sorted(outlined, key=lambda part: -part.bytes)[: max(room // 4, 1)]
+    with_outline, rows = set(outlined), []
+    for run in shown:
+        first, last = run[0], run[-1]
+        name = root_name(first) if first is last else f"{root_name(first)} … {root_name(last)}"
+        detail = root_detail(first) if first is last else f"{len(run):,} × {root_detail(first)}"
+        detail += f"; names and shapes as in {root_name(alike[first])}" if first in alike else ""
+        below = outline(first, room // len(outlined), depth, order) if first in with_outline else None
+        rows.append(OverviewRow(first, name, sum(part.bytes for part in run) if first.rows else None, detail, below))
+    return rows, sum(len(run) for run in runs[len(shown) :])
+
+
+def _runs(divided: Iterable[Part], alike: dict[Part, Part]) -> list[list[Part]]:
+    """The parts; those that stand after each other and repeat the same one (a hundred clients' weights) together, where they are many."""
+    runs: list[list[Part]] = []
+    for first, run in groupby(divided, key=alike.get):
+        together = list(run)
+        if first is None or len(together) < MANY or len({(part.bytes, part.locations) for part in together}) > 1:
+            runs += [[part] for part in together]
+        else:
+            runs.append(together)
+    return runs
 
 
 def _arranged(divided: Sequence[Part], order: str) -> Sequence[Part]:

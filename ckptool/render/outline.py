@@ -144,7 +144,7 @@ def _within(top: Branch, lines: int, arrange: Arrange) -> None:
         if len(below) > lines:
             if branch is not top:
                 continue
-            branch.hidden = len(below) - SHOWN
+            branch.hidden = max(len(below) - SHOWN, 0)
             below = below[:SHOWN]
         branch.expanded = below
         lines -= len(below)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.prefixes import COUNTER, without_wrappers
 from ckptool.reports.listing import Listing, TensorRow
 from ckptool.roots import Root
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,10 +52,10 @@ def like_others(divided: Sequence[Part]) -> dict[Part, Part]:
     """Sets of weights with the very names, types and shapes of an earlier one (wrappers aside), as an EMA has: part -> that one."""
     models = [part for part in divided if part.root.is_model]
     alike: dict[Part, Part] = {}
-    shapes: dict[Part, list[object]] = {}
+    first: dict[tuple[object, ...], Part] = {}
     for part in models if len(models) > 1 else ():
         base = len(part.root.path)
-        shapes[part] = [
+        shapes = tuple(
             (
                 without_wrappers(key) if isinstance(key := row.path[base], str) else key,
                 row.tensor.dtype,
@@ -60,8 +63,8 @@ def like_others(divided: Sequence[Part]) -> dict[Part, Part]:
             )
             for row in part.rows
             if row.path[base] != COUNTER
-        ]
-        if found := next((other for other in shapes if other is not part and shapes[other] == shapes[part]), None):
+        )
+        if (found := first.setdefault(shapes, part)) is not part:
             alike[part] = found
     return alike
 
@@ -85,8 +88,7 @@ def _part(root: Root, rows: Sequence[TensorRow]) -> Part:
             )
         elements += fact[0]
         sizes.append(fact[1])
-    dtypes = Counter(row.tensor.dtype for row in rows)
-    locations = Counter(row.tensor.location for row in rows)
+    dtypes = _most_frequent([row.tensor.dtype for row in rows])
     return Part(
         root,
         rows,
@@ -94,9 +96,15 @@ def _part(root: Root, rows: Sequence[TensorRow]) -> Part:
         tied,
         elements,
         sum(sizes),
-        tuple(dtype.name if dtype else "unknown" for dtype, _ in dtypes.most_common()),
-        tuple(place for place, _ in locations.most_common()),
+        tuple(dtype.name if dtype else "unknown" for dtype in dtypes),
+        tuple(_most_frequent([row.tensor.location for row in rows])),
     )
+
+
+def _most_frequent(values: list[_T]) -> list[_T]:
+    """The different ones, the most frequent first. Mostly there is one: a Counter for each of 40,000 parts would be felt."""
+    kinds = dict.fromkeys(values)
+    return list(kinds) if len(kinds) < 2 else [value for value, _ in Counter(values).most_common()]
 
 
 def _numel(shape: tuple[int, ...] | None) -> int:
@@ -107,6 +115,8 @@ def _numel(shape: tuple[int, ...] | None) -> int:
 
 
 def _tied(rows: Sequence[TensorRow]) -> dict[int, int]:
+    if len(rows) < 2:
+        return {}
     shared = {
         number for number, count in Counter(row.storage for row in rows).items() if count > 1 and number is not None
     }

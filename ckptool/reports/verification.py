@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Computed, Data, FileRange, Note, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
 from ckptool.errors import CkptoolError
 from ckptool.formats.checksums import checksums
 from ckptool.formats.zip_archive import Archive
 from ckptool.formats.zip_records import Record
 from ckptool.gather import any_order, chunks
 from ckptool.reports.digests import Compared, Digests
-from ckptool.tree import address, storages, stored_parts, tensors, walk
+from ckptool.tree import Path, address, storages, stored_parts, tensors, walk
 from ckptool.values import has_numbers, numbers
 
 if TYPE_CHECKING:
@@ -103,10 +103,11 @@ class Verification:
 def check_archive(archive: Archive, tree: Any, progress: Progress | None = None) -> Iterator[Problem]:
     """Every record of a zip: its own header and descriptor against the directory, its data against its checksum."""
     records = archive.by_offset()
-    owners = _owners(records, archive, tree)
     unconfirmed = {id(record): problem for record in records if (problem := _unconfirmed(record)) is not None}
     stretches = [_stretch(record) for record in records]
     sums = checksums(stretches, progress) if archive.has_checksums else [record.crc for record in records]
+    whole = not unconfirmed and all(found == record.crc for record, found in zip(records, sums, strict=True))
+    owners = {} if whole else _owners(records, archive, tree)  # a walk past every name
     for record, found in zip(records, sums, strict=True):
         about = (record.name, archive.source.start + record.data_at, tuple(owners.get(id(record), ())))
         if (problem := unconfirmed.get(id(record))) is not None:
@@ -198,17 +199,25 @@ def _parts(storage: Storage) -> Iterator[Storage]:
 
 def check_views(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Tensors that reach outside of their storage, and storages that reach outside of their file."""
+    fine: set[int] = set()  # one tensor may stand under very many names
     for path, tensor in tensors(checkpoint.tree):
-        entries = tensor.parts() if isinstance(tensor, Composite) else (tensor,)
-        for entry in entries:
-            if isinstance(entry, TensorEntry) and not 0 <= entry.span()[0] <= entry.span()[1] <= entry.storage.nbytes:
-                begin, end = entry.span()
-                what = f"a view of bytes {begin:,} to {end:,} of a storage of {entry.storage.nbytes:,} bytes"
-                yield Problem("bad-tensor", what, "It lies outside of its storage.", tensors=(address(path),))
-            data = entry.storage.data
-            if isinstance(data, FileRange) and data.offset + data.length > data.file.size:
-                what = f"{data.file} ends at byte {data.file.size:,}, before the data"
-                yield Problem("truncated", what, "The file was cut off.", "", data.offset, (address(path),))
+        if id(tensor) not in fine:
+            problems = [problem for part in stored_parts(tensor) for problem in _outside(part, path)]
+            yield from problems
+            if not problems:
+                fine.add(id(tensor))
+
+
+def _outside(part: TensorEntry | StorageRef, path: Path) -> Iterator[Problem]:
+    storage = part.storage
+    if isinstance(part, TensorEntry) and not 0 <= part.span()[0] <= part.span()[1] <= storage.nbytes:
+        begin, end = part.span()
+        what = f"a view of bytes {begin:,} to {end:,} of a storage of {storage.nbytes:,} bytes"
+        yield Problem("bad-tensor", what, "It lies outside of its storage.", tensors=(address(path),))
+    data = storage.data
+    if isinstance(data, FileRange) and data.offset + data.length > data.file.size:
+        what = f"{data.file} ends at byte {data.file.size:,}, before the data"
+        yield Problem("truncated", what, "The file was cut off.", "", data.offset, (address(path),))
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

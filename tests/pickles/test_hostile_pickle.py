@@ -388,6 +388,8 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "71-few-tuples": lambda: program(b"](" + b"N\x85" * 110_000 + b"e"),
     "71-weights": lambda: program(b"}(" + tensor((4,), (1,)) + b"q\x000" + b"".join(
         text(f"{i}") + b"}" + text("a.w") + b"h\x00s" for i in range(40_000)) + b"u"),
+    "71-models-that-differ": lambda: program(b"}(" + tensor((4,), (1,)) + b"q\x000" + b"".join(
+        text(f"{i}") + b"}" + text(f"a.w{i}") + b"h\x00s" for i in range(30_000)) + b"u"),
     "71-names": lambda: program(b"](" + b"".join(b"ca\n%x\n" % i for i in range(110_000)) + b"e"),
     "71-tensors": lambda: program(tensor((4,), (1,)) + b"q\x000](" + b"h\x00" * 480_000 + b"e"),
     "72-lists": lambda: laughs(100, b"]", lambda get: b"](" + get * 10 + b"e"),
@@ -460,7 +462,8 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 # Those that take a second each; `make soak` has all.
 SLOW = {"70-million-lists", "71-empty-dicts", "71-empty-sets", "71-small-tuples", "71-calls", "71-known-calls", "71-names",
-        "71-weights", "71-few-objects", "71-few-tuples", "72-tensors", "72-states", "72-namespaces", "72-modules", "72-objects",
+        "71-weights",
+        "71-models-that-differ", "71-few-objects", "71-few-tuples", "72-tensors", "72-states", "72-namespaces", "72-modules", "72-objects",
         "75-colliding-floats", "75-a-little-colliding", "size-of-many", "72-texts", "72-integers", "71-memo"}  # fmt: skip
 
 

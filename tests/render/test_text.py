@@ -131,6 +131,21 @@ def test_parts_that_look_alike_are_shown_once() -> None:
     assert text_of(tree).count("names and shapes as in model") == 1
 
 
+def test_many_parts_that_look_alike_share_a_line() -> None:
+    """Federated training keeps the weights of a hundred clients."""
+
+    def weights() -> dict[str, Any]:
+        return {"fc.weight": tensor(3, 3), "fc.bias": tensor(3)}
+
+    tree = {"model": weights(), "clients": [weights() for _ in range(100)], "last_model": {"fc.weight": tensor(9, 9)}}
+    text = text_of(tree)
+    (line,) = [line for line in text.splitlines() if "clients/" in line]
+    assert line.startswith("clients/0 … clients/99  4.80 kB") and "100 × model weights: 2 tensors" in line
+    assert "names and shapes as in model" in line and "last_model" in text
+    few = text_of({"model": weights(), "clients": [weights() for _ in range(3)]})
+    assert few.count("names and shapes as in model") == 3
+
+
 def test_outline_depth_is_exact() -> None:
     (part,) = parts(listing(checkpoint({"a.b.weight": tensor(1), "a.c.weight": tensor(2), "d.bias": tensor(3)})))
     top = outline(part, 40, 1, "none")
