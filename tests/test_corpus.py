@@ -118,6 +118,9 @@ def test_the_folder_of_a_distributed_checkpoint() -> None:
     if (folder := CORPUS / "lightning_dcp").is_dir():
         found = ckptool.inspect(folder).listing
         assert found.container == "dcp" and len(found.tensors) == 4
+        for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+            part = ckptool.inspect(folder / name).listing
+            assert part.container == "dcp" and len(part.tensors) == 4, name
 
 
 @read_only

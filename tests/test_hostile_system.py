@@ -333,6 +333,17 @@ def test_row_155_a_folder_that_cannot_be_synced_is_a_note(
     assert_same_objects(load(tmp_path / "out.pt"), clean())
 
 
+def test_row_155_is_told_of_digests_and_of_what_was_recovered(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        Calls(patch, "fsync", errno.EIO, folder=True)
+        verified = ckptool.verify(model, write_digest=tmp_path / "digests.json")
+        recovered = ckptool.recover(model, tmp_path / "whole.pt")
+    assert "not-synced" in [note.code for note in verified.notes]
+    assert [note.code for note in recovered.notes] == ["not-synced"] and "is uncertain" in str(recovered)
+
+
 def test_row_156_calls_that_do_half_or_ask_to_be_tried_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

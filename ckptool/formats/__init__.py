@@ -57,6 +57,8 @@ class Format(Reader, Protocol):
 
 # Asked in this order.
 FORMATS: tuple[Reader, ...] = (
+    sharded,
+    dcp,  # its table is a pickle, its files begin as zips
     npz,
     torchscript,
     torch_zip,
@@ -65,8 +67,6 @@ FORMATS: tuple[Reader, ...] = (
     torch_tar,
     npy,
     pickle_file,
-    sharded,
-    dcp,
 )
 WRITERS: tuple[Format, ...] = tuple(cast(Format, module) for module in FORMATS if hasattr(module, "write"))
 

@@ -7,16 +7,28 @@ where it is, and for every name its path in the nested dictionaries that were sa
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage, TensorEntry
 from ckptool.dtypes import BY_TORCH, DType
-from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported, listed, printable
-from ckptool.files import Folder, Input
+from ckptool.errors import (
+    Ambiguous,
+    Corrupt,
+    LimitExceeded,
+    NotACheckpoint,
+    Truncated,
+    Unsupported,
+    listed,
+    printable,
+)
+from ckptool.files import Folder, Input, Source
 from ckptool.formats import torch_zip
 from ckptool.formats.chunks import Box, Chunk, assembled, covers
+from ckptool.formats.others import quoted
 from ckptool.nodes import MAX_DEPTH, Global, Object
 from ckptool.pickles.decode import decode
 from ckptool.pickles.torch_objects import BUILDERS
@@ -31,21 +43,32 @@ Key = tuple[str, tuple[int, ...] | None]  # a name, and the offsets of a chunk; 
 
 
 def detect(head: bytes, source: Input) -> bool:
-    return isinstance(source, Folder) and (METADATA in source or any(name.endswith(SUFFIX) for name in source.names))
+    if isinstance(source, Source):
+        return source.path.endswith(SUFFIX) or _is_table(source)
+    return METADATA in source or any(name.endswith(SUFFIX) for name in source.names)
 
 
-def read(folder: Folder) -> Checkpoint:
-    """The checkpoint in a folder of `torch.distributed.checkpoint`. Reads its table and the directories of its zips, no tensor data.
+def _is_table(source: Source) -> bool:
+    folder, name = os.path.split(source.path)
+    return name == METADATA and any(name.endswith(SUFFIX) for name in Folder(folder or ".").names)
 
-    A tensor that several ranks share is one entry, put together when its bytes are asked for. The nesting of dictionaries and lists is
-    as it was saved; without a record of it, names stay flat. Raises `Truncated`, `Corrupt`, `Ambiguous`, `Unsupported` or `LimitExceeded`.
+
+def read(source: Input) -> Checkpoint:
+    """The checkpoint in a folder of `torch.distributed.checkpoint`, or whose table this is; of a rank's file, what is in that.
+
+    Reads the table and the directories of the zips, no tensor data. A tensor that several ranks share is one entry, put together when its
+    bytes are asked for. The nesting of dictionaries and lists is as it was saved; without a record of it, names stay flat.
+    Raises `Truncated`, `Corrupt`, `Ambiguous`, `Unsupported` or `LimitExceeded`.
     """
+    folder = source if isinstance(source, Folder) else Folder(os.path.dirname(source.path), shown=source.path)
     if METADATA not in folder:
         raise Truncated(
             f"{folder} holds {SUFFIX} files and no {METADATA}",
             "It is written last: the run was stopped while it saved, or the file was not copied along.",
             "Copy the whole folder, or take an earlier checkpoint.",
         )
+    if isinstance(source, Source) and os.path.basename(source.path) != METADATA:
+        return _of_a_rank(folder, os.path.basename(source.path))
     facts = _metadata(folder)
     shelf = _Shelf(folder, _places(folder, facts.get("storage_data")))
     described = facts.get("state_dict_metadata")
@@ -59,6 +82,30 @@ def read(folder: Folder) -> Checkpoint:
     return Checkpoint(
         _nested(folder, values, paths), NAME, metadata, folder, None, tuple(notes), tuple(shelf.discarded)
     )
+
+
+def _of_a_rank(folder: Folder, name: str) -> Checkpoint:
+    """What is in one file: whole tensors, objects, and chunks, which are called by their tensor and where in it they begin."""
+    facts = _metadata(folder)
+    places = _places(folder, facts.get("storage_data"))
+    shelf = _Shelf(folder, places)
+    chunks = Counter(key[0] for key in places)
+    held = {key: place for key, place in places.items() if place.file == name}
+    if not held:
+        raise Unsupported(
+            f"{folder} is a file that no value of {METADATA} is in",
+            "It may be left from another run; its tensors have no names.",
+            f"See the checkpoint beside it: ckptool inspect {quoted(folder.path)}",
+        )
+    tree: dict[Any, Any] = {}
+    for key in held:
+        label = key[0] if chunks[key[0]] == 1 else f"{key[0]}@{','.join(map(str, key[1] or ()))}"
+        if label in tree:
+            raise _damaged(folder, f"has two values called {printable(label)}")
+        tree[label] = shelf.take(key)
+    what = f"what one rank saved: {len(held):,} of {len(places):,} values; the folder is the checkpoint"
+    notes = (Note("one-rank", what, ("ckptool", "inspect", folder.path)),)
+    return Checkpoint(tree, NAME, {}, folder, None, notes, tuple(shelf.discarded))
 
 
 # The table -----------------------------------------------------------------------------------------------------------

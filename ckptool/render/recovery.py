@@ -6,8 +6,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from ckptool.errors import listed, printable
-from ckptool.render.json import Json
+from ckptool.render.json import Json, notes_json
 from ckptool.render.style import PLAIN, Style, columns, counted, size
+from ckptool.render.text import notes_text
 
 if TYPE_CHECKING:
     from ckptool.verbs.recover import Recovery
@@ -28,7 +29,8 @@ def recovery_text(done: Recovery, *, style: Style = PLAIN) -> str:
     lines += _filled(done, style)
     where = f"{printable(done.output)} ({done.container}, {size(done.file_bytes)})"
     lines.append(f"would be written to {where}; dry run: nothing was written" if done.dry_run else f"→ {where}")
-    return "\n".join(lines) + "\n"
+    notes = notes_text(done.notes, style)
+    return "\n".join([*lines, *([notes] if notes else [])]) + "\n"
 
 
 def _verdict(done: Recovery, style: Style) -> list[str]:
@@ -121,4 +123,5 @@ def recovery_json(done: Recovery) -> Json:
         "filled_from": done.filled_from,
         "filled": [{"address": here, "from": there} for here, there in done.filled],
         "refused": [{"address": name, "why": why} for name, why in done.refused],
+        "notes": notes_json(done.notes),
     }

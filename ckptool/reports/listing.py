@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, Tensor, TensorEntry
 from ckptool.errors import listed, printable
+from ckptool.files import Folder
 from ckptool.nodes import Object, Set
 from ckptool.prefixes import COUNTER, wrappers
 from ckptool.roots import OPTIMIZER, Root, array_roots, beside_names, find_roots
@@ -98,7 +99,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
         if root.module is not None:
             rows = _with_names(rows, root, numbers)
     return Listing(
-        source.path if source else "",
+        (source.shown if isinstance(source, Folder) else source.path) if source else "",
         checkpoint.container,
         source.size if source else 0,
         at,

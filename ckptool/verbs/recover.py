@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Plan, StorageRef
+from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan, StorageRef
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
 from ckptool.files import Input, Source, open_input
 from ckptool.formats import recovered
@@ -36,6 +36,7 @@ class Recovery:
     tensors: how many there were (None: nobody knows).  back: how many came back from the file itself.  records, whole: the same of records.
     lost: tensors that are not in the output.  dropped: what had to go along with them.  filled: (address, address in `filled_from`).
     refused: (address, why it could not be filled).  proven: by checksums.  raw: the pickle is lost, records are given as bytes.
+    notes: on the writing.
     """
 
     file: str
@@ -57,6 +58,7 @@ class Recovery:
     raw: bool
     file_bytes: int
     dry_run: bool = False
+    notes: tuple[Note, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -98,9 +100,11 @@ def recover(
     else:
         with formats.no_collection():
             plan = container.write(found.checkpoint, keep_unknown=keep_unknown)
+    notes: tuple[Note, ...] = ()
     if not dry_run:
-        replace_file(plan, target, overwrite=overwrite, inputs=[source, *found.inputs], progress=progress)
-    return _report(os.fspath(file), target, container.NAME, damage, done, found, plan.nbytes, dry_run)
+        notes = replace_file(plan, target, overwrite=overwrite, inputs=[source, *found.inputs], progress=progress)
+    report = _report(os.fspath(file), target, container.NAME, damage, done, found, plan.nbytes, dry_run)
+    return replace(report, notes=notes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

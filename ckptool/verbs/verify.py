@@ -82,10 +82,13 @@ def verify(
         return found  # digests of damaged values would only be believed
     root, remark = _root(checkpoint, at if at is not None else place)
     digests = root_digests(root.node)
+    notes: tuple[Note, ...] = ()
     if write_digest is not None:
-        replace_file(Plan({"": [Literal(digests_file(digests))]}), write_digest, overwrite=overwrite, inputs=[source])
+        plan = Plan({"": [Literal(digests_file(digests))]})
+        notes = replace_file(plan, write_digest, overwrite=overwrite, inputs=[source])
     return replace(
         found,
+        notes=found.notes + notes,
         root=root.address,
         remark=remark,
         digests=digests,

@@ -407,6 +407,31 @@ def test_a_file_of_a_rank_that_is_cut_off_or_damaged(folder: Path) -> None:
     assert not (folder.parent / "out.pt").exists()
 
 
+def test_a_file_of_a_rank_is_what_that_rank_saved(folder: Path) -> None:
+    (rank,) = folder.glob("*.distcp")
+    found = ckptool.open(rank)
+    whole = dict(tensors(read(folder).tree))
+    assert {entry.bytes() for _, entry in tensors(found.tree)} == {entry.bytes() for entry in whole.values()}
+    (note,) = found.notes
+    assert note.code == "one-rank" and note.fix == ("ckptool", "inspect", str(folder))
+    (folder / "__3_0.distcp").write_bytes(rank.read_bytes())
+    with pytest.raises(Unsupported, match=r"no value of \.metadata is in"):
+        ckptool.inspect(folder / "__3_0.distcp")
+    (folder / ".metadata").unlink()
+    with pytest.raises(Truncated, match=r"no \.metadata"):
+        ckptool.inspect(rank)
+
+
+def test_the_table_stands_for_its_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same_objects(ckptool.load(folder / ".metadata"), ckptool.load(folder))
+    monkeypatch.chdir(folder)
+    assert ckptool.inspect(".metadata").listing.container == "dcp"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(folder / ".metadata", alone)
+    assert ckptool.inspect(alone / ".metadata").listing.container == "pickle"
+
+
 def test_what_nothing_uses_is_noted(folder: Path) -> None:
     def change(metadata: Metadata) -> None:
         metadata.state_dict_metadata.pop("half")
