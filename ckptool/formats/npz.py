@@ -11,7 +11,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Data, Literal, Note, Plan, TensorEntry
 from ckptool.errors import Ambiguous, Unsupported, is_text, listed, printable
 from ckptool.files import Input, Source
-from ckptool.formats import zip_archive, zip_parts
+from ckptool.formats import recovered, zip_archive, zip_parts
 from ckptool.formats.npy_array import Budget, read_array, spelled
 from ckptool.formats.zip_layout import ZipLayout
 from ckptool.formats.zip_records import LOCAL
@@ -56,7 +56,11 @@ def read(source: Source) -> Checkpoint:
     tree: dict[str, Any] = {}
     discarded: list[Object] = []
     budget, others = Budget(source.size), 0
+    mark = archive.records.get(recovered.RECORD)
+    metadata = {recovered.KEY: mark.contents(recovered.MAX_RECORD).decode("utf-8", "replace")} if mark else {}
     for name, record in archive.records.items():
+        if record is mark:
+            continue
         key = name.removesuffix(ENDING)
         if key in tree or (key != name and key in archive.records):
             raise Ambiguous(
@@ -70,8 +74,8 @@ def read(source: Source) -> Checkpoint:
             crc = record.crc if archive.has_checksums else None
             tree[key], thrown_away = read_array(record.data, f"{source}: {record}", budget, crc)
             discarded += thrown_away
-    notes = (*archive.notes, *_notes(tree))
-    return Checkpoint(tree, NAME, {}, source, notes=notes, discarded=tuple(discarded), tensors_only=True)
+    notes = (*archive.notes, *_notes(tree), *recovered.notes(metadata))
+    return Checkpoint(tree, NAME, metadata, source, notes=notes, discarded=tuple(discarded), tensors_only=True)
 
 
 def _notes(tree: dict[str, Any]) -> list[Note]:
@@ -98,6 +102,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         value = checkpoint.tree[name]
         if isinstance(value, TensorEntry) and value.storage.crc is not None and crc is None:
             checks.append(value.storage)  # of which only a part is written, or another order
+    if mark := checkpoint.metadata.get(recovered.KEY):
+        layout.add(recovered.RECORD, Literal(mark.encode()))  # numpy gives it as bytes, where it is asked for
     return layout.finish(checks)
 
 

@@ -16,6 +16,7 @@ from ckptool.tree import Path, address
 
 KEY = "ckptool.recovered"  # in the metadata of a checkpoint
 RECORD = ".ckptool/recovered"  # below the root of a zip
+CODE = "recovered-file"  # of the note
 SCHEMA = "ckptool.recovered/1"
 MAX_RECORD = 1 << 20
 _NAMED = 1_000  # tensors; the rest is counted
@@ -25,7 +26,7 @@ _LONGEST = 200
 def mark(lost: list[str], filled: list[str], before: str = "") -> str:
     """The mark for a file of which the tensors at these addresses were lost, or filled in. `before`: the mark that it had already."""
     known = facts(before)
-    lost, filled = [*known["lost"], *lost], [*known["filled"], *filled]
+    lost, filled = list(dict.fromkeys([*known["lost"], *lost])), list(dict.fromkeys([*known["filled"], *filled]))
     lost_count = known["lost_count"] + len(lost) - len(known["lost"])
     filled_count = known["filled_count"] + len(filled) - len(known["filled"])
     record = {
@@ -55,8 +56,8 @@ def with_part(metadata: Mapping[str, Any], path: Path, part: Mapping[str, Any]) 
     """The metadata of a checkpoint that gets a part with other metadata at `path`: its mark goes into the whole's."""
     if not isinstance(text := part.get(KEY), str):
         return dict(metadata)
-    said = facts(text)
-    lost, filled = ([f"{address(path)}/{place}" for place in said[kind]] for kind in ("lost", "filled"))
+    said, above = facts(text), f"{address(path)}/" if path else ""
+    lost, filled = ([above + place for place in said[kind]] for kind in ("lost", "filled"))
     return {**metadata, KEY: mark(lost, filled, metadata.get(KEY, ""))}
 
 
@@ -92,5 +93,5 @@ def notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
             names = listed([printable(name) for name in said[key][: said[f"{key}_count"]]], 3)
             parts.append(f"{said[f'{key}_count']:,} tensors were {words}: {names}")
     return (
-        Note("recovered-file", f"recovered from a damaged file; {'; '.join(parts) or 'what was lost is not said'}"),
+        Note(CODE, f"recovered from a damaged file; {'; '.join(parts) or 'what was lost is not said'}"),
     )

@@ -24,7 +24,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.files import Folder, Input, Source
-from ckptool.formats import safetensors
+from ckptool.formats import recovered, safetensors
 from ckptool.formats.shards import NUMBERED, Origin, append, divided, size_in_bytes, write
 from ckptool.formats.strict_json import parse_object
 from ckptool.nodes import OrderedDict
@@ -148,6 +148,9 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
         shown = listed([printable(dropped) for dropped in ties], 3)
         notes += (Note("ties-recorded", f"{len(ties):,} names are stored as ties of names in other shards: {shown}"),)
     metadata = {key: value for key, value in index.metadata.items() if key not in ties}
+    for shard in index.shards.values():
+        metadata = recovered.with_part(metadata, (), shard.metadata)
+    notes += recovered.notes(metadata)
     origin = Origin.of(name, pickled, index.shards, ties)
     discarded = tuple(call for shard in index.shards.values() for call in shard.discarded)
     return Checkpoint(tree, NAME, metadata, folder, origin, notes, discarded, tensors_only=not pickled)
@@ -365,7 +368,8 @@ def _notes_of_shards(index: _Index) -> Iterator[Note]:
     by_code: dict[str, list[tuple[str, Note]]] = {}
     for file, shard in index.shards.items():
         for note in shard.notes:
-            by_code.setdefault(note.code, []).append((file, note))
+            if note.code != recovered.CODE:  # it is told of all together
+                by_code.setdefault(note.code, []).append((file, note))
     for code, found in by_code.items():
         file, note = found[0]
         more = f" (and in {len(found) - 1:,} other shards)" if len(found) > 1 else ""

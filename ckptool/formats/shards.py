@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Literal, Plan, Segment, Storage, TensorEntry
 from ckptool.errors import Unsupported, UsageError, is_text, listed, printable
-from ckptool.formats import carried, safetensors, torch_zip
+from ckptool.formats import carried, recovered, safetensors, torch_zip
 from ckptool.nodes import OrderedDict
 from ckptool.tree import storages
 
@@ -260,6 +260,8 @@ def _index_name(origin: Origin | None, first: str) -> str:
 
 def _index(checkpoint: Checkpoint, weight_map: dict[str, str], total: int) -> bytes:
     metadata = dict(checkpoint.metadata) if checkpoint.container == "sharded" else {}
+    if mark := checkpoint.metadata.get(recovered.KEY):
+        metadata[recovered.KEY] = mark
     metadata["total_size"] = total
     if "total_parameters" in metadata:
         metadata["total_parameters"] = sum(

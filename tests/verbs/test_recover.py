@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -227,6 +228,36 @@ def test_lost_tensors_are_filled_in_and_the_output_says_so_for_ever(tmp_path: Pa
         assert not ckptool.verify(step).fine
     with zipfile.ZipFile(chain[0]) as archive:
         assert archive.testzip() is None and f"archive/{recovered.RECORD}" in archive.namelist()
+
+
+def test_the_mark_goes_along_into_every_container_and_back(tmp_path: Path) -> None:
+    path = saved(weights(*"abcd"), tmp_path / "a.pt")
+    other = saved({key: -value for key, value in load(path).items()}, tmp_path / "b.pt")
+    recover(damaged(path, 1), tmp_path / "out.npz", fill_from=other)
+    ckptool.convert(tmp_path / "out.npz", tmp_path / "1.npz")
+    ckptool.convert(tmp_path / "1.npz", tmp_path / "2", to="sharded", shard_size=30)
+    ckptool.add_module(tmp_path / "2", tmp_path / "3")
+    ckptool.convert(tmp_path / "3", tmp_path / "4.safetensors")
+    for step in ("out.npz", "1.npz", "2", "3", "4.safetensors"):
+        (note,) = [note for note in ckptool.inspect(tmp_path / step).notes if note.code == "recovered-file"]
+        assert "1 tensors were filled in from another file: b" in note.message, step
+        assert not ckptool.verify(tmp_path / step).fine
+    with np.load(tmp_path / "1.npz") as archive:
+        assert_same_objects(
+            {key: torch.from_numpy(archive[key]) for key in "abcd"}, load(path) | {"b": load(other)["b"]}
+        )
+
+
+def test_the_mark_of_one_shard_is_that_of_all(tmp_path: Path) -> None:
+    ckptool.convert(saved(weights(*"abcd"), tmp_path / "a.pt"), tmp_path / "s", to="sharded", shard_size=30)
+    shard = sorted((tmp_path / "s").glob("*.safetensors"))[0]
+    (name,) = load_file(shard)
+    whole = shard.rename(tmp_path / "whole.safetensors")
+    recover(cut(whole, 0.99, tmp_path / "cut.safetensors"), shard, fill_from=whole)
+    (note,) = [note for note in ckptool.inspect(tmp_path / "s").notes if note.code == "recovered-file"]
+    assert f"filled in from another file: {name}" in note.message
+    ckptool.convert(tmp_path / "s", tmp_path / "whole.pt")
+    assert "recovered-file" in notes(tmp_path / "whole.pt")
 
 
 def test_only_the_same_key_shape_and_type_fill_in(tmp_path: Path) -> None:
