@@ -92,6 +92,4 @@ def notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
         if said[f"{key}_count"]:
             names = listed([printable(name) for name in said[key][: said[f"{key}_count"]]], 3)
             parts.append(f"{said[f'{key}_count']:,} tensors were {words}: {names}")
-    return (
-        Note(CODE, f"recovered from a damaged file; {'; '.join(parts) or 'what was lost is not said'}"),
-    )
+    return (Note(CODE, f"recovered from a damaged file; {'; '.join(parts) or 'what was lost is not said'}"),)
