@@ -1,0 +1,26 @@
+"""Between a tree of entries and live torch objects. Beside `live` and `training`, the only place that imports torch.
+
+`to_torch` makes one tensor, `build` a whole tree as `torch.load` would, `from_torch` turns live objects into entries. What torch's
+rebuild functions do is looked up in tables of ours; no name of a file is ever imported or called.
+Source of what they do: torch/_utils.py, torch/_tensor.py and torch/serialization.py, torch 2.4 to 2.13.
+
+    names, devices, storages <- builder <- tensors, objects <- to_live
+                                           tensors          <- from_live
+"""
+
+from __future__ import annotations
+
+from ckptool.errors import Unsupported
+
+try:  # first of all: the modules of this package take it for granted
+    import torch as torch
+except ImportError as error:
+    raise Unsupported(
+        "torch is not installed",
+        "Tensors of torch cannot be made or read without it; everything else of ckptool works.",
+        "pip install 'ckptool[torch]'",
+    ) from error
+
+from ckptool.bridge.from_live import from_torch as from_torch
+from ckptool.bridge.to_live import build as build
+from ckptool.bridge.to_live import to_torch as to_torch

@@ -1,0 +1,104 @@
+"""What makes the live objects of one tree; `tensors` and `objects` say how one of each kind is made, and use what is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ckptool.bridge.devices import Restorer
+from ckptool.bridge.storages import Storages
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, listed, printable
+from ckptool.graphs import After, Done, Made, Remake
+from ckptool.tree import address, walk
+
+
+class Builder:
+    """Makes the live objects of one tree. What it does not know is collected and named at the end, all at once."""
+
+    def __init__(self, checkpoint: Checkpoint, restorer: Restorer, kinds: Kinds, map_files: bool) -> None:
+        self.checkpoint, self.kinds = checkpoint, kinds
+        self.storages = Storages(restorer, map_files)
+        self.remake = Remake(self.begin)
+        self.unknown: list[tuple[Any, str]] = []
+
+    def build(self) -> Any:
+        made = self.remake.run(self.checkpoint.tree)
+        self.unknown += [
+            (call, f"a call of {call.name} whose result is thrown away") for call in self.checkpoint.discarded
+        ]
+        if self.unknown:
+            raise self._refusal()
+        return made
+
+    def _refusal(self) -> UnsafeObject:
+        wanted = {id(node) for node, _ in self.unknown}
+        places: dict[int, str] = {}
+        for path, node in walk(self.checkpoint.tree):
+            if id(node) in wanted:
+                places.setdefault(id(node), address(path) or "the top")
+        names = [
+            f"{printable(name)}{' at ' + printable(places[id(node)]) if id(node) in places else ''}"
+            for node, name in self.unknown
+        ]
+        source = str(self.checkpoint.source or "the checkpoint")
+        return UnsafeObject(
+            f"{source} holds {listed(names)}",
+            "Making these would run code that the file names; ckptool does not.",
+            f"{self._advice(places.values())}See what is there: ckptool inspect {source}",
+        )
+
+    def _advice(self, bad: Iterable[str]) -> str:
+        """How to load the first dictionary at the top that holds nothing unknown, if there is one."""
+        tops = {place.partition("/")[0] for place in bad}
+        tree, source = self.checkpoint.tree, self.checkpoint.source
+        for key, value in tree.items() if isinstance(tree, dict) and source else ():
+            if isinstance(value, dict) and value and address((key,)) not in tops:
+                return f"Load a part that holds none: ckptool.load({f'{source}#{printable(address((key,)))}'!r}). "
+        return ""
+
+    def refuse(self, node: Any, name: str) -> Made:
+        """Stands something in for a node that is not made, and remembers what to call it."""
+        self.unknown.append((node, name))
+        return Done(_Unknown())
+
+    def begin(self, node: Any) -> Made:
+        kind = self.kinds.get(type(node))
+        try:
+            return kind(self, node) if kind is not None else Done(node)
+        except CkptoolError as error:
+            raise self._placed(error, node) from None
+
+    def _placed(self, error: CkptoolError, node: Any) -> CkptoolError:
+        """The error with the address of the node that it is about."""
+        place = next((address(path) for path, found in walk(self.checkpoint.tree) if found is node), "")
+        where = ": ".join(part for part in (str(self.checkpoint.source or ""), printable(place)) if part)
+        return error.within(where) if where else error
+
+    def guarded(self, node: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes of a tensor's description; raises `Corrupt` where torch will not have it."""
+        try:
+            return make()
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+            raise Corrupt(
+                f"torch cannot make {printable(repr(node))}",
+                printable(str(error).splitlines()[0])[:300] if str(error) else "",
+            ) from error
+
+    def parts(self, node: Any, args: tuple[Any, ...], make: Callable[..., Any]) -> After:
+        """`make` called with the live arguments of a tensor; where one of them is refused, so is the tensor."""
+
+        def whole(parts: list[Any]) -> Any:
+            if any(isinstance(part, _Unknown) for part in parts):
+                return _Unknown()
+            return self.guarded(node, lambda: make(*parts))
+
+        return After(args, whole)
+
+
+class _Unknown:
+    """Stands in for what is not made, until the refusal names it."""
+
+
+# Type of a node -> what begins one of it.
+Kinds = Mapping[type, Callable[[Builder, Any], Made]]

@@ -1,0 +1,113 @@
+"""The way from live objects to a tree: what torch itself says of its tensors and objects, as entries and inert nodes."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, cast
+
+import torch
+
+from ckptool.bridge.names import GET_LAYOUT, TENSOR_CLASSES, untyped
+from ckptool.bridge.storages import data_of
+from ckptool.bridge.tensors import REBUILD, from_type
+from ckptool.checkpoint import Composite, Storage, StorageRef
+from ckptool.dtypes import BY_TORCH, DType
+from ckptool.errors import Conflict
+from ckptool.graphs import After, Done, Made
+from ckptool.live_values import Reader
+from ckptool.nodes import Global, Object
+from ckptool.pickles.torch_objects import BUILDERS, SIZE
+
+
+def from_torch(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Any:
+    """The tree of nodes that says what `tree` holds: tensors, whatever `torch.save` would write, entries. No tensor is copied.
+
+    Tensors that share a storage share it in the result. CUDA tensors keep their tag, and are copied to the CPU piece by
+    piece when they are written.
+    Raises `Unsupported`, naming every object that no checkpoint should hold, `Conflict` for one storage under two types.
+    """
+    return _TorchReader(arrays_as_tensors, keep_unknown).read(tree)
+
+
+class _TorchReader(Reader):
+    def __init__(self, arrays_as_tensors: bool, keep_unknown: bool) -> None:
+        super().__init__(arrays_as_tensors, keep_unknown)
+        self.storages: dict[int, Storage] = {}
+        self.dtypes: dict[int, DType | None] = {}
+
+    def special(self, value: Any) -> Made:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.storage.TypedStorage):
+            return Done(self._ref(value._untyped_storage, BY_TORCH[str(value.dtype).removeprefix("torch.")]))
+        if isinstance(value, torch.UntypedStorage):
+            return Done(self._ref(value, None))
+        if isinstance(value, torch.Size):
+            return After((tuple(value),), lambda parts: Object(SIZE, tuple(parts)))
+        if isinstance(value, torch.layout):
+            return Done(Object(GET_LAYOUT, (str(value),)))
+        if isinstance(value, torch.device):
+            return Done(Object(Global("torch", "device"), value.__reduce__()[1]))
+        if isinstance(value, torch.qscheme):
+            return Done(Global("torch", str(value).removeprefix("torch.")))
+        return super().special(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> Made:
+        """What torch itself says of a tensor, as an entry or composite."""
+        answer: tuple[Any, ...] = cast(Any, tensor).__reduce_ex__(2)
+        function, args = answer[:2]
+        builder = self._builder(function)
+        if builder is None or len(answer) > 2 or not isinstance(args, tuple):
+            return self.called(tensor, *answer)
+        if (
+            args
+            and isinstance(args[0], types.FunctionType)
+            and self._builder(args[0]) is None
+            and not self.keep_unknown
+        ):
+            return Done(self._refused_tensor(tensor))  # its parts need not be looked at
+
+        def make(parts: list[Any]) -> Any:
+            made = builder(parts[0])
+            return self._refused_tensor(tensor) if made is NotImplemented or not self._loadable(made) else made
+
+        return After((args,), make)
+
+    def _builder(self, function: Any) -> Any:
+        name = self.name_of(function)
+        return BUILDERS.get(name) if name is not None else None
+
+    def _loadable(self, made: Any) -> bool:
+        """False for a tensor of a class that only its own code could make again."""
+        if self.keep_unknown or not isinstance(made, Composite):
+            return True
+        called, args = str(made.made.fn), made.made.args
+        return called != _WRAPPER and (REBUILD.get(called) is not from_type or str(args[1]) in TENSOR_CLASSES)
+
+    def _refused_tensor(self, tensor: torch.Tensor) -> Any:
+        cls = type(tensor)
+        made = self.refuse(tensor, f"a tensor of the class {cls.__module__}.{cls.__qualname__}", _AS_PLAIN)
+        assert isinstance(made, Done)
+        return made.value
+
+    def _ref(self, storage: torch.UntypedStorage, dtype: DType | None) -> StorageRef:
+        """The storage, once for each of torch's. Files give a storage one element type for all its views, as torch does."""
+        key = storage._cdata
+        found = self.storages.get(key)
+        if found is None:
+            found = self.storages[key] = Storage(data_of(storage), untyped.serialization.location_tag(storage))
+            self.remake.alive.append(storage)
+            self.dtypes[key] = dtype
+        elif (self.dtypes[key] or _BYTES) is not (dtype or _BYTES):
+            names = [kind.torch if kind else "an untyped storage" for kind in (self.dtypes[key], dtype)]
+            raise Conflict(
+                f"two tensors see one storage as {names[0]} and as {names[1]}",
+                "A torch file gives each storage one type; torch.save refuses this too.",
+                "Save a copy of one of them: tensor.clone()",
+            )
+        return StorageRef(found, dtype)
+
+
+_BYTES = BY_TORCH["uint8"]  # what torch takes an untyped storage for
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+_AS_PLAIN = "Save it as a plain tensor: tensor.as_subclass(torch.Tensor), or its parts."

@@ -1,0 +1,113 @@
+"""The bytes of tensors: a file's as torch's storages, mapped or read, and torch's storages as data to write."""
+
+from __future__ import annotations
+
+import mmap as mapping
+import zlib
+from typing import Any, cast
+
+import torch
+
+from ckptool.bridge.devices import Restorer
+from ckptool.bridge.names import untyped
+from ckptool.checkpoint import Computed, Data, FileRange, Storage
+from ckptool.errors import Corrupt, FileChanged, LimitExceeded, Unsupported, printable
+from ckptool.files import Source
+from ckptool.gather import fill
+
+_PIECE = 4 << 20
+
+
+class Storages:
+    """One torch storage for each storage of the tree, mapped or read when it is first asked for."""
+
+    def __init__(self, restorer: Restorer, map_files: bool) -> None:
+        self.restorer, self.map_files = restorer, map_files
+        self.made: dict[int, torch.UntypedStorage] = {}
+        self.maps: dict[Source, mapping.mmap] = {}
+
+    def get(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
+        made = self.made.get(id(storage))
+        if made is None:
+            made = self.made[id(storage)] = self._make(storage, itemsize)
+        return made
+
+    def _make(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
+        if self.restorer.meta:
+            return cast(torch.UntypedStorage, untyped.UntypedStorage(storage.nbytes, device="meta"))
+        data = storage.data
+        mapped = self.map_files and not storage.twin  # twins have one place in the file, and each its own memory
+        if mapped and isinstance(data, FileRange) and data.length and data.offset % min(itemsize, 8) == 0:
+            data.ready()
+            view = torch.frombuffer(self._map(data.file), dtype=torch.uint8, count=data.length, offset=data.offset)
+            made = view.untyped_storage()
+        else:
+            made = _in_memory(data, storage.crc)
+        return self.restorer.restore(made, storage.location)
+
+    def _map(self, source: Source) -> mapping.mmap:
+        """The whole file, once, copy-on-write; every storage in it keeps it alive."""
+        if source not in self.maps:
+            source.check_unchanged()
+            try:
+                self.maps[source] = mapping.mmap(source.fd, source.size, access=mapping.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise FileChanged(
+                    f"{source} cannot be mapped into memory", printable(str(error)), "Read it instead: mmap=False"
+                ) from error
+        return self.maps[source]
+
+
+def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:
+    """The bytes in memory of their own; raises `Corrupt` where they do not match their checksum."""
+    try:
+        storage: torch.UntypedStorage = untyped.UntypedStorage(data.length)
+    except (RuntimeError, MemoryError) as error:
+        raise LimitExceeded(
+            f"a storage of {data.length:,} bytes does not fit into memory",
+            "",
+            "Choose a part of the file: FILE#ADDRESS",
+        ) from error
+    if not data.length:
+        return storage
+    if isinstance(data, FileRange):
+        data.ready()
+    buffer = memoryview(cast(Any, _bytes_of(storage).numpy()))
+    total = 0
+    for place in range(0, data.length, _PIECE):
+        piece = buffer[place : place + _PIECE]
+        fill(data, place, piece)
+        total = zlib.crc32(piece, total) if crc is not None else 0
+    if crc is not None and total != crc:
+        where = (
+            f"{data.file}: the {data.length:,} bytes from {data.offset:,}"
+            if isinstance(data, FileRange)
+            else f"a storage of {data.length:,} bytes"
+        )
+        raise Corrupt(
+            f"{where} do not match their checksum (stored {crc:08x}, found {total:08x})",
+            "They were damaged after the file was written.",
+        )
+    return storage
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def data_of(storage: torch.UntypedStorage) -> Computed:
+    """The bytes of a storage, read from where they are; from another device, piece by piece."""
+    size = storage.nbytes()
+    if not size:
+        return Computed(0, lambda offset, length: b"")
+    if storage.device.type == "meta":
+        raise Unsupported("a storage on the meta device has no bytes")
+
+    def read(offset: int, length: int) -> bytes:
+        part = _bytes_of(storage)[offset : offset + length]
+        return part.cpu().numpy().tobytes()
+
+    if storage.device.type != "cpu":
+        return Computed(size, read)
+    raw = memoryview(_bytes_of(storage).numpy())  # type: ignore[arg-type]  # an array is a buffer, which its stubs do not say
+    return Computed(size, read, view=lambda offset, length: raw[offset : offset + length])

@@ -1,0 +1,235 @@
+"""Tensors of every kind: a plain entry over its storage, and what each of torch's rebuild functions makes of its arguments."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckptool.bridge.builder import Builder
+from ckptool.bridge.names import CONSTANTS, GET_LAYOUT, TENSOR_CLASSES, layout_of, torch_dtype, untyped
+from ckptool.checkpoint import Composite, StorageRef, TensorEntry
+from ckptool.errors import BadTensor, Corrupt
+from ckptool.graphs import Done, Made, Of
+from ckptool.nodes import Object
+from ckptool.pickles.torch_objects import BUILDERS, check_view
+
+
+def strided(builder: Builder, entry: TensorEntry) -> Made:
+    """A plain tensor: a view of its storage."""
+    return Done(builder.guarded(entry, lambda: _strided(builder, entry)))
+
+
+def _strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
+    check_view(entry.storage, entry.dtype, entry.shape, entry.stride, entry.offset)
+    storage = builder.storages.get(entry.storage, entry.dtype.itemsize)
+    made = torch.empty(0, dtype=torch_dtype(entry.dtype), device=storage.device)
+    made.set_(storage, entry.offset, entry.shape, entry.stride)
+    flags = entry.flags
+    if flags.conj or flags.neg:
+        untyped._utils.set_tensor_metadata(made, {name: True for name in ("conj", "neg") if getattr(flags, name)})
+    if flags.parameter:
+        return torch.nn.Parameter(made, flags.requires_grad)
+    if flags.requires_grad:
+        made.requires_grad = True
+    return made
+
+
+def composite(builder: Builder, node: Composite) -> Made:
+    """A tensor that is made of other tensors: quantized, sparse, nested, of a subclass."""
+    return _rebuild(builder, node, node.made.fn, node.made.args)
+
+
+def _rebuild(builder: Builder, node: Any, fn: Any, args: tuple[Any, ...]) -> Made:
+    """A call of one of torch's rebuild functions: its arguments are made first, then it is done as `REBUILD` says."""
+    do = REBUILD.get(f"{fn}")
+    if do is None:
+        return builder.refuse(node, f"a tensor of {fn}")
+    return do(builder, node, args)
+
+
+def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+    """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, viewed as a class of torch's, with attributes."""
+    cls = TENSOR_CLASSES.get(str(args[1]))
+    if cls is None:
+        return builder.refuse(node, f"a tensor of the class {args[1]}")
+    call = BUILDERS.get(args[0])
+    inner = call(args[2]) if call is not None else NotImplemented
+
+    def make(made: Any) -> Any:
+        made = made if type(made) is cls else made.as_subclass(cls)
+        return _with_attributes(builder, made, args[3] if len(args) == 4 else None)
+
+    return builder.parts(node, (inner,), make)
+
+
+def _with_attributes(builder: Builder, made: Any, state: Any) -> Any:
+    """Sets the attributes that were set on a tensor, once they are made themselves."""
+    found = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, dict)]
+    attributes = [(key, value) for part in found for key, value in part.items()]
+    if any(type(key) is not str or key.startswith("__") for key, _ in attributes):
+        raise Corrupt(
+            "a tensor with attributes that have no plain names", "Setting them could change what the tensor is."
+        )
+
+    def later(of: Of) -> None:
+        for key, value in attributes:
+            builder.guarded(key, lambda key=key, value=value: setattr(made, key, of(value)))  # type: ignore[misc]
+
+    builder.remake.later(later)
+    return made
+
+
+def _parameter(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+    return builder.parts(node, (args[0],), lambda data: torch.nn.Parameter(data, args[1]))
+
+
+def _parameter_with_state(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+    return builder.parts(
+        node, (args[0],), lambda data: _with_attributes(builder, torch.nn.Parameter(data, args[1]), args[3])
+    )
+
+
+def _quantized(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+    ref, offset, shape, stride, params, requires_grad, _ = args
+    scheme, *numbers = params
+    _check_packed(ref, offset, shape, stride)
+    torch_params = (
+        CONSTANTS.get(str(scheme)),
+        *(list(part) if isinstance(part, list) else part for part in numbers),
+    )
+    tensors = [part for part in torch_params if isinstance(part, TensorEntry)]
+
+    def make(*made: torch.Tensor) -> Any:
+        given = iter(made)
+        ready = tuple(next(given) if isinstance(part, TensorEntry) else part for part in torch_params)
+        storage = _typed(builder, ref)
+        return untyped._utils._rebuild_qtensor(
+            storage, offset, shape, stride, ready, requires_grad, collections.OrderedDict()
+        )
+
+    return builder.parts(node, tuple(tensors), make)
+
+
+def _sparse(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+    layout = layout_of(args[0])
+    *tensors, size = args[1][:3] if layout is torch.sparse_coo else args[1]
+    coalesced = args[1][3] if layout is torch.sparse_coo and len(args[1]) > 3 else None
+    shape = node.shape if isinstance(node, Composite) and node.shape is not None else size
+
+    def make(*made: torch.Tensor) -> Any:
+        # torch.load does not check, and indices that point outside are followed all the same. On meta there is nothing to check.
+        check = not builder.storages.restorer.meta
+        if layout is torch.sparse_coo:
+            return untyped.sparse_coo_tensor(*made, shape, check_invariants=check, is_coalesced=coalesced)
+        return untyped.sparse_compressed_tensor(*made, shape, layout=layout, check_invariants=check)
+
+    return builder.parts(node, tuple(tensors), make)
+
+
+def _sparse_csr(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+    return _sparse(builder, node, (Object(GET_LAYOUT, ("torch.sparse_csr",)), args[0]))
+
+
+def _nested(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+    def make(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor) -> Any:
+        if not builder.storages.restorer.meta:
+            _check_nested(buffer, sizes, strides, offsets)
+        return untyped._nested_view_from_buffer(buffer, sizes, strides, offsets)
+
+    return builder.parts(node, args, make)
+
+
+def _meta(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+    dtype, size, stride, requires_grad = args
+    return builder.parts(
+        node,
+        (dtype,),
+        lambda made: torch.empty_strided(
+            tuple(size), tuple(stride), dtype=made, device="meta", requires_grad=requires_grad
+        ),
+    )
+
+
+def _device_tensor(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+    """A tensor that was on a device without storages, saved as numbers and the name of the device."""
+    data, dtype, location, requires_grad = args
+
+    def make(made: Any, kind: torch.dtype) -> Any:
+        here = made if isinstance(made, torch.Tensor) else torch.from_numpy(made)
+        here = here.to(kind).contiguous()
+        there = builder.storages.restorer.restore(here.untyped_storage(), str(location))
+        moved = torch.empty(0, dtype=kind, device=there.device).set_(
+            there, here.storage_offset(), here.shape, here.stride()
+        )
+        moved.requires_grad = requires_grad
+        return moved
+
+    return builder.parts(node, (data, dtype), make)
+
+
+def _wrapper(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+    return builder.refuse(node, f"a tensor of the class {args[0]}")
+
+
+def _typed(builder: Builder, ref: StorageRef) -> Any:
+    dtype = torch.uint8 if ref.dtype is None else torch_dtype(ref.dtype)
+    storage = builder.storages.get(ref.storage, ref.dtype.itemsize if ref.dtype else 8)
+    return untyped.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def storage_ref(builder: Builder, ref: StorageRef) -> Made:
+    """A storage by itself."""
+    return Done(_typed(builder, ref))
+
+
+def _check_packed(ref: StorageRef, offset: Any, shape: Any, stride: Any) -> None:
+    """Raises `BadTensor` for a view of packed quantized elements that reaches outside of its storage."""
+    if ref.dtype is None or ref.dtype.name not in ("qu4x2", "qu2x4"):
+        return
+    per_byte = 2 if ref.dtype.name == "qu4x2" else 4
+    numbers = (offset, *shape, *stride)
+    if (
+        not all(type(number) is int and number >= 0 for number in numbers)
+        or math.prod(shape) > ref.storage.nbytes * per_byte
+    ):
+        raise BadTensor(f"a quantized tensor of shape {list(shape)} in a storage of {ref.storage.nbytes:,} bytes")
+
+
+def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Raises `BadTensor` unless every part of a nested tensor lies inside its buffer; torch itself does not look."""
+    if sizes.shape != strides.shape or sizes.dim() != 2 or offsets.shape != sizes.shape[:1]:
+        raise BadTensor("a nested tensor whose sizes, strides and offsets do not belong together")
+    for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
+        numbers = (*size, *stride, offset)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise BadTensor("a nested tensor whose sizes, strides or offsets are no numbers")
+        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        if 0 not in size and last >= buffer.numel():
+            raise BadTensor(
+                f"a part of shape {size} of a nested tensor lies outside of its {buffer.numel():,} elements"
+            )
+
+
+Rebuild = Callable[[Builder, Any, tuple[Any, ...]], Made]
+
+REBUILD: dict[str, Rebuild] = {
+    "torch._tensor._rebuild_from_type_v2": from_type,
+    "torch._tensor._rebuild_from_type": from_type,
+    "torch.tensor._rebuild_from_type_v2": from_type,
+    "torch.tensor._rebuild_from_type": from_type,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_sparse_csr_tensor": _sparse_csr,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._utils._rebuild_device_tensor_from_numpy": _device_tensor,
+    "torch._utils._rebuild_xla_tensor": _device_tensor,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _device_tensor,
+}
