@@ -14,13 +14,13 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from ckptool import formats, plain, tree
+from ckptool import formats, tree
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.cli.answers import Answer
 from ckptool.errors import CkptoolError
 from ckptool.formats import torch_zip
 from ckptool.gather import to_numpy
-from ckptool.plain import summary
+from ckptool.plain import jsons, summary
 from ckptool.render.html import inspection_html
 from ckptool.render.json import dumps
 from ckptool.render.style import PLAIN
@@ -38,7 +38,7 @@ SMALL = 1 << 16
 def cut_off_sooner() -> None:
     """What a file repeats again and again is cut off sooner: that it is cut off at all is tested elsewhere, and takes a second."""
     tree.REPEATED_NODES = 2_000
-    plain.MAX_JSON_NODES = 2_000
+    jsons.MAX_JSON_NODES = 2_000
 
 
 class TooMuch(Exception):

@@ -1,0 +1,126 @@
+"""Values as JSON can say them, bounded whatever they refer to."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ckptool.checkpoint import Composite, StorageRef, TensorEntry
+from ckptool.errors import printable
+from ckptool.nodes import Object, Set
+from ckptool.plain.numpy_arrays import Array
+from ckptool.plain.summaries import summary
+from ckptool.plain.values import plain
+
+MAX_JSON_DEPTH = 100
+MAX_JSON_NODES = 100_000
+MAX_JSON_BYTES = 4_096
+MAX_JSON_REPEATED = 4 << 20  # characters of what stands there already
+SHORT = 256
+
+
+def to_json(value: Any) -> Any:
+    """The value as JSON can say it: keys are texts, NaN and infinities the texts "NaN", "Infinity", "-Infinity".
+
+    Bounded, whatever the value refers to: below 100 levels, and after 100,000 values, an object `{"...": what}` stands for the rest.
+    Bytes are `{"base64": …}` (`{"bytes": n}` beyond 4 KiB), tensors `{"tensor": dtype, "shape": …}`, unknown objects `{"object": name, …}`.
+    """
+    return to_jsons([value])[0]
+
+
+def to_jsons(values: Sequence[Any]) -> list[Any]:
+    """The same for several values, which are bounded together."""
+    writer = _Json(MAX_JSON_NODES + 4 * len(values))
+    return [writer.value(plain(value), 0) for value in values]
+
+
+class _Json:
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.repeated = MAX_JSON_REPEATED
+        self.written: dict[int, Any] = {}  # long texts and numbers, by id (and kept alive for it)
+
+    def _affordable(self, value: Any, size: int) -> bool:
+        """False for a long text or number that was written before, once such repetitions have come to too much."""
+        if size <= SHORT:
+            return True
+        if id(value) in self.written:
+            self.repeated -= size
+        self.written[id(value)] = value
+        return self.repeated >= 0
+
+    def value(self, value: Any, depth: int) -> Any:
+        if type(value) is str:
+            return _text(value) if self._affordable(value, len(value)) else {"...": summary(value)}
+        if value is None or type(value) is bool:
+            return value
+        if type(value) is int:
+            short = value.bit_length() < 1024 or not self._affordable(value, value.bit_length() // 4)
+            return (value if value.bit_length() < 1024 else {"...": summary(value)}) if short else str(hex(value))
+        if type(value) is float:
+            return value if math.isfinite(value) else _float(value)
+        self.left -= 1
+        if depth >= MAX_JSON_DEPTH or self.left < 0:
+            return {"...": summary(value)}
+        if isinstance(value, dict):
+            return {self._key(key, value): self.value(item, depth + 1) for key, item in self._some(value.items())}
+        if isinstance(value, (list, tuple)):
+            return [self.value(item, depth + 1) for item in self._some(value)]
+        if isinstance(value, Set):
+            return [self.value(item, depth + 1) for item in self._some(value.items)]
+        return self._other(value, depth)
+
+    def _some(self, values: Any) -> Iterator[Any]:
+        for value in values:
+            if self.left < 0:
+                return
+            self.left -= 1
+            yield value
+
+    def _key(self, key: Any, owner: dict[Any, Any]) -> str:
+        if type(key) is str:
+            return str(_text(key)) if self._affordable(key, len(key)) else summary(key, SHORT)
+        text = summary(key, 200) if not isinstance(key, (int, float)) or isinstance(key, bool) else str(key)
+        return f"{text} ({type(key).__name__})" if text in owner else text  # 0 beside '0'
+
+    def _other(self, value: Any, depth: int) -> Any:
+        if isinstance(value, (bytes, bytearray)):
+            small = len(value) <= MAX_JSON_BYTES and self._affordable(value, len(value))
+            return {"base64": base64.b64encode(value).decode()} if small else {"bytes": len(value)}
+        if isinstance(value, complex):
+            return [self.value(value.real, depth), self.value(value.imag, depth)]
+        if isinstance(value, (TensorEntry, Composite)):
+            shape = None if value.shape is None else list(value.shape)
+            return {"tensor": value.dtype.name if value.dtype else None, "shape": shape}
+        if isinstance(value, Array):
+            return self._array(value, depth)
+        if isinstance(value, Object):
+            parts = {"args": value.args, "items": value.items, "elements": value.elements, "state": value.attributes}
+            return {"object": printable(value.name)} | {
+                name: self.value(part, depth + 1) for name, part in parts.items() if part
+            }
+        return printable(str(value)) if not isinstance(value, StorageRef) else summary(value)
+
+    def _array(self, value: Array, depth: int) -> Any:
+        facts = {"numpy": str(value.type), "shape": list(value.shape)}
+        found = value.values() if value.size <= 64 else None
+        return (
+            facts
+            if found is None
+            else facts | {"values": self.value(found, depth + 1), **({"order": "F"} if value.fortran else {})}
+        )
+
+
+def _float(value: float) -> str:
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+
+
+def _text(text: str) -> str:
+    """Lone surrogates cannot be written as UTF-8: they become escapes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "backslashreplace").decode()
+    return text

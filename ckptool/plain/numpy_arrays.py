@@ -1,0 +1,186 @@
+"""numpy's arrays, scalars and element types, made of what their pickles say, without numpy.
+
+Source: the `__reduce__` methods of numpy 1 and 2.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.checkpoint import LongBytes
+from ckptool.errors import Corrupt, Unsupported, printable
+from ckptool.nodes import MISSING, Object
+from ckptool.plain.names import canonical
+
+_LETTERS = {
+    "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
+    "f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayType:
+    """A numpy element type without numpy. code: kind and size, `f8` or `U3`.  order: `<`, `>`, or `|` where it does not matter.
+
+    fields: of a record, its (name, type, offset). unit: of a date or duration, (unit, count).
+    """
+
+    code: str
+    order: str
+    itemsize: int
+    fields: tuple[tuple[str, ArrayType, int], ...] = ()
+    unit: tuple[str, int] | None = None
+
+    def __str__(self) -> str:
+        if self.fields:
+            return f"record of {len(self.fields)} fields"
+        unit = f"[{self.unit[1] if self.unit[1] != 1 else ''}{self.unit[0]}]" if self.unit else ""
+        return f"{'>' if self.order == '>' and self.itemsize > 1 else ''}{_OUR_NAMES.get(self.code, self.code)}{unit}"
+
+
+_OUR_NAMES = {
+    "b1": "bool", "i1": "i8", "i2": "i16", "i4": "i32", "i8": "i64", "u1": "u8", "u2": "u16", "u4": "u32", "u8": "u64",
+    "f2": "f16", "f4": "f32", "f8": "f64", "c8": "c64", "c16": "c128", "M8": "datetime64", "m8": "timedelta64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A numpy array of a pickle: its element type, its shape, and its bytes in row-major order (column-major where `fortran`).
+
+    data: the bytes, or where they are, of a large array that a format left in its file.
+    """
+
+    type: ArrayType
+    shape: tuple[int, ...]
+    data: bytes | LongBytes
+    fortran: bool = False
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def values(self, limit: int | None = None) -> list[Any] | None:
+        """The elements in the order of their bytes, the first `limit` of them; None for types that Python has no value for."""
+        width, count = self.type.itemsize, self.size if limit is None else min(limit, self.size)
+        if isinstance(self.data, LongBytes) and count < self.size:
+            data = self.data.data.read(0, count * width)
+        else:
+            data = bytes(self.data)
+        items = [element(self.type, data[i * width : (i + 1) * width]) for i in range(count)]
+        return None if NotImplemented in items else items
+
+    def __repr__(self) -> str:
+        return f"<numpy array {self.type}{list(self.shape)}>"
+
+
+def element(kind: ArrayType, raw: bytes) -> Any:
+    """One element as Python's own value; `NotImplemented` where Python has none."""
+    letters = _LETTERS.get(kind.code)
+    if kind.fields:
+        return NotImplemented
+    if letters is not None:
+        parts = struct.unpack((">" if kind.order == ">" else "<") + letters, raw)
+        return complex(*parts) if len(parts) == 2 else parts[0]
+    if kind.code[0] == "U":
+        return raw.decode("utf-32-be" if kind.order == ">" else "utf-32-le", "replace").rstrip("\0")
+    return raw.rstrip(b"\0") if kind.code[0] == "S" else NotImplemented
+
+
+def array_type(node: Any, depth: int = 0) -> ArrayType:
+    """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and what numpy cannot hold plainly."""
+    if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype" or not node.args or depth > 8:
+        raise Unsupported(
+            "a numpy type that is not known", "Only numbers, texts, dates, bytes and records of them are read."
+        )
+    code, state = node.args[0], node.state
+    if (
+        type(code) is not str
+        or not code.isascii()
+        or code[:1] not in tuple("?biufcSUVmM")
+        or not (code[1:].isdigit() or code == "?")
+    ):
+        kind = (
+            "Python objects"
+            if type(code) is str and code[:1] == "O"
+            else f"the unknown type {printable(str(code)[:40])!r}"
+        )
+        raise Unsupported(f"a numpy array of {kind}", "Only numbers, texts, dates, bytes and records of them are read.")
+    code = "b1" if code == "?" else code
+    size = int(code[1:]) * (4 if code[0] == "U" else 1)
+    if code[0] in "biufcmM" and code not in _LETTERS and code not in ("M8", "m8"):
+        raise Unsupported(f"a numpy type {code!r}", "It differs from machine to machine.")
+    if type(state) is not tuple:
+        return ArrayType(code, "|" if size == 1 or code[0] in "SV" else "<", size)
+    if len(state) < 7 or state[1] not in ("<", ">", "|", "=") or state[2] is not None:
+        raise Unsupported("a numpy type of nested arrays, or damaged")
+    order = "<" if state[1] == "=" else state[1]
+    return ArrayType(code, order, size, _fields(state, size, depth), _unit(state) if code in ("M8", "m8") else None)
+
+
+def _fields(state: tuple[Any, ...], size: int, depth: int) -> tuple[tuple[str, ArrayType, int], ...]:
+    names, fields = state[3], state[4]
+    if names is None:
+        return ()
+    found = []
+    for name in names:
+        kind, offset = array_type(fields[name][0], depth + 1), fields[name][1]
+        if type(name) is not str or type(offset) is not int or offset < 0 or offset + kind.itemsize > size:
+            raise Corrupt("a numpy record whose fields lie outside of it")
+        found.append((name, kind, offset))
+    return tuple(found)
+
+
+def _unit(state: tuple[Any, ...]) -> tuple[str, int]:
+    unit, count, *_ = state[8][-1] if len(state) > 8 else (b"generic", 1)
+    unit = unit.decode("ascii") if isinstance(unit, bytes) else unit
+    if (
+        unit not in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic")
+        or type(count) is not int
+    ):
+        raise Corrupt("a numpy date of an unknown unit")
+    return unit, count
+
+
+def array(node: Object) -> Any:
+    """The `Array` that an object stands for; `NotImplemented` if it is no plain numpy array. Raises `Corrupt` where sizes disagree."""
+    called, state = canonical(node.fn), node.state
+    if (
+        called == "numpy.core.multiarray._reconstruct"
+        and node.args
+        and canonical(node.args[0]) == "numpy.ndarray"
+        and type(state) is tuple
+    ):
+        shape, kind, fortran, data = state[-4:]
+    elif called == "numpy.core.numeric._frombuffer" and len(node.args) == 4 and state is MISSING:
+        data, kind, shape, order = node.args
+        fortran = order == "F"
+    else:
+        return NotImplemented
+    found = array_type(kind)
+    data = _python2_bytes(data)
+    if isinstance(data, list) or not isinstance(data, (bytes, bytearray, LongBytes)):
+        raise Unsupported("a numpy array of Python objects", "It holds no plain numbers.")
+    if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
+        raise Corrupt("a numpy array whose shape is not a list of numbers")
+    if math.prod(shape) * found.itemsize != len(data):
+        raise Corrupt(f"a numpy array of shape {list(shape)} and type {found} with {len(data):,} bytes")
+    return Array(found, shape, data if isinstance(data, LongBytes) else bytes(data), bool(fortran))
+
+
+def _python2_bytes(data: Any) -> Any:
+    """What Python 2 called a text was read as UTF-8 where it happened to be that; its bytes are meant."""
+    return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+
+
+def scalar(node: Object) -> Any:
+    """The type and bytes of a numpy scalar, as an `Array` without dimensions; `NotImplemented` for anything else."""
+    if canonical(node.fn) != "numpy.core.multiarray.scalar" or len(node.args) != 2:
+        return NotImplemented
+    kind, data = array_type(node.args[0]), _python2_bytes(node.args[1])
+    if not isinstance(data, bytes) or len(data) != kind.itemsize:
+        raise Corrupt(f"a numpy scalar of type {kind} that is not of {kind.itemsize} bytes")
+    return Array(kind, (), data)
