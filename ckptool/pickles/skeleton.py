@@ -28,12 +28,9 @@ from ckptool.checkpoint import Blob, Composite, Computed, Data
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.gather import subrange
 from ckptool.nodes import structural_parts
-from ckptool.pickles.decode import (
-    BLOB,
-    MAX_INTEGER_BITS,
-    REFUSED,
-    Decoded,
-)
+from ckptool.pickles.decode import Decoded
+from ckptool.pickles.machine import BLOB, REFUSED
+from ckptool.pickles.tape import MAX_INTEGER_BITS
 from ckptool.pickles.texts import MAX_STRING, check_size, whole
 
 Leaf = TypeVar("Leaf")

@@ -1,0 +1,287 @@
+"""The pickle machine: one loop over the opcodes, which moves values on a stack; nothing is imported, resolved or called.
+
+The opcodes stand in the order of their frequency in torch files: the simplest arrangement that is fast (a table of methods takes
+twice as long). It never recurses and allocates nothing larger than the bytes that remain. What takes more than a line to read
+is read by the `tape`, what takes more to make is made by the `maker`.
+Source of the opcodes: the comments of Lib/pickletools.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any
+
+from ckptool.errors import LimitExceeded, Unsupported
+from ckptool.nodes import ByteString, Global, Set
+from ckptool.pickles.maker import Maker
+from ckptool.pickles.tape import FRAME_END, Tape
+from ckptool.pickles.texts import python2_text
+
+BLOB = 0xFF  # no opcode of Python's: in a skeleton, the number of a value that was left in the file follows
+
+_INT = struct.Struct("<i").unpack_from
+_UINT = struct.Struct("<I").unpack_from
+_ULONG = struct.Struct("<Q").unpack_from
+_SHORT = struct.Struct("<H").unpack_from
+_FLOAT = struct.Struct(">d").unpack_from
+
+
+class Machine:
+    """Runs one pickle. `persistent`, `limit` (in opcodes) and `blobs` are those of `decode`."""
+
+    __slots__ = ("blobs", "limit", "maker", "persistent", "protocol", "tape")
+
+    def __init__(
+        self, tape: Tape, maker: Maker, persistent: Callable[[Any], Any], limit: int, blobs: Sequence[Any] | None
+    ) -> None:
+        self.tape, self.maker = tape, maker
+        self.persistent = persistent
+        self.limit = limit
+        self.blobs = blobs
+        self.protocol = 0
+
+    def run(self) -> Any:
+        """The value that the pickle leaves on the stack."""
+        tape, maker, blobs = self.tape, self.maker, self.blobs
+        data, persistent, builders = tape.data, self.persistent, maker.builders
+        stack: list[Any] = []
+        marks: list[list[Any]] = []
+        memo: dict[int, Any] = {}
+        pos = 0
+        for _ in repeat(None, self.limit):
+            op = data[pos]
+            pos += 1
+            if op == 0x72:  # LONG_BINPUT
+                memo[_UINT(data, pos)[0]] = stack[-1]
+                pos += 4
+            elif op == 0x68:  # BINGET
+                stack.append(memo[data[pos]])
+                pos += 1
+            elif op == 0x4B:  # BININT1
+                stack.append(data[pos])
+                pos += 1
+            elif op == 0x28:  # MARK
+                marks.append(stack)
+                stack = []
+            elif op == 0x58:  # BINUNICODE
+                size = _UINT(data, pos)[0]
+                pos += 4
+                stack.append(
+                    str(data[pos : pos + size], "utf-8", "surrogatepass") if size < 64 else tape.text(pos, size)
+                )
+                pos += size
+            elif op == 0x71:  # BINPUT
+                memo[data[pos]] = stack[-1]
+                pos += 1
+            elif op == 0x74:  # TUPLE
+                items, stack = stack, self._unmark(marks, pos)
+                stack.append(tuple(items))
+            elif op == 0x52:  # REDUCE
+                args = stack.pop()
+                fn = stack[-1]
+                builder = builders.get(fn) if type(fn) is Global else None
+                if type(args) is not tuple:
+                    raise tape.corrupt(pos, "a call without an argument tuple")
+                tape.at = pos
+                value = builder(args) if builder is not None else NotImplemented
+                stack[-1] = maker.call(fn, args, "call") if value is NotImplemented else value
+            elif op == 0x51:  # BINPERSID
+                tape.at = pos
+                stack[-1] = persistent(stack[-1])
+            elif op == 0x6A:  # LONG_BINGET
+                stack.append(memo[_UINT(data, pos)[0]])
+                pos += 4
+            elif op == 0x29:  # EMPTY_TUPLE
+                stack.append(())
+            elif op == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif op == 0x86:  # TUPLE2
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+            elif op == 0x89:  # NEWFALSE
+                stack.append(False)
+            elif op == 0x4D:  # BININT2
+                stack.append(_SHORT(data, pos)[0])
+                pos += 2
+            elif op == 0x4A:  # BININT
+                stack.append(_INT(data, pos)[0])
+                pos += 4
+            elif op == 0x87:  # TUPLE3
+                last = stack.pop()
+                middle = stack.pop()
+                stack[-1] = (stack[-1], middle, last)
+            elif op == 0x88:  # NEWTRUE
+                stack.append(True)
+            elif op == 0x4E:  # NONE
+                stack.append(None)
+            elif op == 0x7D:  # EMPTY_DICT
+                stack.append({})
+            elif op == 0x75:  # SETITEMS
+                items, stack = stack, self._unmark(marks, pos)
+                maker.set_items(stack[-1], items, pos)
+            elif op == 0x73:  # SETITEM
+                value, key = stack.pop(), stack.pop()
+                maker.set_items(stack[-1], [key, value], pos)
+            elif op == 0x5D:  # EMPTY_LIST
+                stack.append([])
+            elif op == 0x65:  # APPENDS
+                items, stack = stack, self._unmark(marks, pos)
+                maker.append(stack[-1], items, pos)
+            elif op == 0x61:  # APPEND
+                value = stack.pop()
+                maker.append(stack[-1], [value], pos)
+            elif op == 0x47:  # BINFLOAT
+                stack.append(_FLOAT(data, pos)[0])
+                pos += 8
+            elif op == 0x63:  # GLOBAL
+                module, pos = tape.line(pos)
+                attribute, pos = tape.line(pos)
+                stack.append(maker.name(module, attribute, pos))
+            elif op == 0x62:  # BUILD
+                state = stack.pop()
+                maker.set_state(stack[-1], state, pos)
+            elif op == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif op == 0x8C:  # SHORT_BINUNICODE
+                size = data[pos]
+                stack.append(tape.text(pos + 1, size))
+                pos += 1 + size
+            elif op == 0x8A:  # LONG1
+                size = data[pos]
+                stack.append(tape.integer(pos + 1, size))
+                pos += 1 + size
+            elif op == 0x2E:  # STOP
+                if tape.in_frame:
+                    pos = tape.stop_in_frame(pos)
+                tape.at = pos
+                if marks or len(stack) != 1:
+                    raise tape.corrupt(
+                        pos, f"{len(stack) + sum(map(len, marks)):,} values are left on the stack instead of one"
+                    )
+                return stack[0]
+            elif op == 0x93:  # STACK_GLOBAL
+                attribute, module = stack.pop(), stack.pop()
+                if type(attribute) is not str or type(module) is not str:
+                    raise maker.computed(module, attribute, pos)
+                stack.append(maker.name(module, attribute, pos))
+            elif op == 0x81:  # NEWOBJ
+                args = stack.pop()
+                stack[-1] = maker.new(stack[-1], args, None, pos)
+            elif op == 0x92:  # NEWOBJ_EX
+                kwargs, args = stack.pop(), stack.pop()
+                stack[-1] = maker.new(stack[-1], args, kwargs, pos)
+            elif op == 0x80:  # PROTO
+                self.protocol = data[pos]
+                if self.protocol > 5:
+                    raise Unsupported(
+                        f"pickle protocol {self.protocol} is not known", "Protocols 0 to 5 exist."
+                    ).within(f"byte {pos:,}")
+                pos += 1
+            elif op == 0x95:  # FRAME
+                if blobs is None:
+                    data, pos = tape.enter_frame(pos + 8, _ULONG(data, pos)[0]), 0
+                else:
+                    pos += 8
+            elif op in _SIZED_BYTES:
+                kind, width = _SIZED_BYTES[op]
+                size = int.from_bytes(tape.take(pos, width), "little", signed=op == 0x54)
+                pos += width
+                value = tape.text(pos, size) if kind is str else kind(tape.take(pos, size))
+                maker.byte_strings += type(value) is ByteString
+                stack.append(value)
+                pos += size
+            elif op == 0x8F:  # EMPTY_SET
+                stack.append(Set([]))
+            elif op == 0x90:  # ADDITEMS
+                items, stack = stack, self._unmark(marks, pos)
+                maker.add(stack[-1], items, pos)
+            elif op == 0x91:  # FROZENSET
+                items, stack = stack, self._unmark(marks, pos)
+                stack.append(Set([], frozen=True))
+                maker.add(stack[-1], items, pos)
+            elif op == 0x6C:  # LIST
+                items, stack = stack, self._unmark(marks, pos)
+                stack.append(items)
+            elif op == 0x64:  # DICT
+                items, stack = stack, self._unmark(marks, pos)
+                stack.append({})
+                maker.set_items(stack[-1], items, pos)
+            elif op == 0x30:  # POP
+                if stack:
+                    stack.pop()
+                else:
+                    stack = self._unmark(marks, pos)
+            elif op == 0x31:  # POP_MARK
+                stack = self._unmark(marks, pos)
+            elif op == 0x32:  # DUP
+                stack.append(stack[-1])
+            elif op == 0x8B:  # LONG4
+                size = _INT(data, pos)[0]
+                stack.append(tape.integer(pos + 4, size))
+                pos += 4 + size
+            elif op == 0x69:  # INST
+                module, pos = tape.line(pos)
+                attribute, pos = tape.line(pos)
+                items, stack = stack, self._unmark(marks, pos)
+                stack.append(maker.instance(maker.name(module, attribute, pos), tuple(items)))
+            elif op == 0x6F:  # OBJ
+                items, stack = stack, self._unmark(marks, pos)
+                stack.append(maker.instance(items[0], tuple(items[1:])))
+            elif op == 0x56:  # UNICODE
+                raw, pos = tape.raw_line(pos)
+                stack.append(tape.unescaped(raw, pos))
+            elif op == 0x53:  # STRING
+                raw, pos = tape.raw_line(pos)
+                value = tape.quoted(raw, pos)
+                maker.byte_strings += type(value) is ByteString
+                stack.append(value)
+            elif op in _TEXT_OPCODES:
+                line, pos = tape.line(pos)
+                if op == 0x70:  # PUT
+                    memo[tape.number(line, pos)] = stack[-1]
+                elif op == 0x67:  # GET
+                    stack.append(memo[tape.number(line, pos)])
+                elif op == 0x50:  # PERSID
+                    tape.at = pos
+                    stack.append(persistent(line))
+                else:
+                    stack.append(tape.scalar(op, line, pos))
+            elif op == BLOB and blobs:
+                stack.append(blobs[_UINT(data, pos)[0]])
+                pos += 4
+            elif op == FRAME_END and pos == len(data) and tape.in_frame:
+                pos += tape.base - 1
+                data = tape.leave_frame()
+            elif op in REFUSED:
+                raise Unsupported(
+                    f"opcode {REFUSED[op]} at byte {tape.base + pos - 1:,} is not read", "No PyTorch file uses it."
+                )
+            else:
+                raise tape.corrupt(pos, f"0x{op:02x} is not a pickle opcode")
+        tape.at = pos
+        raise LimitExceeded(
+            f"more than {self.limit:,} opcodes",
+            "A pickle this long cannot come from a file of this size; it is built to exhaust its reader.",
+        )
+
+    def _unmark(self, marks: list[list[Any]], pos: int) -> list[Any]:
+        if not marks:
+            raise self.tape.corrupt(pos, "the end of a group that was not begun")
+        return marks.pop()
+
+
+# opcode -> what it makes of its bytes, and the width of its length field
+_SIZED_BYTES: dict[int, tuple[Callable[[bytes], Any], int]] = {
+    0x43: (bytes, 1),  # SHORT_BINBYTES
+    0x42: (bytes, 4),  # BINBYTES
+    0x8E: (bytes, 8),  # BINBYTES8
+    0x96: (bytearray, 8),  # BYTEARRAY8
+    0x8D: (str, 8),  # BINUNICODE8
+    0x55: (python2_text, 1),  # SHORT_BINSTRING
+    0x54: (python2_text, 4),  # BINSTRING
+}
+# INT, LONG, FLOAT, PUT, GET, PERSID: an argument up to the end of the line
+_TEXT_OPCODES = frozenset(b"ILFpgP")
+REFUSED = {0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER"}

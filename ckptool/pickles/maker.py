@@ -1,0 +1,183 @@
+"""What the opcodes of a pickle make: names, calls as inert objects or as what a builder makes of them, items, elements, states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.errors import CkptoolError, Conflict, LimitExceeded, UnsafeObject, printable
+from ckptool.nodes import (
+    MISSING,
+    Global,
+    Object,
+    OrderedDict,
+    Set,
+    check_collisions,
+    is_hashable,
+    structural_parts,
+)
+from ckptool.pickles.builders import Builder
+from ckptool.pickles.known import is_known_call
+from ckptool.pickles.tape import Tape
+from ckptool.pickles.texts import key_text, whole
+
+MAX_KEY_DEPTH = 4
+
+
+class Maker:
+    """Makes and changes the nodes of one pickle, and remembers which unknown calls there were."""
+
+    __slots__ = ("blobs", "builders", "byte_strings", "calls", "hashed", "limit", "tape")
+
+    def __init__(self, tape: Tape, builders: Mapping[Global, Builder], limit: int, blobs: bool) -> None:
+        self.tape = tape  # which errors say where they are on
+        self.builders = builders
+        self.limit = limit
+        self.blobs = blobs  # whether some texts may still lie in the file
+        self.byte_strings = 0  # texts of Python 2 that are not UTF-8
+        self.calls: list[Object] = []
+        self.hashed = 0  # parts of keys so far
+
+    def name(self, module: str, attribute: str, pos: int) -> Global:
+        """A name that pickles may have; it is never looked up."""
+        if not (module.isprintable() and attribute.isprintable()):
+            raise self.tape.corrupt(pos, f"the name {printable(module)[:200]}.{printable(attribute)[:200]}")
+        return Global(module, attribute)
+
+    def computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:
+        """What to raise for a name that is no text."""
+        if isinstance(module, Object) or isinstance(attribute, Object):
+            self.tape.at = pos
+            return UnsafeObject(
+                "a name is computed", "What would be called is decided by calling something else first."
+            )
+        return self.tape.corrupt(pos, "a name is computed, not text")
+
+    def call(self, fn: Any, args: tuple[Any, ...], how: str, kwargs: Any = None) -> Object:
+        """The inert object that stands for a call; one of an unknown function is remembered."""
+        made = Object(fn, args, how, kwargs)
+        if how == "call" and not is_known_call(fn, args):
+            self.calls.append(made)
+        return made
+
+    def new(self, cls: Any, args: Any, kwargs: Any, pos: int) -> Any:
+        """What NEWOBJ makes of a class: what its builder makes, or an inert object."""
+        if type(args) is not tuple or not (kwargs is None or isinstance(kwargs, dict)):
+            raise self.tape.corrupt(pos, "an object without an argument tuple")
+        builder = self.builders.get(cls) if type(cls) is Global and not kwargs else None
+        value = builder(args) if builder is not None else NotImplemented
+        return self.call(cls, args, "new", kwargs or None) if value is NotImplemented else value
+
+    def instance(self, cls: Any, args: tuple[Any, ...]) -> Any:
+        """INST and OBJ call the class when there are arguments, and only make the object when there are none."""
+        return self.call(cls, args, "call") if args else self.new(cls, (), None, self.tape.at)
+
+    def set_items(self, target: Any, items: list[Any], pos: int) -> None:
+        """Keys and values in turn into a dictionary, or an object that is like one; raises `Conflict` for a key twice."""
+        if isinstance(target, dict):
+            mapping = target
+        elif type(target) is Object:
+            mapping = target.items = {} if target.items is None else target.items
+        else:
+            raise self.tape.corrupt(pos, f"items set on a {_kind(target)}")
+        if len(items) % 2:
+            raise self.tape.corrupt(pos, "a key without a value")
+        keys = items[::2] if not self.blobs and not self.byte_strings else [key_text(whole(key)) for key in items[::2]]
+        for key in keys:
+            if type(key) is not str and type(key) is not int:
+                self._check_key(key, pos)
+        size = len(mapping)
+        if (size + len(keys)).bit_length() > max(7, size.bit_length()):  # now and then, so that it costs nothing
+            self.tape.at = pos
+            check_collisions(chain(mapping, keys))
+        mapping.update(zip(keys, items[1::2], strict=True))
+        if len(mapping) != size + len(keys):
+            self.tape.at = pos
+            raise Conflict(
+                "a dictionary with the same key twice",
+                "One of the two values would be lost; which one depends on the reader.",
+            )
+
+    def _check_key(self, key: Any, pos: int, depth: int = 0) -> None:
+        if type(key) is tuple:
+            if depth == MAX_KEY_DEPTH:
+                self.tape.at = pos
+                raise LimitExceeded("a dictionary key of tuples within tuples", "Hashing it could take for ever.")
+            self.hashed += len(key)
+            if self.hashed > self.limit:
+                self.tape.at = pos
+                raise LimitExceeded(
+                    f"dictionary keys of more than {self.limit:,} parts", "Hashing them could take for ever."
+                )
+            for part in key:
+                self._check_key(part, pos, depth + 1)
+        elif not is_hashable(key) or key != key:
+            raise self.tape.corrupt(pos, f"a {_kind(key)} as a dictionary key")
+
+    def append(self, target: Any, items: list[Any], pos: int) -> None:
+        """Values to the end of a list, or of an object that is like one."""
+        if type(target) is list:
+            target.extend(items)
+        elif type(target) is Object:
+            self._extend(target, items)
+        else:
+            raise self.tape.corrupt(pos, f"values appended to a {_kind(target)}")
+
+    @staticmethod
+    def _extend(target: Object, items: list[Any]) -> None:
+        if target.elements is None:
+            target.elements = []
+        target.elements.extend(items)
+
+    def add(self, target: Any, items: list[Any], pos: int) -> None:
+        """Values into a set, or an object that is like one."""
+        if type(target) is Set:
+            if not all(map(is_hashable, items)):
+                raise self.tape.corrupt(pos, "a set of values that can be changed")
+            target.items.extend(items)
+        elif type(target) is Object:
+            self._extend(target, items)
+            target.adds = True
+        else:
+            raise self.tape.corrupt(pos, f"values added to a {_kind(target)}")
+
+    def set_state(self, target: Any, state: Any, pos: int) -> None:
+        """What BUILD gives: the state of an object, the attributes of an `OrderedDict`, the flags of a tensor."""
+        if type(target) is Object and target.state is MISSING:
+            target.state = state
+        elif (
+            type(target) is OrderedDict
+            and target.attributes is None
+            and type(state) is dict
+            and all(type(k) is str for k in state)
+        ):
+            target.attributes = state
+        elif not self._set_tensor(target, state):
+            raise self.tape.corrupt(pos, f"a state set on a {_kind(target)}")
+
+    @staticmethod
+    def _set_tensor(target: Any, state: Any) -> bool:
+        if type(target) is not TensorEntry:
+            return False
+        from ckptool.pickles.torch_objects import set_tensor_state
+
+        return set_tensor_state(target, state)
+
+    def discarded(self, root: Any) -> tuple[Object, ...]:
+        """The unknown calls that do not end up in the tree: they would have run all the same."""
+        if not self.calls:
+            return ()
+        seen: set[int] = set()
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if id(node) not in seen:
+                seen.add(id(node))
+                stack.extend(structural_parts(getattr(node, "made", node)))
+        return tuple(call for call in self.calls if id(call) not in seen)
+
+
+def _kind(value: Any) -> str:
+    return value.name if isinstance(value, Object) else type(value).__name__

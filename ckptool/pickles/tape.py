@@ -1,0 +1,147 @@
+"""The bytes of a pickle while the machine runs over them: where it is, the frame that it is in, and the arguments of opcodes.
+
+Nothing is copied before it is known to be there, and everything raised says at which byte.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptool.errors import Corrupt, LimitExceeded, Truncated, printable
+from ckptool.pickles.texts import MAX_STRING, python2_text, python2_unescaped
+
+MAX_INTEGER_BITS = 4_096
+FRAME_END = 0xFE  # no opcode of Python's: it stands behind the copy of a frame
+DAMAGED = "The pickle was damaged, or made to mislead."
+
+
+class Tape:
+    """A pickle and a place in it. `data`: the pickle, or the frame that begins at its byte `base`; `at`: where in `data`."""
+
+    __slots__ = ("at", "base", "data", "in_frame", "outer")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = self.outer = data
+        self.in_frame = False
+        self.base = 0
+        self.at = 0
+
+    def straddling(self) -> Corrupt:
+        """What to raise where the bytes of a frame run out in the middle of an opcode."""
+        return Corrupt(f"an opcode reaches over the end of the frame that begins at byte {self.base:,}", DAMAGED)
+
+    def corrupt(self, pos: int, what: str) -> Corrupt:
+        """What to raise about the byte at `pos`."""
+        self.at = pos
+        return Corrupt(what, DAMAGED)
+
+    # Frames: the machine works on a copy of one at a time, with an opcode of our own behind it. Nothing can reach over its end then.
+
+    def enter_frame(self, begin: int, size: int) -> bytes:
+        """The bytes to go on with, from their first."""
+        if self.in_frame:
+            raise self.corrupt(begin, "a frame inside of a frame")
+        if size > len(self.data) - begin:
+            raise self.corrupt(begin, "a frame that is longer than the pickle")
+        self.in_frame, self.base, self.outer = True, begin, self.data
+        self.data = self.data[begin : begin + size] + bytes([FRAME_END])
+        return self.data
+
+    def leave_frame(self) -> bytes:
+        """The whole pickle again."""
+        self.in_frame, self.base, self.data = False, 0, self.outer
+        return self.data
+
+    def stop_in_frame(self, pos: int) -> int:
+        """Where in the pickle it ends; raises `Corrupt` for a frame that goes on."""
+        if pos != len(self.data) - 1:
+            raise self.corrupt(pos, "a frame that goes on after the end of the pickle")
+        pos += self.base
+        self.leave_frame()
+        return pos
+
+    # Arguments ---------------------------------------------------------------------------------------------------
+
+    def take(self, pos: int, size: int) -> bytes:
+        """So many bytes; raises `Truncated` where fewer are left, before any are copied."""
+        if size < 0:
+            raise self.corrupt(pos, f"a length of {size:,}")
+        if size > len(self.data) - pos:
+            self.at = pos
+            raise Truncated(
+                f"{size:,} bytes are promised, {max(0, len(self.data) - pos):,} are there", "The pickle was cut off."
+            )
+        return self.data[pos : pos + size]
+
+    def text(self, pos: int, size: int) -> str:
+        """UTF-8, in which pickles may have lone surrogates."""
+        if size > MAX_STRING:
+            self.at = pos
+            raise LimitExceeded(f"a text of {size:,} bytes", f"At most {MAX_STRING:,} are read.")
+        raw = self.take(pos, size)
+        try:
+            return str(raw, "utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            raise self.corrupt(pos, "text that is not UTF-8") from None
+
+    def integer(self, pos: int, size: int) -> int:
+        """A little-endian integer of so many bytes."""
+        if size * 8 > MAX_INTEGER_BITS:
+            self.at = pos
+            raise LimitExceeded(f"an integer of {size * 8:,} bits", f"At most {MAX_INTEGER_BITS:,} are read.")
+        return int.from_bytes(self.take(pos, size), "little", signed=True)
+
+    def raw_line(self, pos: int) -> tuple[bytes, int]:
+        """The bytes up to the end of the line, and where the next one begins."""
+        end = self.data.find(b"\n", pos)
+        if end < 0:
+            self.at = pos
+            raise Truncated("a line without an end", "The pickle was cut off.")
+        if end - pos > MAX_STRING:
+            self.at = pos
+            raise LimitExceeded(f"a text of {end - pos:,} bytes", f"At most {MAX_STRING:,} are read.")
+        return self.data[pos:end], end + 1
+
+    def line(self, pos: int) -> tuple[str, int]:
+        """The text up to the end of the line, and where the next one begins."""
+        raw, end = self.raw_line(pos)
+        try:
+            return raw.decode(), end
+        except UnicodeDecodeError:
+            raise self.corrupt(pos, "a name that is not UTF-8") from None
+
+    def unescaped(self, raw: bytes, pos: int) -> str:
+        """The text of a Unicode literal without its quotes."""
+        try:
+            return raw.decode("raw_unicode_escape")
+        except UnicodeDecodeError:
+            raise self.corrupt(pos, "a text with a broken escape") from None
+
+    def quoted(self, raw: bytes, pos: int) -> Any:
+        """The text of a Python 2 literal."""
+        raw = raw.strip()
+        if len(raw) < 2 or raw[:1] != raw[-1:] or raw[0] not in b"'\"":
+            raise self.corrupt(pos, "a text without quotes")
+        return python2_text(python2_unescaped(raw[1:-1]))
+
+    def number(self, line: str, pos: int) -> int:
+        """The integer that a line spells."""
+        if len(line) > MAX_INTEGER_BITS // 4:
+            raise self.corrupt(pos, f"an integer of {len(line):,} digits")
+        try:
+            return int(line)
+        except ValueError:
+            raise self.corrupt(pos, f"{printable(line[:40])!r} where a number should be") from None
+
+    def scalar(self, op: int, line: str, pos: int) -> Any:
+        """The number that a line of protocol 0 spells."""
+        if op == 0x49:  # INT, which also spells the booleans of protocol 0
+            return line == "01" if line in ("00", "01") else self.number(line, pos)
+        if op == 0x4C:  # LONG
+            return self.number(line.removesuffix("L"), pos)
+        if op == 0x46:  # FLOAT
+            try:
+                return float(line)
+            except ValueError:
+                raise self.corrupt(pos, f"{printable(line[:40])!r} where a number should be") from None
+        raise AssertionError(op)
