@@ -16,7 +16,7 @@ from typing import Any
 from ckptool.arrays import code_of, strided
 from ckptool.checkpoint import Data, Literal, LongBytes, TensorEntry
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
-from ckptool.formats.carried import resolved
+from ckptool.formats.signs import resolved
 from ckptool.formats.sums import sum_of_rest
 from ckptool.gather import subrange
 from ckptool.nodes import Global, Object

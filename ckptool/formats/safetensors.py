@@ -42,6 +42,7 @@ from ckptool.errors import (
 )
 from ckptool.files import Input, Source
 from ckptool.formats import carried, recovered
+from ckptool.formats.signs import resolved
 from ckptool.formats.strict_json import members
 
 NAME = "safetensors"
@@ -281,7 +282,7 @@ def _file_shape(entry: TensorEntry) -> tuple[int, ...]:
 
 def _add(entry: TensorEntry, segments: list[Segment], checks: list[Storage]) -> None:
     """The tensor's bytes; the stored checksum of what they come from is checked on the way."""
-    storage, data = entry.storage, carried.resolved(entry).row_major()
+    storage, data = entry.storage, resolved(entry).row_major()
     if data is storage.data and storage.crc is not None:
         segments.append(Summed(data, Crc(expected=storage.crc, name=f"the storage of a {entry!r}")))
         return

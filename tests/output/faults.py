@@ -280,7 +280,7 @@ def warm() -> None:
     import importlib
     import pkgutil
 
-    for package in ("formats", "pickles", "transforms", "reports", "output"):
+    for package in ("formats", "formats.carried", "pickles", "transforms", "reports", "output"):
         for module in pkgutil.iter_modules(importlib.import_module(f"ckptool.{package}").__path__):
             importlib.import_module(f"ckptool.{package}.{module.name}")
     for name in ("render.json", "render.text", "cli.problems", "cli.progress"):

@@ -1,0 +1,186 @@
+"""A tree as tensors and a record: every node once, what cannot be changed once made after what it is made of."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Any
+
+from ckptool.checkpoint import Composite, LongBytes, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.dtypes import by_name
+from ckptool.errors import LimitExceeded, Unsupported
+from ckptool.formats.carried.covers import axes_of, covers, names_of, same_view, stand_in
+from ckptool.formats.carried.record import RESERVED, SCHEMA
+from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+
+MAX_REPEATED = 16 << 20  # bytes of texts that stand in the record already
+
+
+class Packer:
+    """Makes the record of one tree (`record`), and the tensors that it speaks of (`stored`)."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        self.names = names_of(tree)
+        self.indices: dict[int, int] = {}
+        self.nodes: list[Any] = []
+        self.queue: list[tuple[int, Any]] = []
+        self.stored: dict[str, TensorEntry] = {}
+        self.storages: list[Any] = []
+        self.storage_indices: dict[int, int] = {}
+        self.tensors: list[Any] = []
+        self.covers = covers(tree)
+        self.long: dict[int, Any] = {}  # texts, bytes and numbers that take some room, by id (and kept alive for it)
+        self.room = MAX_REPEATED
+
+    def record(self) -> dict[str, Any]:
+        root = self.value(self.tree)
+        while self.queue:
+            index, node = self.queue.pop()
+            self.nodes[index] = self._node(node)
+        return {"schema": SCHEMA, "root": root, "nodes": self.nodes, "storages": self.storages, "tensors": self.tensors}
+
+    # Values ------------------------------------------------------------------------------------------------------
+
+    def value(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in (str, int, bytes, ByteString):
+            self._count(value)
+        if value is None or kind in (str, int, bool):
+            return value
+        if kind is float:
+            return value if value - value == 0.0 else {"f": _float_bits(value)}
+        if kind is bytes or kind is ByteString:
+            return {"b" if kind is bytes else "p": base64.b64encode(value).decode()}
+        if kind is LongBytes and not value.mutable:
+            return {"b": base64.b64encode(value.whole()).decode()}
+        if kind is complex:
+            return {"c": [_float_bits(value.real), _float_bits(value.imag)]}
+        if kind is Global:
+            return {"g": [value.module, value.name]}
+        if value is MISSING:
+            return {"x": 0}
+        if kind is TensorEntry:
+            return {"t": self._tensor(value)}
+        if kind is StorageRef:
+            return {"s": [self._storage(value.storage), value.dtype.name if value.dtype else None]}
+        return {"n": self._index(value)}
+
+    def _count(self, value: Any) -> None:
+        """Raises `LimitExceeded` where long texts are repeated so often that the record would be many times longer than the file."""
+        size = value.bit_length() // 4 if type(value) is int else len(value)
+        if size <= 256:
+            return
+        if id(value) in self.long:
+            self.room -= size
+        self.long[id(value)] = value
+        if self.room < 0:
+            raise LimitExceeded(
+                f"one text stands in so many places that they would take more than {MAX_REPEATED:,} bytes",
+                "A pickle refers to it, this record has to repeat it.",
+                "Convert only the weights: without --all",
+            )
+
+    def _index(self, node: Any) -> int:
+        index = self.indices.get(id(node))
+        if index is not None:
+            return index
+        if not isinstance(node, _MADE_OF_PARTS):
+            return self._reserve(node)
+        stack = [node]
+        while stack:
+            pending = [
+                part
+                for part in _made_of(stack[-1])
+                if isinstance(part, _MADE_OF_PARTS) and id(part) not in self.indices
+            ]
+            if pending:
+                stack += pending
+                continue
+            top = stack.pop()
+            if id(top) in self.indices:
+                continue
+            if isinstance(top, Object):
+                for part in _made_of(top):
+                    self.value(part)  # what it is called with has its place before it
+                self._reserve(top)
+            else:
+                encoded = self._immutable(top)
+                self.indices[id(top)] = len(self.nodes)
+                self.nodes.append(encoded)
+        return self.indices[id(node)]
+
+    def _reserve(self, node: Any) -> int:
+        index = self.indices[id(node)] = len(self.nodes)
+        self.nodes.append(None)
+        self.queue.append((index, node))
+        return index
+
+    def _immutable(self, node: Any) -> list[Any]:
+        if isinstance(node, tuple):
+            return ["tuple", [self.value(part) for part in node]]
+        return ["composite", self.value(node.made.fn), [self.value(part) for part in node.made.args]]
+
+    def _node(self, node: Any) -> list[Any]:
+        value = self.value
+        if isinstance(node, OrderedDict):
+            return ["odict", [[value(k), value(v)] for k, v in node.items()], value(node.attributes)]
+        if isinstance(node, dict):
+            return ["dict", [[value(k), value(v)] for k, v in node.items()]]
+        if isinstance(node, list):
+            return ["list", [value(part) for part in node]]
+        if isinstance(node, Set):
+            return ["set", [value(part) for part in node.items], node.frozen]
+        if isinstance(node, (bytearray, LongBytes)):
+            return ["bytearray", base64.b64encode(bytes(node)).decode()]
+        if isinstance(node, Object):
+            return ["object", node.how, *(value(getattr(node, name)) for name in _OBJECT_FIELDS), node.adds]
+        raise Unsupported(f"a value of type {type(node).__name__} cannot be carried")
+
+    # Tensors -----------------------------------------------------------------------------------------------------
+
+    def _tensor(self, entry: TensorEntry) -> int:
+        index = self.indices.get(id(entry))
+        if index is None:
+            index = self.indices[id(entry)] = len(self.tensors)
+            storage = self._storage(entry.storage)
+            fields: list[Any] = [storage, sum(bit << i for i, bit in enumerate(entry.flags))]
+            covering = self.covers.get(id(entry.storage))
+            if covering is None or not same_view(covering, entry) or entry.stride != row_major_strides(entry.shape):
+                fields += [entry.dtype.name, list(entry.shape), list(entry.stride), entry.offset]
+            self.tensors.append(fields)
+        return index
+
+    def _storage(self, storage: Storage) -> int:
+        index = self.storage_indices.get(id(storage))
+        if index is None:
+            index = self.storage_indices[id(storage)] = len(self.storages)
+            covering = self.covers.get(id(storage))
+            self.storages.append(self._as_bytes(storage, index) if covering is None else self._as_tensor(covering))
+        return index
+
+    def _as_bytes(self, storage: Storage, index: int) -> list[Any]:
+        name = f"{RESERVED}{index}"
+        self.stored[name] = TensorEntry(storage, by_name("u8"), (storage.nbytes,), (1,))
+        return [name, storage.location, None]
+
+    def _as_tensor(self, entry: TensorEntry) -> list[Any]:
+        name = self.names[id(entry)]
+        how = [entry.dtype.name, list(entry.shape), axes_of(entry), int(entry.flags.conj), int(entry.flags.neg)]
+        self.stored[name] = stand_in(entry)
+        return [name, entry.location, how]
+
+
+_OBJECT_FIELDS = ("fn", "args", "kwargs", "items", "elements", "state")
+_MADE_OF_PARTS = (tuple, Composite, Object)
+
+
+def _made_of(node: Any) -> tuple[Any, ...]:
+    """What must be there before `node` can be made."""
+    if isinstance(node, tuple):
+        return node
+    return (node.fn, node.args, node.kwargs) if isinstance(node, Object) else node.made.args
+
+
+def _float_bits(value: float) -> str:
+    return struct.pack(">d", value).hex()  # every bit: a nan has a sign and a payload

@@ -1,0 +1,157 @@
+"""A record and its tensors as the tree that they were; a record that does not fit together is an error of Python's, or `Conflict`."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from ckptool.checkpoint import Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.dtypes import by_name
+from ckptool.errors import Conflict, listed, printable
+from ckptool.files import Source
+from ckptool.formats.carried.record import STAND_INS
+from ckptool.formats.signs import flipped
+from ckptool.gather import row_major
+from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.pickles.torch_objects import check_view, rebuilt
+
+
+class Unpacker:
+    """Makes the tree (`tree`) of a record and the tensors that are stored with it."""
+
+    def __init__(self, source: Source, stored: dict[str, TensorEntry], record: dict[str, Any]) -> None:
+        self.source, self.stored, self.record = source, stored, record
+        names = {fields[0] for fields in record["storages"]}
+        if names != set(stored):
+            odd = sorted(names ^ set(stored))
+            raise Conflict(
+                f"{source}: its tensors and the record of its tree no longer agree ({listed([printable(str(name)) for name in odd])})",
+                "Another program added, removed or renamed tensors and kept the record.",
+            )
+        self.alike: dict[tuple[int, str], Data] = {}
+        self.storages = [self._storage(*fields) for fields in record["storages"]]
+        self.tensors = [self._tensor(*fields) for fields in record["tensors"]]
+        self.nodes: list[Any] = []
+
+    def tree(self) -> Any:
+        encoded = self.record["nodes"]
+        for fields in encoded:
+            self.nodes.append(
+                self._made(fields) if fields and fields[0] in ("tuple", "composite", "object") else self._empty(fields)
+            )
+        for node, fields in zip(self.nodes, encoded, strict=True):
+            if fields:
+                self._fill(node, fields)
+        return self.value(self.record["root"])
+
+    def value(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            if isinstance(value, list):
+                raise TypeError("a bare list")
+            return value
+        ((kind, payload),) = value.items()
+        if kind == "n":
+            return self._at(self.nodes, payload)
+        if kind == "t":
+            return self._at(self.tensors, payload)
+        return _SCALARS[kind](payload) if kind != "s" else self._reference(*payload)
+
+    @staticmethod
+    def _at(things: list[Any], index: Any) -> Any:
+        if type(index) is not int or index < 0:
+            raise TypeError("an index")
+        return things[index]
+
+    def _reference(self, index: Any, dtype: str | None) -> StorageRef:
+        return StorageRef(self._at(self.storages, index), by_name(dtype) if dtype else None)
+
+    def _made(self, fields: list[Any]) -> Any:
+        if fields[0] == "tuple":
+            return tuple(self.value(part) for part in fields[1])
+        if fields[0] == "composite":
+            return rebuilt(Object(self.value(fields[1]), tuple(self.value(part) for part in fields[2])))
+        fn, args, kwargs = (self.value(part) for part in fields[2:5])
+        if fields[1] not in ("call", "new") or type(args) is not tuple or not isinstance(kwargs, (dict, type(None))):
+            raise TypeError("an object")
+        return Object(fn, args, fields[1], kwargs)
+
+    @staticmethod
+    def _empty(fields: list[Any]) -> Any:
+        if not fields:
+            return None
+        makers: dict[str, Callable[[], Any]] = {
+            "odict": OrderedDict,
+            "dict": dict,
+            "list": list,
+            "bytearray": bytearray,
+        }
+        if fields[0] == "set":
+            return Set([], bool(fields[2]))
+        return makers[fields[0]]()
+
+    def _fill(self, node: Any, fields: list[Any]) -> None:
+        kind, value = fields[0], self.value
+        if kind in ("dict", "odict"):
+            node.update((value(k), value(v)) for k, v in fields[1])
+            if kind == "odict":
+                node.attributes = value(fields[2])
+        elif kind == "list":
+            node.extend(value(part) for part in fields[1])
+        elif kind == "set":
+            node.items.extend(value(part) for part in fields[1])
+        elif kind == "bytearray":
+            node.extend(base64.b64decode(fields[1]))
+        elif kind == "object":
+            node.items, node.elements, node.state = (value(part) for part in fields[5:8])
+            node.adds = bool(fields[8])
+
+    def _storage(self, name: str, location: str, how: list[Any] | None) -> Storage:
+        entry = self.stored[name]
+        twin = entry.storage.twin
+        if how is None:
+            return Storage(entry.storage.data, location, twin=twin)
+        dtype, shape, axes, conj, neg = by_name(how[0]), tuple(how[1]), how[2], how[3], how[4]
+        width = STAND_INS[dtype.name][1] if dtype.name in STAND_INS else 1
+        if entry.shape != (shape if width == 1 else (*shape, width)):
+            raise Conflict(
+                f"{self.source}: {printable(name)} no longer has the shape {list(shape)} of the record of the tree"
+            )
+        data: Data = entry.storage.data
+        if conj or neg:
+            data = flipped(data, dtype, conj, neg, entry.storage)
+        if axes is not None:
+            strides = row_major_strides(shape)
+            view = TensorEntry(Storage(data), dtype, tuple(shape[a] for a in axes), tuple(strides[a] for a in axes))
+            data = row_major(view)
+        if twin:  # on one piece of data, as they are stored
+            data = self.alike.setdefault((id(entry.storage.data), str(how)), data)
+        return Storage(data, location, twin=twin)
+
+    def _tensor(self, storage_index: int, bits: int, *view: Any) -> TensorEntry:
+        storage = self._at(self.storages, storage_index)
+        flags = Flags(*(bool(bits >> i & 1) for i in range(4)))
+        if view:
+            dtype, shape, stride, offset = by_name(view[0]), tuple(view[1]), tuple(view[2]), view[3]
+        else:
+            how = self.record["storages"][storage_index][2]
+            dtype, shape, offset = by_name(how[0]), tuple(how[1]), 0
+            stride = row_major_strides(shape)
+        check_view(storage, dtype, shape, stride, offset)
+        return TensorEntry(storage, dtype, shape, stride, offset, flags)
+
+
+def _hex_float(text: str) -> float:
+    found: float = struct.unpack(">d", bytes.fromhex(text))[0]
+    return found
+
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "f": _hex_float,
+    "b": base64.b64decode,
+    "p": lambda text: ByteString(base64.b64decode(text)),
+    "c": lambda parts: complex(_hex_float(parts[0]), _hex_float(parts[1])),
+    "g": lambda parts: Global(str(parts[0]), str(parts[1])),
+    "x": lambda _: MISSING,
+}
