@@ -37,7 +37,11 @@ def in_words(error: Exception) -> CkptoolError:
         return LimitExceeded(
             what, "The file asks for more than this machine has, or was built to. Outputs were left as they were."
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT) and error.filename is None:
+    if (
+        isinstance(error, OSError)
+        and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
+        and error.filename is None
+    ):
         return FileProblem(
             f"cannot write to standard output: {os.strerror(error.errno)}", "What was printed is not complete."
         )

@@ -65,10 +65,23 @@ def test_head_is_silent(files: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk_behind_stdout_is_told(files: Path) -> None:
-    with open("/dev/full", "wb") as full:
-        ended = subprocess.run([*PROGRAM, "inspect", "dp.pt"], stdout=full, stderr=subprocess.PIPE, check=False)
+# Without a device that is always full: the same program, which may not make any file longer.
+NO_ROOM = """
+import resource, sys
+from ckptool.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+sys.exit(main())
+"""
+FULL_DISKS = {"a file that may not grow": ([sys.executable, "-c", NO_ROOM], "stdout")} | (
+    {"a full device": (PROGRAM, "/dev/full")} if os.path.exists("/dev/full") else {}
+)
+
+
+@pytest.mark.parametrize("disk", FULL_DISKS)
+def test_a_full_disk_behind_stdout_is_told(disk: str, files: Path, tmp_path: Path) -> None:
+    program, place = FULL_DISKS[disk]
+    with open(tmp_path / place, "wb") as full:
+        ended = subprocess.run([*program, "inspect", "dp.pt"], stdout=full, stderr=subprocess.PIPE, check=False)
     assert (
         ended.returncode == 2
         and b"cannot write to standard output" in ended.stderr
