@@ -15,7 +15,9 @@ Contents = bytes | Callable[[], bytes]
 
 # Those that are there are asked.
 MODULES = (
+    "tests.pickles.test_hostile_calls",
     "tests.pickles.test_hostile_pickle",
+    "tests.pickles.test_hostile_bombs",
     "tests.test_hostile_tensors",
     "tests.pickles.test_hostile_frames",
     "tests.formats.test_hostile_zip",

@@ -1,54 +1,23 @@
-"""`load_into` and `save_for_cpu`: a plan on a live module, all of it or nothing."""
+"""`load_into`: a plan on a live module, all of it: the cases of the tutorials, ties, devices, wrappers, shapes."""
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies
 from torch import nn
 from torch.optim import swa_utils
 
 import ckptool
-from ckptool.errors import CkptoolError, Conflict, Corrupt, NoMatch, OutputExists, PlanRefused, Unsupported, UsageError
+from ckptool.errors import PlanRefused, UsageError
 from fixtures.make import TiedLanguageModel, make, mlp, train
 from tests.checkpoints import saved, three_parts
-
-STEPS = 3
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
-
-
-def snapshot(model: nn.Module) -> dict[str, tuple[int, bytes]]:
-    """Every tensor of a model: which object it is, and its bits."""
-    return {name: (id(tensor), bits(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()}
-
-
-def same(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == {
-        name: bits(tensor) for name, tensor in state.items()
-    }
-
-
-def compiled(model: nn.Module) -> Any:
-    return torch.compile(model, backend="eager")  # the usual one takes seconds to import
-
-
-class Classifier(nn.Module):
-    def __init__(self, classes: int = 4, width: int = 8) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
-        self.head = nn.Linear(width, classes)
-
+from tests.live_models import Classifier, bits, compiled, same, snapshot
 
 # The cases of the tutorials ------------------------------------------------------------------------------------------
 
@@ -329,242 +298,6 @@ def test_a_number_that_an_old_torch_saved_as_a_list_of_one(tmp_path: Path) -> No
     model = mlp()
     ckptool.load_into(model, saved(state, tmp_path / "old.pt"), strict=True)
     assert model.bn.num_batches_tracked.item() == 7 and model.bn.num_batches_tracked.shape == ()
-
-
-# Refused: nothing changes --------------------------------------------------------------------------------------------
-
-
-def refused(file: Path, model: nn.Module, kind: type[CkptoolError], words: str, **options: Any) -> CkptoolError:
-    before = snapshot(model)
-    with pytest.raises(kind, match=words) as found:
-        ckptool.load_into(model, file, **options)
-    assert snapshot(model) == before
-    three_parts(found.value)
-    return found.value
-
-
-def test_zero_matches(tmp_path: Path) -> None:
-    file = saved({f"net.{name}": tensor for name, tensor in mlp().state_dict().items()}, tmp_path / "net.pt")
-    error = refused(file, mlp(), PlanRefused, "not a single tensor")
-    assert isinstance(error, PlanRefused) and error.report is not None and error.report.share == 0
-
-
-def test_demands(tmp_path: Path) -> None:
-    state = mlp().state_dict()
-    state["more"] = torch.zeros(2)
-    del state["fc1.bias"]
-    file = saved(state, tmp_path / "model.pt")
-    refused(file, mlp(), PlanRefused, "1 names are missing: fc1.bias", strict=True)
-    refused(file, mlp(), PlanRefused, "94.22 % of the target's values", min_loaded=0.95)
-    refused(file, mlp(), PlanRefused, "not loaded: fc1.bias", missing="fc2.*")
-    refused(file, mlp(), UsageError, "no share", min_loaded=95)
-    refused(file, mlp(), UsageError, "no way with mismatches", on_mismatch="guess")
-    refused(file, mlp(), NoMatch, "matches no key", rename="encoder.* => backbone.*")
-    refused(file, mlp(), NoMatch, "matches no key", only="encoder.*")
-    refused(file, mlp(), UsageError, "is not a rule", rename="encoder")
-    refused(file, mlp(), Conflict, "would collide", rename="fc*.weight => fc1.weight")
-    model = mlp()
-    report = ckptool.load_into(model, file, min_loaded=0.9, missing=["fc1.bias"])
-    assert [fact.source for fact in report.unexpected] == ["more"]
-
-
-def test_a_dry_run(tmp_path: Path) -> None:
-    model, file = mlp(), saved(mlp().state_dict(), tmp_path / "model.pt")
-    before = snapshot(model)
-    report = ckptool.load_into(model, file, dry_run=True)
-    assert snapshot(model) == before and report.accepted and not report.applied and report.share == 1
-    assert not ckptool.load_into(nn.Linear(2, 2), file, dry_run=True).accepted
-
-
-def test_types_that_do_not_become_each_other(tmp_path: Path) -> None:
-    state = mlp().state_dict()
-    state["fc1.weight"] = state["fc1.weight"].to(torch.complex64)
-    state["bn.num_batches_tracked"] = torch.tensor(1.5)
-    refused(saved(state, tmp_path / "odd.pt"), mlp(), PlanRefused, "2 tensors are of another dtype")
-
-
-def test_tensors_that_are_no_plain_ones(tmp_path: Path) -> None:
-    state = mlp().state_dict()
-    state["fc1.weight"] = state["fc1.weight"].to_sparse()
-    refused(saved(state, tmp_path / "sparse.pt"), mlp(), PlanRefused, "fc1.weight .sparse")
-    with torch.device("meta"), pytest.raises(Unsupported, match="no plain ones: weight"):
-        ckptool.load_into(nn.LazyLinear(3), saved(state, tmp_path / "any.pt"))
-
-
-def test_a_tensor_that_cannot_be_written_to(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2, bias=False)
-    model.weight = nn.Parameter(torch.zeros(1, 3).expand(2, 3))
-    file = saved({"weight": torch.ones(2, 3)}, tmp_path / "model.pt")
-    refused(file, model, PlanRefused, "cannot be copied into: weight")
-    ckptool.load_into(model, file, assign=True)
-    assert torch.equal(model.weight, torch.ones(2, 3))
-
-
-def test_damaged_bytes_are_found_before_anything_changes(tmp_path: Path) -> None:
-    trained = mlp()
-    file = saved(trained.state_dict(), tmp_path / "model.pt")
-    raw = bytearray(file.read_bytes())
-    last = raw.rfind(bits(trained.fc2.weight))
-    raw[last] ^= 1
-    file.write_bytes(raw)
-    refused(file, mlp(), Corrupt, "checksum")
-
-
-@hypothesis.settings(
-    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
-@hypothesis.given(data=strategies.data())
-def test_all_or_nothing(tmp_path: Path, data: strategies.DataObject) -> None:
-    """Random checkpoints and options: either exactly what the report says has changed, or nothing has."""
-    draw = data.draw
-    model: Any = draw(strategies.sampled_from([mlp, Classifier, TiedLanguageModel]))()
-    state = {}
-    for name, tensor in copy.deepcopy(model).state_dict().items():
-        change = draw(
-            strategies.sampled_from(["same", "same", "same", "gone", "renamed", "grown", "cut", "half", "complex"])
-        )
-        new = torch.randn(tensor.shape) if tensor.is_floating_point() else tensor + 3
-        if change == "gone":
-            continue
-        if change == "renamed":
-            name = f"other.{name}"
-        elif change in ("grown", "cut") and tensor.dim():
-            shape = [max(1, size + (1 if change == "grown" else -1)) for size in tensor.shape]
-            new = torch.ones(shape, dtype=tensor.dtype)
-        elif change in ("half", "complex"):
-            new = new.to(torch.float16 if change == "half" else torch.complex64)
-        state[name] = new
-    if not state:
-        return
-    options: dict[str, Any] = {
-        "on_mismatch": draw(strategies.sampled_from(["error", "skip", "slice", "pad"])),
-        "strict": draw(strategies.sampled_from([False, False, True])),
-        "min_loaded": draw(strategies.sampled_from([None, 0.5, 1.0])),
-        "assign": draw(strategies.sampled_from([None, True])),
-    }
-    file = saved(state, tmp_path / "random.pt")
-    before = snapshot(model)
-    try:
-        report = ckptool.load_into(model, file, **options)
-    except CkptoolError:
-        assert snapshot(model) == before
-        return
-    assert report.accepted and report.loaded
-    whole = {fact.target: fact for fact in report.loaded}
-    alias = dict(report.tied)
-    for name, tensor in model.state_dict().items():
-        fact = whole.get(alias.get(name, name))
-        if fact is None:
-            assert bits(tensor) == before[name][1]
-        elif fact.how == "as it is":
-            assert bits(tensor) == bits(state[fact.source].to(tensor.dtype))
-        else:
-            corner = tuple(slice(0, min(pair)) for pair in zip(tensor.shape, state[fact.source].shape, strict=True))
-            assert torch.equal(tensor[corner], state[fact.source][corner].to(tensor.dtype))
-
-
-# Optimizers ----------------------------------------------------------------------------------------------------------
-
-
-def trained_with(build: Any, named: bool = False, groups: int = 1, name: str = "Adam") -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = build()
-    parameters: Any = list(model.named_parameters() if named else model.parameters())
-    if groups == 2:
-        parameters = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.5}]
-    optimizer = getattr(torch.optim, name)(parameters, lr=1e-3)
-    train(model, optimizer, STEPS)
-    return model, optimizer
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_optimizer_state_goes_along_by_name(tmp_path: Path, named: bool) -> None:
-    trained, adam = trained_with(mlp, named)
-    file = saved({"model": nn.DataParallel(trained).state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
-    model = mlp()
-    mine = torch.optim.AdamW(reversed(list(model.parameters())), lr=0.7)
-    report = ckptool.load_into(model, file, optimizer=mine)
-    assert report.optimizer is not None and report.optimizer.known_by == ("names" if named else "order")
-    assert len(report.optimizer.carried) == 6 and mine.param_groups[0]["lr"] == 0.7
-    for old, new in zip(trained.parameters(), model.parameters(), strict=True):
-        assert bits(adam.state[old]["exp_avg"]) == bits(mine.state[new]["exp_avg"])
-        assert mine.state[new]["step"] == STEPS
-    train(model, mine, 1)
-
-
-def test_a_new_head_starts_without_state(tmp_path: Path) -> None:
-    trained, adam = trained_with(mlp)
-    file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
-    model = mlp()
-    model.fc2 = nn.Linear(16, 7)
-    mine = torch.optim.Adam(model.parameters())
-    report = ckptool.load_into(model, file, on_mismatch="skip", optimizer=mine)
-    assert report.optimizer is not None
-    assert report.optimizer.fresh == ("fc2.weight", "fc2.bias") and model.fc2.weight not in mine.state
-    assert dict(report.optimizer.left_out).keys() == {"fc2.weight", "fc2.bias"}
-    train(model, mine, 1)
-
-
-def test_slots_that_cannot_be_told_apart(tmp_path: Path) -> None:
-    trained, adam = trained_with(mlp, groups=2)
-    file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "groups.pt")
-    model = mlp()
-    refused(file, model, Conflict, "cannot be known which slots", optimizer=torch.optim.Adam(model.parameters()))
-    trained, adam = trained_with(lambda: nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3)), groups=2)
-    file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "shapes.pt")
-    model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3))
-    mine = torch.optim.Adam(model.parameters())
-    report = ckptool.load_into(model, file, optimizer=mine)
-    assert report.optimizer is not None and report.optimizer.known_by == "shapes"
-    for old, new in zip(trained.parameters(), model.parameters(), strict=True):
-        assert bits(adam.state[old]["exp_avg"]) == bits(mine.state[new]["exp_avg"])
-
-
-def test_optimizers_that_are_not_the_models(tmp_path: Path) -> None:
-    trained, adam = trained_with(mlp)
-    file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
-    model = mlp()
-    refused(file, model, UsageError, "not the model's", optimizer=torch.optim.Adam(mlp().parameters()))
-    mine = torch.optim.Adam(model.parameters())
-    refused(file, model, UsageError, "would keep the tensors", optimizer=mine, assign=True)
-    bare = saved(trained.state_dict(), tmp_path / "bare.pt")
-    refused(bare, model, NoMatch, "no optimizer state", optimizer=mine)
-
-
-# Saving for the CPU --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda model: model, nn.DataParallel, compiled, swa_utils.AveragedModel],
-    ids=["bare", "dp", "compiled", "average"],
-)
-def test_save_for_cpu(tmp_path: Path, wrap: Any) -> None:
-    model, out = mlp(), tmp_path / "cpu.pt"
-    ckptool.save_for_cpu(wrap(model), out)
-    state = torch.load(out, weights_only=True)
-    fresh = mlp()
-    fresh.load_state_dict(state, strict=True)
-    same(fresh, model.state_dict())
-    assert state._metadata["bn"] == {"version": 2}
-    with pytest.raises(OutputExists):
-        ckptool.save_for_cpu(model, out)
-    ckptool.save_for_cpu(model, out, overwrite=True)
-
-
-def test_save_for_cpu_of_wrapped_submodules(tmp_path: Path) -> None:
-    model = nn.Sequential(compiled(nn.Linear(2, 2)), nn.Module())
-    model[1].module = nn.Linear(2, 2)  # one's own name
-    ckptool.save_for_cpu(model, tmp_path / "cpu.safetensors")
-    assert set(ckptool.load(tmp_path / "cpu.safetensors")) == {"0.weight", "0.bias", "1.module.weight", "1.module.bias"}
-
-
-def test_save_for_cpu_keeps_ties_and_other_devices_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:3")
-    ckptool.save_for_cpu(TiedLanguageModel(), tmp_path / "cpu.pt")
-    checkpoint = ckptool.open(tmp_path / "cpu.pt")
-    assert {tensor.location for tensor in checkpoint.tree.values()} == {"cpu"}
-    assert checkpoint["head.weight"].storage is checkpoint["embed.weight"].storage
 
 
 def test_the_harness_starts_from_a_checkpoint(tmp_path: Path) -> None:

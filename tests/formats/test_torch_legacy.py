@@ -1,9 +1,8 @@
-"""Legacy files: those of every vector and producer against torch's own reader, and those that nobody should send."""
+"""Legacy files: those of every vector and producer against torch's own reader, and those of torch before 0.4 and of Python 2."""
 
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 import time
 from collections import OrderedDict
@@ -14,47 +13,18 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.checkpoint import Checkpoint, FileRange, StorageRef, TensorEntry
-from ckptool.errors import (
-    BadTensor,
-    CkptoolError,
-    Conflict,
-    Corrupt,
-    LimitExceeded,
-    NotACheckpoint,
-    Truncated,
-    UnsafeObject,
-    Unsupported,
-)
+from ckptool.checkpoint import FileRange, StorageRef
+from ckptool.errors import Corrupt, Unsupported
 from ckptool.formats import read, torch_zip
-from ckptool.nodes import ByteString, Global, Object
-from ckptool.pickles import legacy
-from ckptool.tree import tensors, unknown_calls
+from ckptool.nodes import ByteString, Global
+from ckptool.tree import tensors
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
+from tests.formats.legacy_files import LEGACY, SMALL, opened, refused, values
 from tests.formats.streams import INFO, Made, Pid, Rebuilt, block, floats, pickled, storage, stream
 from tests.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-LEGACY: dict[str, Any] = {"_use_new_zipfile_serialization": False}
-
-
-def opened(data: bytes, folder: Path) -> Checkpoint:
-    checkpoint = read(written(data, folder / "legacy.pt"))
-    assert checkpoint.container == "torch-legacy"
-    return checkpoint
-
-
-def refused(data: bytes, folder: Path) -> CkptoolError:
-    with pytest.raises(CkptoolError) as caught:
-        opened(data, folder)
-    assert "legacy.pt" in caught.value.what and (caught.value.why or caught.value.fix)
-    return caught.value
-
-
-def values(entry: Any) -> list[Any]:
-    assert isinstance(entry, TensorEntry)
-    return list(entry.numpy().reshape(-1).tolist())
 
 
 # Against torch ---------------------------------------------------------------------------------------------------------
@@ -146,6 +116,8 @@ def test_tensors_made_empty_and_given_a_state(tmp_path: Path) -> None:
 
 
 RECONSTRUCTED = b"ccopy_reg\n_reconstructor\n(ctorch\nFloatTensor\nc__builtin__\nobject\nNtR"
+
+
 NEWOBJ = b"ccopy_reg\n__newobj__\n(ctorch\nFloatTensor\ntR"
 
 
@@ -272,206 +244,6 @@ def test_a_module_pickled_whole_is_read_without_its_class(tmp_path: Path) -> Non
     assert "class Linear(Module)" in checkpoint.metadata["sources"]["models.not_here_anywhere.L"]["source"]
 
 
-@pytest.mark.parametrize(
-    "pid",
-    [
-        "text",
-        7,
-        (),
-        ("storage",),
-        ("module", "not a class", None, None),
-        ("module", torch.nn.Linear, 5, None),
-        ("module", torch.nn.Linear),
-        ("weights", torch.FloatStorage, "1", "cpu", 4, None),
-        storage(kind="FloatStorage"),
-        storage(key=1),
-        storage(location=None),
-        storage(numel=4.0),
-        storage()[:5],
-    ],
-    ids=str,
-)
-def test_row_082_another_persistent_id_is_refused(pid: Any, tmp_path: Path) -> None:
-    assert isinstance(refused(stream(Pid(pid)), tmp_path), Corrupt)
-
-
-def test_row_082_a_persistent_id_of_protocol_0_is_refused(tmp_path: Path) -> None:
-    assert isinstance(refused(stream(b"Pstorage\n.", {}), tmp_path), Corrupt)
-
-
-@pytest.mark.parametrize("kind", [torch.nn.Linear, torch.FloatTensor])
-def test_row_095_an_unknown_storage_type_is_named(kind: Any, tmp_path: Path) -> None:
-    error = refused(stream(Rebuilt(storage(kind=kind), (4,))), tmp_path)
-    assert isinstance(error, Unsupported) and kind.__name__ in error.what
-
-
-@pytest.mark.parametrize(
-    "other", [storage(kind=torch.DoubleStorage), storage(numel=5), storage(location="cuda:0")], ids=str
-)
-def test_row_094_a_storage_described_in_two_ways(other: Any, tmp_path: Path) -> None:
-    value = [Rebuilt(storage(), (1,)), Rebuilt(other, (1,))]
-    assert isinstance(refused(stream(value), tmp_path), Corrupt)
-
-
-def test_row_089_numbers_of_elements_that_cannot_be(tmp_path: Path) -> None:
-    assert isinstance(refused(stream(Rebuilt(storage(numel=-1), (0,))), tmp_path), BadTensor)
-    assert isinstance(refused(stream(Rebuilt(storage(numel=1 << 62), (1,))), tmp_path), (Truncated, Corrupt))
-    assert isinstance(refused(stream(Rebuilt(storage(), (5,))), tmp_path), BadTensor)
-
-
-# The rows of HOSTILE.md for this format --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("magic", [0, -1, 1 << 77, "magic", None, [0x1950A86A20F9469CFC6C]], ids=str)
-def test_row_109_another_magic_number(magic: Any, tmp_path: Path) -> None:
-    error = refused(stream({}, {}, magic=magic), tmp_path)
-    assert isinstance(error, NotACheckpoint) and "magic number" in error.what
-
-
-def test_row_109_a_magic_number_computed_by_a_call(tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-    call = b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR"
-    right = pickled(0x1950A86A20F9469CFC6C)[2:]
-    for magic in (call + b".", call + b"0" + right):  # its result taken as the number, or thrown away
-        error = refused(stream({}, {}, magic=magic), tmp_path)
-        assert isinstance(error, UnsafeObject) and "os.mkdir" in error.what
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("protocol", range(6))
-def test_the_magic_number_in_every_protocol(protocol: int, tmp_path: Path) -> None:
-    assert opened(stream({"a": 1}, {}, protocol=protocol), tmp_path).tree == {"a": 1}
-
-
-def test_what_torch_writes_in_front_is_known_at_sight() -> None:
-    data = torch_bytes(SMALL, **LEGACY)
-    assert data.startswith(legacy._USUAL) and b"".join(map(pickled, (legacy.MAGIC, 1001, INFO))) == legacy._USUAL
-
-
-@pytest.mark.parametrize("version", [1000, 1002, -1, None, "1001", True, 1001.0, [1001]], ids=repr)
-def test_row_110_another_version(version: Any, tmp_path: Path) -> None:
-    error = refused(stream({}, {}, version=version), tmp_path)
-    assert isinstance(error, Corrupt) and "version" in error.what
-
-
-@pytest.mark.parametrize(
-    "info",
-    [
-        {},
-        [],
-        None,
-        {**INFO, "little_endian": 1},
-        {**INFO, "little_endian": None},
-        {**INFO, "protocol_version": 1000},
-        {**INFO, "type_sizes": None},
-        {**INFO, "type_sizes": {"short": 2, "int": 4, "long": 1 << 40}},
-        {**INFO, "type_sizes": {"short": 1, "int": 4, "long": 4}},
-        {**INFO, "type_sizes": {"short": 2, "int": 4}},
-        {**INFO, "type_sizes": {"short": 2, "int": 4, "long": []}},
-    ],
-    ids=repr,
-)
-def test_row_110_odd_words_about_the_machine(info: Any, tmp_path: Path) -> None:
-    error = refused(stream({}, {}, info=info), tmp_path)
-    assert isinstance(error, Corrupt) and "machine" in error.what
-
-
-@pytest.mark.parametrize(
-    "keys", [["1", "2"], [], ["1", "1"], ["2"], None, "1", {"1": 1}, [1], [["1"]], [None]], ids=repr
-)
-def test_row_111_another_list_of_keys(keys: Any, tmp_path: Path) -> None:
-    data = stream(Rebuilt(storage(), (4,)), keys=b"N." if keys is None else keys)
-    error = refused(data, tmp_path)
-    assert isinstance(error, Corrupt) and "list of storages" in error.what
-
-
-def test_row_111_keys_repeated_ten_thousand_times(tmp_path: Path) -> None:
-    begin = time.process_time()
-    refused(stream(Rebuilt(storage(), (4,)), keys=["1", *map(str, range(20_000)), "7"] * 2), tmp_path)
-    assert time.process_time() - begin < 1
-
-
-@pytest.mark.parametrize("numel", [3, 5, 0, -4, 1 << 40, 4 << 56])
-def test_row_112_the_number_in_front_of_the_data_disagrees(numel: int, tmp_path: Path) -> None:
-    data = stream(Rebuilt(storage(), (4,)), {"1": struct.pack("<q", numel) + bytes(16)})
-    error = refused(data, tmp_path)
-    assert isinstance(error, Corrupt) and "4 elements" in error.what
-
-
-def test_row_113_bytes_after_the_last_storage(tmp_path: Path) -> None:
-    checkpoint = opened(stream(Rebuilt(storage(), (4,))) + b"more bytes", tmp_path)
-    note = next(note for note in checkpoint.notes if note.code == "trailing-bytes")
-    assert "10 bytes" in note.message and values(checkpoint.tree) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        ("2", 2, 3),
-        ("2", -1, 2),
-        ("2", 0, -1),
-        ("2", 1 << 62, 1),
-        ("2", 0.0, 1),
-        (2, 0, 1),
-        ("2", 0),
-        "2",
-        ("1", 0, 4),
-    ],
-    ids=repr,
-)
-def test_row_114_a_view_outside_of_its_root_or_of_itself(view: Any, tmp_path: Path) -> None:
-    assert isinstance(refused(stream(Rebuilt(storage(view=view), (1,))), tmp_path), BadTensor)
-
-
-def test_row_114_views_of_views_and_cycles(tmp_path: Path) -> None:
-    cycle = [Rebuilt(storage("1", 4, ("2", 0, 4)), (1,)), Rebuilt(storage("2", 4, ("1", 0, 4)), (1,))]
-    assert isinstance(refused(stream(cycle), tmp_path), BadTensor)
-    two_ways = [Rebuilt(storage("1", 4, ("2", 0, 3)), (1,)), Rebuilt(storage("1", 4, ("2", 1, 3)), (1,))]
-    assert isinstance(refused(stream(two_ways), tmp_path), Corrupt)
-
-
-def test_row_114_a_tensor_larger_than_its_view(tmp_path: Path) -> None:
-    """It would lie inside of the root, but not of the part that the file gives it."""
-    value = Rebuilt(storage("1", 4, ("2", 0, 2)), (3,))
-    assert isinstance(refused(stream(value), tmp_path), BadTensor)
-
-
-SMALL = {"weight": torch.tensor([1.5, -2.0, 3.25]), "n": torch.tensor([7, 9]), "epoch": 3}
-
-
-def test_row_115_every_flipped_byte_is_refused_or_said_to_be_unnoticeable(tmp_path: Path) -> None:
-    """The format has no checksums: a note says so. What flips in the pickles or numbers must not crash, and in the data only
-    changes the data."""
-    data = torch_bytes(SMALL, **LEGACY)
-    file = tmp_path / "flipped.pt"
-    whole = opened(data, tmp_path)
-    assert any(note.code == "no-checksums" for note in whole.notes)
-    begin = len(data) - 8 - 16 - 8 - 12
-    read_anyway = 0
-    for at in range(len(data)):
-        file.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
-        try:
-            checkpoint = read(file)
-        except CkptoolError as error:
-            assert error.what and error.code != "error"
-            continue
-        for _, entry in tensors(checkpoint.tree):
-            if isinstance(entry, TensorEntry):
-                entry.bytes()
-        read_anyway += at >= begin
-    assert 20 <= read_anyway <= 28  # each byte of the data, none of the numbers in front of it
-
-
-def test_truncated_anywhere(tmp_path: Path) -> None:
-    data = torch_bytes(SMALL, **LEGACY)
-    for length in range(1, len(data)):
-        with pytest.raises(CkptoolError) as caught:
-            read(written(data[:length], tmp_path / "cut.pt"))
-        assert isinstance(caught.value, (Truncated, NotACheckpoint, Unsupported, Corrupt)), length
-        if length > 40:
-            assert isinstance(caught.value, Truncated), (length, caught.value)
-
-
 # Byte order ------------------------------------------------------------------------------------------------------------
 
 BIG = {**INFO, "little_endian": False}
@@ -522,96 +294,6 @@ def test_row_099_untyped_storages_cannot_be_turned(tmp_path: Path) -> None:
     assert isinstance(refused(data, tmp_path), Unsupported)
 
 
-# Streams in bytes ------------------------------------------------------------------------------------------------------
-
-
-def nested(value: Any, levels: int) -> Any:
-    """A value in a stream in bytes, in a stream in bytes, …"""
-    for _ in range(levels):
-        value = Made(torch.storage._load_from_bytes, (value if type(value) is bytes else stream(value, {}),))
-    return value
-
-
-@pytest.mark.parametrize("protocol", range(2, 6))
-def test_tensors_in_bytes(protocol: int, tmp_path: Path) -> None:
-    """What plain pickling of a tensor gives: `_load_from_bytes` of a stream that holds its storage."""
-    value = {"small": torch.arange(4.0), "large": torch.arange(1 << 17), "odd": torch.arange(200_000).to(torch.uint8)}
-    data = stream(pickle.dumps(value, protocol), {}, protocol=protocol)
-    checkpoint = opened(data, tmp_path)
-    assert {name: entry.shape for name, entry in checkpoint.tree.items()} == {
-        "small": (4,),
-        "large": (1 << 17,),
-        "odd": (200_000,),
-    }
-    if protocol > 2:  # protocol 2 spells bytes as text
-        assert isinstance(checkpoint.tree["large"].storage.data, FileRange)
-    assert not unknown_calls(checkpoint)
-    out = carry_out(torch_zip.write(checkpoint), tmp_path / "out.pt")
-    again = load(out)
-    assert all(torch.equal(again[name], tensor) for name, tensor in value.items())
-
-
-def test_tensors_in_bytes_in_a_zip(tmp_path: Path) -> None:
-    class Hidden:
-        def __reduce__(self) -> Any:
-            return pickle.loads, (b"",)
-
-    data = stream({"a": Rebuilt(storage(), (4,))})
-    inner = Made(torch.storage._load_from_bytes, (data,))
-    file = written(torch_bytes({"inner": inner}), tmp_path / "a.pt")
-    checkpoint = read(file)
-    assert checkpoint.container == "torch-zip" and values(checkpoint.tree["inner"]["a"]) == [0, 1, 2, 3]
-
-
-def test_row_083_streams_in_streams_end_at_the_second_level(tmp_path: Path) -> None:
-    inner = stream(Rebuilt(storage(), (4,)))
-    tree = opened(stream(nested(inner, 2), {}), tmp_path).tree
-    assert values(tree) == [0, 1, 2, 3]
-    error = refused(stream(nested(inner, 3), {}), tmp_path)
-    assert isinstance(error, LimitExceeded) and "nested" in error.what
-
-
-def test_row_083_bytes_that_are_no_stream_stay_a_call(tmp_path: Path) -> None:
-    for content in (b"", b"\x80\x02.", pickle.dumps({"a": 1}), b"PK\x03\x04"):
-        checkpoint = opened(stream(Made(torch.storage._load_from_bytes, (content,)), {}), tmp_path)
-        assert isinstance(checkpoint.tree, Object) and checkpoint.tree.args == (content,)
-        assert [call.name for _, call in unknown_calls(checkpoint)] == ["torch.storage._load_from_bytes"]
-
-
-def test_row_083_a_call_hidden_in_bytes_is_still_named(tmp_path: Path) -> None:
-    thrown_away = b"\x80\x02cos\nmkdir\n(X\x01\0\0\0xtR0N."
-    checkpoint = opened(stream(Made(torch.storage._load_from_bytes, (stream(thrown_away, {}),)), {}), tmp_path)
-    assert [call.name for _, call in unknown_calls(checkpoint)] == ["torch.storage._load_from_bytes"]
-    kept = b"\x80\x02cos\nmkdir\n(X\x01\0\0\0xtR."
-    checkpoint = opened(stream(Made(torch.storage._load_from_bytes, (stream(kept, {}),)), {}), tmp_path)
-    assert [call.name for _, call in unknown_calls(checkpoint)] == ["os.mkdir"]
-
-
-def test_row_083_a_damaged_stream_in_bytes_is_refused(tmp_path: Path) -> None:
-    inner = stream(Rebuilt(storage(), (4,)))
-    for content in (inner[:-1], inner + b"x"):
-        error = refused(stream(Made(torch.storage._load_from_bytes, (content,)), {}), tmp_path)
-        assert isinstance(error, (Truncated, Corrupt))
-
-
-def test_row_083_the_same_stream_opened_over_and_over(tmp_path: Path) -> None:
-    content = stream([None] * 1000, {})
-    call = pickled(torch.storage._load_from_bytes)[2:-1]
-    value = (
-        b"\x80\x04"
-        + call
-        + b"B"
-        + struct.pack("<I", len(content))
-        + content
-        + b"\x9400("
-        + b"h\x00h\x01\x85R" * 100_000
-        + b"t."
-    )
-    begin = time.process_time()
-    error = refused(stream(value, {}), tmp_path)
-    assert isinstance(error, LimitExceeded) and time.process_time() - begin < 1
-
-
 # Texts and bytes -------------------------------------------------------------------------------------------------------
 
 
@@ -620,11 +302,6 @@ def test_long_values_that_belong_to_no_tensor_stay_values(protocol: int, tmp_pat
     value = {"b": b"\xff" * 70_000, "t": "\xe9" * 70_000, "k" * 70_000: bytearray(b"\x80" * 100_000)}
     checkpoint = opened(stream(value, {}, protocol=protocol), tmp_path)
     assert checkpoint.tree == value and type(checkpoint.tree["k" * 70_000]) is bytearray
-
-
-def test_a_key_given_twice_is_a_conflict(tmp_path: Path) -> None:
-    latin1, utf8 = b"U\x01\xe9", b"U\x02\xc3\xa9"
-    assert isinstance(refused(stream(b"\x80\x02}(" + latin1 + b"K\x01" + utf8 + b"K\x02u.", {}), tmp_path), Conflict)
 
 
 def test_a_place_of_a_megabyte(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The decoder against Python's own pickler, opcode by opcode, and against pickles that nobody should send."""
+"""The decoder against Python's own pickler, opcode by opcode, and what it makes of calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pickletools
 import random
 import struct
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,15 @@ from hypothesis import strategies as st
 
 from ckptool.checkpoint import Literal, Storage, StorageRef
 from ckptool.dtypes import by_name
-from ckptool.errors import BadTensor, CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
-from ckptool.nodes import ByteString, Global, Object, OrderedDict, Set
-from ckptool.pickles.decode import Decoded, decode
+from ckptool.errors import BadTensor, CkptoolError, Unsupported
+from ckptool.nodes import ByteString, Global, Object, Set
+from ckptool.pickles.decode import decode
 from ckptool.pickles.torch_objects import BUILDERS
-from tests.helpers import Thing, assert_same_tree
+from tests.helpers import Thing
 from tests.pickles.graphs import as_tree, graphs
+from tests.pickles.running import HOOKS, F, run, same
 
 PROTOCOLS = range(6)
-
-
-def run(data: bytes, **options: Any) -> Decoded:
-    return decode(data, lambda pid: ("persistent", pid), BUILDERS, **options)
-
-
-def same(data: bytes, expected: Any) -> None:
-    decoded = run(data)
-    assert decoded.end == len(data)
-    assert_same_tree(decoded.root, expected)
 
 
 # Against Python --------------------------------------------------------------------------------------------------------
@@ -96,7 +86,6 @@ def call(*args: Any, **fields: Any) -> Object:
     return made
 
 
-F = b"ca\nf\n"
 OPCODES: dict[str, tuple[bytes, Any]] = {
     "INT": (b"I-12\n.", -12),
     "INT true": (b"I01\n.", True),
@@ -176,6 +165,8 @@ OPCODES: dict[str, tuple[bytes, Any]] = {
     "BINPERSID": (b"(K\x01K\x02K\x03K\x04tQ.", ("persistent", (1, 2, 3, 4))),
     "STOP": (b"N.", None),
 }
+
+
 REFUSED = {
     "EXT1": b"\x82\x01.",
     "EXT2": b"\x83\x01\0.",
@@ -211,9 +202,6 @@ def storage(nbytes: int = 16, dtype: str | None = "f32") -> StorageRef:
 def rebuilt(arguments: bytes, ref: StorageRef, name: bytes = b"_rebuild_tensor_v2") -> Any:
     data = b"\x80\x02ctorch._utils\n" + name + b"\n(" + arguments + b"tR."
     return decode(data, lambda pid: ref, BUILDERS).root
-
-
-HOOKS = b"ccollections\nOrderedDict\n)R"
 
 
 def test_row_56_a_tensor_outside_its_storage() -> None:
@@ -310,209 +298,6 @@ def test_row_85_other_codecs_stay_calls_that_are_not_known(args: bytes) -> None:
     decoded = run(b"c_codecs\nencode\n" + args + b"R.")
     assert isinstance(decoded.root, Object)
     assert run(b"c_codecs\nencode\n" + args + b"R0N.").discarded
-
-
-# Damage and limits ---------------------------------------------------------------------------------------------------------
-
-
-def nested(depth: int, opener: bytes = b"]", closer: bytes = b"a") -> bytes:
-    return opener * depth + b"N" + closer * depth + b"."
-
-
-HOSTILE: dict[str, tuple[bytes, type[CkptoolError]]] = {
-    "61 SETITEM on a tensor-like": (b"K\x01K\x02Ns.", Corrupt),
-    "61 SETITEM on a list": (b"]K\x02Ns.", Corrupt),
-    "61 APPEND on a dict": (b"}Na.", Corrupt),
-    "61 APPEND on a tuple": (b")Na.", Corrupt),
-    "61 ADDITEMS on a list": (b"](N\x90.", Corrupt),
-    "61 BUILD on an int": (b"K\x01}b.", Corrupt),
-    "61 BUILD on a dict": (b"}}b.", Corrupt),
-    "61 BUILD twice": (b"ca\nB\n)\x81}b}b.", Corrupt),
-    "57 BUILD of an OrderedDict with numbers": (HOOKS + b"}K\x01Nsb.", Corrupt),
-    "62 empty": (b"", Truncated),
-    "62 STOP alone": (b".", Corrupt),
-    "62 underflow": (b"\x86.", Corrupt),
-    "62 no mark": (b"Nt.", Corrupt),
-    "62 POP of nothing": (b"0.", Corrupt),
-    "62 BINPUT of nothing": (b"q\0N.", Corrupt),
-    "62 REDUCE without a tuple": (F + b"NR.", Corrupt),
-    "62 OBJ of nothing": (b"(o.", Corrupt),
-    "63 two values left": (b"NN.", Corrupt),
-    "63 a mark left": (b"(N.", Corrupt),
-    "65 GET of nothing": (b"h\0.", Corrupt),
-    "65 GET of no number": (b"gx\n.", Corrupt),
-    "67 a text of 4 GB": (b"X\xf0\xff\xff\xff0123456789.", LimitExceeded),
-    "67 a text longer than the file": (b"X\xf0\xff\0\x000123456789.", Truncated),
-    "67 bytes longer than the file": (b"B\xf0\xff\xff\xff0123456789.", Truncated),
-    "67 a BINBYTES8 of 2^63": (b"\x8e" + b"\xff" * 7 + b"\x7f.", Truncated),
-    "68 a negative BINSTRING": (b"T\xff\xff\xff\xff.", Corrupt),
-    "68 a negative LONG4": (b"\x8b\xff\xff\xff\xff.", Corrupt),
-    "69 a LONG4 of 2^31 bytes": (b"\x8b\xff\xff\xff\x7f.", LimitExceeded),
-    "69 a LONG4 of 5000 bits": (b"\x8b\x80\x02\0\0" + b"\x01" * 640 + b".", LimitExceeded),
-    "69 a LONG of a million digits": (b"L" + b"1" * 1_000_000 + b"L\n.", Corrupt),
-    "69 INT of no number": (b"Iabc\n.", Corrupt),
-    "69 FLOAT of no number": (b"Fabc\n.", Corrupt),
-    "70 333000 lists": (nested(333_000), LimitExceeded),
-    "70 2000 lists": (nested(2_000), LimitExceeded),
-    "70 2000 tuples": (nested(2_000, b"", b"\x85"), LimitExceeded),
-    "70 2000 calls": (F * 2_000 + b")" + b"R\x85" * 2_000 + b".", LimitExceeded),
-    "71 marks": (b"(" * 2_000_000, LimitExceeded),
-    "74 tuples as a key": (b"}" + b")" + b"\x85" * 8 + b"Ns.", LimitExceeded),
-    "74 billion laughs as a key": (b"})" + b"2\x86" * 32 + b"Ns.", LimitExceeded),
-    "76 a list as a key": (b"}]Ns.", Corrupt),
-    "76 a list in a tuple as a key": (b"}]\x85Ns.", Corrupt),
-    "76 a set as a key": (b"}\x8fNs.", Corrupt),
-    "76 a bytearray as a key": (b"}\x96\0\0\0\0\0\0\0\0Ns.", Corrupt),
-    "76 a list in a set": (b"\x8f(]\x90.", Corrupt),
-    "76 a set in itself": (b"\x8fq\0(h\0\x90.", Corrupt),
-    "76 a list in a frozenset": (b"(]\x91.", Corrupt),
-    "76 NaN as a key": (b"}G\x7f\xf8\0\0\0\0\0\0Ns.", Corrupt),
-    "76 a key twice": (b"}(K\x01NK\x01Nu.", Conflict),
-    "76 a key twice, apart": (b"}K\x01NsK\x01Ns.", Conflict),
-    "76 1 and True as keys": (b"}(K\x01N\x88Nu.", Conflict),
-    "76 a key without a value": (b"}(K\x01u.", Corrupt),
-    "77 protocol 6": (b"\x80\x06N.", Unsupported),
-    "77 protocol 42": (b"\x80\x2aN.", Unsupported),
-    "79 a frame longer than the pickle": (b"\x80\x04\x95\x10\0\0\0\0\0\0\0N.", Corrupt),
-    "81 a name that is not UTF-8": (b"c\xff\nx\n.", Corrupt),
-    "81 a text that is not UTF-8": (b"X\1\0\0\0\xff.", Corrupt),
-    "55 a name that is computed": (b"K\x01K\x02\x93.", Corrupt),
-    "62 not an opcode": (b"\xff.", Corrupt),
-    "62 a broken escape": (b"V\\u12\n.", Corrupt),
-    "62 STRING without quotes": (b"Sabc\n.", Corrupt),
-    "62 STRING of one quote": (b"S'\n.", Corrupt),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_row(name: str) -> None:
-    data, error = HOSTILE[name]
-    began = time.process_time()
-    with pytest.raises(error) as caught:
-        run(data)
-    assert time.process_time() - began < 5
-    assert "data.pkl" in caught.value.what
-
-
-def test_row_64_bytes_after_the_end_are_not_read() -> None:
-    assert run(b"N.\x80\x02K\x01.").end == 2
-
-
-def test_row_72_billion_laughs_stay_small() -> None:
-    """A hundred lists, each with ten references to the one before: 10^100 texts for whoever does not see that they are shared."""
-    data = b"]q\x00" + b"".join(b"0](" + b"h%c" % i * 10 + b"eq%c" % (i + 1) for i in range(100)) + b"."
-    inner = run(data).root
-    for _ in range(100):
-        assert len(inner) == 10 and all(part is inner[0] for part in inner)
-        inner = inner[0]
-    assert inner == []
-
-
-def test_row_73_cycles() -> None:
-    ring = run(b"]q\x00h\x00a.").root
-    assert ring[0] is ring
-    same(b"}q\x00K\x01h\x00s.", (lambda d: d.update({1: d}) or d)({}))
-
-
-def test_row_75_colliding_integer_keys() -> None:
-    step = (1 << 61) - 1
-    keys = [b"\x8a\x0a" + (i * step).to_bytes(10, "little") + b"N" for i in range(1, 8_000)]
-    began = time.perf_counter()
-    for pickle_ in (b"}(" + b"".join(keys) + b"u.", b"}" + b"".join(key + b"s" for key in keys) + b"."):
-        with pytest.raises(LimitExceeded, match="same hash"):
-            run(pickle_)
-    assert time.perf_counter() - began < 5
-    assert len(run(b"}(" + b"".join(keys[:90]) + b"u.").root) == 90
-    spread = b"".join(b"\x8a\x0a" + (i * step + i * i).to_bytes(10, "little") + b"N" for i in range(1, 8_000))
-    assert len(run(b"}(" + spread + b"u.").root) == 7_999
-
-
-def test_row_86_python_2() -> None:
-    ordered = b"ccollections\nOrderedDict\nq\x04]q\x05(]q\x06(U\x01aK\x01e]q\x07(U\x01bK\x02ee\x85q\x08Rq\t"
-    data = b"\x80\x02}q\x01(U\x06weightq\x02K\x01U\x02\xe9\xe8q\x03K\x02U\x01d" + ordered + b"u."
-    same(data, {"weight": 1, "\xe9\xe8": 2, "d": OrderedDict({"a": 1, "b": 2})})
-    assert run(data).byte_strings == 1
-    same(b"\x80\x02}U\x01\xe9U\x01\xe8s.", {"\xe9": ByteString(b"\xe8")})  # keys become text, values stay bytes
-    pairs = b"ccollections\nOrderedDict\n](](U\x01\xe9K\x01ee\x85R."
-    same(pairs, OrderedDict({"\xe9": 1}))
-
-
-def test_row_77_protocols_and_where_they_are_given() -> None:
-    for protocol in range(6):
-        assert run(b"\x80%c]." % protocol).protocol == protocol
-        assert run(b"](\x80%cK\x01e." % protocol).protocol == protocol  # not first: Python reads it too
-    assert run(b"\x80\x02\x80\x04].").protocol == 4
-    for protocol in (6, 42, 255):
-        with pytest.raises(Unsupported, match=f"protocol {protocol}"):
-            run(b"\x80%c]." % protocol)
-
-
-# Frames (PEP 3154) -----------------------------------------------------------------------------------------------------
-
-
-def frame(content: bytes, size: int | None = None) -> bytes:
-    return b"\x95" + struct.pack("<Q", len(content) if size is None else size) + content
-
-
-WHOLE_FRAMES = {
-    "one up to the end": b"\x80\x04" + frame(b"]."),
-    "one before the end": b"\x80\x04" + frame(b"]") + b".",
-    "several": b"\x80\x04" + frame(b"](") + frame(b"K\x01K\x02") + b"K\x03" + frame(b"e.") + b"after",
-    "an empty one": b"\x80\x04" + frame(b"") + b"](K\x01" + frame(b"") + b"e.",
-    "around a memo": b"\x80\x04" + frame(b"]\x94h\x00") + b"\x86" + frame(b"."),
-    "around a long text": b"\x80\x04" + frame(b"X\x64\0\0\0" + b"x" * 100) + frame(b"."),
-    "ends with the byte that we put behind one": b"\x80\x04" + frame(b"C\x01\xfe") + b".",
-}
-
-
-@pytest.mark.parametrize("data", WHOLE_FRAMES.values(), ids=WHOLE_FRAMES)
-def test_frames_are_as_python_reads_them(data: bytes) -> None:
-    decoded = run(data)
-    assert_same_tree(decoded.root, pickle.loads(data))
-    assert data[decoded.end - 1 :].startswith(b".") and decoded.end == data.rindex(b".") + 1
-
-
-TORN_FRAMES = {
-    "an argument of one byte": frame(b"](K", 3) + b"\x01e.",
-    "an argument of four bytes": frame(b"](J\1\0", 5) + b"\0\0e.",
-    "a short text": frame(b"]\x8c\x05ab", 5) + b"cdea.",
-    "a text of 40 bytes": frame(b"]X\x28\0\0\0" + b"x" * 20, 26) + b"x" * 20 + b"a.",
-    "a text of 100 bytes": frame(b"]X\x64\0\0\0" + b"x" * 20, 26) + b"x" * 80 + b"a.",
-    "bytes": frame(b"]B\x64\0\0\0" + b"x" * 20, 26) + b"x" * 80 + b"a.",
-    "a name": frame(b"]ccoll", 6) + b"ections\nOrderedDict\na.",
-    "the line of a number": frame(b"](I12", 5) + b"34\ne.",
-    "the header of a frame": frame(b"]\x95\1\0", 4) + b"\0\0\0\0\0\0.",
-    "a recall": frame(b"]\x94(h", 4) + b"\0e.",
-    "a frame in a frame": frame(b"](" + frame(b"K\x01") + b"e."),
-    "a frame in a frame, of the same end": frame(b"](" + frame(b"K\x01e.")),
-    "longer than the pickle": frame(b"].", 3),
-    "much longer": frame(b"].", 1 << 63),
-    "goes on after the end": frame(b"].K\x01"),
-}
-
-
-@pytest.mark.parametrize("data", TORN_FRAMES.values(), ids=TORN_FRAMES)
-def test_row_79_frames_that_tear_an_opcode(data: bytes) -> None:
-    with pytest.raises(Corrupt):
-        run(b"\x80\x04" + data)
-
-
-def test_row_79_a_hundred_thousand_frames() -> None:
-    data = b"\x80\x04](" + frame(b"N") * 100_000 + b"e."
-    began = time.process_time()
-    assert len(run(data).root) == 100_000
-    assert time.process_time() - began < 1
-
-
-@pytest.mark.parametrize("op", [0xFE, 0xFF])
-def test_the_opcodes_of_our_own_are_none_in_a_file(op: int) -> None:
-    for data in (
-        b"%c\0\0\0\0." % op,
-        b"\x80\x04" + frame(b"%c\0\0\0\0." % op),
-        b"\x80\x04" + frame(b"N%c" % op) + b".",
-    ):
-        with pytest.raises(Corrupt, match=f"0x{op:02x} is not"):
-            run(data)
 
 
 SMALL = [

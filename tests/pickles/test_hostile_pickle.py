@@ -1,215 +1,31 @@
 """HOSTILE.md section 3: pickles that nobody should send, in files, through the verbs.
 
-What the machine itself does with each opcode is in `test_decode`; here is what a user sees of it. Callables named in these
-pickles are those of a decoy module that would leave a trace if they ran.
+What the machine itself does with each opcode is in `test_decode`, what would run in `test_hostile_calls`, what would exhaust
+its reader in `test_hostile_bombs`; here is what a user sees of the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import ckptool
-from ckptool.errors import (
-    CkptoolError,
-    Conflict,
-    Corrupt,
-    LimitExceeded,
-    Truncated,
-    UnsafeObject,
-    Unsupported,
-)
+from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.nodes import Object
-from ckptool.tree import unknown_calls
 from tests.helpers import assert_same_tree, load, torch_bytes
-from tests.hostile_inputs import HOOKS, integer, name, pickle_zip, program, state, storage, tensor, text
-from tests.watched import LOOKING, WRITING, Seen, Watched, watched
+from tests.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text
+from tests.pickles.hostile_files import CALL, MARKER, opened
+from tests.watched import LOOKING, Seen
 
-MARKER = name("ckptool_marker", "run")
-CALL = MARKER + text("trace") + b"\x85R"
-
-
-def pops(value: bytes) -> bytes:
-    """A dictionary with one entry; before it, a value that is made and thrown away."""
-    return program(value + b"0}" + text("w") + tensor((4,), (1,)) + b"s")
-
-
-# Rows 53 to 60 and 85: what would run. Each opens, is named, and is neither loaded nor written.
-
-CALLS: dict[str, bytes] = {
-    "53-global": state({"x": CALL}),
-    "53-stack-global": program(b"\x8c\x0eckptool_marker\x8c\x03run\x93" + text("trace") + b"\x85R", 4),
-    "53-inst": program(b"(" + text("trace") + b"ickptool_marker\nrun\n"),
-    "53-obj": program(b"(" + MARKER + text("trace") + b"o"),
-    "53-build": program(MARKER + b")R}" + text("a") + b"K\x01sb"),
-    "53-nested-in-a-tensor-key": program(b"}" + CALL + tensor((4,), (1,)) + b"s"),
-    "53-as-the-function-of-a-call": program(CALL + b")R"),
-    "53-in-metadata": program(HOOKS + b"}" + text("_metadata") + CALL + b"sb"),
-    "53-in-a-set": program(b"\x8f(" + CALL + b"\x90", 4),
-    "53-as-an-argument": program(name("collections", "deque") + b"]" + CALL + b"a\x85R"),
-    "54-dotted": state({"x": program(b"\x8c\x0eckptool_marker\x8c\x0crun.__call__\x93)R", 4)[2:-1]}),
-    "54-dotted-torch": state({"x": name("torch", "_utils.os.system") + text("trace") + b"\x85R"}),
-    "54-dotted-known": state({"x": name("collections", "OrderedDict.fromkeys") + b"]\x85R"}),
-    "58-hooks": state({"x": name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage() + b"K\x00K\x04\x85K\x01\x85\x89}K\x01"
-                       + MARKER + b"stR"}),
-    "58-hooks-called": state({"x": name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage() + b"K\x00K\x04\x85K\x01\x85\x89"
-                              + CALL + b"tR"}),
-    "59-from-type": state({"x": name("torch._tensor", "_rebuild_from_type_v2") + b"(" + MARKER + name("torch", "Tensor")
-                           + text("trace") + b"\x85}tR"}),
-    "59-from-type-of-a-foreign-class": state({"x": name("torch._tensor", "_rebuild_from_type_v2") + b"("
-                                              + name("torch._utils", "_rebuild_tensor_v2") + MARKER + b"(" + storage()
-                                              + b"K\x00K\x04\x85K\x01\x85\x89" + HOOKS + b"t}tR"}),
-    "60-pop": pops(CALL),
-    "60-pop-mark": program(b"(" + CALL + b"1}" + text("w") + tensor((4,), (1,)) + b"s"),
-    "60-memo": pops(CALL + b"q\x07"),
-    "60-overwritten-memo": program(CALL + b"q\x000Nq\x000h\x00"),
-    "60-swallowed-by-a-known-call": state({"x": name("collections", "OrderedDict") + b"((" + text("k") + CALL + b"lNl\x85R"}),
-    "60-swallowed-by-a-set": state({"x": name("builtins", "frozenset") + b"](" + CALL + b"e\x85R"}),
-    "85-codec": state({"x": name("_codecs", "encode") + text("trace") + text("rot13") + b"\x86R"}),
-    "85-codec-computed": state({"x": name("_codecs", "encode") + text("trace") + CALL + b"\x86R"}),
-    "85-decode": state({"x": name("_codecs", "decode") + b"C\x05trace" + text("unicode_escape") + b"\x86R"}),
-    "getattr": state({"x": name("builtins", "getattr") + MARKER + text("__call__") + b"\x86R"}),
-    "eval": state({"x": name("builtins", "eval") + text("__import__('ckptool_marker').run()") + b"\x85R"}),
-    "map": state({"x": name("builtins", "list") + name("builtins", "map") + MARKER + b"](K\x01e\x86R\x85R"}),
-    "apply": state({"x": name("functools", "partial") + MARKER + b"\x85R"}),
-    "load-from-bytes-elsewhere": state({"x": name("torch.storage", "_load_from_file") + b"C\x05trace\x85R"}),
-    "bit-generator": state({"x": name("numpy.random._pickle", "__generator_ctor") + MARKER + b"\x85R"}),
-}  # fmt: skip
-
-# Shown and kept, though they are not calls: nothing happens until somebody makes the class's object.
-INERT: dict[str, bytes] = {
-    "59-wrapper-of-a-foreign-class": state(
-        {
-            "x": name("torch._utils", "_rebuild_wrapper_subclass")
-            + b"("
-            + MARKER
-            + name("torch", "float32")
-            + b"K\x04\x85K\x01\x85K\x00"
-            + name("torch", "strided")
-            + text("cpu")
-            + b"\x89tR"
-        }
-    ),
-    "53-newobj": state({"x": MARKER + text("trace") + b"\x85\x81"}),
-    "53-newobj-ex": state({"x": MARKER + text("trace") + b"\x85}\x92"}),
-    "53-name-alone": state({"x": MARKER}),
-    "57-build-of-a-device": state(
-        {"x": name("torch", "device") + text("cpu") + b"\x85R}" + text("__class__") + MARKER + b"sb"}
-    ),
-    "57-build-of-a-list-subclass": state({"x": MARKER + b")\x81](K\x01K\x02eb"}),
-    "57-slots-state": state({"x": MARKER + b")\x81N}" + text("__reduce__") + MARKER + b"s\x86b"}),
-}
-
-
-class Decoy:
-    """A folder in which every name that a file here mentions is a module that leaves a trace."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.trace = folder, folder / "trace"
-        body = f"import pathlib\npathlib.Path({str(self.trace)!r}).touch()\n"
-        body += f"def run(*a, **k):\n    pathlib.Path({str(self.trace)!r}).touch()\n"
-        for module in ("ckptool_marker", "torch", "numpy", "models"):
-            (folder / f"{module}.py").write_text(body)
-
-
-@pytest.fixture(scope="module")
-def decoy(tmp_path_factory: pytest.TempPathFactory) -> Decoy:
-    return Decoy(tmp_path_factory.mktemp("decoy"))
-
-
-@pytest.fixture(scope="module")
-def watch(decoy: Decoy) -> Iterator[Watched]:
-    with watched(decoy.folder) as process:
-        yield process
-
-
-@pytest.fixture
-def see(watch: Watched, decoy: Decoy) -> Callable[..., Seen]:
-    """Runs all verbs on a file with this pickle, in the folder of the decoys, within the limits."""
-
-    def seen(contents: bytes, *commands: str, bounded: bool = True) -> Seen:
-        file = decoy.folder / "input.pt"
-        file.write_bytes(contents)
-        found = watch.run(file, commands or LOOKING + WRITING)
-        if bounded:
-            found.assert_bounded()
-        assert not found.violations and not decoy.trace.exists()
-        return found
-
-    return seen
-
-
-def opened(pickle: bytes, folder: Path) -> Any:
-    file = folder / "input.pt"
-    file.write_bytes(pickle_zip(pickle))
-    return read(file)
-
-
-@pytest.mark.parametrize("title", CALLS)
-def test_rows_53_to_60_and_85_calls_are_shown_and_never_passed_on(
-    title: str, see: Callable[..., Seen], tmp_path: Path
-) -> None:
-    found = see(pickle_zip(CALLS[title]))
-    codes = found.codes()
-    assert all(codes[command] == "ok" for command in LOOKING), codes
-    assert codes["convert to pt"] == "unsafe-global", codes
-    checkpoint = opened(CALLS[title], tmp_path)
-    assert unknown_calls(checkpoint)
-    file = tmp_path / "input.pt"
-    notes = [note.message for note in ckptool.inspect(file).notes if note.code == "unsafe-global"]
-    assert len(notes) == 1 and "ckptool does not" in notes[0]
-    for refused in (lambda: ckptool.load(file), lambda: ckptool.convert(file, tmp_path / "out.pt")):
-        with pytest.raises(UnsafeObject):
-            refused()
-    assert not (tmp_path / "out.pt").exists()
-
-
-@pytest.mark.parametrize("title", INERT)
-def test_rows_53_and_57_objects_of_foreign_classes_stay_inert(
-    title: str, see: Callable[..., Seen], tmp_path: Path
-) -> None:
-    found = see(pickle_zip(INERT[title]))
-    assert all(found.codes()[command] == "ok" for command in LOOKING), found.codes()
-    opened(INERT[title], tmp_path)
-    if title != "57-build-of-a-device":
-        with pytest.raises(UnsafeObject):
-            ckptool.load(tmp_path / "input.pt")
-
-
-def test_row_53_the_marker_would_leave_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pickle
-    import sys
-
-    found = Decoy(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    pickle.loads(program(CALL))
-    sys.modules.pop("ckptool_marker")
-    assert found.trace.exists()
-
-
-@pytest.mark.parametrize(
-    "pickle",
-    [
-        program(b"\x8c\x0eckptool_marker" + CALL + b"\x93)R", 4),
-        program(text("ckptool_marker") + name("builtins", "str") + text("run") + b"\x85R\x93)R", 4),
-        program(b"K\x01K\x02\x93", 4),
-        program(b"](" + text("a") + b"e" + text("run") + b"\x93)R", 4),
-    ],
-    ids=["call", "str", "numbers", "list"],
-)
-def test_row_55_a_name_that_is_computed(pickle: bytes, see: Callable[..., Seen]) -> None:
-    found = see(pickle_zip(pickle), "inspect")
-    assert found.steps[0].code in ("unsafe-global", "corrupt") and "name is computed" in found.steps[0].message
-
-
-# Rows 56, 57, 61 to 69, 76, 77, 79 to 82: refused, in words. INPUTS has the files.
+# Rows 56, 57, 61 to 69, 76, 77, 79 to 82: refused, in words. Each is a file of INPUTS too.
 
 LONG = b"1" * 1_000_000
+
+
 REFUSED: dict[str, tuple[bytes, type[CkptoolError]]] = {
     "57-ordered-dict-with-numbers": (program(HOOKS + b"}K\x01Nsb"), Corrupt),
     "57-ordered-dict-with-a-list": (program(HOOKS + b"](K\x01eb"), Corrupt),
@@ -342,150 +158,6 @@ def test_row_65_a_memo_slot_that_is_used_again(tmp_path: Path) -> None:
     assert tree == (1, 2, 2)
 
 
-# Rows 70 to 75: bombs. Each of them within the limits, in every verb.
-
-
-def laughs(levels: int, begin: bytes, made: Callable[[bytes], bytes], protocol: int = 2) -> bytes:
-    """A value that refers to one below it ten times, which does so too."""
-    body = begin + b"q\x00"
-    for level in range(levels):
-        body += b"0" + made(b"h" + bytes([level])) + b"q" + bytes([level + 1])
-    return program(body, protocol)
-
-
-def keys(get: bytes) -> bytes:
-    return b"}(" + b"".join(text(f"k{i}") + get for i in range(10)) + b"u"
-
-
-BOMBS: dict[str, Callable[[], bytes]] = {
-    "70-million-lists": lambda: program(b"]" * 1_000_000),
-    "70-500000-lists": lambda: program(b"]" * 500_000 + b"a" * 499_999),
-    "70-999-lists": lambda: program(b"]" * 999 + b"a" * 998),
-    "70-999-dicts": lambda: program((b"}" + text("k")) * 990 + b"N" + b"s" * 990),
-    "70-990-tuples": lambda: program(b"N" + b"\x85" * 990),
-    "70-300-calls": lambda: program(MARKER * 300 + b")" + b"R\x85" * 299 + b"R"),
-    "70-fractions-of-fractions": lambda: program(name("fractions", "Fraction") * 300 + b"K\x01" + b"\x85R" * 300),
-    "70-deep-then-wide": lambda: program(b"]" * 980 + b"](" + b"K\x01" * 200_000 + b"e" + b"a" * 980),
-    "70-deep-then-wide-dict": lambda: program(
-        (b"}" + text("k" * 40)) * 900 + b"}(" + b"".join(text(f"{i}") + b"N" for i in range(50_000)) + b"u" + b"s" * 900
-    ),
-    "70-deep-then-many-tensors": lambda: program(
-        (b"}" + text("k" * 40)) * 900 + tensor((4,), (1,)) + b"q\x000}("
-        + b"".join(text(f"{i}") + b"h\x00" for i in range(40_000)) + b"u" + b"s" * 900
-    ),
-    "71-million-marks": lambda: b"\x80\x02" + b"(" * 1_000_000,
-    "71-marks-and-pops": lambda: program(b"(0" * 499_000 + b"N"),
-    "71-tuples": lambda: program(b"(" * 300_000 + b"t" * 300_000),
-    "71-memo": lambda: program(b"N" + b"".join(b"r" + i.to_bytes(4, "little") for i in range(190_000))),
-    "71-empty-lists": lambda: program(b"](" + b"]" * 900_000 + b"e"),
-    "71-empty-dicts": lambda: program(b"](" + b"}" * 900_000 + b"e"),
-    "71-empty-sets": lambda: program(b"](" + b"\x8f" * 900_000 + b"e", 4),
-    "71-small-tuples": lambda: program(b"](" + b"N\x85" * 450_000 + b"e"),
-    "71-calls": lambda: program(MARKER + b"q\x000](" + b"h\x00)R" * 240_000 + b"e"),
-    "71-known-calls": lambda: program(name("collections", "OrderedDict") + b"q\x000](" + b"h\x00)R" * 240_000 + b"e"),
-    "71-few-calls": lambda: program(MARKER + b"q\x000](" + b"h\x00)R" * 90_000 + b"e"),
-    "71-few-objects": lambda: program(MARKER + b"q\x000](" + b"h\x00)\x81}" * 60_000 + b"e"),
-    "71-few-tuples": lambda: program(b"](" + b"N\x85" * 110_000 + b"e"),
-    "71-weights": lambda: program(b"}(" + tensor((4,), (1,)) + b"q\x000" + b"".join(
-        text(f"{i}") + b"}" + text("a.w") + b"h\x00s" for i in range(40_000)) + b"u"),
-    "71-models-that-differ": lambda: program(b"}(" + tensor((4,), (1,)) + b"q\x000" + b"".join(
-        text(f"{i}") + b"}" + text(f"a.w{i}") + b"h\x00s" for i in range(30_000)) + b"u"),
-    "71-names": lambda: program(b"](" + b"".join(b"ca\n%x\n" % i for i in range(110_000)) + b"e"),
-    "71-tensors": lambda: program(tensor((4,), (1,)) + b"q\x000](" + b"h\x00" * 480_000 + b"e"),
-    "72-lists": lambda: laughs(100, b"]", lambda get: b"](" + get * 10 + b"e"),
-    "72-tuples": lambda: laughs(100, b"N", lambda get: b"(" + get * 10 + b"t"),
-    "72-dicts": lambda: laughs(60, b"N", keys),
-    "72-dup": lambda: program(b"]" + b"2\x86" * 300),
-    "72-tensors": lambda: laughs(30, tensor((4,), (1,)), keys),
-    "72-objects": lambda: laughs(60, b"N", lambda get: MARKER + b"(" + get * 10 + b"tR"),
-    "72-states": lambda: laughs(60, b"N", lambda get: MARKER + b")\x81" + keys(get) + b"b"),
-    "72-namespaces": lambda: laughs(60, b"N", lambda get: name("argparse", "Namespace") + b")\x81" + keys(get) + b"b"),
-    "72-sets": lambda: laughs(60, b"N", lambda get: b"(" + get * 10 + b"\x91", 4),
-    "72-sizes": lambda: laughs(60, b"K\x01", lambda get: name("torch", "Size") + b"(" + get * 10 + b"t\x85R"),
-    "72-texts": lambda: program(text("x" * 100_000) + b"q\x000](" + b"h\x00" * 100_000 + b"e"),
-    "72-bytes": lambda: program(b"B\xa0\x86\1\0" + bytes(100_000) + b"q\x000](" + b"h\x00" * 100_000 + b"e"),
-    "72-integers": lambda: program(b"\x8b\0\2\0\0" + b"\x7f" * 512 + b"q\x000](" + b"h\x00" * 100_000 + b"e"),
-    "72-long-keys": lambda: program(
-        (text("k" * 100_000) + b"q\x000") + b"}q\x01" * 1 + (b"0}h\x00h\x01sq\x01") * 900
-    ),
-    "72-modules": lambda: laughs(60, b"N", lambda get: MARKER + b")\x81}(" + text("_modules") + keys(get)
-                                 + text("_parameters") + b"}" + text("_buffers") + b"}ub"),
-    "73-list": lambda: program(b"]q\x00h\x00a"),
-    "73-dict": lambda: program(b"}q\x00" + text("me") + b"h\x00s"),
-    "73-tuple": lambda: program(b"]q\x00h\x00\x85q\x01ah\x01"[:-2]),
-    "73-state": lambda: program(MARKER + b")\x81q\x00}" + text("me") + b"h\x00sb"),
-    "73-namespace": lambda: program(name("argparse", "Namespace") + b")\x81q\x00}" + text("me") + b"h\x00sb"),
-    "73-object-in-its-arguments": lambda: program(b"]q\x00" + MARKER + b"h\x00\x85Rq\x01a"[:-1] + b"q\x02ah\x02"[:-2] + b""),
-    "73-metadata": lambda: program(HOOKS + b"q\x00}" + text("_metadata") + b"h\x00sb"),
-    "73-optimizer": lambda: program(b"}q\x00(" + text("state") + b"h\x00" + text("param_groups") + b"]q\x01h\x01au"),
-    "73-weights": lambda: program(b"}q\x00(" + text("a.weight") + tensor((4,), (1,)) + text("me") + b"h\x00u"),
-    "73-module": lambda: program(MARKER + b")\x81q\x00}(" + text("_modules") + b"}" + text("me") + b"h\x00s" + text("_parameters") + b"}"
-                                 + text("w") + tensor((4,), (1,)) + b"s" + text("_buffers") + b"}ub"),
-    "73-counter": lambda: program(b"}q\x00" + text("me") + name("collections", "Counter") + b"h\x00\x85Rs"),
-    "74-tuples-as-a-key": lambda: program(b"})" + b"2\x86" * 32 + b"Ns"),
-    "74-five-levels": lambda: program(b"}N" + b"\x85" * 5 + b"Ns"),
-    "74-wide-and-shared": lambda: program(b"}(" + b"N" * 5_000 + b"tq\x00" + b"0(" + b"h\x00" * 5_000 + b"tq\x00" + b"Ns"),
-    "74-frozensets": lambda: program(b"}(\x91q\x00" + b"0(h\x00h\x00\x91q\x00" * 40 + b"Ns", 4),
-    "75-colliding": lambda: program(
-        b"}(" + b"".join(b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for i in range(1, 30_001)) + b"u"
-    ),
-    "75-colliding-tuples": lambda: program(
-        b"}(" + b"".join(b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"\x85N" for i in range(1, 20_001)) + b"u"
-    ),
-    "75-colliding-floats": lambda: program(
-        b"}(" + b"".join(integer(i * ((1 << 61) - 1)) + b"N" for i in range(1, 60_001)) + b"u"
-    ),
-    "75-colliding-one-by-one": lambda: program(
-        b"}" + b"".join(b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"Ns" for i in range(1, 30_001))
-    ),
-    "75-colliding-pairs": lambda: program(name("collections", "OrderedDict") + b"(" + b"".join(
-        b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N\x86" for i in range(1, 30_001)) + b"l\x85R"),
-    "75-a-little-colliding": lambda: program(b"](" + b"".join(b"}(" + b"".join(
-        b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for i in range(1, 90)) + b"u" for _ in range(700)) + b"e"),
-    "fraction-of-a-long-exponent": lambda: state({"x": name("fractions", "Fraction") + text("1e999999999") + b"\x85R"}),
-    "fraction-of-a-long-text": lambda: state({"x": name("fractions", "Fraction") + text("1" * 500_000) + b"\x85R"}),
-    "decimal-of-a-long-exponent": lambda: state({"x": name("decimal", "Decimal") + text("1e999999999999999") + b"\x85R"}),
-    "decimal-of-a-long-text": lambda: state({"x": name("decimal", "Decimal") + text("1" * 900_000) + b"\x85R"}),
-    "range-of-everything": lambda: state({"x": name("builtins", "range") + integer(1 << 200) + b"\x85R"}),
-    "size-of-many": lambda: state({"x": name("torch", "Size") + b"(" + b"K\x01" * 400_000 + b"t\x85R"}),
-    "texts-of-control-characters": lambda: program(b"](" + (text("\x1b[31m\u202e" * 10) * 9_000) + b"e"),
-    "long-text-of-control-characters": lambda: program(text("\x1b" * 990_000)),
-    "many-long-numbers": lambda: program(b"](" + integer(1 << 2000) * 3_900 + b"e"),
-    "many-dotted-keys": lambda: program(b"}(" + tensor((4,), (1,)) + b"q\x00" + b"0" + b"".join(
-        text(".".join("ab" * 20) + str(i)) + b"h\x00" for i in range(9_000)) + b"u"),
-    "one-key-of-many-dots": lambda: state({"." * 450_000: tensor((4,), (1,)), "." * 450_000 + "a": tensor((4,), (1,))}),
-    "one-key-of-many-slashes": lambda: state({"/" * 900_000: tensor((4,), (1,))}),
-    "keys-like-one-another": lambda: program(b"}(" + tensor((4,), (1,)) + b"q\x000" + b"".join(
-        text("a." * depth + "w") + b"h\x00" for depth in range(1, 900)) + b"u"),
-}  # fmt: skip
-
-
-# Those that take a second each; `make soak` has all.
-SLOW = {"70-million-lists", "71-empty-dicts", "71-empty-sets", "71-small-tuples", "71-calls", "71-known-calls", "71-names",
-        "71-weights",
-        "71-models-that-differ", "71-few-objects", "71-few-tuples", "72-tensors", "72-states", "72-namespaces", "72-modules", "72-objects",
-        "75-colliding-floats", "75-a-little-colliding", "size-of-many", "72-texts", "72-integers", "71-memo"}  # fmt: skip
-
-
-@pytest.mark.parametrize("title", [title for title in BOMBS if title not in SLOW])
-def test_rows_70_to_75_bombs_stay_within_the_limits(title: str, see: Callable[..., Seen]) -> None:
-    bomb(title, see, "inspect", "show", "diff itself", "convert --all")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("title", BOMBS)
-def test_rows_70_to_75_bombs_in_every_verb(title: str, see: Callable[..., Seen]) -> None:
-    bomb(title, see)
-
-
-def bomb(title: str, see: Callable[..., Seen], *commands: str) -> None:
-    pickle = BOMBS[title]()
-    assert len(pickle) <= 1_010_000, "the promise is for 1 MB"
-    found = see(pickle_zip(pickle), *commands)
-    assert {"violation", "bug"}.isdisjoint(found.codes().values())
-    assert max(step.printed for step in found.steps) < 60_000_000
-
-
 # What is odd and read all the same --------------------------------------------------------------------------------------
 
 
@@ -565,13 +237,6 @@ def test_row_81_names_are_escaped(see: Callable[..., Seen], tmp_path: Path) -> N
     assert "\\x1b[31mred" in str(ckptool.inspect(tmp_path / "input.pt"))
 
 
-def test_row_60_what_is_thrown_away_is_listed(tmp_path: Path) -> None:
-    for title in ("60-pop", "60-pop-mark", "60-memo", "60-overwritten-memo"):
-        calls = unknown_calls(opened(CALLS[title], tmp_path))
-        assert [call.name for _, call in calls] == ["ckptool_marker.run"], title
-        assert "ckptool_marker.run" in str(ckptool.inspect(tmp_path / "input.pt"))
-
-
 def test_a_file_whose_keys_are_objects_is_the_same_as_itself(tmp_path: Path) -> None:
     """Found by fuzzing: such keys equal nothing but themselves; training frameworks use callbacks as keys."""
     made = name("models", "Callback") + b")\x81}" + text("n")
@@ -584,7 +249,5 @@ def test_a_file_whose_keys_are_objects_is_the_same_as_itself(tmp_path: Path) -> 
 
 
 INPUTS: dict[str, bytes | Callable[[], bytes]] = {
-    **{f"row {title}": pickle_zip(pickle) for title, pickle in (CALLS | INERT).items()},
-    **{f"row {title}": pickle_zip(pickle) for title, (pickle, _) in REFUSED.items()},
-    **{f"row {title}": lambda make=make: pickle_zip(make()) for title, make in BOMBS.items()},  # type: ignore[misc]
+    f"row {title}": pickle_zip(pickle) for title, (pickle, _) in REFUSED.items()
 }

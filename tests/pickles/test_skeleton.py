@@ -30,7 +30,7 @@ from ckptool.pickles.texts import whole
 from ckptool.pickles.torch_objects import BUILDERS
 from tests.helpers import assert_same_tree
 from tests.pickles.graphs import as_tree, graphs
-from tests.pickles.test_decode import TORN_FRAMES, WHOLE_FRAMES, frame
+from tests.pickles.test_frames import TORN_FRAMES, WHOLE_FRAMES, frame
 
 PROTOCOLS = range(6)
 

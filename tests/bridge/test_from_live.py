@@ -1,0 +1,213 @@
+"""What torch holds is written as torch would write it; what no one could open is not saved."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import ckptool
+from ckptool import bridge
+from ckptool.checkpoint import Computed
+from ckptool.errors import Conflict, Unsupported
+from ckptool.formats import read
+from ckptool.pickles.encode import encode
+from fixtures.traps import TRAPS
+from tests.bridge.unknown import UNKNOWN
+from tests.helpers import assert_same_objects, load, torch_bytes, written
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # torch warns of features in beta and going away; the library adds none
+
+
+def pickle_of(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+
+
+def canonical(path: Path) -> bytes:
+    """The pickle with equal texts written once, which is the one liberty that our encoder takes."""
+    keys: dict[int, str] = {}
+    return encode(read(path).tree, lambda storage: keys.setdefault(id(storage), str(len(keys))))
+
+
+NOT_SAVED = UNKNOWN
+
+
+@pytest.mark.parametrize("name", sorted(TRAPS.keys() - NOT_SAVED))
+def test_what_is_saved_is_what_torch_saves(name: str, saved: Any, tmp_path: Path) -> None:
+    """The pickle is torch's own, but that equal texts are written once; the storages have the same keys and bytes."""
+    theirs, ours = saved(TRAPS[name]()), tmp_path / "ours.pt"
+    ckptool.save(TRAPS[name](), ours)
+    assert pickle_of(ours) == canonical(theirs)
+    with zipfile.ZipFile(theirs) as a, zipfile.ZipFile(ours) as b:
+        data = [n.partition("/")[2] for n in a.namelist() if "/data/" in n]
+        assert data == [n.partition("/")[2] for n in b.namelist() if "/data/" in n]
+        root_a, root_b = (z.namelist()[0].partition("/")[0] for z in (a, b))
+        assert all(a.read(f"{root_a}/{n}") == b.read(f"{root_b}/{n}") for n in data)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("name", sorted(TRAPS.keys() - NOT_SAVED))
+def test_what_is_saved_loads_in_torch(name: str, mmap: bool, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    ckptool.save(TRAPS[name](), path)
+    assert_same_objects(
+        torch.load(written(torch_bytes(TRAPS[name]()), tmp_path / "y.pt"), weights_only=False),
+        load(path, mmap=mmap, weights_only=False),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(NOT_SAVED))
+def test_what_no_one_could_open_is_not_saved(name: str, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=" at ") as error:
+        ckptool.save(TRAPS[name](), tmp_path / "x.pt")
+    assert error.value.fix
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["11-subclass", "11-masked", "20-dict-subclass", "20-unknown-object", "20-unknown-call"]
+)
+def test_unknown_objects_are_saved_when_asked_for(name: str, saved: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ours.pt"
+    ckptool.save(TRAPS[name](), path, keep_unknown=True)
+    assert pickle_of(path) == canonical(saved(TRAPS[name]()))
+
+
+def test_a_module_is_not_saved_and_the_error_says_what_is(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="Linear at the top") as error:
+        ckptool.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
+    assert "state_dict()" in error.value.fix
+
+
+def test_one_storage_under_two_types_is_refused(tmp_path: Path) -> None:
+    x = torch.ones(4)
+    with pytest.raises(Conflict, match="float32 and as int32"):
+        ckptool.save({"a": x, "b": x.view(torch.int32)}, tmp_path / "x.pt")
+
+
+def test_saving_an_opened_tree_with_live_parts(saved: Any, tmp_path: Path) -> None:
+    checkpoint = ckptool.open(saved({"a": torch.arange(3), "b": [torch.ones(2)]}))
+    path = tmp_path / "out.pt"
+    ckptool.save({**checkpoint.tree, "new": torch.zeros(2), "again": checkpoint["a"], "array": numpy.ones(2)}, path)
+    loaded = ckptool.load(path)
+    assert list(loaded) == ["a", "b", "new", "again", "array"]
+    assert loaded["a"] is loaded["again"]
+    assert isinstance(loaded["array"], numpy.ndarray)
+
+
+def test_saving_does_not_copy_the_tensors(tmp_path: Path) -> None:
+    x = torch.zeros(1000)
+    made = bridge.from_torch({"x": x})["x"]
+    x += 1
+    assert isinstance(made.storage.data, Computed)
+    assert made.numpy()[0] == 1
+
+
+def test_an_existing_file_is_replaced_only_when_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    ckptool.save({"a": 1}, path)
+    with pytest.raises(Conflict):
+        ckptool.save({"a": 2}, path)
+    ckptool.save({**ckptool.open(path).tree, "w": torch.ones(3)}, path, overwrite=True)
+    ckptool.save({**ckptool.open(path).tree, "b": 2}, path, overwrite=True)
+    assert load(path)["w"].tolist() == [1, 1, 1]
+
+
+def test_arrays_become_tensors_in_safetensors(tmp_path: Path) -> None:
+    import ml_dtypes
+    import safetensors.torch
+
+    path = tmp_path / "x.safetensors"
+    base = numpy.arange(12, dtype=">f4").reshape(3, 4)
+    ckptool.save(
+        {
+            "a": base.T,
+            "b": numpy.ones(3, ml_dtypes.bfloat16),
+            "c": torch.ones(2).half(),
+            "d": numpy.float64(2),
+            "e": numpy.zeros((0, 3)),
+        },
+        path,
+    )
+    loaded = safetensors.torch.load_file(path)
+    assert loaded["a"].tolist() == base.T.tolist()
+    assert (loaded["b"].dtype, loaded["c"].dtype, loaded["d"].item(), loaded["e"].shape) == (
+        torch.bfloat16,
+        torch.float16,
+        2,
+        (0, 3),
+    )
+    with pytest.raises(Unsupported, match="object"):
+        ckptool.save({"a": numpy.array([None])}, path, overwrite=True)
+
+
+def test_the_same_set_is_the_same_bytes(tmp_path: Path) -> None:
+    code = "import sys, ckptool; "
+    code += f"ckptool.save({{'s': {{'a', 'bb', 'ccc', 'dddd', 'eeeee'}}}}, {str(tmp_path)!r} + '/' + sys.argv[1])"
+    for seed in "12":
+        subprocess.run([sys.executable, "-c", code, seed], check=True, env={**os.environ, "PYTHONHASHSEED": seed})
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
+def test_without_torch_the_rest_is_saved_and_loading_says_what_to_install(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None  # what a missing package looks like to an import
+import ckptool, numpy
+del sys.modules["torch"]
+path = {str(tmp_path / "x.pt")!r}
+ckptool.save({{"a": numpy.arange(3), "n": 1}}, path)
+assert "torch" not in sys.modules
+sys.modules["torch"] = None
+try:
+    ckptool.load(path)
+except ckptool.CkptoolError as error:
+    print(error.fix)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "pip install 'ckptool[torch]'\n"
+    assert load(tmp_path / "x.pt", weights_only=False)["a"].tolist() == [0, 1, 2]
+
+
+def test_a_training_checkpoint_is_torchs_own_to_the_byte(saved: Any, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "step": 1,
+        "rng": torch.get_rng_state(),
+    }
+    path = tmp_path / "ours.pt"
+    ckptool.save(state, path)
+    assert pickle_of(path) == canonical(saved(state))
+    assert_same_objects(load(saved(state)), load(path))
+
+
+def test_values_that_weights_only_refuses_come_back(tmp_path: Path) -> None:
+    values = {
+        "when": datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=2), "x")),
+        "default": collections.defaultdict(int, a=1),
+        "ordered": collections.OrderedDict(b=1, a=2),
+    }
+    ckptool.save(values, tmp_path / "x.pt")
+    loaded = ckptool.load(tmp_path / "x.pt")
+    assert loaded == values
+    assert loaded["default"].default_factory is int
+    assert type(loaded["ordered"]) is collections.OrderedDict

@@ -1,0 +1,288 @@
+"""`torch-zip` files that are odd or damaged: re-zipped, without checksums, of the other byte order, cut off, with records that lie."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, NotACheckpoint, Unsupported
+from ckptool.formats import read, safetensors, torch_zip
+from ckptool.tree import tensors
+from tests.formats import contract
+from tests.formats.small_zips import small
+from tests.formats.zips import record_starts, rezipped, with_record
+from tests.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
+
+# Odd archives --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
+@pytest.mark.parametrize(
+    "name", ["01-full-tie-three-roots", "09-every-dtype-in-one-dict", "17-adam-integer-ids", "08-conj"]
+)
+def test_row_22_rezipped_by_another_program(name: str, compression: int, tmp_path: Path) -> None:
+    original = contract.vector(name, tmp_path)
+    again = rezipped(original, tmp_path / "b.pt", compression)
+    checkpoint = read(again)
+    assert_same_tree(read(original), checkpoint)
+    assert ("deflated" in [note.code for note in checkpoint.notes]) is (compression == zipfile.ZIP_DEFLATED)
+    out = contract.round_trip(torch_zip, checkpoint, tmp_path / "c.pt")
+    assert "deflated" not in [note.code for note in out.notes]
+    contract.same_for_torch(original, tmp_path / "c.pt", mmap=True)
+    assert all(
+        start % 64 == 0 for name, start in record_starts(tmp_path / "c.pt").items() if "/data/" in name or compression
+    )
+
+
+def test_row_22_a_long_deflated_record_in_pieces(tmp_path: Path) -> None:
+    value = {"w": torch.arange(3_000_000, dtype=torch.int32), "t": torch.arange(600_000).reshape(600, 1000).t()}
+    deflated = rezipped(written(torch_bytes(value), tmp_path / "a.pt"), tmp_path / "b.pt", zipfile.ZIP_DEFLATED)
+    checkpoint = read(deflated)
+    contract.round_trip(torch_zip, checkpoint, tmp_path / "c.pt")
+    assert_same_objects(load(tmp_path / "c.pt"), value)
+    carry_out(safetensors.write(read(deflated)), tmp_path / "d.safetensors")
+    assert_same_tree(read(tmp_path / "d.safetensors").tree["w"], checkpoint.tree["w"])
+    data = checkpoint.tree["w"].storage.data
+    for at in (11_999_996, 0, 5_000_001, 4_999_990):
+        assert data.read(at, 9) == value["w"].numpy().tobytes()[at : at + 9]
+
+
+def test_row_35_no_checksums(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        original = written(torch_bytes(small()), tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    checkpoint = read(original)
+    assert "no-checksums" in [note.code for note in checkpoint.notes]
+    assert all(entry.storage.crc is None for _, entry in tensors(checkpoint.tree))
+    contract.round_trip(torch_zip, checkpoint, tmp_path / "b.pt")
+    assert "no-checksums" not in [note.code for note in read(tmp_path / "b.pt").notes]
+    assert_same_objects(load(tmp_path / "b.pt", mmap=True), small())
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
+def test_row_99_big_endian(compression: int, tmp_path: Path) -> None:
+    value = {
+        "f": torch.arange(5.0),
+        "c": torch.tensor([1 + 2j, 3 - 4j]),
+        "i": torch.arange(3),
+        "h": torch.ones(3).half(),
+        "b": torch.ones(2, dtype=torch.uint8),
+    }
+    original = written(torch_bytes(value), tmp_path / "a.pt")
+    turned = {"archive/byteorder": b"big"}
+    with zipfile.ZipFile(original) as archive:
+        for key, tensor in enumerate(value.values()):
+            raw = archive.read(f"archive/data/{key}")
+            width = tensor.element_size() // (2 if tensor.is_complex() else 1)
+            turned[f"archive/data/{key}"] = b"".join(raw[i : i + width][::-1] for i in range(0, len(raw), width))
+    big = rezipped(original, tmp_path / "b.pt", compression, turned)
+    assert_same_objects(load(big), value)  # torch agrees that this is the file
+    checkpoint = read(big)
+    assert "big-endian" in [note.code for note in checkpoint.notes]
+    assert_same_tree(checkpoint, read(original))
+    out = contract.round_trip(torch_zip, checkpoint, tmp_path / "c.pt")
+    assert out.metadata["byteorder"] == "little"
+    assert_same_objects(load(tmp_path / "c.pt", mmap=True), value)
+    assert torch_zip.append(checkpoint) is None
+
+
+def test_row_99_an_untyped_storage_in_a_big_endian_file_is_refused(tmp_path: Path) -> None:
+    original = written(torch_bytes({"w": torch.ones(2).to(torch.float8_e5m2)}), tmp_path / "a.pt")
+    with pytest.raises(Unsupported, match="big-endian"):
+        read(rezipped(original, tmp_path / "b.pt", zipfile.ZIP_STORED, {"archive/byteorder": b"big"}))
+
+
+def test_row_34_damaged_data_is_noticed_when_it_is_converted(tmp_path: Path) -> None:
+    original = written(
+        torch_bytes({"w": torch.ones(100_000), "t": torch.ones(300, 300).t(), "part": torch.ones(1000)[:7]}),
+        tmp_path / "a.pt",
+    )
+    data = original.read_bytes()
+    for name, start in record_starts(original).items():
+        if "/data/" in name:
+            damaged = written(data[: start + 40] + b"\x55" + data[start + 41 :], tmp_path / "b.pt")
+            with pytest.raises(Corrupt, match="checksum"):
+                carry_out(
+                    safetensors.write(Checkpoint(dict(read(damaged).tree), torch_zip.NAME)), tmp_path / "c.safetensors"
+                )
+
+
+def test_row_33_a_damaged_pickle_is_noticed_at_once(tmp_path: Path) -> None:
+    original = written(torch_bytes(small()), tmp_path / "a.pt")
+    at = original.read_bytes().index(b"a.weight")
+    data = bytearray(original.read_bytes())
+    data[at] ^= 1
+    with pytest.raises(Corrupt, match="checksum"):
+        read(written(bytes(data), tmp_path / "b.pt"))
+
+
+@pytest.mark.parametrize(
+    ("record", "contents", "error"),
+    [
+        ("archive/byteorder", b"middle", Corrupt),
+        ("archive/.storage_alignment", b"-1", Corrupt),
+        ("archive/.storage_alignment", b"0", Corrupt),
+        ("archive/.storage_alignment", b"99999999999", Corrupt),
+        ("archive/data/0", b"short", Corrupt),
+        ("archive/data/0", bytes(100), Corrupt),
+        ("archive/data/0", None, Corrupt),
+        ("archive/data.pkl", None, NotACheckpoint),
+        ("archive/data.pkl", b"\x80\x02N.more", CkptoolError),
+        ("archive/constants.pkl", b"\x80\x02N.", Ambiguous),
+        ("archive/code/a.py", b"", Ambiguous),
+        ("archive/.data/extern_modules", b"", Unsupported),
+        ("other/data/0", b"", CkptoolError),
+        ("other/data.pkl", b"\x80\x02N.", CkptoolError),
+        ("top", b"", CkptoolError),
+    ],
+)
+def test_rows_45_51_52_64_87_88_odd_records(
+    record: str, contents: bytes | None, error: type[CkptoolError], tmp_path: Path
+) -> None:
+    original = written(torch_bytes(small()), tmp_path / "a.pt")
+    with pytest.raises(error) as caught:
+        read(with_record(original, tmp_path / "b.pt", record, contents))
+    assert str(tmp_path) in caught.value.what
+
+
+def test_row_98_a_record_that_no_tensor_uses_is_noted(tmp_path: Path) -> None:
+    original = written(torch_bytes(small()), tmp_path / "a.pt")
+    checkpoint = read(with_record(original, tmp_path / "b.pt", "archive/data/77", b"smuggled"))
+    assert [note.message for note in checkpoint.notes if note.code == "unused-record"] == [
+        "1 records with 8 bytes are used by no tensor"
+    ]
+
+
+def test_row_40_a_pickle_that_inflates_without_bounds(tmp_path: Path) -> None:
+    original = written(torch_bytes(small()), tmp_path / "a.pt")
+    bomb = b"\x80\x02" + b"(" * (64 << 20)
+    with pytest.raises(CkptoolError) as caught:
+        read(rezipped(original, tmp_path / "b.pt", zipfile.ZIP_DEFLATED, {"archive/data.pkl": bomb}))
+    assert caught.value.code == "limit-exceeded"
+
+
+def persistent(pid: bytes, records: dict[str, bytes], path: Path) -> Path:
+    """A torch zip whose pickle is one tensor on the storage that `pid` names."""
+    pickle = (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(("
+        + pid
+        + b"tQK\x00K\x01\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR."
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle)
+        archive.writestr("archive/version", b"3\n")
+        for name, data in records.items():
+            archive.writestr(f"archive/{name}", data)
+    return path
+
+
+def text(value: bytes) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value
+
+
+FLOATS, CPU = b"ctorch\nFloatStorage\n", text(b"cpu")
+
+
+@pytest.mark.parametrize(
+    ("pid", "error"),
+    [
+        (text(b"storage") + FLOATS + text(b"0") + CPU + b"K\x02", Corrupt),  # row 88
+        (text(b"storage") + FLOATS + text(b"0") + CPU + b"J\xff\xff\xff\xff", Corrupt),  # row 89
+        (text(b"storage") + FLOATS + text(b"0") + CPU + b"\x8a\x08\0\0\0\0\0\0\0\x40", Corrupt),  # 2^62
+        (text(b"storage") + FLOATS + text(b"0") + CPU + b"G\x3f\xf0\0\0\0\0\0\0", Corrupt),
+        (text(b"storage") + FLOATS + text(b"../0") + CPU + b"K\x01", Corrupt),  # row 97
+        (text(b"storage") + FLOATS + text(b"/etc/passwd") + CPU + b"K\x01", Corrupt),
+        (text(b"storage") + FLOATS + b"K\x00" + CPU + b"K\x01", Corrupt),
+        (text(b"storage") + FLOATS + text(b"0") + b"N" + b"K\x01", Corrupt),
+        (text(b"storage") + b"ctorch\nOddStorage\n" + text(b"0") + CPU + b"K\x01", Unsupported),  # row 95
+        (text(b"storage") + b"cos\nsystem\n" + text(b"0") + CPU + b"K\x01", Unsupported),
+        (text(b"storage") + b"N" + text(b"0") + CPU + b"K\x01", CkptoolError),
+        (text(b"storage") + b"]" + text(b"0") + CPU + b"K\x01", CkptoolError),
+        (text(b"module") + FLOATS + text(b"0") + CPU + b"K\x01", Corrupt),  # row 82
+        (text(b"storage"), Corrupt),
+        (b"K\x01", Corrupt),
+    ],
+)
+def test_rows_82_to_97_persistent_ids(pid: bytes, error: type[CkptoolError], tmp_path: Path) -> None:
+    with pytest.raises(error):
+        read(persistent(pid, {"data/0": bytes(4)}, tmp_path / "a.pt"))
+
+
+def test_row_96_any_location_is_only_a_label(tmp_path: Path) -> None:
+    for label in (b"cuda:99", b"banana:7", b"x" * 1_000_000):
+        pid = text(b"storage") + FLOATS + text(b"0") + text(label) + b"K\x01"
+        assert read(persistent(pid, {"data/0": bytes(4)}, tmp_path / "a.pt")).tree.location == label.decode()
+
+
+def test_row_94_one_key_described_in_two_ways(tmp_path: Path) -> None:
+    one = b"((" + text(b"storage") + FLOATS + text(b"0")
+    for other in (text(b"cuda") + b"K\x01tQ", CPU + b"K\x02tQ"):
+        pickle = b"\x80\x02" + one + CPU + b"K\x01tQ" + one[1:] + other + b"t."
+        with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+            archive.writestr("archive/data.pkl", pickle)
+            archive.writestr("archive/version", b"3\n")
+            archive.writestr("archive/data/0", bytes(4))
+        with pytest.raises(Corrupt, match="two ways"):
+            read(tmp_path / "a.pt")
+
+
+def test_row_90_a_tensor_beyond_its_storage(tmp_path: Path) -> None:
+    original = written(torch_bytes({"w": torch.ones(4)}), tmp_path / "a.pt")
+    with zipfile.ZipFile(original) as archive:
+        pickle = archive.read("archive/data.pkl").replace(b"K\x04\x85", b"K\x05\x85")
+    with pytest.raises(BadTensor, match="needs 20 bytes"):
+        read(rezipped(original, tmp_path / "b.pt", zipfile.ZIP_STORED, {"archive/data.pkl": pickle}))
+
+
+# Damage ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_row_17_cut_off_at_every_length(tmp_path: Path) -> None:
+    data = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})
+    for size in range(len(data)):
+        with pytest.raises(CkptoolError):
+            read(written(data[:size], tmp_path / "a.pt"))
+
+
+@pytest.mark.parametrize("how", ["as torch writes", "deflated"])
+def test_every_flipped_byte_is_noticed_or_harmless(how: str, tmp_path: Path) -> None:
+    """Opened, written as a zip and as safetensors: an error of ours, or the right values; never others, never a crash."""
+    original = written(
+        torch_bytes({"w": torch.arange(40.0), "t": torch.arange(6).reshape(2, 3).t(), "n": 5}), tmp_path / "a.pt"
+    )
+    if how == "deflated":
+        original = rezipped(original, tmp_path / "b.pt", zipfile.ZIP_DEFLATED)
+    data, expected = original.read_bytes(), read(original)
+    fd = os.open(tmp_path / "flipped.pt", os.O_RDWR | os.O_CREAT)
+    os.pwrite(fd, data, 0)
+    outcomes = {True: 0, False: 0}
+    for at in range(len(data)):
+        for bit in (0x01, 0x80) if at % 3 else (0x01, 0x80, 0xFF):
+            os.pwrite(fd, bytes([data[at] ^ bit]), at)
+            outcomes[_harmless(tmp_path / "flipped.pt", expected, tmp_path)] += 1
+        os.pwrite(fd, data[at : at + 1], at)
+    os.close(fd)
+    assert outcomes[False] > len(data) / 3 and outcomes[True] > 50
+
+
+def _harmless(path: Path, expected: Checkpoint, folder: Path) -> bool:
+    try:
+        checkpoint = read(path)
+        if not isinstance(checkpoint.tree, dict) or "n" not in checkpoint.tree:
+            raise AssertionError("another tree")
+        weights = {name: checkpoint.tree[name] for name in ("w", "t")}
+        carry_out(safetensors.write(Checkpoint(weights, torch_zip.NAME)), folder / "flipped.safetensors")
+        carry_out(torch_zip.write(checkpoint), folder / "flipped-again.pt")
+    except CkptoolError:
+        return False
+    for name in ("w", "t"):
+        assert read(folder / "flipped.safetensors").tree[name].bytes() == expected.tree[name].bytes()
+    assert_same_tree(checkpoint, expected)
+    return True

@@ -1,0 +1,49 @@
+"""What the tests of live modules share: models before and after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.errors import CkptoolError
+from tests.checkpoints import three_parts
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def snapshot(model: nn.Module) -> dict[str, tuple[int, bytes]]:
+    """Every tensor of a model: which object it is, and its bits."""
+    return {name: (id(tensor), bits(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def same(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == {
+        name: bits(tensor) for name, tensor in state.items()
+    }
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")  # the usual one takes seconds to import
+
+
+class Classifier(nn.Module):
+    def __init__(self, classes: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+        self.head = nn.Linear(width, classes)
+
+
+def refused(file: Path, model: nn.Module, kind: type[CkptoolError], words: str, **options: Any) -> CkptoolError:
+    before = snapshot(model)
+    with pytest.raises(kind, match=words) as found:
+        ckptool.load_into(model, file, **options)
+    assert snapshot(model) == before
+    three_parts(found.value)
+    return found.value

@@ -1,0 +1,24 @@
+"""What the tests of folders share: plans of small files, and what is in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptool.checkpoint import Literal, Plan
+
+OLD = {"a": b"old a", "b": b"old b"}
+
+
+NEW = {"a": b"new a", "c": b"new c"}
+
+
+def plan(files: dict[str, bytes] | None = None) -> Plan:
+    return Plan({name: [Literal(data)] for name, data in (files or NEW).items()})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

@@ -1,0 +1,230 @@
+"""Several writers of one folder at once, and those that were killed: one complete winner, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptool.checkpoint import Literal, Plan
+from ckptool.errors import FileProblem, OutputExists
+from ckptool.output import durable, folders
+from ckptool.output.folders import replace_folder
+from tests.helpers import default_signals
+from tests.output.folder_plans import NEW, OLD, contents, names, plan
+
+ROOT = Path(__file__).parents[2]
+
+
+HEAD = """
+    import os, sys, time
+    from pathlib import Path
+    from ckptool.checkpoint import Computed, Literal, Plan
+    from ckptool.output import folders
+    from ckptool.output.folders import replace_folder
+    target = Path(sys.argv[1])
+    if sys.argv[2] == "put aside":
+        folders._exchange = lambda one, other: False
+    """
+
+
+WAITING = """
+    def wait(at, n):
+        Path(sys.argv[3]).touch()
+        time.sleep(60)
+        return b"y" * n
+    replace_folder(Plan({"a": [Literal(b"a")], "b": [Computed(5, wait)]}), target, overwrite=True)
+    """
+
+
+KILLED = """
+    for n in range(int(sys.argv[3]), 100_000):
+        data = b"%08d" % n
+        shards = {f"{i}-{n % 3}": [Literal(data), Computed(40_000, lambda at, size: (data * 5_000)[at : at + size])] for i in range(4)}
+        replace_folder(Plan(shards), target, overwrite=True, replaceable={f"{i}-{m}" for i in range(4) for m in range(3)})
+        print(n, flush=True)
+    """
+
+
+def run(code: str, *args: object) -> subprocess.Popen[bytes]:
+    text = textwrap.dedent(HEAD) + textwrap.dedent(code)
+    command = [sys.executable, "-c", text, *map(str, args)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_signals
+    )
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A writer that has its temporary folder, and waits in the middle."""
+    process = run(WAITING, tmp_path / "out", "exchanged", tmp_path / "mark")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "mark").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def temporaries(folder: Path) -> list[str]:
+    return [name for name in names(folder) if name.startswith(".ckptool-")]
+
+
+def test_row_149_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    live.kill()
+    live.wait()
+    assert len(temporaries(tmp_path)) == 1 and not (tmp_path / "out").exists()
+    replace_folder(plan(), tmp_path / "another")
+    assert len(temporaries(tmp_path)) == 1  # another target's is none of its business
+    replace_folder(plan(), tmp_path / "out")
+    assert temporaries(tmp_path) == [] and contents(tmp_path / "out") == NEW
+
+
+def test_row_149_a_file_of_the_same_name_sweeps_it_too(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    from ckptool.output import replace_file
+
+    live.kill()
+    live.wait()
+    replace_file(Plan({"": [Literal(b"new")]}), tmp_path / "out")
+    assert temporaries(tmp_path) == [] and (tmp_path / "out").read_bytes() == b"new"
+
+
+def test_row_162_a_living_writers_folder_is_left_alone(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    replace_folder(plan(), tmp_path / "out")
+    assert len(temporaries(tmp_path)) == 1 and contents(tmp_path / "out") == NEW
+    live.kill()
+    live.wait()
+    replace_folder(plan(OLD), tmp_path / "out", overwrite=True, replaceable=["c"])
+    assert temporaries(tmp_path) == [] and contents(tmp_path / "out") == OLD
+
+
+def test_row_150_a_terminated_process_leaves_nothing_when_it_unwinds(
+    live: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    live.send_signal(signal.SIGINT)
+    assert live.wait(20) != 0
+    assert temporaries(tmp_path) == [] and not (tmp_path / "out").exists()
+
+
+def killed_at_random(folder: Path, times: int, way: str) -> None:
+    chosen, target, last = random.Random(times), folder / "out", 0
+    for _ in range(times):
+        process = run(KILLED, target, way, last)
+        assert process.stdout is not None
+        last = int(process.stdout.readline())
+        time.sleep(chosen.uniform(0, 0.02))
+        process.send_signal(signal.SIGKILL)
+        out = process.stdout.read().split()
+        process.communicate()
+        last = int(out[-1]) if out else last
+        if way == "put aside" and not target.exists():
+            folders._put_back(str(target))  # what the next run does first
+        found = contents(target)
+        (data,) = {value[:8] for value in found.values()}
+        assert int(data) in (last, last + 1), (data, last)
+        assert found == {f"{i}-{int(data) % 3}": data * 5_001 for i in range(4)}
+        assert len(names(folder)) <= 3
+        last += 1
+    replace_folder(plan(), target, overwrite=True, replaceable=[f"{i}-{m}" for i in range(4) for m in range(3)])
+    assert names(folder) == ["out"]
+
+
+@pytest.mark.parametrize("how", ["exchanged", "put aside"])
+def test_row_149_killed_at_any_time(how: str, tmp_path: Path) -> None:
+    killed_at_random(tmp_path, 5, how)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["exchanged", "put aside"])
+def test_row_149_killed_at_any_time_many_times(how: str, tmp_path: Path) -> None:
+    killed_at_random(tmp_path, 200, how)
+
+
+def test_row_149_killed_between_two_renames(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where names cannot be exchanged there is an instant without a folder; the next run puts the old one back first."""
+    aside = Path(folders._aside(str(old)))
+    old.rename(aside)
+    with pytest.raises(OutputExists):
+        replace_folder(plan(), old)
+    assert contents(old) == OLD and names(old.parent) == ["out"]
+    aside.mkdir()
+    (aside / "a").write_bytes(b"older")
+    replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert contents(old) == NEW and names(old.parent) == ["out"]
+    aside.mkdir()
+    (aside / "a").write_bytes(b"older")
+    old.rename(old.parent / "gone")
+    old.write_bytes(b"a file")
+    with pytest.raises(FileProblem):
+        replace_folder(plan(), old, overwrite=True)
+    assert contents(aside) == {"a": b"older"}  # it may be the only copy
+
+
+def test_row_158_many_writers_one_complete_winner(tmp_path: Path) -> None:
+    target, problems = tmp_path / "out", []
+    allowed = [f"{letter}{i}" for letter in "abc" for i in range(3)]
+
+    def write(letter: str) -> None:
+        data = letter.encode() * 20_000
+        try:
+            for _ in range(8):
+                replace_folder(
+                    plan({f"{letter}{i}": data for i in range(3)}), target, overwrite=True, replaceable=allowed
+                )
+        except BaseException as error:  # noqa: BLE001
+            problems.append(error)
+
+    writers = [threading.Thread(target=write, args=(letter,)) for letter in "abc"]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):  # a reader that lists the folder sees the files of one of them
+        if target.exists():
+            folder = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+            seen = os.listdir(folder)
+            os.close(folder)
+            assert len({name[0] for name in seen}) <= 1
+    assert problems == [] and names(tmp_path) == ["out"] and len(contents(target)) == 3
+
+
+def test_row_158_a_folder_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder is made first and locked then: in between, a second writer takes it for one that was left."""
+    target, make, swept = tmp_path / "out", os.mkdir, []
+
+    def mkdir(path: str, *more: int) -> None:
+        make(path, *more)
+        if not swept:
+            durable._sweep(str(target))
+            swept.append(path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    replace_folder(plan(), target)
+    assert not os.path.exists(swept[0]) and contents(target) == NEW and names(tmp_path) == ["out"]
+
+
+def test_two_runs_that_remove_one_folder_leave_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "left"
+    folder.mkdir()
+    for name in "abc":
+        (folder / name).write_bytes(b"x")
+    unlink, listed = os.unlink, os.listdir
+
+    def names_then_one_goes(path: str) -> list[str]:
+        found = listed(path)
+        unlink(os.path.join(path, found[0]))
+        return found
+
+    monkeypatch.setattr(os, "listdir", names_then_one_goes)
+    durable._remove(str(folder))
+    assert not folder.exists()

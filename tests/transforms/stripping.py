@@ -1,0 +1,15 @@
+"""What the tests of prefixes and of rules share: a value without its prefixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptool.roots import model_roots
+from ckptool.transforms.rename import strip
+from tests.checkpoints import opened
+
+
+def stripped(value: Any, folder: Path, *prefixes: str, **options: Any) -> Any:
+    checkpoint = opened(value, folder)
+    return strip(checkpoint, model_roots(checkpoint), prefixes, **options).checkpoint.tree
