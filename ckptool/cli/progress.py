@@ -6,9 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
-from ckptool.cli.console import tell
+from ckptool.cli.console import style_of, tell
+from ckptool.errors import printable
 from ckptool.output.sink import Progress
 from ckptool.render.style import bar, size
 
@@ -62,14 +63,29 @@ def status_line() -> Iterator[Callable[[str], None]]:
             tell("\r\x1b[K")
 
 
-def training_progress(stream: TextIO) -> Callable[[dict[str, Any], float], None]:
-    """What tells each logged line of a run: one line that is written over on a terminal, a line each elsewhere."""
-    terminal = stream.isatty()
+@contextmanager
+def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
+    """What tells each logged line of a run: on a terminal one line with a bar, which is written over; a line each elsewhere."""
+    style = style_of(sys.stderr)
+    drawn = False
 
-    def tell(fact: dict[str, Any], rate: float) -> None:
-        numbers = [f"{key} {value:.5g}" for key, value in fact.items() if isinstance(value, float)]
-        line = f"step {fact['step']:,}  {'  '.join(numbers)}  {rate:.1f} steps/s"
-        stream.write(f"\r\x1b[K{line}" if terminal else line + "\n")
-        stream.flush()
+    def told(fact: dict[str, Any], rate: float) -> None:
+        nonlocal drawn
+        if style.width is None:
+            tell(_logged(fact, rate) + "\n")
+            return
+        drawn = True
+        share = f"{bar(fact['step'], fact['steps'], 16):16} " if fact.get("steps") else ""
+        tell(f"\r\x1b[K{style.fit(share + _logged(fact, rate))}")
 
-    return tell
+    try:
+        yield told
+    finally:
+        if drawn:
+            tell("\n")
+
+
+def _logged(fact: dict[str, Any], rate: float) -> str:
+    """A line of a run: where it is, its numbers, and how fast it goes."""
+    numbers = [f"{printable(key)} {value:.5g}" for key, value in fact.items() if isinstance(value, float)]
+    return f"step {fact['step']:,}  {'  '.join(numbers)}  {rate:.1f} steps/s"

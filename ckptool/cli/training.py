@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
 from enum import Enum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +14,9 @@ from ckptool.cli.answers import Answer, Answers
 from ckptool.cli.console import tell
 from ckptool.cli.options import AsJson
 from ckptool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptool.training.loop import Outcome
 
 Set = Annotated[
     list[str] | None,
@@ -51,8 +56,11 @@ def train(
         raise UsageError("train was given no configuration", "", "Make one: ckptool train --init > run.yaml")
     if dry_run:
         return Answers([Answer("training", verbs.dry_run(config, set or ()))], as_json)
-    done = verbs.train(config, set or (), resume=resume.value, progress=_progress(quiet), say=_say)
-    return Answers([Answer("training", done, exit_code=done.exit_code)], as_json)
+    return _trained(
+        lambda progress: verbs.train(config, set or (), resume=resume.value, progress=progress, say=_say),
+        quiet,
+        as_json,
+    )
 
 
 def resume(
@@ -64,8 +72,7 @@ def resume(
     """Go on with a run from its newest whole checkpoint. Exit 3: there are checkpoints, and none is whole."""
     from ckptool.verbs.resume import resume
 
-    done = resume(run, set or (), progress=_progress(quiet), say=_say)
-    return Answers([Answer("training", done, exit_code=done.exit_code)], as_json)
+    return _trained(lambda progress: resume(run, set or (), progress=progress, say=_say), quiet, as_json)
 
 
 def prune(
@@ -89,6 +96,16 @@ def prove(
     exhaustive: Annotated[
         bool, typer.Option("--exhaustive", help="Kill a short run at every file-system event too.")
     ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            min=1,
+            metavar="N",
+            help="With strategy ddp: how many train together, and are killed. Default: 2, or one for each GPU.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> Answers:
     """Prove that a run killed anywhere ends with the same bytes as one that was not. Exit 1: it does not."""
@@ -96,7 +113,16 @@ def prove(
     from ckptool.verbs.prove import prove
 
     with status_line() as say:
-        found = prove(config, set or (), steps=steps, kills=kills, seed=seed, exhaustive=exhaustive, say=say)
+        found = prove(
+            config,
+            set or (),
+            steps=steps,
+            kills=kills,
+            seed=seed,
+            exhaustive=exhaustive,
+            processes=processes,
+            say=say,
+        )
     return Answers([Answer("proof", found, exit_code=0 if found.proved else 1)], as_json)
 
 
@@ -104,9 +130,11 @@ def _say(text: str) -> None:
     tell(text + "\n")
 
 
-def _progress(quiet: bool) -> Any:
-    if quiet:
-        return None
+def _trained(work: Callable[[Any], Outcome], quiet: bool, as_json: bool) -> Answers:
+    """Trains, telling how far it is."""
     from ckptool.cli.progress import training_progress
 
-    return training_progress(sys.stderr)
+    gc.enable()  # a run lives long, and the models of its user may be rings of objects
+    with nullcontext() if quiet else training_progress() as progress:
+        done = work(progress)
+    return Answers([Answer("training", done, exit_code=done.exit_code)], as_json)

@@ -18,7 +18,8 @@ def proof_text(found: Proof, *, style: Style = PLAIN) -> str:
     same = found.result == found.reference
     kills = ", ".join(f"{kill.at} ({kill.signal})" for kill in found.kills)
     resumed = ", ".join("the beginning" if kill.resumed is None else str(kill.resumed) for kill in found.kills)
-    rows = [
+    rows = [("processes", f"{found.processes}, which train together (ddp)")] if found.processes > 1 else []
+    rows += [
         ("reference", f"{found.steps} steps  sha256 {found.reference[:8]}…"),
         ("killed at", kills or "it ended before it could be killed"),
         ("resumed from", resumed or "nothing"),

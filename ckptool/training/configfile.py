@@ -79,9 +79,10 @@ def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = 
     try:
         return Config.model_validate(values)
     except ValidationError as error:
+        wrong = _sentences(error.errors(), values, path, lines or {})
         raise UsageError(
-            "\n".join(_sentences(error.errors(), values, path, lines or {})),
-            "Nothing was started.",
+            wrong[0] if len(wrong) == 1 else f"{printable(path)}: {len(wrong)} things are wrong",
+            "\n".join([*(wrong if len(wrong) > 1 else ()), "Nothing was started."]),
             "All keys with what they mean: ckptool train --init",
         ) from None
 
@@ -112,16 +113,18 @@ def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
                 stack.append((value, (*place, index)))
 
 
-def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Place, int]) -> Iterator[str]:
-    """A sentence for each place where something is wrong: where, what, and what may have been meant."""
+def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Place, int]) -> list[str]:
+    """A sentence for each place where something is wrong, in the order of lines: where, what, and what may have been meant."""
+    made: list[tuple[int, str]] = []
     found: dict[Place, list[Any]] = {}
     for problem in problems:
         found.setdefault(_place(problem["loc"], values, problem["type"] == "missing"), []).append(problem)
     for place, here in found.items():
         if any(len(other) > len(place) and other[: len(place)] == place for other in found if place):
             continue  # one of several things that it could be; what is wrong with the right one is said below
-        line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), None)
-        yield f"{printable(path)}{f':{line}' if line else ''}: {_told(place, here)}"
+        line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
+        made.append((line, f"{printable(path)}{f':{line}' if line else ''}: {_told(place, here)}"))
+    return [sentence for _, sentence in sorted(made, key=lambda each: each[0])]
 
 
 def _place(loc: Place, values: Any, missing: bool) -> Place:

@@ -43,7 +43,9 @@ def digits() -> Arrays:
         from sklearn.datasets import load_digits
     except ImportError:
         raise UsageError(
-            "data: digits come with scikit-learn, which is not installed", "", "pip install 'ckptool[examples]'"
+            "data: digits come with scikit-learn, which is not installed",
+            "",
+            "pip install 'ckptool[examples]'; or other pictures: --set data.name=images",
         ) from None
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16

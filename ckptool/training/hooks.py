@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
 
 Told = Callable[[dict[str, Any], float], None]
-"""Given a line's facts and the steps per second."""
+"""Given a line's facts, with the length of the run as `steps`, and the steps per second."""
 
 
 class Hooks:
@@ -82,7 +82,7 @@ class Hooks:
         for name, method in self._having("logged"):
             called(method, "hooks", name, trainer, fact)
         if self.told is not None:
-            self.told(fact, rate)
+            self.told({**fact, "steps": trainer.total_steps}, rate)
 
 
 class GradNorm:

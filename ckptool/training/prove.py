@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ckptool.errors import FileProblem, RunFailed, printable
+from ckptool.errors import FileProblem, RunFailed, UsageError, printable
 from ckptool.training import configfile
 from ckptool.training.config import Config
 from ckptool.training.nursery import Nursery
@@ -51,13 +51,15 @@ class Kill:
 
 @dataclass(slots=True)
 class Proof:
-    """What was found. without: part of the state -> whether the end differed without it (None: the run has none).
+    """What was found.
 
+    processes: how many trained together.  without: part of the state -> whether the end differed without it (None: the run has none).
     events: how many file-system events were swept, None where that was not asked for.  lost: True where a run went on from before a
     checkpoint that it had.  differs: the first step and tensor that differ, where it was disproved.  kept: where the runs are then.
     """
 
     steps: int
+    processes: int = 1
     reference: str = ""
     kills: list[Kill] = field(default_factory=list)
     result: str = ""
@@ -79,17 +81,19 @@ def prove(
     kills: int = 5,
     seed: int = 0,
     exhaustive: bool = False,
+    processes: int | None = None,
     say: Say = lambda text: None,
 ) -> Proof:
     """Proves a configuration in a folder of its own, which is deleted unless the proof fails.
 
     steps: the length of the run.  kills: how many times it is killed.  seed: where.  exhaustive: a short run is killed at every file-system
-    event too.  say: told what is being done.  Raises `RunFailed` where a training process fails by itself.
+    event too.  processes: how many train together where the strategy is `ddp` (default: 2, or one for each GPU); all of them are killed.
+    say: told what is being done.  Raises `RunFailed` where a training process fails by itself.
     """
+    proof = Proof(steps, processes_of(config, processes))
     folder = tempfile.mkdtemp(prefix="ckptool-prove-")
-    proof = Proof(steps)
     try:
-        with Nursery(os.path.join(folder, "stderr")) as nursery:
+        with Nursery(os.path.join(folder, "stderr"), proof.processes) as nursery:
             lab = Lab(configured(config, steps), steps, folder, random.Random(seed), nursery, say)
             lab.fill(proof, kills, exhaustive)
     finally:
@@ -98,6 +102,31 @@ def prove(
         else:
             shutil.rmtree(folder, ignore_errors=True)
     return proof
+
+
+def processes_of(config: Config, wanted: int | None) -> int:
+    """How many processes train together. Raises `UsageError` where only one can, or where torchrun has started several of this one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "torchrun started several processes of prove",
+            "It starts those that train itself.",
+            f"Without torchrun: ckptool prove run.yaml --processes {printable(os.environ['WORLD_SIZE'])}",
+        )
+    if config.strategy != "ddp":
+        if wanted not in (None, 1):
+            raise UsageError(
+                f"{wanted} processes cannot train together, since strategy is {config.strategy}",
+                "",
+                "Say that they should: --set strategy=ddp",
+            )
+        return 1
+    if wanted is not None:
+        return wanted
+    import torch
+
+    from ckptool.training.parallel import device_of
+
+    return max(1, torch.cuda.device_count()) if device_of(config.device).type == "cuda" else 2
 
 
 def configured(config: Config, steps: int, every: int = 0) -> Config:
@@ -222,7 +251,7 @@ class Lab:
             self.say(f"without {part}")
             name = f"without-{part}"
             shutil.copytree(self.run_of("half"), self.run_of(name))
-            code = self.nursery.run([], forget=[self.run_of(name), part])
+            code = self.nursery.run([], forget=[self.run_of(name), part], processes=1)
             if code not in (0, 1):
                 raise self.failed(code)
             if not code:

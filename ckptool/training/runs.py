@@ -23,9 +23,9 @@ from ckptool.output import make_folder
 from ckptool.training import configfile
 from ckptool.training.config import Config
 from ckptool.training.retention import Policy, best, every, keep, last
-from ckptool.training.store import Lines, Lock, Saved, Store, has_its_size, write_text
+from ckptool.training.store import Lines, Lock, Saved, Store, has_checkpoints, has_its_size, remove_file, write_text
 
-HISTORY, METRICS = "history.jsonl", "metrics.jsonl"
+CONFIG, HISTORY, METRICS = "run.yaml", "history.jsonl", "metrics.jsonl"
 CHANGED = "changed"  # the event that holds a configuration which was changed since
 _ID = re.compile(r"^# ckptool run ([0-9a-f]{32})$", re.MULTILINE)
 
@@ -77,23 +77,21 @@ def opened_for_change(folder: str, changes: Sequence[str], *, write: bool) -> Ru
     """A run that is there, its configuration changed for once."""
     _, config = read_config(folder)
     values = {**config.dumped(), "run": folder}
-    return reopen(folder, configfile.changed(values, changes, os.path.join(folder, "run.yaml")), write=write)
+    return reopen(folder, configfile.changed(values, changes, os.path.join(folder, CONFIG)), write=write)
 
 
 def is_run(folder: str) -> bool:
     """True for the folder of a run."""
-    return os.path.isfile(os.path.join(folder, "run.yaml"))
+    return os.path.isfile(os.path.join(folder, CONFIG))
 
 
 def create(config: Config) -> Run:
-    """A new run in its folder. Raises `Conflict` where there is one already, `FileProblem` where it cannot be made."""
+    """A new run in its folder, also where one was begun that never saved anything.
+
+    Raises `Conflict` where there is one already, `FileProblem` where it cannot be made.
+    """
     folder = config.run
-    if is_run(folder):
-        raise Conflict(
-            f"{printable(folder)} is a run already",
-            "It was left as it is.",
-            f"Go on with it: ckptool resume {printable(folder)}; or name another folder: --set run=OTHER",
-        )
+    _refuse_run(folder)
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise FileProblem(
             f"cannot make the run {printable(folder)}: it is a file",
@@ -101,16 +99,35 @@ def create(config: Config) -> Run:
             "Name another: --set run=OTHER",
         )
     make_folder(folder)
-    run = _opened(folder, uuid.uuid4().hex, config, Lock(folder))
-    # The configuration comes last, and makes it a run: one that is killed here begins again.
-    run.store.make()
-    write_text(os.path.join(folder, "run.yaml"), f"# ckptool run {run.id}\n{configfile.written(config)}")
+    lock = Lock(folder)
+    try:
+        _refuse_run(folder)  # it may have saved before it gave up the lock
+        run = _opened(folder, uuid.uuid4().hex, config, lock)
+        if is_run(folder):
+            for name in (CONFIG, HISTORY, METRICS):
+                remove_file(os.path.join(folder, name))
+        # The configuration comes last, and makes it a run: one that is killed here begins again.
+        run.store.make()
+        write_text(os.path.join(folder, CONFIG), f"# ckptool run {run.id}\n{configfile.written(config)}")
+    except BaseException:
+        lock.release()
+        raise
     return run
+
+
+def _refuse_run(folder: str) -> None:
+    """Raises `Conflict` for a run that has something to lose."""
+    if is_run(folder) and has_checkpoints(folder):
+        raise Conflict(
+            f"{printable(folder)} is a run already",
+            "It was left as it is.",
+            f"Go on with it: ckptool resume {printable(folder)}; or name another folder: --set run=OTHER",
+        )
 
 
 def read_config(folder: str) -> tuple[str, Config]:
     """The id and the configuration of a run, as it was last changed. Raises `UsageError` for a folder that is none."""
-    path = os.path.join(folder, "run.yaml")
+    path = os.path.join(folder, CONFIG)
     if not is_run(folder):
         raise UsageError(
             f"{printable(folder)} is not a run: it has no run.yaml", "", "Start one: ckptool train run.yaml"

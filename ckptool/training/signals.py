@@ -35,9 +35,9 @@ class Stopping:
         return 128 + self.number if self.number else DONE
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        if self.number:  # asked twice: at once
+        if self.number and number == signal.SIGINT:  # a person who asks twice means at once
             raise KeyboardInterrupt
-        self.number = number
+        self.number = self.number or number  # a scheduler and torchrun both pass on the one that they got
 
 
 @contextmanager

@@ -88,12 +88,7 @@ class Store:
     def remove(self, saved: Saved) -> None:
         """Deletes a checkpoint, the file before its sidecar: a sidecar alone is no checkpoint."""
         for path in (saved.path, sidecar_of(saved.path)):
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise file_problem(error, path, "delete") from error
+            remove_file(path)
 
     # Reading -----------------------------------------------------------------------------------------------------
 
@@ -135,6 +130,17 @@ class Store:
         return None
 
 
+def has_checkpoints(folder: str) -> bool:
+    """True for the folder of a run with a checkpoint in it, whole or not, whichever run it is of. Raises `FileProblem`."""
+    place = os.path.join(folder, CHECKPOINTS)
+    try:
+        return any(_NAME.fullmatch(name) for name in os.listdir(place))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise file_problem(error, place, "read") from error
+
+
 def check(saved: Saved, verify: str) -> None:
     """Raises `Corrupt` unless a checkpoint is what its sidecar says."""
     sidecar = saved.sidecar
@@ -171,6 +177,16 @@ def digest(path: str) -> str:
 
 
 # Small files ---------------------------------------------------------------------------------------------------------
+
+
+def remove_file(path: str) -> None:
+    """Deletes a file, if it is there. Raises `FileProblem`."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise file_problem(error, path, "delete") from error
 
 
 def write_text(path: str, text: str) -> None:

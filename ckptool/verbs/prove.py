@@ -20,13 +20,16 @@ def prove(
     kills: int = 5,
     seed: int = 0,
     exhaustive: bool = False,
+    processes: int | None = None,
     say: Say | None = None,
 ) -> Proof:
     """Proves that a run of this configuration which is killed anywhere ends with the same bytes as one that is not.
 
-    Raises `RunFailed` where a training process fails by itself.
+    steps, kills: how long the run is, and how often it is killed.  seed: where.  exhaustive: a short run is killed at every file-system
+    event too.  processes: how many train together under ddp, 2 by default.  Raises `RunFailed` where a training process fails by itself.
     """
     made = configuration(config, set)
     from ckptool.training.prove import prove as proved
 
-    return proved(made, steps=steps, kills=kills, seed=seed, exhaustive=exhaustive, say=say or (lambda text: None))
+    told = say or (lambda text: None)
+    return proved(made, steps=steps, kills=kills, seed=seed, exhaustive=exhaustive, processes=processes, say=told)

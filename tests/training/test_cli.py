@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import io
 import json
 import os
 import resource
@@ -143,6 +145,60 @@ def test_an_unknown_key(typed: Typed, tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     assert "run.yaml:3: unknown key train.stepz; did you mean train.steps?" in err
     assert not (tmp_path / "runs").exists()
+    (tmp_path / "run.yaml").write_text("run: runs/x\nsede: 3\ntrain:\n  stepz: 20\n")
+    assert typed("train", "run.yaml")[2].splitlines() == [
+        "error[usage]: run.yaml: 2 things are wrong",
+        "  run.yaml:2: unknown key sede; did you mean seed?",
+        "  run.yaml:4: unknown key train.stepz; did you mean train.steps?",
+        "  Nothing was started.",
+        "  All keys with what they mean: ckptool train --init",
+    ]
+
+
+def test_garbage_is_collected_while_a_run_trains(typed: Typed, tmp_path: Path) -> None:
+    """The command line does without it elsewhere, but a run lives long."""
+    (tmp_path / "hook.py").write_text(
+        "import gc\n\nclass Look:\n    def facts(self):\n        return {'gc': gc.isenabled()}\n"
+    )
+    gc.disable()
+    try:
+        assert train(typed, "hooks=[hook.py:Look]")[0] == 0
+    finally:
+        gc.enable()
+    assert json.loads(Path("runs/x/metrics.jsonl").read_text().splitlines()[-1])["gc"] == 1.0
+
+
+class Terminal(io.StringIO):
+    """What stands for stderr; as wide as COLUMNS says."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Closed(io.StringIO):
+    """What stands for a pipe that nobody reads from."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_progress_on_a_terminal_is_one_line_that_stays(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("COLUMNS", "50")
+    train(typed)
+    drawn = stderr.getvalue().split("\r\x1b[K")[1:]
+    assert len(drawn) == 4
+    assert drawn[1].startswith("████████         step 10  loss ")
+    assert drawn[3].startswith("████████████████ step 20  loss ")
+    assert drawn[3].endswith("…\n")  # what comes next begins a line
+    assert {len(line.rstrip("\n")) for line in drawn} == {50}
+
+
+def test_nobody_reads_the_progress(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ckptool train run.yaml 2>&1 | head`: the run goes on."""
+    monkeypatch.setattr(sys, "stderr", Closed())
+    assert train(typed)[0] == 0
 
 
 def test_a_run_that_is_there(typed: Typed) -> None:
@@ -212,6 +268,7 @@ def test_a_user_module_that_raises(typed: Typed, tmp_path: Path) -> None:
     assert code == 2
     assert "ZeroDivisionError" in err
     assert "mine.py" in err
+    assert train(typed)[0] == 0  # mended, it begins by the same command
     train(typed, "run=runs/y")
     before = contents("runs/y/checkpoints")
     (tmp_path / "hook.py").write_text("def made():\n    raise RuntimeError('my own')\n")
@@ -259,5 +316,6 @@ def test_a_disk_that_is_full(typed: Typed, tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "files may not grow so large here" in done.stderr
+    assert "Make room, then go on: ckptool resume runs/x" in done.stderr
     assert contents("runs/x/checkpoints") == before
     assert typed("resume", "runs/x", "-q", "--set", "train.steps=25")[0] == 0

@@ -61,10 +61,14 @@ def test_errors_name_line_and_key(added: str, told: str) -> None:
 
 
 def test_every_problem_is_told_at_once() -> None:
-    assert refused("train: {steps: 0}\nsede: 1\n").splitlines() == [
+    with pytest.raises(UsageError) as raised:
+        parsed("train: {steps: 0}\nsede: 1\n")
+    assert raised.value.what == "run.yaml: 3 things are wrong"
+    assert raised.value.why.splitlines() == [
         "run.yaml: run is missing",
         "run.yaml:1: train.steps: should be greater than 0 (it is 0)",
         "run.yaml:2: unknown key sede; did you mean seed?",
+        "Nothing was started.",
     ]
 
 

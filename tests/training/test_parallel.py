@@ -24,8 +24,13 @@ from tests.training.small import CONV, GAN, IMAGES, config, last, run, take, tra
 NO_DROPOUT = "models.main.args.dropout=0.0"
 
 
-def processes(count: int, work: Callable[[int], Any]) -> None:
-    """Runs `work(rank)` in so many processes, as torchrun starts them; fails with what any of them raised."""
+def processes(count: int, *works: Callable[[int], Any]) -> None:
+    """Runs each `work(rank)` in so many processes of its own, as torchrun starts them; fails with what any of them raised."""
+    for work in works:
+        together(count, work)
+
+
+def together(count: int, work: Callable[[int], Any]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -145,22 +150,31 @@ def test_two_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
     sections["optim"] = {"main": {"name": "adamw", "schedule": plateau}}
     changes = ("strategy=ddp", "eval.every=5", "train.ema=0.9")
 
-    def work(rank: int) -> None:
-        run(tmp_path / "whole", *changes, "train.steps=10", **sections)
-        run(tmp_path / "parts", *changes, "train.steps=5", **sections)
-        run(tmp_path / "parts", *changes, "train.steps=10", **sections)
+    def trained(name: str, steps: int) -> Callable[[int], Any]:
+        return lambda rank: run(tmp_path / name, *changes, f"train.steps={steps}", **sections)
 
-    processes(2, work)
+    processes(2, trained("whole", 10), trained("parts", 5), trained("parts", 10))
+    assert last(tmp_path / "whole") == last(tmp_path / "parts")
+
+
+def test_three_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
+    """With three, a sum depends on its order, and the order on where a gradient lies in what they exchange: the same in every step."""
+
+    def trained(name: str, steps: int) -> Callable[[int], Any]:
+        return lambda rank: run(
+            tmp_path / name, "strategy=ddp", f"train.steps={steps}", data=IMAGES, models={"main": CONV}
+        )
+
+    processes(3, trained("whole", 9), trained("parts", 3), trained("parts", 6), trained("parts", 9))
     assert last(tmp_path / "whole") == last(tmp_path / "parts")
 
 
 def test_two_processes_train_two_models_and_several_precisions(tmp_path: Path) -> None:
-    def work(rank: int) -> None:
-        run(tmp_path / "gan", "strategy=ddp", "train.steps=6", **GAN)
-        for precision in ("bf16", "fp16"):
-            run(tmp_path / precision, "strategy=ddp", "train.steps=6", f"train.precision={precision}", NO_DROPOUT)
+    def trained(name: str, *changes: str, **sections: Any) -> Callable[[int], Any]:
+        return lambda rank: run(tmp_path / name, "strategy=ddp", "train.steps=6", *changes, **sections)
 
-    processes(2, work)
+    halves = [trained(name, f"train.precision={name}", NO_DROPOUT) for name in ("bf16", "fp16")]
+    processes(2, trained("gan", **GAN), *halves)
     run(tmp_path / "half", "train.steps=6", "train.precision=fp16", NO_DROPOUT)
     assert tree_of(tmp_path / "half", 6)["scaler_state_dict"] == tree_of(tmp_path / "fp16", 6)["scaler_state_dict"]
     judge = tree_of(tmp_path / "gan", 6)["model_discriminator_state_dict"]

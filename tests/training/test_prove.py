@@ -103,7 +103,7 @@ def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
 
 
 def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> None:
-    proof = Proof(9, "a" * 64, [Kill(4, "KILL", None)], "a" * 64, None, True, {"scaler": False}, "", "/tmp/kept")
+    proof = Proof(9, 1, "a" * 64, [Kill(4, "KILL", None)], "a" * 64, None, True, {"scaler": False}, "", "/tmp/kept")
     text = proof_text(proof)
     assert "resumed from          the beginning" in text
     assert "went on from before a checkpoint that it had" in text

@@ -14,7 +14,7 @@ import pytest
 import ckptool
 from ckptool.errors import Conflict, Corrupt, FileProblem, UsageError
 from ckptool.render.run import run_json, run_text
-from ckptool.training.runs import create
+from ckptool.training.runs import create, read_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
 from tests.training.small import config
@@ -116,13 +116,37 @@ def test_the_configuration_comes_last(tmp_path: Path) -> None:
     assert made.lock is not None
     made.lock.release()
     assert sorted(os.listdir(made.folder)) == ["checkpoints", "lock", "run.yaml"]
-    with pytest.raises(Conflict, match="is a run already"):
-        create(config(run=made.folder))
     os.unlink(os.path.join(made.folder, "run.yaml"))
     again = create(config(run=made.folder))
     assert again.id != made.id
     assert again.lock is not None
     again.lock.release()
+
+
+def test_a_run_that_never_saved_begins_again_and_one_that_did_does_not(tmp_path: Path) -> None:
+    """As one is left whose model raised: mended, it is started by the same command."""
+    made = create(config(run=tmp_path / "run"))
+    made.note("changed", config=config("seed=9").dumped())
+    with pytest.raises(Conflict, match="is being written"):
+        create(config(run=made.folder))
+    assert made.lock is not None
+    made.lock.release()
+    again = create(config("seed=4", run=made.folder))
+    assert again.lock is not None
+    assert (again.id != made.id, read_config(made.folder)[1].seed, list(again.history.read())) == (True, 4, [])
+    again.store.commit(1, {"step": 1}, {})
+    again.lock.release()
+    with pytest.raises(Conflict, match="is a run already"):
+        create(config(run=made.folder))
+    assert read_config(made.folder)[0] == again.id
+
+
+def test_a_run_that_could_not_be_made_is_not_locked(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("mine")
+    for _ in range(2):
+        with pytest.raises(FileProblem, match=r"checkpoints"):
+            create(config(run=tmp_path / "run"))
 
 
 def test_a_file_is_in_the_way(tmp_path: Path) -> None:
