@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from enum import Enum
@@ -137,4 +138,6 @@ def _trained(work: Callable[[Any], Outcome], quiet: bool, as_json: bool) -> Answ
     gc.enable()  # a run lives long, and the models of its user may be rings of objects
     with nullcontext() if quiet else training_progress() as progress:
         done = work(progress)
+    if os.environ.get("RANK", "0") != "0":  # under torchrun the first process tells
+        return Answers([Answer("page", "", exit_code=done.exit_code)])
     return Answers([Answer("training", done, exit_code=done.exit_code)], as_json)

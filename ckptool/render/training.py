@@ -17,7 +17,8 @@ def training_text(found: Any, *, style: Style = PLAIN) -> str:
     path = printable(found.path)
     if found.status == "done":
         return f"{style.green('done')}: {found.step:,} steps → {path}\n"
-    return f"{style.yellow('stopped')} after {found.step:,} steps, saved → {path}\n  {style.cyan(f'ckptool resume {path}')}\n"
+    where = f"after {found.step:,} steps, saved → {path}" if found.step else f"before the first step: {path}"
+    return f"{style.yellow('stopped')} {where}\n  {style.cyan(f'ckptool resume {path}')}\n"
 
 
 def _rehearsal(found: Any, style: Style) -> str:

@@ -125,7 +125,9 @@ def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
         return nn.DataParallel(made, [first, *(i for i in range(torch.cuda.device_count()) if i != first)])
     if config.strategy == "ddp" and learns:
         ids = [world.device.index] if world.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(made, device_ids=ids, find_unused_parameters=False)
+        # With it, gradients lie in the same buckets in every step. Without, they are put into others after the first one; so a run that
+        # was resumed added them in another order, and from three processes on the last bits differed.
+        return nn.parallel.DistributedDataParallel(made, device_ids=ids, find_unused_parameters=True)
     if config.split is not None:
         return Pipeline(made, config.split.microbatches)
     return made  # type: ignore[no-any-return]

@@ -62,6 +62,20 @@ def test_train_and_resume(typed: Typed) -> None:
     assert json.loads(out) == told
 
 
+def test_a_run_that_stops_before_its_first_step_claims_no_save(typed: Typed) -> None:
+    code, out, _ = train(typed, "stop.after=0.0001")
+    assert (code, out.splitlines()[0]) == (0, "stopped before the first step: runs/x")
+    assert typed("resume", "runs/x", "--set", "stop.after=null")[1] == "done: 20 steps → runs/x\n"
+
+
+def test_only_the_first_process_tells(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun all of them end alike; one says so."""
+    monkeypatch.setenv("RANK", "1")
+    assert train(typed)[:2] == (0, "")
+    monkeypatch.setenv("RANK", "0")
+    assert typed("resume", "runs/x", "-q")[1] == "done: 20 steps → runs/x\n"
+
+
 def test_a_rehearsal_leaves_nothing(typed: Typed, tmp_path: Path) -> None:
     code, out, _ = typed("train", "run.yaml", "-n")
     assert code == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import pytest
 import yaml
 
 from ckptool import cli
-from ckptool.errors import RunFailed
+from ckptool.errors import RunFailed, UsageError
 from ckptool.render.proof import proof_json, proof_text
-from ckptool.training.nursery import Nursery
-from ckptool.training.prove import Kill, Lab, Proof, configured, resumes
+from ckptool.training.nursery import Nursery, _end_of
+from ckptool.training.prove import Kill, Lab, Proof, configured, processes_of, resumes
+from ckptool.training.store import Lines
 from tests.training.small import MLP, config
 
 BROKEN = """
@@ -110,3 +113,57 @@ def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> Non
     assert "without scaler        ends the same" in text
     assert "disproved" in text
     assert not proof.proved
+
+
+# Several processes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_several_processes_is_proved(tmp_path: Path) -> None:
+    """They start as torchrun starts them; a kill is for all of them, and where the one that writes dies, the others end too."""
+    with Nursery(str(tmp_path / "stderr"), 2) as nursery:
+        proof = Proof(24, 2)
+        made = Lab(configured(config(strategy="ddp"), 24), 24, str(tmp_path / "runs"), random.Random(2), nursery, str)
+        (tmp_path / "runs").mkdir()
+        made.fill(proof, 3, exhaustive=False)
+    assert proof.proved
+    assert [kill.signal for kill in proof.kills] == ["KILL", "KILL in save", "TERM"]
+    assert proof.without["optimizer"] is True
+    worlds = [fact["world"] for fact in Lines(str(tmp_path / "runs/killed/history.jsonl")).read() if "world" in fact]
+    assert worlds == [2] * 4
+    assert proof_text(proof).splitlines()[0] == "processes             2, which train together (ddp)"
+
+
+def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp = config(strategy="ddp")
+    assert (processes_of(ddp, None), processes_of(ddp, 3), processes_of(config(), None)) == (2, 3, 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert processes_of(config("device=cuda", strategy="ddp"), None) == 4
+    with pytest.raises(UsageError, match=r"(?s)2 processes cannot train together, since strategy is dp.*strategy=ddp"):
+        processes_of(config(strategy="dp"), 2)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UsageError, match=r"(?s)torchrun started several processes of prove.*--processes 3"):
+        processes_of(ddp, None)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        ("os._exit(5)", "time.sleep(60)", 5),
+        ("time.sleep(60)", "os._exit(6)", 6),
+        ("os._exit(143)", "time.sleep(0.2)", 143),
+    ],
+)
+def test_one_of_several_fails(first: str, second: str, code: int) -> None:
+    """The others would wait for it: they are ended. But where it was asked to stop, the others were too, and may finish."""
+    children = []
+    for work in (first, second):
+        child = os.fork()
+        if not child:
+            exec(work)
+            os._exit(0)
+        children.append(child)
+    began = time.monotonic()
+    assert _end_of(children) == code
+    assert time.monotonic() - began < 30
+    with pytest.raises(ChildProcessError):
+        os.waitpid(children[1], 0)
