@@ -73,11 +73,12 @@ def replace_file(
     verify: Callable[[str], None] | None = None,
     progress: Progress | None = None,
     digest: RunningDigest | None = None,
+    sync_folder: bool = True,
 ) -> tuple[Note, ...]:
     """Writes a plan of one file to `target`, durably. Returns what its user should know of the new file, if anything.
 
     inputs: must not have changed by the time of the commit.  verify: called with the complete temporary file; it raises to refuse.
-    digest: adds up what is written, on the way.
+    digest: adds up what is written, on the way.  sync_folder: False where the name of another file, synced next, makes it durable too.
     Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum); then nothing is changed.
     """
     _sweep(check_target(target, overwrite=True))
@@ -102,7 +103,7 @@ def replace_file(
         _close(fd)
         if digest is not None:
             digest.close()
-    return _sync_folder(real)
+    return _sync_folder(real) if sync_folder else ()
 
 
 def settle(fd: int) -> None:

@@ -80,7 +80,8 @@ class Store:
 
         def describe(temporary: str) -> None:
             sidecar.update({"sha256": running.result(temporary), **facts})
-            write_json(sidecar_of(path), sidecar)
+            # Its name is synced with the checkpoint's: until then the older ones are there, and one without a sidecar is passed over.
+            write_json(sidecar_of(path), sidecar, sync_folder=False)
 
         replace_file(plan, path, overwrite=True, verify=describe, digest=running)
         return Saved(step, path, sidecar)
@@ -189,14 +190,14 @@ def remove_file(path: str) -> None:
         raise file_problem(error, path, "delete") from error
 
 
-def write_text(path: str, text: str) -> None:
-    """Replaces a small file, durably."""
-    replace_file(Plan({"": [Literal(text.encode())]}), path, overwrite=True)
+def write_text(path: str, text: str, *, sync_folder: bool = True) -> None:
+    """Replaces a small file, durably; with `sync_folder` false its name is durable when that of another file in its folder is."""
+    replace_file(Plan({"": [Literal(text.encode())]}), path, overwrite=True, sync_folder=sync_folder)
 
 
-def write_json(path: str, value: dict[str, Any]) -> None:
-    """Replaces a small JSON file, durably; keys in their own order."""
-    write_text(path, json.dumps(value, indent=1, allow_nan=False, default=str) + "\n")
+def write_json(path: str, value: dict[str, Any], *, sync_folder: bool = True) -> None:
+    """Replaces a small JSON file, as `write_text` does; keys in their own order."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False, default=str) + "\n", sync_folder=sync_folder)
 
 
 def read_json(path: str) -> dict[str, Any] | None:

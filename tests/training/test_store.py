@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -102,13 +103,33 @@ def test_a_full_disk_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.M
 def test_a_sidecar_that_cannot_be_written_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = made(tmp_path, 1)
 
-    def refused(path: str, value: Any) -> None:
+    def refused(path: str, value: Any, **options: Any) -> None:
         raise FileProblem(f"cannot write {path}: no", "")
 
     monkeypatch.setattr(store_module, "write_json", refused)
     with pytest.raises(FileProblem):
         store.commit(2, STATE, {})
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000001.json", "step-00000001.pt"]
+
+
+def test_the_order_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is synced before any of it has its name, the checkpoint's name comes last, and then the folder, once."""
+    store, seen = made(tmp_path, 1), []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(fd: int) -> None:
+        seen.append(f"sync {'folder' if stat.S_ISDIR(os.fstat(fd).st_mode) else 'file'}")
+        fsync(fd)
+
+    def renamed(one: str, other: str) -> None:
+        seen.append(f"rename {os.path.basename(other)}")
+        replace(one, other)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    store.commit(2, STATE, {})
+    names = ["rename step-00000002.json", "rename step-00000002.pt"]
+    assert seen == ["sync file", "sync file", *names, "sync folder"]
 
 
 # What is whole --------------------------------------------------------------------------------------------------------
