@@ -92,7 +92,9 @@ def _failed(what: str, name: str, error: Exception) -> UserCodeFailed:
     return UserCodeFailed(
         f"{what}: {printable(name)} raised {type(error).__name__}: {printable(str(error).partition(_LINE)[0])[:200]}",
         _traceback(error),
-        "This is the code that was named, not ckptool.",
+        "This is the code that was named, not ckptool."
+        if names_code(name)
+        else "It does not go with what it was given: look at the data, the model, and their args.",
     )
 
 

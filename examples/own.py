@@ -31,12 +31,12 @@ def together(samples: list) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Net(nn.Module):
-    """Four layers in a row, and a head."""
+    """Layers in a row, and a head."""
 
-    def __init__(self, inputs: list[int], outputs: int = 0, classes: int = 0, width: int = 8) -> None:
+    def __init__(self, inputs: list[int], outputs: int = 0, classes: int = 0, width: int = 8, layers: int = 2) -> None:
         super().__init__()
         first = [nn.Linear(inputs[0], width), nn.Tanh()]
-        self.body = nn.Sequential(*first, *(nn.Linear(width, width) for _ in range(2)))
+        self.body = nn.Sequential(*first, *(nn.Linear(width, width) for _ in range(layers)))
         self.head = nn.Linear(width, outputs or classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -161,10 +161,12 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> torc
                 f"schedule: {kind.__name__} cannot be named in a configuration", *_NO_SCHEDULE[kind.__name__]
             )
         made: lr_scheduler.LRScheduler = kind(optimizer, **settings.args)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise UsageError(
             f"the schedule {settings.name} does not take what it was given: {error}",
-            "Its args are those of the class in torch.optim.lr_scheduler.",
+            f"It takes: {', '.join(inspect.signature(_LAMBDAS[settings.name]).parameters)}."
+            if settings.name in _LAMBDAS
+            else "Its args are those of the class in torch.optim.lr_scheduler.",
         ) from error
     return made
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ckptool.errors import UsageError, listed, printable
 from ckptool.training.config import Config
-from ckptool.training.split import Pipeline, place
+from ckptool.training.split import Pipeline, device_here, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,8 @@ def device_of(name: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"device: {name!r} is no device", "", "For example: cpu, cuda, cuda:1, mps, auto") from None
+    device_here("device", name)
+    return torch.device(name)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
     Parts follow the order in which modules are defined. A module with weights that are tied to an earlier part's runs there. Raises
     `UsageError` for a cut before something that is not there, out of order, or a device that is none.
     """
-    devices = [_device(name) for name in settings.devices]
+    devices = [device_here("split.devices", name) for name in settings.devices]
     part_of = _parts(model, settings.at)
     placed: set[int] = set()
     for name, module in model.named_modules():
@@ -44,11 +44,15 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
     model.register_forward_hook(lambda module, inputs, output: to_device(output, home))
 
 
-def _device(name: str) -> torch.device:
+def device_here(key: str, name: str) -> torch.device:
+    """A device of this machine that a key of the configuration names. Raises `UsageError` for one that is none, or not here."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"split.devices: {printable(name)!r} is no device here: {printable(str(error))}") from None
+        told = printable(str(error).partition("\n")[0])
+        raise UsageError(
+            f"{key}: {printable(name)!r} is no device here: {told}", "", "For example: cpu, cuda, cuda:1, mps, auto"
+        ) from None
 
 
 def _parts(model: nn.Module, cuts: list[str]) -> dict[str, int]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ckptool.training import configfile
+from ckptool.training.dry_run import rehearse
 from ckptool.training.start import start
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -46,6 +47,16 @@ def test_an_example_runs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatc
         assert json.loads(Path(f"runs/test-{name}/profile.json").read_text())["traceEvents"]
     if name == "ema":
         assert list(state["ema_state_dict"]) == weights
+
+
+@pytest.mark.parametrize("name", ["activation_checkpoint", "activation_sequential"])
+def test_a_rehearsal_of_an_example_shows_what_is_saved(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    found = rehearse(configfile.read(f"{name}.yaml"))
+    assert found.without is not None
+    assert found.activations < found.without / 2
 
 
 def test_the_readme_names_every_example() -> None:

@@ -173,6 +173,12 @@ def test_what_a_schedule_does_not_take() -> None:
         trainer("optim.main.schedule.name=stpe")
     with pytest.raises(UsageError, match=r"(?s)the schedule step does not take.*gama"):
         trainer("optim.main.schedule.name=step", "optim.main.schedule.args.gama=1")
+    with pytest.raises(UsageError, match=r"(?s)the schedule inverse_sqrt does not take.*division by zero"):
+        trainer("optim.main.schedule.name=inverse_sqrt", "optim.main.schedule.args.warmup=0")
+    with pytest.raises(
+        UsageError, match=r"(?s)the schedule warmup_cosine does not take.*It takes: warmup, total, floor"
+    ):
+        trainer("optim.main.schedule.name=warmup_cosine", "optim.main.schedule.args.warmup=5")
     with pytest.raises(UsageError, match=r"(?s)cannot go on after step 5.*shorter than the run.*total_steps=20"):
         take(trainer(optim={"main": {"schedule": {"name": "one_cycle", "args": {"max_lr": 1, "total_steps": 4}}}}), 6)
 

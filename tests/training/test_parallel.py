@@ -116,8 +116,9 @@ def test_several_processes_need_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_that_is_none() -> None:
-    with pytest.raises(UsageError, match="'gpu' is no device"), world_of(config("device=gpu")):
-        pass
+    for name in ("gpu", "cuda:99"):
+        with pytest.raises(UsageError, match=f"device: '{name}' is no device here"), world_of(config(f"device={name}")):
+            pass
 
 
 # Two processes -------------------------------------------------------------------------------------------------------

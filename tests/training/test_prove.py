@@ -137,6 +137,7 @@ def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     ddp = config(strategy="ddp")
     assert (processes_of(ddp, None), processes_of(ddp, 3), processes_of(config(), None)) == (2, 3, 1)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("ckptool.training.parallel.device_here", lambda key, name: None)
     assert processes_of(config("device=cuda", strategy="ddp"), None) == 4
     with pytest.raises(UsageError, match=r"(?s)2 processes cannot train together, since strategy is dp.*strategy=ddp"):
         processes_of(config(strategy="dp"), 2)

@@ -156,6 +156,12 @@ def test_a_task_for_a_model_that_is_not_there() -> None:
         trainer("task=clasify")
 
 
+def test_what_does_not_go_together_is_not_blamed_on_code_of_ones_own() -> None:
+    with pytest.raises(UserCodeFailed, match="task: classify raised RuntimeError") as raised:
+        take(trainer(data={"name": "text", "args": {"length": 8, "samples": 40}, "batch": 8}), 1)
+    assert raised.value.fix == "It does not go with what it was given: look at the data, the model, and their args."
+
+
 def test_samples_without_a_target_are_an_error_that_says_so() -> None:
     with pytest.raises(UsageError, match=r"(?s)a batch is Tensor.*\(inputs, target\)"):
         take(trainer(data={"name": "ring"}, models={"main": {"name": "mlp", "args": {"classes": 2}}}), 1)
