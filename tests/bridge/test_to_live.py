@@ -52,8 +52,8 @@ def test_a_refusal_names_everything_and_a_part_that_can_be_loaded(saved: Any) ->
     path = saved({"model": {"w": torch.ones(2)}, "a": TRAPS["20-unknown-object"](), "b": [TRAPS["20-unknown-call"]()]})
     with pytest.raises(UnsafeObject) as error:
         ckptool.load(path)
-    assert "fixtures.traps.Plain at a/args" in error.value.what
-    assert "fixtures.traps.add_up at b/0/danger" in error.value.what
+    assert "fixtures.traps.classes.Plain at a/args" in error.value.what
+    assert "fixtures.traps.classes.add_up at b/0/danger" in error.value.what
     assert f"ckptool.load('{path}#model')" in error.value.fix
     assert ckptool.load(f"{path}#model")["w"].tolist() == [1, 1]
 

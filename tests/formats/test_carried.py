@@ -25,11 +25,11 @@ from tests.helpers import assert_same_tree, carry_out, torch_bytes, written
 from tests.pickles.graphs import as_tree, graphs
 
 REFUSED = {
-    "11-wrapper-subclass": "fixtures.traps.Wrapper",
-    "20-defaultdict-of-unknown": "fixtures.traps.Settings",
-    "20-dict-subclass": "fixtures.traps.Settings",
-    "20-unknown-object": "fixtures.traps.Plain",
-    "20-unknown-call": "fixtures.traps.add_up",
+    "11-wrapper-subclass": "fixtures.traps.classes.Wrapper",
+    "20-defaultdict-of-unknown": "fixtures.traps.classes.Settings",
+    "20-dict-subclass": "fixtures.traps.classes.Settings",
+    "20-unknown-object": "fixtures.traps.classes.Plain",
+    "20-unknown-call": "fixtures.traps.classes.add_up",
 }
 
 
