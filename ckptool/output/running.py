@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 LARGE = 1 << 20  # what is smaller is not worth a thread
-AHEAD = 8  # pieces that may wait: the writer is held up rather than keep more in memory
+AHEAD = 8  # pieces in memory of their own that may wait: the writer is held up rather than keep more
 
 Bytes = bytes | bytearray | memoryview
 
@@ -20,6 +21,7 @@ class RunningDigest:
         self._at: int | None = 0  # how far it has come; None after something out of order
         self._pool: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
+        self._kept: deque[Future[None]] = deque()  # those of pieces that live until they are summed
 
     def feed(self, at: int, data: Bytes) -> None:
         """Takes what is written at byte `at`, which nobody changes afterwards."""
@@ -32,9 +34,11 @@ class RunningDigest:
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256")
-        if len(self._jobs) >= AHEAD:
-            self._jobs.pop(0).result()
+        if len(self._kept) >= AHEAD:
+            self._kept.popleft().result()
         self._jobs.append(self._pool.submit(self._total.update, data))
+        if not isinstance(data, memoryview):  # a view of tensors takes no memory, and may wait until the file is being synced
+            self._kept.append(self._jobs[-1])
 
     def result(self, path: str) -> str:
         """The digest of the file at `path`, in hexadecimal. Raises `OSError` where it has to be read again and cannot be."""
