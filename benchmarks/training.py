@@ -18,7 +18,7 @@ from typing import Any
 
 STEP = "training, a step of the conv model ({size}), against a loop by hand"
 PICTURES = {"32 of 3 × 32 × 32": (3, 32, "≤ 1.02 ×"), "32 of 1 × 8 × 8": (1, 8, "")}  # channels, size, goal
-SAVE = "training, a save of 50 MB ({how}), against torch.save + sync"
+SAVE = "training, a save of {megabytes} MB (verify: {how}), against torch.save + sync"
 PAIRS = 300
 SAVES = 15
 WARM = 2  # of each, not counted
@@ -30,9 +30,11 @@ def rows(only: str, runs: int) -> Iterator[Row]:
     for size, (channels, edge, goal) in PICTURES.items():
         if only in STEP.format(size=size):
             yield step(STEP.format(size=size), channels, edge, PAIRS * max(1, runs // 5), goal)
-    for how in ("size", "full"):
-        if only in SAVE.format(how=how):
-            yield save(how, max(runs, SAVES))
+    for megabytes, how in ((300, "size"), (300, "full"), (30, "size")):
+        if only in SAVE.format(megabytes=megabytes, how=how):
+            os.makedirs("build", exist_ok=True)  # the disk of the project, not one in memory
+            with tempfile.TemporaryDirectory(dir="build") as folder:
+                yield save(megabytes, how, max(runs, SAVES), Path(folder))
 
 
 def step(name: str, channels: int, edge: int, pairs: int, goal: str) -> Row:
@@ -85,35 +87,36 @@ def hand(dataset: Any, channels: int, edge: int) -> Iterator[float]:
             yield loss.item()
 
 
-def save(how: str, pairs: int) -> Row:
-    """One save: sha256 included; `full` reads the file once more, as resuming does."""
-    import torch
-
+def save(megabytes: int, how: str, pairs: int, folder: Path) -> Row:
+    """One save of a run against the usual careful one; `full` reads the file once more, as resuming does."""
+    from benchmarks.saving import by_torch, state_of
     from ckptool.training.store import Store, check
 
-    tree = {"model_state_dict": {f"layer{i}": torch.randn(1024, 1280) for i in range(10)}, "step": 1}
-    os.makedirs("build", exist_ok=True)
-    with tempfile.TemporaryDirectory(dir="build") as folder:
-        store, peer = Store(folder, "benchmark"), Path(folder, "peer.pt")
-        store.make()
+    state, store = state_of(megabytes), Store(str(folder), "benchmark")
+    store.make()
+    name = SAVE.format(megabytes=megabytes, how=how)
+    goal = "≤ 1.1 ×" if how == "size" else ""
 
-        def ours() -> None:
-            check(store.commit(1, tree, {}), how)
+    def ours() -> None:
+        check(store.commit(1, state, {}), how)
 
-        def theirs() -> None:
-            torch.save(tree, peer)
-            with open(peer, "rb") as file:
-                os.fsync(file.fileno())
-
-        return compared(SAVE.format(how=how), ours, theirs, pairs, "≤ 1.1 ×" if how == "size" else "")
+    return compared(name, ours, lambda: by_torch(state, folder), pairs, goal, os.sync)
 
 
-def compared(name: str, ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int, goal: str) -> Row:
-    """Both in turn, in an order that is drawn for each pair."""
+def compared(
+    name: str,
+    ours: Callable[[], Any],
+    theirs: Callable[[], Any],
+    pairs: int,
+    goal: str,
+    before: Callable[[], Any] = lambda: None,
+) -> Row:
+    """Both in turn, in an order that is drawn for each pair. `before` each of them something is done that does not count."""
     dice = random.Random(0)
     times: dict[Callable[[], Any], list[float]] = {ours: [], theirs: []}
     for _ in range(pairs + WARM):
         for work in dice.sample([ours, theirs], 2):
+            before()
             begun = time.perf_counter()
             work()
             times[work].append(time.perf_counter() - begun)
