@@ -104,6 +104,12 @@ CLAIMS = (
         f"{PEER} diff big.pt other.pt",
         "≤ 0.25 ×",
     ),
+    Claim(
+        "average of three files of 2 GB, against a torch script",
+        f"{CKPTOOL} average big.pt other.pt equal.pt -o {{out}}",
+        f"{PEER} average big.pt other.pt equal.pt {{out}}",
+        "≤ 0.33 ×, ≤ 128 MB",
+    ),
     Claim("cast to bf16, 2 GB", f"{CKPTOOL} cast big.pt --dtype bf16 -o {{out}}", None, "≤ 64 MB"),
     Claim("ckptool --help", f"{CKPTOOL} --help", None, "≤ 0.2 s"),
 )

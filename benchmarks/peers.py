@@ -36,6 +36,20 @@ def to_safetensors(file: str, out: str) -> None:
     sync(out)
 
 
+def average(*files: str) -> None:
+    """As fairseq and others do: one file after the other, added up in the type they have, then divided. The last name is the output."""
+    *inputs, out = files
+    total = torch.load(inputs[0], map_location="cpu", weights_only=True)
+    weights = total["state_dict"]
+    for file in inputs[1:]:
+        for name, tensor in torch.load(file, map_location="cpu", weights_only=True)["state_dict"].items():
+            weights[name] += tensor
+    for tensor in weights.values():
+        tensor /= len(inputs)
+    torch.save(total, out)
+    sync(out)
+
+
 def inspect(file: str) -> None:
     tensors = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
     for name, tensor in tensors.items():

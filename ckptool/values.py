@@ -31,12 +31,12 @@ def scratch(name: str, dtype: str, length: int = CHUNK) -> Array:
     """
     kept = vars(_local)
     if name not in kept:
-        kept[name] = _aligned(CHUNK * 16)
+        kept[name] = aligned(CHUNK * 16)
     memory: Array = kept[name].view(dtype)
     return memory[:length]
 
 
-def _aligned(length: int) -> Array:
+def aligned(length: int) -> Array:
     """Memory that begins with a cache line: into numpy's own, which does not, the kernel copies a third slower."""
     import numpy
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.cli import main
 from ckptool.errors import Conflict, UsageError
+from fixtures.sparse import make_sparse
 from tests.helpers import assert_same_objects
 
 
@@ -162,4 +166,41 @@ def test_a_damaged_input_is_noticed(tmp_path: Path) -> None:
     files[0].write_bytes(raw)
     with pytest.raises(ckptool.CkptoolError, match="checksum"):
         ckptool.average(files, tmp_path / "mean.pt")
-    assert os.listdir(tmp_path) == ["0.pt", "1.pt"] or sorted(os.listdir(tmp_path)) == ["0.pt", "1.pt"]
+    assert sorted(os.listdir(tmp_path)) == ["0.pt", "1.pt"]
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import resource, sys, ckptool
+ckptool.average([f"{number}.pt" for number in range(int(sys.argv[1]))], "mean.pt")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+
+
+def memory(folder: Path, count: int, nbytes: int) -> int:
+    """The most memory, in bytes, of a process that averages `count` files of `nbytes`."""
+    for number in range(count):
+        make_sparse(folder / f"{number}.pt", nbytes)
+    # A shell between: a process begins with the peak of the one that it was forked from.
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$0" -c "$@"; exit $?', sys.executable, PROGRAM, str(count)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "mean.pt").stat().st_size >= nbytes
+    (folder / "mean.pt").unlink()
+    return int(ast.literal_eval(done.stdout))
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(2, 50_000_000), (2, 200_000_000), (24, 10_000_000)])
+def test_memory_grows_with_neither_size_nor_number(tmp_path: Path, count: int, nbytes: int) -> None:
+    assert memory(tmp_path, count, nbytes) < 80_000_000
+
+
+@pytest.mark.soak
+def test_two_gigabytes_stay_below_128_mb(tmp_path: Path) -> None:
+    assert memory(tmp_path, 3, 2 << 30) < 128_000_000
