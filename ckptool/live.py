@@ -206,6 +206,12 @@ def load_into(
     wishes = wishes_of(
         rename, rules_file, only, exclude, missing, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
     )
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"load_into was given {type(model).__name__}, not a torch.nn.Module",
+            "It loads into a model that is there.",
+            "The values of a checkpoint without a model: ckptool.load(FILE)",
+        )
     bare = unwrapped(model)
     slots = _slots(bare)
     target = _target(slots, type(bare).__name__)

@@ -25,12 +25,35 @@ def test_zero_matches(tmp_path: Path) -> None:
     assert isinstance(error, PlanRefused) and error.report is not None and error.report.share == 0
 
 
+def test_a_demand_that_comes_after_loading_says_that_it_is_done(tmp_path: Path) -> None:
+    state = mlp().state_dict()
+    del state["fc1.bias"]
+    model = mlp()
+    report = ckptool.load_into(model, saved(state, tmp_path / "model.pt"))
+    with pytest.raises(PlanRefused, match=r"was loaded into .*, but 94\.22 %") as found:
+        report.require(min_loaded=0.95)
+    assert "done already" in found.value.why and torch.equal(model.fc2.weight, state["fc2.weight"])
+    three_parts(found.value)
+    dry = ckptool.load_into(model, tmp_path / "model.pt", dry_run=True)
+    with pytest.raises(PlanRefused, match="was not loaded into") as found:
+        dry.require(min_loaded=0.95)
+    assert "Nothing was changed" in found.value.why
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    file = saved(mlp().state_dict(), tmp_path / "model.pt")
+    for thing in ({}, mlp().state_dict(), mlp, None):
+        with pytest.raises(UsageError, match=r"not a torch\.nn\.Module") as found:
+            ckptool.load_into(thing, file)  # type: ignore[arg-type]
+        three_parts(found.value)
+
+
 def test_demands(tmp_path: Path) -> None:
     state = mlp().state_dict()
     state["more"] = torch.zeros(2)
     del state["fc1.bias"]
     file = saved(state, tmp_path / "model.pt")
-    refused(file, mlp(), PlanRefused, "1 names are missing: fc1.bias", strict=True)
+    refused(file, mlp(), PlanRefused, "1 name is missing: fc1.bias", strict=True)
     refused(file, mlp(), PlanRefused, "94.22 % of the target's values", min_loaded=0.95)
     refused(file, mlp(), PlanRefused, "not loaded: fc1.bias", missing="fc2.*")
     refused(file, mlp(), UsageError, "no share", min_loaded=95)

@@ -27,9 +27,11 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
     try:
         value = _decoder(what).decode(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{what} is not valid JSON ({printable(str(error))[:100]})") from None
+        raise Corrupt(
+            f"{what} is not valid JSON ({printable(str(error))[:100]})", "It was cut off, or changed by hand."
+        ) from None
     if not isinstance(value, dict):
-        raise Corrupt(f"{what} is not a JSON object")
+        raise Corrupt(f"{what} is not a JSON object", "It was cut off, or changed by hand.")
     if b"\\u" in raw and not is_text(json.dumps(value, ensure_ascii=False)):
         raise Corrupt(f"{what} has texts that are not Unicode (half a surrogate pair)")
     return value

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import printable
 from ckptool.keygroups import grouped
 from ckptool.render.json import Json, finite, notes_json
-from ckptool.render.style import PLAIN, Style, counted, short
+from ckptool.render.style import PLAIN, Style, counted, short, size
 from ckptool.reports.targets import BUFFER
 from ckptool.reports.warm_start import AS_IT_IS, percent
 
@@ -64,7 +64,7 @@ def _rows(report: LoadReport) -> Iterable[Row]:
         ("missing", *_absent([fact for fact in report.missing if fact.kind != BUFFER])),
         ("missing buffers", *_absent([fact for fact in report.missing if fact.kind == BUFFER])),
         ("unexpected", len(report.unexpected), _groups([fact.source for fact in report.unexpected])),
-        ("do not fit", len(report.mismatched), list(map(_mismatch, report.mismatched))),
+        ("do not fit", len(report.mismatched), _mismatches(report.mismatched)),
         ("other type", len(report.dtype_changes), _changes(report.dtype_changes)),
         ("left out", len(report.excluded), _groups(report.excluded)),
         ("from the target", len(report.taken), _groups(report.taken)),
@@ -83,16 +83,27 @@ def _groups(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _mismatch(fact: Mismatch) -> str:
-    sides = [
-        f"{dtype.name if dtype else '?'} {'[?]' if shape is None else list(shape)}"
-        for dtype, shape in (fact.have, fact.want)
+def _mismatches(facts: Sequence[Mismatch]) -> list[str]:
+    """A line for each group of names that differ in the same way, and where they come from if that is called otherwise."""
+    alike: dict[str, dict[str, str]] = {}
+    for fact in facts:
+        have, want = (
+            f"{dtype.name if dtype else '?'} {'[?]' if shape is None else list(shape)}"
+            for dtype, shape in (fact.have, fact.want)
+        )
+        alike.setdefault(f"{have} against {want}, {fact.done}", {})[fact.target] = fact.source
+    return [
+        f"{printable(group.text)}: {told}{_from([sources[key] for key in group.keys], group.keys)}"
+        for told, sources in alike.items()
+        for group in grouped(list(sources))
     ]
-    return f"{printable(fact.target)}: {sides[0]} against {sides[1]}, {fact.done}{_from(fact.source, fact.target)}"
 
 
-def _from(source: str, target: str) -> str:
-    return f" (from {printable(source)})" if source != target else ""
+def _from(sources: Sequence[str], targets: Sequence[str]) -> str:
+    count = f"  ({len(targets):,})" if len(targets) > 1 else ""
+    if list(sources) == list(targets):
+        return count
+    return f" (from {', '.join(printable(group.text) for group in grouped(sources))}){count}"
 
 
 def _changes(facts: Sequence[DtypeChange]) -> list[str]:
@@ -135,7 +146,10 @@ def _optimizer(report: LoadReport) -> list[str]:
     place = printable(found.address) or "the optimizer"
     lines = [f"{place}: state of {counted(len(found.carried), 'parameter')}, known by {found.known_by}"]
     lines += [f"  starts without state: {line}" for line in _groups(found.fresh)]
-    return lines + [f"  left out: {printable(name)}, {why}" for name, why in found.left_out]
+    reasons: dict[str, list[str]] = {}
+    for name, why in found.left_out:
+        reasons.setdefault(why, []).append(name)
+    return lines + [f"  left out: {line}, {why}" for why, names in reasons.items() for line in _groups(names)]
 
 
 def _end(report: LoadReport, style: Style) -> list[str]:
@@ -145,7 +159,8 @@ def _end(report: LoadReport, style: Style) -> list[str]:
         lines += [f"  {style.cyan(printable(reason.fix))}"] if reason.fix else []
     if report.output is not None:
         word = "wrote" if report.applied else "would write"
-        lines.append(f"{word} {printable(report.output.output)} ({report.output.container})")
+        saved = report.output
+        lines.append(f"{word} {printable(saved.output)} ({saved.container}, {size(saved.file_bytes)})")
     return lines
 
 

@@ -55,7 +55,10 @@ def parse_spec(raw: bytes, name: str) -> Target:
     Raises `Unsupported` for a spec of another version, `Corrupt` for one that contradicts itself.
     """
     where = printable(name)
-    facts = parse_object(raw, where)
+    try:
+        facts = parse_object(raw, where)
+    except Corrupt as error:
+        raise Corrupt(error.what, error.why, "Make it again: ckptool spec TARGET -o FILE") from None
     schema = facts.get("schema")
     if schema != SCHEMA + VERSION:
         raise Unsupported(

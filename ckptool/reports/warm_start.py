@@ -162,9 +162,11 @@ class LoadReport:
 def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanRefused:
     """The error that says why a plan is not carried out."""
     reasons = list(report.refused if found is None else found)
+    done = "was loaded" if report.applied else "was not loaded"
+    after = "It has been done already; nothing was taken back." if report.applied else "Nothing was changed."
     error = PlanRefused(
-        f"{printable(report.source)} was not loaded into {printable(report.target)}: {reasons[0].what}",
-        " ".join(["Nothing was changed.", *(f"Also: {reason.what}." for reason in reasons[1:])]),
+        f"{printable(report.source)} {done} into {printable(report.target)}{', but' if report.applied else ':'} {reasons[0].what}",
+        " ".join([after, *(f"Also: {reason.what}." for reason in reasons[1:])]),
         reasons[0].fix,
     )
     error.report = report

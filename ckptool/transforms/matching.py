@@ -85,6 +85,7 @@ class _Draft:
     target: Target
     tensors: dict[str, Tensor]
     names: dict[str, str]  # name in the checkpoint -> its name after the rules
+    bared: list[str]  # keys of the checkpoint that a rule matched without their prefix
     pairs: dict[str, str] = field(default_factory=dict)
     chosen: dict[str, Chosen] = field(default_factory=dict)
     loaded: list[Loaded] = field(default_factory=list)
@@ -112,7 +113,7 @@ def match(root: Root, source: str, target: Target, wishes: Wishes, remark: str =
         for key, value in root.node.items()
         if type(key) is str and isinstance(value, (TensorEntry, Composite))
     }
-    draft = _Draft(target, tensors, _renamed(tensors, wishes.rules))
+    draft = _Draft(target, tensors, *_renamed(tensors, wishes.rules))
     draft.notes += _choices(root, remark, target)
     if COUNTER in tensors and COUNTER not in target.tensors and draft.names[COUNTER] == COUNTER:
         del tensors[COUNTER], draft.names[COUNTER]
@@ -139,16 +140,22 @@ def _choices(root: Root, remark: str, target: Target) -> list[Note]:
 # Names ---------------------------------------------------------------------------------------------------------------
 
 
-def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> dict[str, str]:
-    """Each key with what the first rule that matches makes of it; a rule is also tried on the key without its wrappers."""
+def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[str, str], list[str]]:
+    """Each key with what the first rule that matches makes of it; a rule is also tried on the key without its wrappers.
+
+    The second are the keys that it matched so.
+    """
     used: set[int] = set()
-    names = {}
+    names, bared = {}, []
     for key in tensors:
         forms = dict.fromkeys((key, without_wrappers(key)))
-        found = ((number, rule(form)) for number, rule in enumerate(rules) for form in forms)
-        number, new = next(((number, new) for number, new in found if new is not None), (-1, key))
+        found = ((number, form, rule(form)) for number, rule in enumerate(rules) for form in forms)
+        number, form, new = next(
+            ((number, form, new) for number, form, new in found if new is not None), (-1, key, key)
+        )
         used.add(number)
         names[key] = new
+        bared += [key] if form != key else []
     if idle := [rule for number, rule in enumerate(rules) if number not in used]:
         place = f" ({idle[0].place})" if idle[0].place else ""
         raise NoMatch(
@@ -162,7 +169,7 @@ def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> dict[str, str
             f"{len(clash):,} keys would collide: {listed([f'{printable(key)} → {printable(names[key])}' for key in clash])}",
             "One of each would be lost. Nothing was changed.",
         )
-    return names
+    return names, bared
 
 
 def _pair(draft: _Draft) -> None:
@@ -184,10 +191,10 @@ def _pair(draft: _Draft) -> None:
             )
         draft.pairs[goal] = keys[0]
     for side, names in (
-        ("keys of the checkpoint", [key for keys in found.values() for key in keys]),
+        ("keys of the checkpoint", [*draft.bared, *(key for keys in found.values() for key in keys)]),
         ("names of the target", list(found)),
     ):
-        counts = Counter(filter(None, map(wrappers, names)))
+        counts = Counter(filter(None, map(wrappers, dict.fromkeys(names))))
         draft.notes += [
             Note("prefix", f"{printable(prefix)} taken off {count:,} {side}") for prefix, count in counts.items()
         ]
@@ -373,7 +380,7 @@ def _refusals(report: LoadReport, wishes: Wishes) -> list[Refusal]:
     found = _no_match(report)
     wrong = [fact for fact in report.mismatched if fact.done == REFUSED]
     for about, fix in (
-        ("shape", "Keep the target's: --on-mismatch skip; cut or fill up: --on-mismatch slice, pad"),
+        ("shape", _ways(wishes.on_mismatch)),
         ("dtype", "Keep the target's: --on-mismatch skip"),
         ("kind", "Keep the target's: --on-mismatch skip"),
     ):
@@ -383,14 +390,24 @@ def _refusals(report: LoadReport, wishes: Wishes) -> list[Refusal]:
             found.append(Refusal(f"{about}-mismatch", what, fix))
     if wishes.strict:
         found += [
-            Refusal("strict", f"{len(facts):,} names are {word}: {listed([printable(name) for name in facts], 3)}")
+            Refusal("strict", f"{counted} {word}: {listed([printable(name) for name in facts], 3)}")
             for word, facts in (
                 ("missing", [fact.name for fact in report.missing]),
                 ("unexpected", [fact.source for fact in report.unexpected]),
+                ("skipped", [fact.target for fact in report.mismatched if fact.done == SKIPPED]),
             )
-            if facts
+            if facts and (counted := f"{len(facts):,} name{'s are' if len(facts) > 1 else ' is'}")
         ]
     return found + ([] if found and not report.loaded else unmet(report, wishes.min_loaded, wishes.missing))
+
+
+def _ways(on_mismatch: str) -> str:
+    """What to type for tensors of another shape, where this way did not do for them."""
+    if on_mismatch == "slice":
+        return "slice cuts what is larger in every dimension. Fill up what is smaller: --on-mismatch pad; keep the target's: skip"
+    if on_mismatch == "pad":
+        return "pad fills up what is smaller in every dimension. Cut what is larger: --on-mismatch slice; keep the target's: skip"
+    return "Keep the target's: --on-mismatch skip; cut or fill up: --on-mismatch slice, pad"
 
 
 def _no_match(report: LoadReport) -> list[Refusal]:

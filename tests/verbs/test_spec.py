@@ -141,8 +141,10 @@ def test_cut_short_anywhere(tmp_path: Path) -> None:
     whole = json.dumps(GOOD).encode()
     for end in range(1, len(whole)):
         (tmp_path / "spec.json").write_bytes(whole[:end])
-        with pytest.raises((Corrupt, NotACheckpoint)):
+        with pytest.raises((Corrupt, NotACheckpoint)) as found:
             find_target(tmp_path / "spec.json")
+        three_parts(found.value)
+        assert found.type is NotACheckpoint or found.value.fix.startswith("Make it again: ckptool spec")
     (tmp_path / "spec.json").write_bytes(whole[:-1] + b', "ties": []}')
     with pytest.raises(Ambiguous):
         find_target(tmp_path / "spec.json")

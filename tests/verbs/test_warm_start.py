@@ -304,6 +304,56 @@ def test_a_plan_that_is_not_accepted(tmp_path: Path, options: dict[str, Any], co
     assert report.output is None and not out.exists()
 
 
+def test_strict_does_not_pass_over_what_is_skipped(tmp_path: Path) -> None:
+    state = mlp().state_dict()
+    file = saved(state | {"fc1.weight": torch.zeros(3, 3)}, tmp_path / "old.pt")
+    report = ckptool.warm_start(file, saved(state, tmp_path / "new.pt"), on_mismatch="skip", strict=True)
+    assert [(fact.code, fact.what) for fact in report.refused] == [("strict", "1 name is skipped: fc1.weight")]
+
+
+@pytest.mark.parametrize(
+    ("given", "have", "words"),
+    [
+        ("pad", 9, "Cut what is larger: --on-mismatch slice"),
+        ("slice", 2, "Fill up what is smaller: --on-mismatch pad"),
+        ("error", 9, "cut or fill up: --on-mismatch slice, pad"),
+    ],
+)
+def test_the_advice_for_a_shape_is_another_than_what_was_tried(
+    tmp_path: Path, given: str, have: int, words: str
+) -> None:
+    old, new = (
+        saved({"a.weight": torch.ones(have)}, tmp_path / "old.pt"),
+        saved({"a.weight": torch.ones(4)}, tmp_path / "new.pt"),
+    )
+    report = ckptool.warm_start(old, new, on_mismatch=given)
+    (fix,) = [fact.fix for fact in report.refused if fact.code == "shape-mismatch"]
+    assert words in fix
+
+
+def test_mismatches_are_told_in_groups(tmp_path: Path) -> None:
+    old = {f"module.layers.{n}.{name}": torch.ones(3) for n in (0, 1, 2, 5) for name in ("weight", "bias")}
+    new = {f"layers.{n}.{name}": torch.ones(4) for n in (0, 1, 2, 5) for name in ("weight", "bias")}
+    old["module.head.weight"], new["head.weight"] = torch.ones(1, 2), torch.ones(4)
+    report = ckptool.warm_start(saved(old, tmp_path / "old.pt"), saved(new, tmp_path / "new.pt"))
+    lines = str(report).split("\n")
+    place = lines.index("do not fit 9")
+    assert lines[place + 1 : place + 3] == [
+        "  layers.{0..2, 5}.{weight, bias}: f32 [3] against f32 [4], refused (from module.layers.{0..2, 5}.{weight, bias})  (8)",
+        "  head.weight: f32 [1, 2] against f32 [4], refused (from module.head.weight)",
+    ]
+
+
+def test_the_prefix_is_counted_where_a_rule_takes_it_off(tmp_path: Path) -> None:
+    old = {f"module.{name}": tensor for name, tensor in mlp().state_dict().items()}
+    new = {name.replace("fc1", "first"): tensor for name, tensor in mlp().state_dict().items()}
+    report = ckptool.warm_start(
+        saved(old, tmp_path / "old.pt"), saved(new, tmp_path / "new.pt"), rename="fc1.* => first.*"
+    )
+    assert report.accepted and report.share == 1
+    assert f"module. taken off {len(old)} keys of the checkpoint" in [note.message for note in report.normalised]
+
+
 def test_a_factory_that_raises(tmp_path: Path, code: Path) -> None:
     file = saved(mlp().state_dict(), tmp_path / "model.pt")
     error = refused(tmp_path, file, f"{code}:raises", UserCodeFailed, "raised ValueError: the data")
