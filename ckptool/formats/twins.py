@@ -47,7 +47,7 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
         return tree, []
     note = Note(
         "new-ties",
-        f"{len(storages):,} storages are separate, but stored on the bytes of equal ones: ckptool keeps them apart, "
+        f"{len(storages):,} storages are stored as {len({old for old, _, _ in storages}):,}, being equal: ckptool keeps them apart, "
         "stock torch.load ties them",
     )
     return rebuild(tree, lambda node: entries.get(id(node), node)), [note]

@@ -92,7 +92,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         raise UsageError(
             f"{printable(value)!r} is not JSON: {error}",
             "A text needs quotes within the shell's.",
-            f"""For example: --set '{printable(place)}:="text"'""",
+            f"""For example: '{printable(place)}:="text"'""",
         ) from None
     raise UsageError(f"{printable(text)!r} sets nothing", "It is written PATH:=JSON.", "For example: --set epoch:=3")
 

@@ -77,7 +77,7 @@ def bundle(
     facts = {"members": facts_of(rows), "twin_storages": twins, "twin_bytes": saved_bytes}
     notes = (
         *parts.notes,
-        *((new_ties(twins),) if twins else ()),
+        *((new_ties(twins, result.container),) if twins else ()),
         *(_left_inside(drop) if result.how == "in place" else ()),
     )
     return written("bundle", parts.original, result, options, summary, facts=facts, details=lines_of(rows), notes=notes)

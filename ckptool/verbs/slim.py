@@ -56,14 +56,16 @@ def slim(
         "twin_storages": done.twins,
     }
     details = (f"dropped {listed([printable(name) for name in done.dropped], 8)}",) if done.dropped else ()
-    notes = (new_ties(done.twins),) if done.twins else ()
+    notes = (new_ties(done.twins, result.container),) if done.twins else ()
     return written("slim", opened.checkpoint, result, options, summary, facts=facts, details=details, notes=notes)
 
 
-def new_ties(count: int) -> Note:
+def new_ties(count: int, container: str) -> Note:
     """What to know of a file in which so many storages are stored with their equals."""
-    return Note(
-        "new-ties",
-        f"{count:,} storages share the bytes of equal ones: ckptool.load gives each its own memory; stock torch.load ties them, "
-        "so that training one would train the other",
+    others = (
+        "other readers of safetensors find only one name of each"
+        if container == "safetensors"
+        else "stock torch.load ties them, so that training one would train the other"
     )
+    what = f"{count:,} storage{' is' if count == 1 else 's are'} not stored again, but as an equal one"
+    return Note("new-ties", f"{what}: ckptool.load gives each its own memory; {others}")

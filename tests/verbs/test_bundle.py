@@ -182,6 +182,18 @@ def test_dedup_stores_equal_tensors_once_and_says_so(files: Path, layout: str) -
     assert ckptool.diff(layout, f"plain.{layout}").same
 
 
+def test_what_is_said_of_equals_fits_the_layout(files: Path) -> None:
+    """Stock readers tie twins in a torch file; in safetensors they find one name of them."""
+    for layout, words in (("gan.tar", "stock torch.load ties them"), ("gan.safetensors", "find only one name of each")):
+        done = ckptool.bundle(GAN, layout, dedup=True)
+        (note,) = [note for note in done.notes if note.code == "new-ties"]
+        assert words in note.message and f"{done.facts['twin_storages']} storages are not stored again" in note.message
+    names = safetensors.torch.load_file("gan.safetensors").keys()
+    assert ("generator/0.weight" in names) != ("ema/0.weight" in names)
+    (note,) = [note for note in ckptool.inspect("gan.tar").notes if note.code == "new-ties"]
+    assert "stored as" in note.message
+
+
 def test_dedup_finds_equals_where_only_one_container_has_checksums(files: Path) -> None:
     ckptool.convert("G.pt", "G.safetensors")
     done = ckptool.bundle({"a": "G.pt", "b": "G.safetensors"}, "out.pt", dedup=True)
