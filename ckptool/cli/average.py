@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from ckptool.cli.options import At, Target, write_each, writes
 from ckptool.errors import UsageError, printable
 
 
-@writes
+@partial(writes, without=("--dir", "--in-place"))
 def average(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE…", help="Checkpoints of one model, two or more.", show_default=False)
@@ -30,13 +31,16 @@ def average(
     from ckptool.verbs.average import average
 
     shares = _numbers(weights) if weights is not None else None
-    if target.folder is not None:
-        raise UsageError("average writes one file, and was given a folder", "", "For example: -o mean.pt")
+    if target.folder is not None or target.in_place:
+        given = "a folder" if target.folder is not None else "--in-place"
+        raise UsageError(
+            f"average writes one new file, and was given {given}", "It has several inputs.", "For example: -o mean.pt"
+        )
 
     def write(_: str, out: str | None, **options: Any) -> Any:
         return average(files, out, weights=shares, ema=ema, at=at, **options)
 
-    return write_each("average", files[-1:], target, write)
+    return write_each("average", files[-1:], target, write, "For example: -o mean.pt")
 
 
 def _numbers(text: str) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ from ckptool.errors import Conflict, UsageError, printable
 _EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3"
 
 
-@writes
+@partial(writes, without=("--dir",))
 def bundle(
     target: Target,
     words: Annotated[
@@ -66,7 +67,8 @@ def bundle(
             **options,
         )
 
-    return write_each("bundle", [base or from_folder or target.out or ""], target, write)
+    ways = "A new file: -o gan.tar or -o gan.safetensors; the bundle that is changed: --in-place"
+    return write_each("bundle", [base or from_folder or target.out or ""], target, write, ways)
 
 
 def _base_and_members(words: Sequence[str], changes: bool) -> tuple[str | None, Sequence[str]]:

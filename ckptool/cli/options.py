@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,13 +112,18 @@ class Target:
 Command = Callable[..., Answers]
 
 
-def writes(command: Command) -> Command:
-    """A command that takes a `target`, as one that has the target's options instead. An option that the command has itself wins."""
+def writes(command: Command, without: Sequence[str] = ()) -> Command:
+    """A command that takes a `target`, as one that has the target's options instead. An option that the command has itself wins.
+
+    without: options that the command refuses, with a word on what to do instead; its help does not offer them.
+    """
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "target"]
     taken = {name for p in own for meta in getattr(p.annotation, "__metadata__", ()) for name in _flags(meta)}
     kinds = inspect.get_annotations(Target, eval_str=True)
     shared = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name])
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_offered(kinds[f.name], without)
+        )
         for f in fields(Target)
         if not taken & set(_flags(kinds[f.name].__metadata__[0]))
     ]
@@ -133,6 +139,16 @@ def writes(command: Command) -> Command:
     return run
 
 
+def _offered(kind: Any, without: Sequence[str]) -> Any:
+    """The annotation of an option, hidden from the help where it is one of `without`."""
+    (meta,) = kind.__metadata__
+    if not {*_flags(meta)} & {*without}:
+        return kind
+    hidden = copy(meta)
+    hidden.hidden = True
+    return Annotated[kind.__origin__, hidden]
+
+
 def _flags(meta: Any) -> list[str]:
     """The names of an option, as typer keeps them in an annotation."""
     names = (getattr(meta, "default", None), *(getattr(meta, "param_decls", None) or ()))
@@ -142,9 +158,17 @@ def _flags(meta: Any) -> list[str]:
 # Many files ----------------------------------------------------------------------------------------------------------
 
 
-def write_each(verb: str, files: Sequence[str], target: Target, write: Callable[..., Written]) -> Answers:
-    """The answers of `write(file, out, **options)` for every file. Outputs are checked before the first is written."""
-    outs = _outputs(verb, files, target)
+WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"
+
+
+def write_each(
+    verb: str, files: Sequence[str], target: Target, write: Callable[..., Written], ways: str = WAYS
+) -> Answers:
+    """The answers of `write(file, out, **options)` for every file. Outputs are checked before the first is written.
+
+    ways: what to say of the places that the verb can write to.
+    """
+    outs = _outputs(verb, files, target, ways)
     return Answers(_written(verb, files, outs, target, write), target.as_json)
 
 
@@ -183,7 +207,7 @@ def _stopped(error: CkptoolError, file: str, number: int, count: int) -> Ckptool
     return told
 
 
-def _outputs(verb: str, files: Sequence[str], target: Target) -> list[str | None]:
+def _outputs(verb: str, files: Sequence[str], target: Target, ways: str) -> list[str | None]:
     chosen = [
         flag for flag, given in (("-o", target.out), ("-d", target.folder), ("--in-place", target.in_place)) if given
     ]
@@ -191,7 +215,7 @@ def _outputs(verb: str, files: Sequence[str], target: Target) -> list[str | None
         raise UsageError(
             f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs a place to write to",
             "They exclude each other." if chosen else "Nothing is written unless one is named.",
-            "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place",
+            ways,
         )
     if target.in_place:
         return [None] * len(files)

@@ -45,7 +45,9 @@ def average(
     sources = [each.checkpoint.source for each in opened if each.checkpoint.source is not None]
     saved = save("average", last, changed, out, options, inputs=sources)
     remarks = list(dict.fromkeys(remark for _, remark in roots if remark))
-    summary = f"the mean of {len(files)} files: {found.averaged:,} tensors" + (f" ({remarks[0]})" if remarks else "")
+    part = f" of {printable(roots[-1][0].address)}" if roots[-1][0].address else ""
+    summary = f"the mean of {len(files)} files: {found.averaged:,} tensor{'s' * (found.averaged != 1)}{part}"
+    summary += f" ({remarks[0]})" if remarks else ""
     details = [f"{share:.6g} × {printable(name)}" for share, name in zip(shares, names, strict=True)][:8]
     if found.kept:
         kept = listed([f"{printable(name)} ({why})" for name, why in found.kept], 4)

@@ -169,6 +169,23 @@ def test_a_damaged_input_is_noticed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["0.pt", "1.pt"]
 
 
+def test_the_command_says_what_was_averaged_and_offers_only_what_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = saved(tmp_path, [{"model": {"a.weight": torch.ones(2)}, "epoch": n} for n in range(2)])
+    out = str(tmp_path / "mean.pt")
+    assert main(["average", *map(str, files), "-o", out]) == 0
+    assert "the mean of 2 files: 1 tensor of model → " in capsys.readouterr().out
+    for options in (["--in-place"], ["-d", str(tmp_path / "folder")], ["--in-place", "-o", out]):
+        assert main(["average", *map(str, files), *options]) == 2
+        assert "average writes one new file" in capsys.readouterr().err
+    assert main(["average", *map(str, files)]) == 2
+    assert "--in-place" not in capsys.readouterr().err
+    assert main(["average", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "--in-place" not in told and "--dir" not in told and "--force" in told
+
+
 # Memory --------------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
