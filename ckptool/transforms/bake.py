@@ -65,8 +65,9 @@ def bake(node: Mapping[Any, Any], *, spectral: bool = False, form: str = "plain"
     chosen = []
     for each in found:
         if each.kind == SPECTRAL and not spectral:
+            vectors = " and ".join(printable(key) for role, key in each.parts.items() if role in ("u", "v"))
             left.append(
-                (each.weight, "spectral norm: its vectors change with every step in training (--spectral folds it)")
+                (each.weight, f"spectral norm: {vectors} change with every step in training; --spectral folds it")
             )
         elif form == "plain" or each.kind == WEIGHT_NORM:
             chosen.append(each)

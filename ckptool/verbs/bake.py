@@ -47,4 +47,5 @@ def bake(
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
     facts = {"folded": [each.weight for each in folded], "left": dict(left)}
     details = tuple(line for found in baked.values() for line in folding.told(found))
-    return written("bake", checkpoint, saved, options, f"{len(folded):,} weights {word}", facts=facts, details=details)
+    summary = f"{len(folded):,} weight{'s' * (len(folded) != 1)} {word}"
+    return written("bake", checkpoint, saved, options, summary, facts=facts, details=details)

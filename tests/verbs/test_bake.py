@@ -69,6 +69,8 @@ def test_spectral_norm_is_left_alone_unless_asked(tmp_path: Path, new: bool) -> 
     file = saved(tmp_path / "in.pt", module.state_dict())
     done = ckptool.bake(file, tmp_path / "left.pt")
     assert list(stock(tmp_path / "left.pt")) == list(module.state_dict()) and done.facts["left"]
+    vectors = [key for key in module.state_dict() if key.endswith(("_u", "_v"))]
+    assert len(vectors) == 2 and all(key in done.details[0] for key in vectors) and "--spectral" in done.details[0]
     ckptool.bake(file, tmp_path / "out.pt", spectral=True)
     assert torch.allclose(stock(tmp_path / "out.pt")["weight"].t(), plain, atol=1e-6)
 
