@@ -33,6 +33,15 @@ def equal(path: Path) -> None:
     shutil.copyfile(path.with_name("big.pt"), path)
 
 
+def step(path: Path) -> None:
+    """0.5 GB: one of the last checkpoints of a run. Several have to stay in the page cache together, with what is written."""
+    import torch
+
+    generator = torch.Generator().manual_seed(int(path.stem[-1]))
+    tensors = {f"module.layers.{i}.weight": torch.randn(1024, 1638, generator=generator) for i in range(80)}
+    torch.save({"state_dict": tensors, "epoch": 3}, path)
+
+
 def many(path: Path) -> None:
     """50,000 tensors of four values."""
     import torch
@@ -53,6 +62,9 @@ FILES: dict[str, Callable[[Path], None]] = {
     "big.pt": big,
     "equal.pt": equal,
     "other.pt": other,
+    "step1.pt": step,
+    "step2.pt": step,
+    "step3.pt": step,
     "many.pt": many,
     "sparse.pt": sparse,
 }

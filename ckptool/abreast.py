@@ -28,13 +28,14 @@ class Ahead:
         self._pending: tuple[Abreast, int, Future[list[Array]]] | None = None
 
     def block(self, owner: Abreast, place: int) -> list[Array]:
-        """The block of `owner` from `place`, which stays as it is until the next but one is asked for."""
+        """The block of `owner` from `place`, which stays as it is until the next is asked for."""
         pending, self._pending = self._pending, None
-        if pending is not None and pending[:2] == (owner, place):
+        if pending is None or pending[2].cancel():  # on a busy machine it may not have begun: waiting would be slower
+            found = owner.read(place, self._arrays(owner, place))
+        elif pending[:2] == (owner, place):
             found = pending[2].result()
         else:
-            if pending is not None:
-                pending[2].exception()  # what nobody wanted is waited for, and forgotten
+            pending[2].exception()  # what nobody wanted is waited for, and forgotten
             found = owner.read(place, self._arrays(owner, place))
         after = place + owner.block
         if after < owner.length:

@@ -127,7 +127,7 @@ class _Mean:
         self.wide = "f8" if self.dtype.itemsize >= 4 else "f4"
 
     def read(self, offset: int, length: int) -> bytes:
-        step, size = self.sources.block, CHUNK // 2 * self.dtype.itemsize
+        step, size = self.sources.block, CHUNK * self.dtype.itemsize
         begin, end = offset - offset % step, min(offset + length, self.sources.length)
         made = []
         for place in range(begin, end, step):
