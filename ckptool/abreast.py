@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from ckptool.values import Array
 
 BLOCK = 512 << 10  # bytes of each source at a time
-ROOM = 4 << 20  # of all sources together, twice; with very many, blocks are shorter
+ROOM = 2 << 20  # of all sources together; with many, blocks are shorter
+DEPTH = 4  # blocks read ahead: on a busy machine the two threads would wait for each other with fewer
 _LEAST = 4 << 10
 
 
@@ -25,28 +27,29 @@ class Ahead:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
         self._memory: list[Array] = []
         self._turn = 0
-        self._pending: tuple[Abreast, int, Future[list[Array]]] | None = None
+        self._pending: deque[tuple[Abreast, int, Future[list[Array]]]] = deque()
 
     def block(self, owner: Abreast, place: int) -> list[Array]:
         """The block of `owner` from `place`, which stays as it is until the next is asked for."""
-        pending, self._pending = self._pending, None
-        if pending is None or pending[2].cancel():  # on a busy machine it may not have begun: waiting would be slower
-            found = owner.read(place, self._arrays(owner, place))
-        elif pending[:2] == (owner, place):
-            found = pending[2].result()
+        pending = self._pending
+        if pending and pending[0][:2] == (owner, place):
+            found = pending.popleft()[2].result()
         else:
-            pending[2].exception()  # what nobody wanted is waited for, and forgotten
+            while pending:  # what nobody wanted is waited for, and forgotten
+                unwanted = pending.pop()[2]
+                unwanted.cancel() or unwanted.exception()
             found = owner.read(place, self._arrays(owner, place))
-        after = place + owner.block
-        if after < owner.length:
-            self._pending = owner, after, self._pool.submit(owner.read, after, self._arrays(owner, after))
+        after = (pending[-1][1] if pending else place) + owner.block
+        while len(pending) < DEPTH and after < owner.length:
+            pending.append((owner, after, self._pool.submit(owner.read, after, self._arrays(owner, after))))
+            after += owner.block
         return found
 
     def _arrays(self, owner: Abreast, place: int) -> list[Array]:
         size, count = min(owner.block, owner.length - place), len(owner.sources)
-        self._turn = 1 - self._turn
         if not self._memory or len(self._memory[0]) < count * owner.block:
-            self._memory = [aligned(max(ROOM, count * owner.block)) for _ in range(2)]
+            self._memory = [aligned(max(ROOM, count * owner.block)) for _ in range(DEPTH + 1)]
+        self._turn = (self._turn + 1) % len(self._memory)
         memory = self._memory[self._turn]
         return [memory[number * owner.block :][:size] for number in range(count)]
 

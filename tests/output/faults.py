@@ -283,7 +283,16 @@ def warm() -> None:
     for package in ("formats", "formats.carried", "pickles", "transforms", "reports", "output"):
         for module in pkgutil.iter_modules(importlib.import_module(f"ckptool.{package}").__path__):
             importlib.import_module(f"ckptool.{package}.{module.name}")
-    for name in ("render.json", "render.text", "cli.problems", "cli.progress"):
+    combining = (
+        "verbs.average",
+        "verbs.bake",
+        "verbs.bundle",
+        "verbs.spec",
+        "verbs.unbundle",
+        "verbs.warm_start",
+        "abreast",
+    )
+    for name in ("render.json", "render.text", "render.warm_start", "cli.problems", "cli.progress", *combining):
         importlib.import_module(f"ckptool.{name}")
     for name in ("numpy", "ml_dtypes", "yaml", "typer.core", "ctypes"):
         importlib.import_module(name)
