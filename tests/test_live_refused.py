@@ -15,7 +15,7 @@ from torch import nn
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, NoMatch, PlanRefused, Unsupported, UsageError
 from fixtures.make import TiedLanguageModel, mlp
-from tests.checkpoints import saved
+from tests.checkpoints import saved, three_parts
 from tests.live_models import Classifier, bits, refused, snapshot
 
 
