@@ -1,11 +1,11 @@
-"""Several storages read side by side, front to back: the next block of each is read and summed up while the last one is worked on."""
+"""Several storages read side by side, front to back: the next blocks are read, summed up and worked on while the last one is written."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptool.checkpoint import Crc, Data, FileRange, Storage, TensorEntry
 from ckptool.gather import fill
@@ -14,6 +14,7 @@ from ckptool.values import aligned
 if TYPE_CHECKING:
     from ckptool.values import Array
 
+T = TypeVar("T")
 BLOCK = 512 << 10  # bytes of each source at a time
 ROOM = 2 << 20  # of all sources together; with many, blocks are shorter
 DEPTH = 4  # blocks read ahead: on a busy machine the two threads would wait for each other with fewer
@@ -21,62 +22,83 @@ _LEAST = 4 << 10
 
 
 class Ahead:
-    """One thread that reads ahead, and the memory it reads into, for the many `Abreast` of a job. They are read one after another."""
+    """One thread that works ahead, and the memory it reads into, for the many `Abreast` of a job. They are read one after another."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
-        self._memory: list[Array] = []
-        self._turn = 0
-        self._pending: deque[tuple[Abreast, int, Future[list[Array]]]] = deque()
+        self._memory: Array | None = None
+        self._last: Abreast[Any] | None = None
+        self._pending: deque[tuple[Abreast[Any], int, Future[Any]]] = deque()
 
-    def block(self, owner: Abreast, place: int) -> list[Array]:
-        """The block of `owner` from `place`, which stays as it is until the next is asked for."""
+    def add(self, owner: Abreast[Any]) -> None:
+        """Takes it that `owner` is wanted after the one that was added before it."""
+        if self._last is not None:
+            self._last.next = owner
+        self._last = owner
+
+    def block(self, owner: Abreast[T], place: int) -> T:
+        """What `owner` makes of its block from `place`."""
         pending = self._pending
         if pending and pending[0][:2] == (owner, place):
-            found = pending.popleft()[2].result()
+            found: T = pending.popleft()[2].result()
         else:
             while pending:  # what nobody wanted is waited for, and forgotten
                 unwanted = pending.pop()[2]
                 unwanted.cancel() or unwanted.exception()
-            found = owner.read(place, self._arrays(owner, place))
-        after = (pending[-1][1] if pending else place) + owner.block
-        while len(pending) < DEPTH and after < owner.length:
-            pending.append((owner, after, self._pool.submit(owner.read, after, self._arrays(owner, after))))
-            after += owner.block
+            found = self._read(owner, place)
+        last, at = pending[-1][:2] if pending else (owner, place)
+        while len(pending) < DEPTH and (following := last.following(at)) is not None:
+            last, at = following
+            pending.append((last, at, self._pool.submit(self._read, last, at)))
         return found
 
-    def _arrays(self, owner: Abreast, place: int) -> list[Array]:
+    def _read(self, owner: Abreast[T], place: int) -> T:
+        return owner.read(place, self._arrays(owner, place))
+
+    def _arrays(self, owner: Abreast[Any], place: int) -> list[Array]:
         size, count = min(owner.block, owner.length - place), len(owner.sources)
-        if not self._memory or len(self._memory[0]) < count * owner.block:
-            self._memory = [aligned(max(ROOM, count * owner.block)) for _ in range(DEPTH + 1)]
-        self._turn = (self._turn + 1) % len(self._memory)
-        memory = self._memory[self._turn]
-        return [memory[number * owner.block :][:size] for number in range(count)]
+        if self._memory is None or len(self._memory) < count * owner.block:
+            self._memory = aligned(max(ROOM, count * owner.block))
+        return [self._memory[number * owner.block :][:size] for number in range(count)]
 
 
-class Abreast:
-    """Sources of one length. What is a whole storage with a checksum is summed up in passing; `unchecked`: the storages of the others."""
+class Abreast(Generic[T]):
+    """Sources of one length. What is a whole storage with a checksum is summed up in passing; `unchecked`: the storages of the others.
 
-    def __init__(self, entries: Sequence[TensorEntry], ahead: Ahead) -> None:
-        self.ahead = ahead
+    work: what is made of a block, given the bytes of each source, which are others afterwards. It runs in the thread that reads.
+    """
+
+    def __init__(self, entries: Sequence[TensorEntry], ahead: Ahead, work: Callable[[list[Array]], T]) -> None:
+        self.ahead, self.work = ahead, work
+        self.next: Abreast[Any] | None = None
         self.sources = [_Source(entry) for entry in entries]
         self.length = self.sources[0].data.length
         self.block = min(BLOCK, max(_LEAST, ROOM // len(entries) // _LEAST * _LEAST))
         self.unchecked = tuple(
             entry.storage for entry, source in zip(entries, self.sources, strict=True) if not source.crc
         )
+        ahead.add(self)
 
-    def blocks(self, place: int) -> list[Array]:
-        """The bytes of each source from `place`, which is a multiple of `block`: as many as that, fewer at the end.
+    def following(self, place: int) -> tuple[Abreast[Any], int] | None:
+        """The block after the one from `place`: of these sources, or of those that come next."""
+        if place + self.block < self.length:
+            return self, place + self.block
+        after = self.next
+        while after is not None and not after.length:
+            after = after.next
+        return (after, 0) if after is not None else None
+
+    def made(self, place: int) -> T:
+        """What `work` makes of the block from `place`, a multiple of `block`: of as many bytes of each source as that, fewer at the end.
 
         Raises `Corrupt` if a source has passed and does not match its checksum.
         """
         return self.ahead.block(self, place)
 
-    def read(self, place: int, arrays: list[Array]) -> list[Array]:
+    def read(self, place: int, arrays: list[Array]) -> T:
         for source, array in zip(self.sources, arrays, strict=True):
             source.read(place, array.data)
-        return arrays
+        return self.work(arrays)
 
 
 class _Source:

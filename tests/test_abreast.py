@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -36,6 +37,10 @@ def damaged(folder: Path, length: int) -> TensorEntry:
     return found
 
 
+def copies(blocks: list[Any]) -> list[bytes]:
+    return [block.tobytes() for block in blocks]
+
+
 def places(length: int, block: int) -> list[int]:
     return list(range(0, length, block))
 
@@ -44,21 +49,17 @@ def places(length: int, block: int) -> list[int]:
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_blocks_are_the_files_bytes(tmp_path: Path, length: int, count: int) -> None:
     entries = tensors(tmp_path, count, length)
-    sources = Abreast(entries, Ahead())
+    sources = Abreast(entries, Ahead(), copies)
     assert sources.length == length and sources.block * count <= max(ROOM, BLOCK) and sources.unchecked == ()
-    found = [b"".join(bytes(array) for array in each) for each in zip(*_copies(sources), strict=True)]
-    assert found == [entry.bytes() for entry in entries]
-
-
-def _copies(sources: Abreast) -> list[list[bytes]]:
-    return [[bytes(array) for array in sources.blocks(place)] for place in places(sources.length, sources.block)]
+    made = [sources.made(place) for place in places(length, sources.block)]
+    assert [b"".join(parts) for parts in zip(*made, strict=True)] == [entry.bytes() for entry in entries]
 
 
 def test_with_very_many_sources_blocks_are_short(tmp_path: Path) -> None:
     (entry,) = tensors(tmp_path, 1, 20_000)
-    sources = Abreast([entry] * 2_000, Ahead())
+    sources = Abreast([entry] * 2_000, Ahead(), copies)
     assert sources.block == 4096
-    assert all(bytes(array) == entry.bytes()[:4096] for array in sources.blocks(0))
+    assert sources.made(0) == [entry.bytes()[:4096]] * 2_000
 
 
 def test_two_that_share_a_reader_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -66,19 +67,20 @@ def test_two_that_share_a_reader_do_not_disturb_each_other(tmp_path: Path) -> No
     (tmp_path / "two").mkdir()
     ahead, length = Ahead(), 3 * BLOCK
     one, two = tensors(tmp_path / "one", 2, length), tensors(tmp_path / "two", 2, length)
-    a, b = Abreast(one, ahead), Abreast(two, ahead)
+    a, b = Abreast(one, ahead, copies), Abreast(two, ahead, copies)
     for place in (0, 2 * BLOCK, BLOCK, 0):
         for sources, entries in ((a, one), (b, two)):
-            found = [bytes(array) for array in sources.blocks(place)]
-            assert found == [entry.bytes()[place : place + BLOCK] for entry in entries]
+            assert sources.made(place) == [entry.bytes()[place : place + BLOCK] for entry in entries]
 
 
 def test_what_is_changed_in_a_block_stays_there(tmp_path: Path) -> None:
-    entries = tensors(tmp_path, 1, 2 * BLOCK)
-    sources = Abreast(entries, Ahead())
-    numpy.negative(block := sources.blocks(0)[0], out=block)
-    assert bytes(sources.blocks(BLOCK)[0]) == entries[0].bytes()[BLOCK:]
-    assert bytes(sources.blocks(0)[0]) == entries[0].bytes()[:BLOCK]
+    def negative(blocks: list[Any]) -> bytes:
+        numpy.negative(blocks[0], out=blocks[0])
+        return bytes(blocks[0])
+
+    (entry,) = tensors(tmp_path, 1, 2 * BLOCK)
+    sources, expected = Abreast([entry], Ahead(), negative), (-entry.numpy()).tobytes()
+    assert [sources.made(place) for place in (0, BLOCK, 0)] == [expected[:BLOCK], expected[BLOCK:], expected[:BLOCK]]
 
 
 @pytest.mark.parametrize(
@@ -87,30 +89,30 @@ def test_what_is_changed_in_a_block_stays_there(tmp_path: Path) -> None:
 def test_damage_is_found_by_the_end_in_any_order(tmp_path: Path, order: list[int]) -> None:
     length = 2 * BLOCK + 5
     _, other = tensors(tmp_path, 2, length)
-    sources = Abreast([damaged(tmp_path, length), other], Ahead())
+    sources = Abreast([damaged(tmp_path, length), other], Ahead(), copies)
     for number in order[:-1]:
         with suppress(Corrupt):  # known as soon as the last block was read ahead
-            sources.blocks(number * BLOCK)
+            sources.made(number * BLOCK)
     for _ in range(2):  # and is not forgotten
         with pytest.raises(Corrupt, match=r"0\.pt.* does not match its checksum"):
-            sources.blocks(order[-1] * BLOCK)
+            sources.made(order[-1] * BLOCK)
 
 
 def test_damage_met_by_what_nobody_waited_for_is_not_forgotten(tmp_path: Path) -> None:
     length = BLOCK + 5
     _, other = tensors(tmp_path, 2, length)
     ahead = Ahead()
-    sources = Abreast([damaged(tmp_path, length), other], ahead)
-    sources.blocks(0)  # the last block is being read ahead
-    Abreast([other], ahead).blocks(0)  # and thrown away
+    sources = Abreast([damaged(tmp_path, length), other], ahead, copies)
+    sources.made(0)  # the last block is being read ahead
+    Abreast([other], ahead, copies).made(0)  # and thrown away
     with pytest.raises(Corrupt):
-        sources.blocks(BLOCK)
+        sources.made(BLOCK)
 
 
 def test_parts_of_a_storage_are_left_to_the_writer(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(100.0)[10:20], "t": torch.arange(6.0).reshape(2, 3).t()}, tmp_path / "part.pt")
     tree = read(tmp_path / "part.pt").tree
     for name in ("w", "t"):
-        sources = Abreast([tree[name]], Ahead())
+        sources = Abreast([tree[name]], Ahead(), copies)
         assert sources.unchecked == (tree[name].storage,)
-        assert bytes(sources.blocks(0)[0]) == tree[name].bytes()
+        assert sources.made(0) == [tree[name].bytes()]

@@ -302,7 +302,8 @@ class Lab:
             resumed = (steps or [0])[-1] or 0
             if lab.end(name) != reference:
                 raise RunFailed(f"killed at event {number}, the run ended with other bytes")
-            lost |= fell or resumed < before
+            # A save in the background and the loop take their events in an order of the moment: there only the run's own history tells.
+            lost |= fell or (resumed < before and not config.save.async_)
             before, count = resumed, count + 1
             shutil.rmtree(lab.run_of(name))
         return count, lost

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.abreast import Abreast, Ahead
-from ckptool.checkpoint import Composite, Computed, Flags, Storage, TensorEntry, row_major_strides
-from ckptool.dtypes import DType, by_name
+from ckptool.checkpoint import Composite, Computed, Storage, TensorEntry, row_major_strides
+from ckptool.dtypes import by_name
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
 from ckptool.nodes import OrderedDict
 from ckptool.transforms.dtypes import rounded
@@ -111,7 +111,7 @@ def _mean(entries: Sequence[TensorEntry], weights: Sequence[float], ahead: Ahead
     first = entries[0]
     if first.dtype.numpy is None and first.dtype.name != "c32":
         raise Unsupported(f"tensors of type {first.dtype} have no mean here", "Their values are packed.")
-    reader = _Mean(Abreast(entries, ahead), [(entry.dtype, entry.flags) for entry in entries], weights)
+    reader = _Mean(entries, weights, ahead)
     storage = Storage(Computed(first.nbytes, reader.read, reader.sources.unchecked), entries[-1].location)
     return TensorEntry(storage, first.dtype, first.shape, row_major_strides(first.shape))
 
@@ -121,23 +121,25 @@ class _Mean:
 
     __slots__ = ("dtype", "kinds", "sources", "weights", "wide")
 
-    def __init__(self, sources: Abreast, kinds: list[tuple[DType, Flags]], weights: Sequence[float]) -> None:
-        self.sources, self.kinds, self.weights = sources, kinds, weights
-        self.dtype = by_name(_COMPONENTS.get(kinds[0][0].name, kinds[0][0].name))
+    def __init__(self, entries: Sequence[TensorEntry], weights: Sequence[float], ahead: Ahead) -> None:
+        self.kinds, self.weights = [(entry.dtype, entry.flags) for entry in entries], weights
+        self.dtype = by_name(_COMPONENTS.get(entries[0].dtype.name, entries[0].dtype.name))
         self.wide = "f8" if self.dtype.itemsize >= 4 else "f4"
+        self.sources = Abreast(entries, ahead, self._block)
 
     def read(self, offset: int, length: int) -> bytes:
-        step, size = self.sources.block, CHUNK * self.dtype.itemsize
+        step = self.sources.block
         begin, end = offset - offset % step, min(offset + length, self.sources.length)
-        made = []
-        for place in range(begin, end, step):
-            blocks = self.sources.blocks(place)
-            made += [
-                self._mean([block[start : start + size] for block in blocks]).tobytes()
-                for start in range(0, len(blocks[0]), size)
-            ]
-        data = b"".join(made)
+        made = [self.sources.made(place) for place in range(begin, end, step)]
+        data = made[0] if len(made) == 1 else b"".join(made)
         return data if (begin, len(data)) == (offset, length) else data[offset - begin : end - begin]
+
+    def _block(self, blocks: list[Array]) -> bytes:
+        """The mean of one block, in pieces that stay in the processor's cache."""
+        size, mean = CHUNK * self.dtype.itemsize, bytearray(len(blocks[0]))
+        for start in range(0, len(mean), size):
+            mean[start : start + size] = self._mean([block[start : start + size] for block in blocks]).view("u1").data
+        return bytes(mean)
 
     def _mean(self, pieces: list[Array]) -> Array:
         import numpy
