@@ -7,7 +7,7 @@ of this one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptool.checkpoint import Note
@@ -50,6 +50,14 @@ def of_part(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
         [place.removeprefix(above) for place in said[kind] if place.startswith(above)] for kind in ("lost", "filled")
     )
     return {KEY: mark(lost, filled)} if lost or filled else {}
+
+
+def of_parts(parts: Iterable[tuple[Mapping[str, Any], Path]]) -> dict[str, Any]:
+    """The mark for what is made of several parts with the same names, each given with the metadata of its checkpoint."""
+    found: dict[str, Any] = {}
+    for metadata, path in parts:
+        found = with_part(found, (), of_part(metadata, path))
+    return found
 
 
 def with_part(metadata: Mapping[str, Any], path: Path, part: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,8 +84,8 @@ def read(source: Readable) -> Checkpoint:
     origin = None if storages.big_endian else Origin(archive, root, alignment)
     notes = (*archive.notes, *record_notes(archive, root, storages), *python2_notes(decoded.byte_strings))
     metadata = {name: text for name, text in small.items() if text is not None}
-    if (mark := archive.records.get(root + recovered.RECORD)) is not None:
-        metadata[recovered.KEY] = mark.contents(recovered.MAX_RECORD).decode("utf-8", "replace")
+    if (mark := _mark_in(archive, root)) is not None:
+        metadata[recovered.KEY] = mark
         notes += recovered.notes(metadata)
     tree = decoded.root
     if (shared := archive.records.get(root + TWINS)) is not None:
@@ -299,17 +299,26 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     refuse_unknown_calls(checkpoint, keep_unknown)
     layout = _Layout(checkpoint.origin if isinstance(checkpoint.origin, Origin) else None)
     layout.add("data.pkl", Literal(encode(checkpoint.tree, layout.key_of)))
+    mark, before = checkpoint.metadata.get(recovered.KEY), None
     if layout.origin is None:
         _lay_out_new(layout)
-        if mark := checkpoint.metadata.get(recovered.KEY):
-            layout.add(recovered.RECORD, Literal(mark.encode()))
     else:
+        before = _mark_in(layout.origin.archive, layout.root)
         for record in layout.origin.archive.by_offset():
-            layout.copy(record)
+            if record.name != layout.root + recovered.RECORD or before == mark:
+                layout.copy(record)
         layout.add_fresh()
+    if mark and mark != before:
+        layout.add(recovered.RECORD, Literal(mark.encode()))
     if layout.twins and (shared := twins.record_of(checkpoint.tree)):
         layout.add(TWINS, Literal(shared))
     return layout.zip.finish()
+
+
+def _mark_in(archive: Archive, root: str) -> str | None:
+    """What an archive says of its being recovered."""
+    record = archive.records.get(root + recovered.RECORD)
+    return record.contents(recovered.MAX_RECORD).decode("utf-8", "replace") if record is not None else None
 
 
 def _lay_out_new(layout: _Layout) -> None:

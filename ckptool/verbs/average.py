@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
+from ckptool.formats import recovered
 from ckptool.roots import one_root
 from ckptool.transforms import average as means
 from ckptool.verbs.opening import PathLike, open_file
@@ -41,7 +42,11 @@ def average(
     names = [each.path for each in opened]
     found = means.average([root.node for root, _ in roots], names, shares)
     last = opened[-1].checkpoint
-    changed = replace(last, tree=found.tree, beside={}, discarded=())
+    mark = recovered.of_parts(
+        (each.checkpoint.metadata, root.path) for each, (root, _) in zip(opened, roots, strict=True)
+    )
+    metadata = {key: value for key, value in last.metadata.items() if key != recovered.KEY} | mark
+    changed = replace(last, tree=found.tree, metadata=metadata, beside={}, discarded=())
     sources = [each.checkpoint.source for each in opened if each.checkpoint.source is not None]
     saved = save("average", last, changed, out, options, inputs=sources)
     remarks = list(dict.fromkeys(remark for _, remark in roots if remark))

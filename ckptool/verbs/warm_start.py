@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Literal, Note, Plan
 from ckptool.errors import UsageError, printable
+from ckptool.formats import recovered
 from ckptool.output import check_target, replace_file
 from ckptool.reports.targets import PARAMETER, Target
 from ckptool.reports.warm_start import LoadReport
@@ -24,6 +25,8 @@ from ckptool.verbs.spec import find_target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+WEIGHTS = "model_state_dict"  # beside the optimizer's state
 
 
 def warm_start(
@@ -64,7 +67,7 @@ def warm_start(
     if moved is not None:
         report = replace(report, optimizer=moved.report)
     if out is not None and report.accepted:
-        report = _write(opened.checkpoint, target, plan, report, moved, out, options)
+        report = _write(opened.checkpoint, root, target, plan, report, moved, out, options)
     return report if suggest is None else _with_rules_file(report, suggest, options)
 
 
@@ -78,6 +81,7 @@ def _parameters(target: Target) -> list[str]:
 
 def _write(
     checkpoint: Checkpoint,
+    root: Root,
     target: Target,
     plan: Matching,
     report: LoadReport,
@@ -92,8 +96,12 @@ def _write(
     kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
     if moved is not None:
         _refuse_tensors_only(out, kind, options)
-        tree = {"model_state_dict": tree, "optimizer_state_dict": as_state_dict(moved, _parameters(target))}
-    made = Checkpoint(tree, kind, source=checkpoint.source)
+        tree = {WEIGHTS: tree, "optimizer_state_dict": as_state_dict(moved, _parameters(target))}
+    parts = [(checkpoint.metadata, root.path)]
+    if full.taken and target.checkpoint is not None:
+        parts.append((target.checkpoint.metadata, ()))
+    mark = recovered.with_part({}, () if moved is None else (WEIGHTS,), recovered.of_parts(parts))
+    made = Checkpoint(tree, kind, mark, checkpoint.source)
     _refuse_target(target, out, options)
     saved = save("warm-start", checkpoint, made, out, options)
     notes = (*report.normalised, *saved.notes)

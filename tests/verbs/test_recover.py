@@ -248,6 +248,20 @@ def test_the_mark_goes_along_into_every_container_and_back(tmp_path: Path) -> No
         )
 
 
+def test_what_is_made_of_a_filled_file_is_marked(tmp_path: Path) -> None:
+    other = saved({"model": weights(*"abcd")}, tmp_path / "b.pt")
+    recover(damaged(saved({"model": weights(*"abcd")}, tmp_path / "a.pt"), 1), tmp_path / "filled.pt", fill_from=other)
+    filled = tmp_path / "filled.pt"
+    ckptool.average([filled, other], tmp_path / "mean.pt")
+    ckptool.average([other, filled], tmp_path / "mean2.pt", at="model")
+    ckptool.warm_start(filled, other, tmp_path / "start.pt")
+    ckptool.warm_start(other, filled, tmp_path / "start2.pt", only="a")  # the rest is the target's
+    ckptool.warm_start(other, filled, tmp_path / "clean.pt")  # nothing is
+    for name in ("mean.pt", "mean2.pt", "start.pt", "start2.pt"):
+        assert "recovered-file" in notes(tmp_path / name), name
+    assert "recovered-file" not in notes(tmp_path / "clean.pt")
+
+
 def test_the_mark_of_one_shard_is_that_of_all(tmp_path: Path) -> None:
     ckptool.convert(saved(weights(*"abcd"), tmp_path / "a.pt"), tmp_path / "s", to="sharded", shard_size=30)
     shard = sorted((tmp_path / "s").glob("*.safetensors"))[0]
