@@ -16,6 +16,7 @@ from ckptool.reports.parts import Part
 from ckptool.tree import Path, address
 
 SHOWN = 12  # of more siblings than there is room for
+DEEPEST = 100  # pieces of a name, before its rest is one
 
 
 Item = tuple[Sequence[str], int]
@@ -103,8 +104,8 @@ def outline(part: Part, lines: int, depth: int | None, order: str) -> Branch:
 def _pieces(path: Path, base: int) -> list[str]:
     first = path[base] if len(path) == base + 1 else None
     if isinstance(first, str) and "/" not in first and "~" not in first:
-        return first.split(".")
-    return address(path[base:]).replace("/", ".").split(".")
+        return first.split(".", DEEPEST)
+    return address(path[base:]).replace("/", ".").split(".", DEEPEST)
 
 
 Arrange = Callable[[list[Branch]], list[Branch]]
