@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
@@ -290,11 +290,13 @@ def _statistics(listing: Listing, found: dict[str, Statistics], order: str, styl
 def inspection_json(found: Inspection) -> Json:
     """`ckptool.inspect/1`: every tensor and entry with its path; sizes in bytes."""
     listing = found.listing
-    tensors = []
+    some = next(iter((found.statistics or {}).values()), None)
+    tensors, names = [], [field.name for field in fields(some)] if some is not None else []
     for row in listing.tensors:
         fact = tensor_json(row.path, row.tensor, row.storage)
         if found.statistics and (numbers := found.statistics.get(row.address)) is not None:
-            fact["statistics"] = finite(asdict(numbers))
+            # Plain numbers; asdict would copy each of them, of each of many tensors.
+            fact["statistics"] = {name: finite(getattr(numbers, name)) for name in names}
         tensors.append(fact)
     return {
         "schema": "ckptool.inspect/1",

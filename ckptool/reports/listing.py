@@ -94,7 +94,8 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
                 unlisted += 1
     check_names(len(rows), len({id(row.tensor) for row in rows}) if len(rows) > MANY_NAMES else 0)
     source = checkpoint.source
-    roots = tuple(replace(root, path=base + root.path) for root in find_roots(replace(checkpoint, tree=tree)))
+    found = find_roots(replace(checkpoint, tree=tree))
+    roots = tuple(replace(root, path=base + root.path) for root in found) if base else tuple(found)
     for root in roots:
         if root.module is not None:
             rows = _with_names(rows, root, numbers)
