@@ -30,6 +30,8 @@ Library users catch `CkptoolError`; `error.code` is stable across versions.
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -208,6 +210,14 @@ def is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def quoted(path: str) -> str:
+    """A path as a shell takes it, in one line: what cannot be printed stands as an escape in `$'…'`, which bash and zsh read."""
+    if path.isprintable():
+        return shlex.quote(path)
+    escapes = {c: "".join(f"\\x{byte:02x}" for byte in os.fsencode(c)) for c in set(path) if not c.isprintable()}
+    return "$'" + "".join(escapes.get(c, f"\\{c}" if c in "\\'" else c) for c in path) + "'"
 
 
 def printable(text: str) -> str:

@@ -23,6 +23,7 @@ from ckptool.errors import (
     Truncated,
     UsageError,
     printable,
+    quoted,
 )
 
 MAX_FILES = 100_000  # that one looks at in a folder
@@ -50,7 +51,7 @@ class Source:
             raise NotACheckpoint(
                 f"{self} is a folder, not a checkpoint file",
                 "ckptool looked for one file of tensors.",
-                f"Name the file: ls {printable(self.path)}",
+                f"Name the file: ls {quoted(self.path)}",
             )
         if not stat.S_ISREG(status.st_mode):
             raise self._not_regular()
@@ -288,7 +289,7 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
     if number == errno.ENOENT:
         folder = os.path.dirname(os.path.abspath(path))
         fix = (
-            f"Look at what is there: ls {printable(folder)}"
+            f"Look at what is there: ls {quoted(folder)}"
             if os.path.isdir(folder)
             else f"There is no folder {printable(folder)} either."
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.arrays import with_tensors
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
-from ckptool.errors import UsageError, listed, printable
+from ckptool.errors import UsageError, listed, printable, quoted
 from ckptool.modules import module_state_dict
 from ckptool.nodes import Object, OrderedDict
 from ckptool.tree import Path, address, find, tensors
@@ -95,12 +95,12 @@ def model_roots(checkpoint: Checkpoint, at: str | None = None) -> list[Root]:
     """
     roots = _weights(checkpoint, at)
     if whole := [root for root in roots if root.module is not None]:
-        where = checkpoint.source or "the checkpoint"
+        where = str(checkpoint.source or "the checkpoint")
         place = f"#{printable(whole[0].address)}" if whole[0].path else ""
         raise UsageError(
             f"{where}{place} is a {whole[0].detail}, pickled with its class",
             "Its names are attributes of objects, not keys: changed, the class would not find its parts. Nothing was written.",
-            f"Write its weights alone, then change those: ckptool convert {where}{place} -o weights.safetensors",
+            f"Write its weights alone, then change those: ckptool convert {quoted(where + place)} -o weights.safetensors",
         )
     return roots
 
@@ -119,13 +119,13 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
     roots = [root for root in find_roots(checkpoint) if root.is_model]
     found = [] if roots else array_roots(checkpoint.tree)
     if not roots and not (arrays and found):
-        where = checkpoint.source or "the checkpoint"
+        where = str(checkpoint.source or "the checkpoint")
         raise UsageError(
             f"{where} has no dictionary that looks like model weights",
-            "Verbs on keys act on those.",
-            f"Make tensors of its {found[0].detail}: ckptool convert {where} -o weights.safetensors"
+            "Commands that change keys act on those.",
+            f"Make tensors of its {found[0].detail}: ckptool convert {quoted(where)} -o weights.safetensors"
             if found
-            else f"See what it has: ckptool inspect {where}; then name the part: --at ADDRESS",
+            else f"See what it has: ckptool inspect {quoted(where)}; then name the part: --at ADDRESS",
         )
     return roots or found
 
@@ -142,11 +142,11 @@ def one_root(checkpoint: Checkpoint, at: str | None = None) -> tuple[Root, str]:
     if len(models) == 1:
         averages = listed([printable(root.address) for root in roots if root.kind == AVERAGE])
         return models[0], f"took {printable(models[0].address)}, the model; {averages} is its average"
-    where = checkpoint.source or "the checkpoint"
+    where = str(checkpoint.source or "the checkpoint")
     raise UsageError(
         f"{where} has {len(roots):,} sets of model weights: {listed(roots, MANY_ROOTS)}",
-        "This verb takes one; choosing for you could take the wrong one.",
-        f"Name it: {where}#{printable(roots[0].address)}",
+        "This command takes one of them.",
+        f"Name it: {quoted(f'{where}#{roots[0].address}')}",
     )
 
 

@@ -227,7 +227,7 @@ def test_row_29_several_candidates_are_listed(value: Any, tmp_path: Path) -> Non
     with pytest.raises(UsageError) as caught:
         one_root(opened(value, tmp_path))
     assert all(f"{name} (" in caught.value.what for name in value)
-    assert caught.value.fix == f"Name it: {tmp_path / 'opened.pt'}#{next(iter(value))}"
+    assert caught.value.fix == f"Name it: '{tmp_path / 'opened.pt'}#{next(iter(value))}'"
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:

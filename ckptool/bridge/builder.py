@@ -8,7 +8,7 @@ from typing import Any
 from ckptool.bridge.devices import Restorer
 from ckptool.bridge.storages import Storages
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, listed, printable
+from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, listed, printable, quoted
 from ckptool.graphs import After, Done, Made, Remake
 from ckptool.tree import address, walk
 
@@ -45,7 +45,7 @@ class Builder:
         return UnsafeObject(
             f"{source} holds {listed(names)}",
             "Making these would run code that the file names; ckptool does not.",
-            f"{self._advice(places.values())}See what is there: ckptool inspect {source}",
+            f"{self._advice(places.values())}See what is there: ckptool inspect {quoted(source)}",
         )
 
     def _advice(self, bad: Iterable[str]) -> str:

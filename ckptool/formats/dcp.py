@@ -24,11 +24,11 @@ from ckptool.errors import (
     Unsupported,
     listed,
     printable,
+    quoted,
 )
 from ckptool.files import Folder, Input, Source
 from ckptool.formats import torch_zip
 from ckptool.formats.chunks import Box, Chunk, assembled, covers
-from ckptool.formats.others import quoted
 from ckptool.nodes import MAX_DEPTH, Global, Object
 from ckptool.pickles.decode import decode
 from ckptool.pickles.torch_objects import BUILDERS
@@ -126,7 +126,7 @@ def _metadata(folder: Folder) -> dict[Any, Any]:
         raise NotACheckpoint(
             f"{folder} is a folder, and its {METADATA} is not that of torch.distributed.checkpoint",
             "Another program wrote it.",
-            f"Name the file: ls {printable(folder.path)}",
+            f"Name the file: ls {quoted(folder.path)}",
         )
     return decoded.root.attributes  # type: ignore[no-any-return]
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
 
-from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable
+from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable, quoted
 from ckptool.files import Folder, Input, Readable, Source
 
 # name, and the program that unpacks it to its standard output
@@ -73,7 +72,7 @@ def _no_checkpoint_in(folder: Folder) -> CkptoolError:
     return NotACheckpoint(
         f"{folder} is a folder, not a checkpoint",
         f"ckptool looked for an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors. {held}",
-        f"Name the file: ls {printable(folder.path)}; or see what is there: ckptool scan {printable(folder.path)}",
+        f"Name the file: ls {quoted(folder.path)}; or see what is there: ckptool scan {quoted(folder.path)}",
     )
 
 
@@ -104,11 +103,6 @@ def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
             f"See what is in it: tar tf {quoted(source.path)}",
         )
     return None
-
-
-def quoted(path: str) -> str:
-    """A path as a shell takes it; one with control characters only as it can be printed."""
-    return shlex.quote(printable(path))
 
 
 def _other_model(head: bytes, source: Source) -> CkptoolError | None:

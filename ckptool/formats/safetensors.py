@@ -39,6 +39,7 @@ from ckptool.errors import (
     is_text,
     listed,
     printable,
+    quoted,
 )
 from ckptool.files import Input, Source
 from ckptool.formats import carried, recovered
@@ -210,7 +211,7 @@ def _check_cover(source: Source, ranges: Sequence[tuple[int, int]], size: int) -
         raise Truncated(
             f"{source} ends {at - size:,} bytes before the data that its header promises",
             f"The file was cut off. {sum(end <= size for _, end in ranges):,} of its {len(ranges):,} tensors are whole.",
-            f"Save what is whole: ckptool recover {source} -o OUT; or copy or download it again.",
+            f"Save what is whole: ckptool recover {quoted(str(source))} -o OUT; or copy or download it again.",
         )
     if at < size:
         raise Corrupt(

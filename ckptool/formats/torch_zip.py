@@ -24,7 +24,7 @@ from ckptool.checkpoint import (
     StorageRef,
 )
 from ckptool.dtypes import DType
-from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, printable
+from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, printable, quoted
 from ckptool.files import Input, Readable
 from ckptool.formats import recovered, twins, zip_archive, zip_parts
 from ckptool.formats.others import other_zip
@@ -355,7 +355,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
         raise Conflict(
             f"{archive.source} was edited in place {archive.edits} times already",
             "Every edit leaves its old pickle and directory inside; it is time to write the file anew.",
-            f"ckptool convert {archive.source} -o NEW.pt",
+            f"ckptool convert {quoted(str(archive.source))} -o NEW.pt",
         )
     layout = _Layout(origin, begin=archive.end)
     layout.add("data.pkl", Literal(encode(checkpoint.tree, layout.key_of)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckptool.checkpoint import Note
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable, quoted
 from ckptool.files import Readable
 from ckptool.formats.zip_names import check_attributes, check_names, note_odd_entries, refuse_twins
 from ckptool.formats.zip_records import CENTRAL, FULL, FULL16, Record, extra_fields, wide_fields
@@ -156,7 +156,7 @@ def _cut(what: str, why: str, source: Readable) -> Truncated:
     found = whole_records(source) if source.size == source.file.size else None
     if found is None:
         return Truncated(what, why, again)
-    fix = f"Save what is whole: ckptool recover {source} -o OUT; or download or copy it again."
+    fix = f"Save what is whole: ckptool recover {quoted(str(source))} -o OUT; or download or copy it again."
     return Truncated(what, f"{why} {found[0]:,} of its {found[1]:,} storages look whole.", fix)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ckptool.errors import printable
+from ckptool.errors import printable, quoted
 from ckptool.render.json import Json, finite
 from ckptool.render.style import PLAIN, Style, columns, counted, size
 
@@ -32,7 +32,7 @@ def _state(found: RunReport) -> str:
     if not found.checkpoints:
         return f"{event}{when}"
     goes = "none of them is whole" if found.resumes is None else f"goes on from step {found.resumes:,}"
-    return f"{event}{when}; {goes}: ckptool resume {printable(found.path)}"
+    return f"{event}{when}; {goes}: ckptool resume {quoted(found.path)}"
 
 
 def _table(found: RunReport, style: Style) -> list[str]:

@@ -6,12 +6,11 @@ in this folder, named after it, with `KIND_text` and `KIND_json`.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Note, Tensor, TensorEntry
-from ckptool.errors import CkptoolError, printable
+from ckptool.errors import CkptoolError, printable, quoted
 from ckptool.nodes import Object
 from ckptool.render.style import PLAIN, Style
 from ckptool.reports.parts import Part
@@ -29,7 +28,7 @@ def notes_text(notes: Sequence[Note], style: Style = PLAIN) -> str:
     for note in notes:
         lines.append(f"{style.yellow(note.code)}: {printable(note.message)}")
         if note.fix:
-            lines.append(f"  {style.cyan(printable(shlex.join(note.fix)))}")
+            lines.append(f"  {style.cyan(' '.join(map(quoted, note.fix)))}")
     return "\n".join(lines)
 
 

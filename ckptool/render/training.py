@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from ckptool.errors import printable
+from ckptool.errors import printable, quoted
 from ckptool.render.json import Json, finite
 from ckptool.render.style import PLAIN, Style, short, size
 
@@ -18,7 +18,7 @@ def training_text(found: Any, *, style: Style = PLAIN) -> str:
     if found.status == "done":
         return f"{style.green('done')}: {found.step:,} steps → {path}\n"
     where = f"after {found.step:,} steps, saved → {path}" if found.step else f"before the first step: {path}"
-    return f"{style.yellow('stopped')} {where}\n  {style.cyan(f'ckptool resume {path}')}\n"
+    return f"{style.yellow('stopped')} {where}\n  {style.cyan(f'ckptool resume {quoted(found.path)}')}\n"
 
 
 def _rehearsal(found: Any, style: Style) -> str:

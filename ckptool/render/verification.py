@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
-from ckptool.errors import listed, printable
+from ckptool.errors import listed, printable, quoted
 from ckptool.render.json import Json, notes_json
 from ckptool.render.style import PLAIN, Style, columns, counted, short, size
 from ckptool.render.text import WHOLE, notes_text
@@ -34,7 +33,7 @@ def verification_text(found: Verification, *, digests: bool = False, style: Styl
     lines += _kept(found, style)
     if digests and found.digests is not None:
         lines += _digests(found, style)
-    lines += [f"  {style.cyan(printable(shlex.join(fix)))}" for fix in found.fixes]
+    lines += [f"  {style.cyan(' '.join(map(quoted, fix)))}" for fix in found.fixes]
     notes = notes_text(found.notes, style)
     return "\n".join([*lines, *([notes] if notes else [])]) + "\n"
 

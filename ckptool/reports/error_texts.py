@@ -1,7 +1,7 @@
 """The error messages that people search for, what each means, and what mends it.
 
 Texts of torch 0.4 to 2.13, safetensors, pickle and the systems below them, matched as regular expressions in the order of this table: the
-more exact first. A fix is a ckptool command with `{file}` and `{out}`, or another program's.
+more exact first. A fix is a ckptool command with `{file}` and `{out}`, or another program's; `{prefix}` is what the pattern names so.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 
 Command = tuple[str, ...]
+
+MAX_TEXT = 100_000  # characters of a message that are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,11 @@ class KnownError:
     fixes: tuple[Command, ...] = ()
     advice: str = ""
 
+    def found(self, text: str) -> dict[str, str]:
+        """What the pattern's named groups are in a message, as the placeholders of commands: `{prefix}`."""
+        match = self.pattern.search(text[:MAX_TEXT])
+        return {f"{{{name}}}": value for name, value in match.groupdict().items()} if match else {}
+
 
 def _known(pattern: str, code: str, meaning: str, *fixes: str, advice: str = "") -> KnownError:
     return KnownError(re.compile(pattern, re.IGNORECASE), code, meaning, tuple(tuple(f.split()) for f in fixes), advice)
@@ -39,8 +46,18 @@ _WEIGHTS = "ckptool convert {file} -o {weights}"
 _ANEW = "ckptool convert {file} -o {out}"
 _RECOVER = "ckptool recover {file} -o {out}"
 _DOCTOR = "ckptool doctor {file}"
+_SCAN = "ckptool scan {file}"
+_FIRST_MISSING = r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*"  # once, however often it is there
+_MODEL = "MODEL is a checkpoint of your model, or your own code: model.py:build"
 
 KNOWN: tuple[KnownError, ...] = (
+    _known(
+        _FIRST_MISSING + r"[\"']module\.(?!(?s:.*)unexpected key\(s\) in state_dict:\s*[\"']module\.)",
+        "prefix-module",
+        "The model is wrapped in DataParallel or DistributedDataParallel, and the file was saved without the wrapper.",
+        _ADD,
+        advice="Or load it before the wrapping, or into model.module.",
+    ),
     _known(
         r"(unexpected|missing) key\(s\) in state_dict:[^\n]*[\"']module\.(?s:.*)",
         "prefix-module",
@@ -60,26 +77,35 @@ KNOWN: tuple[KnownError, ...] = (
         "The file is a whole training checkpoint, and the weights are one entry of it.",
         _INSPECT,
         _WEIGHTS,
+        advice="Or in Python: model.load_state_dict(checkpoint['state_dict']), with the name that inspect shows.",
     ),
     _known(
-        r"size mismatch for |copying a param with shape",
+        _FIRST_MISSING + r"[\"']([^\"']+)[\"'](?s:.*?)"
+        r"unexpected key\(s\) in state_dict:\s*[\"'](?P<prefix>[\w.]{1,200}\.)\1[\"']",
+        "prefix",
+        "The keys of the file have a prefix that those of the model do not have; Lightning, for one, saves a model inside another.",
+        "ckptool strip-module {file} --prefix {prefix} -o {out}",
+    ),
+    _known(
+        r"size mismatch for |copying a param with shape|Trying to set a tensor of shape|ignore_mismatched_sizes",
         "shape-mismatch",
         "A tensor of the file has another shape than the model's: another architecture, number of classes or vocabulary.",
-        _INSPECT,
-        advice="See which: ckptool doctor FILE --against OTHER_CHECKPOINT. The rest can be loaded where the shapes agree.",
+        "ckptool warm-start {file} --against MODEL --on-mismatch skip -o {out}",
+        advice=f"It takes what fits and the model's own values for the rest. {_MODEL}.",
     ),
     _known(
         r"error\(s\) in loading state_dict|(missing|unexpected) key\(s\) in state_dict|_IncompatibleKeys",
         "keys-differ",
         "The names of the file and of the model differ.",
-        _INSPECT,
-        advice="Compare with a checkpoint of the model: ckptool doctor FILE --against OTHER_CHECKPOINT",
+        "ckptool warm-start {file} --against MODEL",
+        advice=f"It shows what fits, and rules for the rest. {_MODEL}.",
     ),
     _known(
         r"attempting to deserialize object on (a )?cuda device|cuda device \d+ but torch\.cuda\.device_count|Torch not compiled with CUDA",
         "cuda-location",
         "The tensors are tagged with a GPU that this machine does not have.",
         _CPU,
+        advice="Or load with map_location='cpu'. For another GPU: --to cuda:0.",
     ),
     _known(
         r"don't know how to (restore|determine) (data )?location|(mps|xpu|hpu|npu) .*(not available|is not (built|compiled))",
@@ -107,6 +133,35 @@ KNOWN: tuple[KnownError, ...] = (
         _PLAIN,
     ),
     _known(
+        r"dict-like, got <class|has no attribute ['\"](copy|keys|items)['\"]$|got an? (unexpected )?\S*Module.{0,20} instead of a state",
+        "whole-module",
+        "The file is a whole model, not its state dict: torch.load gave the model itself.",
+        _WEIGHTS,
+        advice="Or in Python: model.load_state_dict(loaded.state_dict()).",
+    ),
+    _known(
+        r"dict['\"] object has no attribute ['\"](eval|train|to|cuda|cpu|half|float|parameters|forward|modules|module|state_dict)\b|"
+        r"dict['\"] object is not callable",
+        "state-dict",
+        "The file is a state dict, not a whole model: make the model first.",
+        _INSPECT,
+        advice="In Python: model = Net(); model.load_state_dict(torch.load(FILE)).",
+    ),
+    _known(
+        r"KeyError: ['\"](\w*state_dict|model|net|weights|params|ema\w*|generator|[GD]|optimizer\w*|epoch|\w*step)['\"]",
+        "no-such-entry",
+        "The code asks for an entry that the file does not have.",
+        _INSPECT,
+        advice="It shows which entries there are.",
+    ),
+    _known(
+        r"UnicodeDecodeError|encoding=['\"]latin1",
+        "python-2",
+        "Python 2 wrote the file; its texts are bytes.",
+        _ANEW,
+        advice="Or load with encoding='latin1'.",
+    ),
+    _known(
         r"No module named|Can't get attribute|has no attribute ['\"]\w+['\"] on <module|SourceChangeWarning|ModuleNotFoundError",
         "whole-module",
         "The file holds objects of classes that are not installed here: a whole model was saved, or a configuration object.",
@@ -118,6 +173,40 @@ KNOWN: tuple[KnownError, ...] = (
         "not-a-checkpoint",
         "The file is no checkpoint: a git-lfs pointer, a web page, a JSON text or a compressed file under its name.",
         _DOCTOR,
+        advice="It says which of them.",
+    ),
+    _known(
+        r"invalid load key,? ['\"]?(\\x00|\x00)",
+        "corrupt",
+        "The file begins with zeros: a crash or a lost connection left a file of the right length without its contents.",
+        _DOCTOR,
+        advice="Copy or download it again.",
+    ),
+    _known(
+        r"invalid load key|Memo value not found|pickle data was truncated|unpickling stack underflow|could not find MARK",
+        "corrupt",
+        "What was read is no pickle, or a damaged one; pickle.load says so of every torch file, which takes torch.load.",
+        _DOCTOR,
+    ),
+    _known(
+        r"Unable to load weights from (pytorch|safetensors)? ?checkpoint file",
+        "not-a-checkpoint",
+        "The file is no checkpoint, or is damaged; transformers does not say which.",
+        _DOCTOR,
+    ),
+    _known(
+        r"locating file constants\.pkl|file (in archive )?is not in a subdirectory",
+        "not-torchscript",
+        "The file is not a TorchScript archive, which torch.jit.load wants.",
+        _DOCTOR,
+        advice="Files of torch.save are for torch.load.",
+    ),
+    _known(
+        r"locating file \S*data\.pkl|storage has wrong (byte )?size",
+        "corrupt",
+        "The file is another kind of archive, or was damaged or mixed up while it was written, as by two processes at once.",
+        "ckptool verify {file}",
+        advice="Copy it again; else look for the newest whole one: ckptool scan FOLDER --latest-good",
     ),
     _known(
         r"Unsupported operand 149|Unsupported operand 1(40|42|43|48)|Detected pickle protocol",
@@ -141,12 +230,19 @@ KNOWN: tuple[KnownError, ...] = (
         r"Weights only load failed|weights_only|Unsupported global|UnpicklingError.*global",
         "unsafe-global",
         "The file calls functions or holds classes that weights_only does not allow.",
-        "ckptool scan {file}",
+        _SCAN,
         _PLAIN,
     ),
     _known(
+        r"unexpected EOF|unexpected pos \d+ vs \d+",
+        "truncated",
+        "The file ends too early, or is damaged: an interrupted download, a full disk, a killed save.",
+        _DOCTOR,
+        advice="It says how much is missing. Copy or download the file again.",
+    ),
+    _known(
         r"failed finding central directory|not a ZIP archive|PytorchStreamReader failed|invalid header or archive is corrupted|"
-        r"central directory|BadZipFile|unexpected EOF|unexpected pos \d+ vs \d+|file might be corrupted|MetadataIncompleteBuffer|"
+        r"central directory|BadZipFile|file might be corrupted|MetadataIncompleteBuffer|incomplete metadata|"
         r"failed reading file|Truncated",
         "truncated",
         "The file ends too early, or is damaged: an interrupted download, a full disk, a killed save.",
@@ -165,6 +261,7 @@ KNOWN: tuple[KnownError, ...] = (
         "not-a-checkpoint",
         "The file is of another kind than its name says, or damaged at its beginning.",
         _DOCTOR,
+        advice="It says what the file is.",
     ),
     _known(
         r"share memory|shared (tensors|memory)|duplicate memory on disk",
@@ -210,5 +307,5 @@ KNOWN: tuple[KnownError, ...] = (
 
 def recognised(text: str) -> KnownError | None:
     """What a message means, by the first entry of the table that matches; only the beginning of a very long text is looked at."""
-    text = text[:100_000]
+    text = text[:MAX_TEXT]
     return next((known for known in KNOWN if known.pattern.search(text)), None)

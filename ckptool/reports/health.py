@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
-from ckptool.errors import CkptoolError, listed, printable
-from ckptool.prefixes import COUNTER, without_wrappers
-from ckptool.reports.error_texts import Command, recognised
-from ckptool.roots import Root, find_roots
+from ckptool.errors import CkptoolError, listed, printable, quoted
+from ckptool.prefixes import COUNTER, without_wrappers, wrappers
+from ckptool.reports.error_texts import MAX_TEXT, Command, KnownError, recognised
+from ckptool.roots import WEIGHTS, Root, find_roots
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
 
@@ -59,16 +58,18 @@ def of_error_text(text: str, file: str = "") -> Diagnosis:
         what = "this message is not in ckptool's table" if text.strip() else "there is no message to read"
         advice = "Look at the file instead: ckptool doctor FILE"
         return Diagnosis(file, "", (Finding("unknown-error", what, _first_line(text), advice=advice),))
-    names = _Names(file) if file else None
-    fixes = tuple(_filled(fix, names) for fix in known.fixes)
-    return Diagnosis(file, "", (Finding(known.code, known.meaning, _first_line(text), True, fixes, known.advice),))
+    names, found = _Names(file) if file else None, known.found(text)
+    fixes = tuple(_filled(tuple(found.get(word, word) for word in fix), names) for fix in known.fixes)
+    says = _first_line(text, known)
+    return Diagnosis(file, "", (Finding(known.code, known.meaning, says, True, fixes, known.advice),))
 
 
-def _first_line(text: str) -> str:
-    """The line of a traceback that says what happened."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+def _first_line(text: str, known: KnownError | None = None) -> str:
+    """The line of a traceback that says what happened: of those that are known, else that begin as errors do, the first."""
+    lines = [line.strip() for line in text[:MAX_TEXT].splitlines() if line.strip()]
+    named = [line for line in lines if known is not None and known.pattern.search(line)]
     told = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", line)]
-    return printable((told or lines or [""])[0])[:200]
+    return printable((named or told or lines or [""])[0])[:200]
 
 
 # From a file ---------------------------------------------------------------------------------------------------------
@@ -76,11 +77,13 @@ def _first_line(text: str) -> str:
 
 def of_problem(error: CkptoolError, file: str) -> Diagnosis:
     """A file that cannot be opened: what it is instead, or what is wrong with it."""
-    command = _COMMAND.search(error.fix)
+    told, _, otherwise = error.fix.partition("; or ")
+    command = _COMMAND.search(told)
     fixes = (_Names(file).fill_text(command[1]),) if command else ()
-    advice = "" if command else error.fix
+    advice = (f"Or {otherwise}" if otherwise else "") if command else error.fix
     what = error.what if not error.why else f"{error.what}. {error.why}"
-    return Diagnosis(file, "", (Finding(error.code, printable(what), _said_of(error), True, fixes, printable(advice)),))
+    said = _said_of(error, file)
+    return Diagnosis(file, "", (Finding(error.code, printable(what), said, True, fixes, printable(advice)),))
 
 
 # A command at the end of an error's third part.
@@ -90,14 +93,25 @@ _COMMAND = re.compile(
 
 _SAID = {
     "truncated": "PytorchStreamReader failed reading zip archive: failed finding central directory; or: unexpected EOF",
-    "not-a-checkpoint": "invalid load key; or: Unsupported operand 118",
-    "unsupported": "Invalid magic number; corrupt file?",
+    "not-a-checkpoint": "invalid load key; or: Weights only load failed … Unsupported operand",
+    "unsupported": "invalid load key; or: Invalid magic number; corrupt file?",
     "corrupt": "PytorchStreamReader failed",
+}
+_SAFETENSORS_SAID = {
+    "truncated": "Error while deserializing header: MetadataIncompleteBuffer; or: incomplete metadata, file not fully covered",
+    "not-a-checkpoint": "Error while deserializing header: HeaderTooLarge",
+    "corrupt": "Error while deserializing header",
 }
 
 
-def _said_of(error: CkptoolError) -> str:
-    return _SAID.get(error.code, "")
+def _said_of(error: CkptoolError, file: str) -> str:
+    """What the programs say that people open such a file with."""
+    if os.path.isdir(file):
+        return "OSError: … does not appear to have a file named …; or: FileNotFoundError"
+    if error.code == "truncated" and " is empty" in error.what:
+        return "EOFError: Ran out of input"
+    said = _SAFETENSORS_SAID if file.endswith(".safetensors") else _SAID
+    return said.get(error.code, "")
 
 
 def of_checkpoint(
@@ -116,6 +130,7 @@ def of_checkpoint(
         *_of_container(checkpoint, file, bool(refused)),
         *_of_values(refused, checkpoint),
         *_of_notes(notes),
+        *_of_modules(checkpoint),
         *_of_layout(checkpoint),
         *(_of_target(checkpoint, *against) if against is not None else ()),
     ]
@@ -129,8 +144,16 @@ Found = tuple[Finding, tuple[Command, ...]]
 
 
 def _ordered(findings: Iterable[Found]) -> list[Found]:
-    """What blocks goes first; commands of later findings work on what the earlier ones wrote."""
-    return sorted(findings, key=lambda found: not found[0].blocks)
+    """What blocks goes first; commands of later findings work on what the earlier ones wrote, and none is there twice."""
+    ordered, seen = sorted(findings, key=lambda found: not found[0].blocks), set[tuple[Command, ...]]()
+    told: list[Found] = []
+    for finding, fixes in ordered:
+        if not fixes or fixes not in seen:
+            told.append((finding, fixes))
+        elif not any(finding.code == other.code for other, _ in told):
+            told.append((replace(finding, advice="The same command mends it."), ()))
+        seen.add(fixes)
+    return told
 
 
 def _is_a(checkpoint: Checkpoint) -> str:
@@ -187,7 +210,9 @@ def _to_file() -> Command:
 def _of_values(refused: Sequence[str], checkpoint: Checkpoint) -> Iterator[Found]:
     if not refused or checkpoint.container in ("pickle", "torchscript", "torch-tar"):
         return
-    what = f"it holds values that weights_only refuses: {listed(refused, 4)}"
+    whole = any(root.module is not None for root in find_roots(checkpoint))
+    holds = "a whole model, pickled with its class, which" if whole else "values that"
+    what = f"it holds {holds} weights_only refuses: {listed(refused, 4)}"
     says = "Weights only load failed … Unsupported global; with weights_only=False: No module named …"
     yield Finding("unsafe-global", what, says), (("ckptool", "convert", "{file}", "--weights-only", "-o", "{out}"),)
 
@@ -215,24 +240,38 @@ def _of_notes(notes: Iterable[Note]) -> Iterator[Found]:
         yield Finding(note.code, note.message, says, blocks), ((note.fix,) if note.fix else ())
 
 
+def _of_modules(checkpoint: Checkpoint) -> Iterator[Found]:
+    """A model that was pickled inside its wrapper: the keys of the state dict that it becomes begin with the wrapper's."""
+    kinds = {wrappers(key) for root in find_roots(checkpoint) if root.module is not None for key in root.node} - {""}
+    if kinds and checkpoint.container != "torchscript":
+        what = f"the model was pickled inside a wrapper: the keys of its state dict begin with {listed(sorted(kinds))}"
+        says = _NOTES["prefix-module"][0]
+        yield Finding("prefix-module", what, says), (("ckptool", "strip-module", "{file}", "-o", "{out}"),)
+
+
 def _of_layout(checkpoint: Checkpoint) -> Iterator[Found]:
+    """Weights that are an entry of the file, or several: `load_state_dict` takes neither file as it is."""
     models = [root for root in find_roots(checkpoint) if root.is_model]
-    if (
-        checkpoint.container == "torchscript"
-        or len(models) != 1
-        or not models[0].path
-        or not isinstance(checkpoint.tree, dict)
-    ):
+    mains = [root for root in models if root.kind == WEIGHTS] or models
+    if checkpoint.container == "torchscript" or not isinstance(checkpoint.tree, dict):
         return
-    root = models[0]
+    if not mains or not all(root.path for root in models):
+        return
+    root = mains[0]
+    inside = f"checkpoint{''.join(f'[{segment!r}]' for segment in root.path)}"
+    command = ("ckptool", "convert", f"{{file}}#{root.address}", "-o", "{out}")
     others = [printable(str(key)) for key in checkpoint.tree if key != root.path[0]]
-    if others:
+    if len(mains) > 1:
+        names = listed([printable(each.address) for each in mains], 4)
+        what = f"it holds {len(mains):,} sets of weights, and a model takes one: {names}"
+        says = f'Unexpected key(s) in state_dict: "{printable(str(root.path[0]))}"'
+        advice = f"And so on for each. Or in Python: model.load_state_dict({inside})"
+        yield Finding("several-weights", what, says, False, advice=advice), (command,)
+    elif others:
         what = f"the weights are the entry {printable(root.address)}, beside {listed(others, 3)}"
         says = f'Unexpected key(s) in state_dict: "{others[0]}"'
-        yield (
-            Finding("nested-weights", what, says, False),
-            (("ckptool", "convert", f"{{file}}#{root.address}", "-o", "{out}"),),
-        )
+        advice = f"Or in Python: model.load_state_dict({inside})"
+        yield Finding("nested-weights", what, says, False, advice=advice), (command,)
 
 
 # Against the model that it is for ------------------------------------------------------------------------------------
@@ -251,7 +290,9 @@ def _of_target(checkpoint: Checkpoint, name: str, target: Checkpoint) -> Iterato
     if shapes:
         what = f"{len(shapes):,} tensors have another shape than in {printable(name)}: {listed(shapes, 3)}"
         says = "size mismatch for …: copying a param with shape … from checkpoint"
-        yield Finding("shape-mismatch", what, says, advice="Load what fits, without those tensors."), ()
+        command = ("ckptool", "warm-start", "{file}", "--against", name, "--on-mismatch", "skip", "-o", "{out}")
+        advice = f"It takes what fits, and the values of {printable(name)} for the rest."
+        yield Finding("shape-mismatch", what, says, advice=advice), (command,)
 
 
 def _naming(
@@ -275,7 +316,8 @@ def _naming(
         if names
     ]
     what = f"of {len(theirs):,} keys of {printable(name)} {' and '.join(parts)}"
-    return Finding("keys-differ", what, says, advice="Give them the other names: ckptool rename FILE 'OLD => NEW'"), ()
+    advice = f"What fits, and rules for other names: ckptool warm-start FILE --against {quoted(name)}"
+    return Finding("keys-differ", what, says, advice=advice), ()
 
 
 def _common_prefix(longer: dict[str, Any], shorter: dict[str, Any]) -> str:
@@ -311,11 +353,12 @@ class _Names:
     """Fills `{file}` and `{out}` so that each command works on what the one before it wrote, to a name that is not taken."""
 
     def __init__(self, file: str) -> None:
+        self.given = file
         self.original = self.current = os.path.join(".", file) if file.startswith("-") else file
         self.taken: set[str] = set()
 
     def fill(self, command: Command) -> str:
-        return " ".join(map(shlex.quote, self._words(command)))
+        return " ".join(map(quoted, self._words(command)))
 
     def _words(self, command: Command) -> list[str]:
         words = [word.replace("{file}", self.current) for word in command]
@@ -326,7 +369,7 @@ class _Names:
         return words
 
     def _free(self, suffix: str | None) -> str:
-        stem, own = os.path.splitext(self.original.rstrip("/"))
+        stem, own = _parted(self.original.rstrip("/"))
         for number in count(1):
             name = f"{stem}.fixed{number if number > 1 else ''}{own if suffix is None else suffix}"
             if name not in self.taken and not os.path.lexists(name):
@@ -336,9 +379,20 @@ class _Names:
 
     def fill_text(self, command: str) -> str:
         """A command that an error names: the file quoted for the shell, `FILE` and `OUT` filled in."""
-        shown, quoted = printable(self.original), shlex.quote(self.original)
-        words = [quoted if word == "FILE" else word for word in command.replace(shown, quoted).split(" ")]
-        return " ".join(shlex.quote(self._free(None)) if word == "OUT" else word for word in words)
+        file, shown = quoted(self.original), printable(self.given)
+        for named in (quoted(self.given), quoted(shown), shown):
+            if named in command:
+                command = command.replace(named, file)
+                break
+        places = {"FILE": file, "OUT": quoted(self._free(None))}
+        return re.sub(r"(?<= )(FILE|OUT)$|(?<= )(FILE|OUT)(?= )", lambda found: places[found[0]], command)
+
+
+def _parted(path: str) -> tuple[str, str]:
+    """The path without its suffix, and that: `.pth.tar` is one."""
+    stem, suffix = os.path.splitext(path)
+    inner, before = os.path.splitext(stem)
+    return (inner, before + suffix) if suffix == ".tar" and before in TORCH_SUFFIXES else (stem, suffix)
 
 
 def _filled(command: Command, names: _Names | None) -> str:

@@ -210,11 +210,13 @@ def _device_notes(rows: list[TensorRow]) -> Iterator[Note]:
         kind = (
             "cuda" if any(place.startswith("cuda") for place in elsewhere) else next(iter(elsewhere)).partition(":")[0]
         )
-        facts = listed([f"{count:,} on {printable(place)}" for place, count in sorted(elsewhere.items())])
+        (first, count), *more = sorted(elsewhere.items())
+        tagged = f"{count:,} {'tensor is' if count == 1 else 'tensors are'} tagged {printable(first)}"
+        facts = listed([tagged, *(f"{count:,} {printable(place)}" for place, count in more)])
         fix = ("ckptool", "remap", "{file}", "--to", "cpu", "-o", "{out}")
         yield Note(
             "cuda-location" if kind == "cuda" else "device-location",
-            f"tensors are tagged {facts}; a machine without it needs map_location",
+            f"{facts}; a machine without it needs map_location",
             fix,
         )
 

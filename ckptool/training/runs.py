@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ckptool import __version__
-from ckptool.errors import Conflict, FileProblem, UsageError, printable
+from ckptool.errors import Conflict, FileProblem, UsageError, printable, quoted
 from ckptool.files import file_problem
 from ckptool.output import make_folder
 from ckptool.training import configfile
@@ -121,7 +121,7 @@ def _refuse_run(folder: str) -> None:
         raise Conflict(
             f"{printable(folder)} is a run already",
             "It was left as it is.",
-            f"Go on with it: ckptool resume {printable(folder)}; or name another folder: --set run=OTHER",
+            f"Go on with it: ckptool resume {quoted(folder)}; or name another folder: --set run=OTHER",
         )
 
 

@@ -9,7 +9,17 @@ from typing import Any, TypedDict
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan
-from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, VerifyFailed, listed, printable
+from ckptool.errors import (
+    CkptoolError,
+    Conflict,
+    FileProblem,
+    Unsupported,
+    UsageError,
+    VerifyFailed,
+    listed,
+    printable,
+    quoted,
+)
 from ckptool.files import Folder, Input
 from ckptool.formats import Format, no_collection
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
@@ -124,7 +134,7 @@ def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
         raise Unsupported(
             f"{source} holds {listed(sorted(checkpoint.beside))} beside its tensors; {container.NAME} cannot",
             "What is left without its program is no longer that model. Nothing was written.",
-            f"Write its weights alone, then change those: ckptool convert {source} -o weights.safetensors",
+            f"Write its weights alone, then change those: ckptool convert {quoted(str(source))} -o weights.safetensors",
         )
 
 

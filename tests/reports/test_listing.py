@@ -170,7 +170,7 @@ def test_the_notes_say_what_and_where(tmp_path: Path) -> None:
     run(found[0].fix, tmp_path / "opened.pt", tmp_path / "mended.pt")
     assert listing(read(tmp_path / "mended.pt")).notes == ()
     device = notes(listing(read(make("cuda.pt", tmp_path))))["cuda-location"]
-    assert "9 on cuda:0" in device.message and device.fix[:2] == ("ckptool", "remap")
+    assert "9 tensors are tagged cuda:0" in device.message and device.fix[:2] == ("ckptool", "remap")
 
 
 def test_row_7_waste_counts_what_is_behind_no_tensor(tmp_path: Path) -> None:

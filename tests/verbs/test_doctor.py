@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,44 @@ def test_a_message_is_recognised(code: str) -> None:
     assert finding.code == code and finding.what and (finding.fixes or finding.advice)
 
 
+TITLE = "RuntimeError: Error(s) in loading state_dict for Net:\n\t"
+OTHER_MESSAGES = {
+    TITLE
+    + 'Missing key(s) in state_dict: "module.a.w". \n\tUnexpected key(s) in state_dict: "a.w".': "ckptool add-module FILE -o OUT",
+    TITLE + 'Missing key(s) in state_dict: "a.w", "b". \n\tUnexpected key(s) in state_dict: "net.model.a.w", "c".': (
+        "ckptool strip-module FILE --prefix net.model. -o OUT"
+    ),
+    'ValueError: Trying to set a tensor of shape torch.Size([10, 64]) in "weight" (which has shape torch.Size([7, 64]))': (
+        "ckptool warm-start FILE --against MODEL --on-mismatch skip -o OUT"
+    ),
+    "_pickle.UnpicklingError: invalid load key, '\\x00'.": "ckptool doctor FILE",
+    "_pickle.UnpicklingError: invalid load key, '\\xef'.": "ckptool doctor FILE",
+    "_pickle.UnpicklingError: Memo value not found at index 12": "ckptool doctor FILE",
+    "RuntimeError: unexpected EOF, expected 12 more bytes. The file might be corrupted.": "ckptool doctor FILE",
+    "RuntimeError: storage has wrong byte size: expected 9437184 got 256": "ckptool verify FILE",
+    "RuntimeError: PytorchStreamReader failed locating file data.pkl: file not found": "ckptool verify FILE",
+    "RuntimeError: PytorchStreamReader failed locating file constants.pkl: file not found": "ckptool doctor FILE",
+    "SafetensorError: Error while deserializing header: incomplete metadata, file not fully covered": "ckptool recover FILE -o OUT",
+    "KeyError: 'state_dict'": "ckptool inspect FILE",
+    "TypeError: Expected state_dict to be dict-like, got <class 'models.Net'>.": "ckptool convert FILE -o OUT.safetensors",
+    "AttributeError: 'collections.OrderedDict' object has no attribute 'eval'": "ckptool inspect FILE",
+    "UnicodeDecodeError: 'ascii' codec can't decode byte 0xc1 in position 0": "ckptool convert FILE -o OUT",
+    "OSError: Unable to load weights from pytorch checkpoint file for 'x.bin' at 'x'.": "ckptool doctor FILE",
+}
+
+
+@pytest.mark.parametrize("text", OTHER_MESSAGES)
+def test_a_message_leads_to_its_command(text: str) -> None:
+    (finding,) = ckptool.doctor(error=f"Traceback (most recent call last):\n  File x\n{text}\n").findings
+    assert finding.fixes[0] == OTHER_MESSAGES[text] and finding.says
+
+
+def test_the_line_that_says_it_is_shown() -> None:
+    text = TITLE + "size mismatch for fc.weight: copying a param with shape torch.Size([10, 64]) from checkpoint"
+    (finding,) = ckptool.doctor(error=text).findings
+    assert finding.says.startswith("size mismatch for fc.weight")
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_real_messages_of_this_torch(tmp_path: Path) -> None:
     """What torch, safetensors and torch's loaders really say here is in the table."""
@@ -269,6 +308,80 @@ def test_every_command_of_the_table_exists() -> None:
     for known in KNOWN:
         for fix in known.fixes:
             assert fix[0] == "ckptool" and fix[1] in COMMANDS, fix
+
+
+# The commands as they are printed ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["two words.pt", "a\nb.pt", "it's.pt", "-dash.pt"])
+def test_a_shell_runs_the_commands_whatever_the_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {f"module.{key}": value for key, value in weights().items()}
+    saved(tmp_path / name, tree)
+    cut = saved(tmp_path / f"{name}.cut.pt", {**tree, "large": torch.ones(5000)})
+    os.truncate(cut, os.path.getsize(cut) - 5000)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(b"inside"))
+    names = {name: ["strip-module"], f"{name}.cut.pt": ["recover"], f"{name}.gz": ["gzip"]}
+    program = f"{shlex.quote(sys.executable)} -c 'import sys; from ckptool.cli import main; sys.exit(main())' "
+    monkeypatch.chdir(tmp_path)
+    for file, verbs in names.items():
+        found = ckptool.doctor(file)
+        fixes = [fix for finding in found.findings for fix in finding.fixes]
+        assert [next(word for word in fix.split(" ") if word in verbs) for fix in fixes] == verbs
+        for fix in fixes:
+            line = fix.replace("ckptool ", program, 1) if fix.startswith("ckptool ") else fix
+            ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+            assert ended.returncode == (1 if "recover" in fix else 0), (fix, ended.stderr)
+    assert sum(".fixed" in file for file in os.listdir(tmp_path)) == 2, (
+        "strip-module and recover wrote beside their inputs"
+    )
+
+
+def test_no_command_is_there_twice(tmp_path: Path) -> None:
+    old = ckptool.doctor(saved(tmp_path / "old.pt", weights(), _use_new_zipfile_serialization=False))
+    assert codes(old) == ["legacy-format", "no-checksums"]
+    assert len(old.findings[0].fixes) == 1 and not old.findings[1].fixes and "same command" in old.findings[1].advice
+    tree = {f"module.{key}": value for key, value in weights().items()}
+    both = ckptool.doctor(saved(tmp_path / "a.pt", tree), against=saved(tmp_path / "b.pt", weights()))
+    assert codes(both) == ["prefix-module"]
+
+
+def test_tar_is_not_the_whole_suffix(tmp_path: Path) -> None:
+    found = ckptool.doctor(saved(tmp_path / "a.pth.tar", {"state_dict": weights(), "epoch": 1}))
+    assert os.path.basename(run_all(found)) == "a.fixed.pth.tar"
+
+
+def test_a_wrapped_model_that_was_pickled_whole(tmp_path: Path) -> None:
+    found = ckptool.doctor(saved(tmp_path / "a.pt", nn.DataParallel(Net())))
+    assert codes(found) == ["unsafe-global", "prefix-module"] and "whole model" in found.findings[0].what
+    Net().load_state_dict(torch.load(run_all(found), weights_only=True))
+
+
+def test_several_sets_of_weights(tmp_path: Path) -> None:
+    found = ckptool.doctor(saved(tmp_path / "gan.pt", {"G": weights(), "D": weights(), "step": 1}))
+    assert codes(found) == ["several-weights"] and found.loads and "G, D" in found.findings[0].what
+    assert "checkpoint['G']" in found.findings[0].advice
+    Net().load_state_dict(torch.load(run_all(found), weights_only=True))
+
+
+def test_weights_beside_their_average(tmp_path: Path) -> None:
+    found = ckptool.doctor(saved(tmp_path / "a.pt", {"state_dict": weights(), "ema_state_dict": weights(), "epoch": 1}))
+    assert codes(found) == ["nested-weights"] and "checkpoint['state_dict']" in found.findings[0].advice
+    Net().load_state_dict(torch.load(run_all(found), weights_only=True))
+
+
+def test_what_is_seen_is_what_the_programs_say(tmp_path: Path) -> None:
+    safetensors.torch.save_file(weights(), tmp_path / "a.safetensors")
+    os.truncate(tmp_path / "a.safetensors", os.path.getsize(tmp_path / "a.safetensors") - 4)
+    (tmp_path / "empty.pt").touch()
+    saids = {"a.safetensors": safetensors.torch.load_file, "empty.pt": torch.load}
+    for name, load in saids.items():
+        with pytest.raises(Exception) as caught:
+            load(tmp_path / name)
+        (finding,) = ckptool.doctor(tmp_path / name).findings
+        said = f"{type(caught.value).__name__}: {caught.value}"
+        assert any(part.partition(": ")[0] in said for part in finding.says.split("; or: ")), (finding.says, said)
 
 
 # Real files ----------------------------------------------------------------------------------------------------------
