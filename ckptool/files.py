@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 from ckptool.errors import (
     CkptoolError,
@@ -27,6 +28,7 @@ from ckptool.errors import (
 )
 
 MAX_FILES = 100_000  # that one looks at in a folder
+MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
 
 
 class Source:
@@ -286,19 +288,33 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
     number = getattr(error, "errno", None)
     reason = os.strerror(number) if number else str(error)
     fix = ""
+    why = "No file can have such a name." if "null byte" in reason else _MEANINGS.get(number or 0, "")
     if number == errno.ENOENT:
         folder = os.path.dirname(os.path.abspath(path))
+        there = os.path.isdir(folder)
+        why = (
+            f"Its folder has nothing of that name{_meant(folder, os.path.basename(path))}" if there else "No such file."
+        )
         fix = (
             f"Look at what is there: ls {quoted(folder)}"
-            if os.path.isdir(folder)
+            if there
             else f"There is no folder {printable(folder)} either."
         )
-    why = "No file can have such a name." if "null byte" in reason else _MEANINGS.get(number or 0, "")
     return FileProblem(f"cannot {doing} {name}: {reason}", why, fix)
 
 
+def _meant(folder: str, name: str | bytes) -> str:
+    """The end of a sentence that names what is most like a name that is not in the folder."""
+    import difflib
+
+    with suppress(OSError), os.scandir(folder) as entries:
+        there = [entry.name for entry in islice(entries, MANY_NAMES)]
+        close = difflib.get_close_matches(os.fsdecode(name), there, 1, 0.75)
+        return f"; did you mean {printable(close[0])}?" if close else "."
+    return "."
+
+
 _MEANINGS = {
-    errno.ENOENT: "No such file.",
     errno.EACCES: "The permissions of the file or its folder do not allow it.",
     errno.EPERM: "The permissions of the file or its folder do not allow it.",
     errno.ENOTDIR: "A part of the path is a file, not a folder.",

@@ -155,10 +155,12 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
             names = (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node)))
             there = [printable(segment_text(segment)) for segment in names]
             where = f"in {printable(address(path))}" if path else "at the top"
+            below = next((name for name in there if part.startswith(f"{name}.")), "")
+            meant = f"{below}/{part[len(below) + 1 :]}" if below else _closest(part, there)
             raise UsageError(
                 f"there is no {printable(part)} {where}",
                 f"There are: {listed(there, 12)}." if there else "There is nothing below it.",
-                f"Did you mean {close}?" if (close := _closest(part, there)) else "",
+                f"Did you mean {printable(meant)}?" if meant else "",
             )
         if len(matches) > 1:
             raise Ambiguous(

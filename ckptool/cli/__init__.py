@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from ckptool.cli.console import say, style_of, tell
+from ckptool.cli.examples import epilog
 from ckptool.errors import CkptoolError, printable
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ COMMANDS = {
     "bake": ("bake", "Change"),
 }
 INTERRUPTED = 130
+HELP = ["-h", "--help"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,15 +79,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str], done: list[Json]) -> int:
     app = typer.Typer(
-        add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+        add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": HELP}
     )
     app.callback(invoke_without_command=True)(program)
     for name in words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS:  # one, where it is clear which
         module, group = COMMANDS[name]
         command = getattr(import_module(f"ckptool.cli.{module}"), name.replace("-", "_"))
-        app.command(name, rich_help_panel=group)(command)
-    answers: Any = app(args=words, prog_name="ckptool", standalone_mode=False)
+        app.command(name, rich_help_panel=group, epilog=epilog(name))(command)
+    answers: Any = _without_types(app)(args=words, prog_name="ckptool", standalone_mode=False)
     return answers if isinstance(answers, int) else _print(answers, done)
+
+
+def _without_types(app: typer.Typer) -> Any:
+    """The commands, with flags that do not ask for a `<bool>` in the help."""
+    program: Any = typer.main.get_command(app)
+    for command in (program, *program.commands.values()):
+        own_help = command.get_help_option(typer.Context(command, help_option_names=HELP))
+        for option in (*command.params, own_help):
+            if getattr(option, "is_flag", False):
+                option.metavar = ""
+    return program
 
 
 def program(

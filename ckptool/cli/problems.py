@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import traceback
 
 import typer
 
-from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable
+from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
 
 # What typer raises when the command line cannot be parsed; of its classes it exports the one below.
 BadUsage = typer.BadParameter.__mro__[1]
@@ -61,7 +62,9 @@ def _usage(error: Exception) -> CkptoolError:
     text = " ".join(str(error.format_message()).split()) if hasattr(error, "format_message") else str(error)
     command = context.command_path if context else "ckptool"
     usage = " ".join(context.get_usage().split()) if context else ""
-    return UsageError(text.rstrip("."), usage, f"See: {command} --help")
+    file = next((word for word in sys.argv[1:] if word.startswith("-") and os.path.lexists(word)), "")
+    fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: {command} --help"
+    return UsageError(text.rstrip("."), usage, fix)
 
 
 def _bug(error: Exception) -> Bug:

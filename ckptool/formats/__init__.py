@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 from ckptool.checkpoint import Checkpoint, Plan
-from ckptool.errors import Truncated, UsageError, listed
+from ckptool.errors import Truncated, UsageError, listed, printable
 from ckptool.files import Input, Source, open_input, unchanged
 from ckptool.formats import (
     dcp,
@@ -146,3 +146,32 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
         if suffix in container.SUFFIXES:
             return container
     return writer(default) or by_name(DEFAULT)
+
+
+_NOT_WRITTEN = frozenset(
+    ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv .zip .gz".split()
+)
+
+
+def refuse_suffix(path: str | os.PathLike[str], source: str = "") -> None:
+    """Raises `UsageError` where an output's suffix is a slip of the pen, or promises what is not written.
+
+    source: the name of the input; its own suffix is as good as any. Others that stand for nothing (`.state`) are a matter of taste.
+    """
+    suffix = os.path.splitext(os.fspath(path))[1].lower()
+    known = [known for container in WRITERS for known in container.SUFFIXES]
+    if not suffix or suffix in known or suffix == os.path.splitext(source)[1].lower():
+        return
+    meant = next((own for own in known if len(own) > 5 and _close(suffix, own)), "")
+    if meant or suffix in _NOT_WRITTEN:
+        raise UsageError(
+            f"{printable(suffix)} stands for no container that is written",
+            f"Written are: {listed([container.NAME for container in WRITERS])}.",
+            f"Did you mean {meant}? " * bool(meant) + "To write a torch file of that name: --to torch-zip",
+        )
+
+
+def _close(word: str, other: str) -> bool:
+    import difflib
+
+    return difflib.SequenceMatcher(None, word, other).ratio() >= 0.8

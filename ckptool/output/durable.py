@@ -43,6 +43,12 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
                 "",
                 f"Make it first: mkdir -p {quoted(folder)}",
             ) from None
+        if not os.path.basename(path):
+            raise FileProblem(
+                f"cannot write {printable(path)}: it names a folder, which is not there",
+                "A file was to be written there.",
+                "Name a file, or use -d for the folder, which is made.",
+            ) from None
         return real
     except (OSError, ValueError) as error:
         raise file_problem(error, path, "write") from error
@@ -59,7 +65,9 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
         )
     if not overwrite:
         raise OutputExists(
-            f"{printable(path)} exists already", "It was left as it is.", "Overwrite it: -f, or choose another name."
+            f"{printable(path)} exists already",
+            "It was left as it is.",
+            "Overwrite it: -f (in Python overwrite=True), or choose another name.",
         )
     return real
 

@@ -162,18 +162,22 @@ def _refuse_collisions(root: Root, names: dict[str, str]) -> None:
     counts = Counter(names.values())
     where = printable(root.address) or "the file"
     if clashes := [new for new, count in counts.items() if count > 1]:
-        pairs = [
-            f"{' and '.join(printable(old) for old in names if names[old] == new)} would both be {printable(new)!r}"
-            for new in clashes[:3]
-        ]
+        told = [_clash([old for old in names if names[old] == new], new) for new in clashes[:3]]
         raise Conflict(
-            f"{len(clashes):,} keys of {where} would collide: {'; '.join(pairs)}",
-            "One of each pair would be lost. Nothing was written.",
+            f"keys of {where} would collide: {'; '.join(told)}",
+            "Only one of them could stay. Nothing was written.",
+            "See the keys: ckptool inspect FILE --all",
         )
     if emptied := [old for old, new in names.items() if not new and old]:
         raise Conflict(
             f"the key {printable(emptied[0])!r} of {where} would be left without a name", "Nothing was written."
         )
+
+
+def _clash(olds: list[str], new: str) -> str:
+    names = [printable(old) for old in olds]
+    both = " and ".join(names) if len(names) == 2 else listed(names, 3)
+    return f"{both} would {'both' if len(names) == 2 else 'all'} be {printable(new)!r}"
 
 
 def _renamed_root(node: dict[Any, Any], names: dict[str, str], rename: Rename, gone: Collection[str]) -> dict[Any, Any]:

@@ -18,7 +18,7 @@ from ckptool.transforms.select import selected
 from ckptool.transforms.weights_only import weights_only as plain_values
 from ckptool.tree import address, find, tensors
 from ckptool.verbs.opening import Opened, PathLike, open_file
-from ckptool.verbs.saving import SaveOptions, Written, save, written
+from ckptool.verbs.saving import SaveOptions, Written, check_options, save, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,6 +54,7 @@ def convert(
         raise UsageError(f"there is no way {printable(ties)!r} to treat ties", f"There are: {', '.join(TIES)}.")
     if out is None:
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
+    check_options("convert", options)
     only, exclude = ([only] if isinstance(only, str) else only), ([exclude] if isinstance(exclude, str) else exclude)
     opened = open_file(file, at)
     made_plain: tuple[str, ...] = ()

@@ -31,6 +31,8 @@ def save(
     Numpy arrays become tensors in safetensors and other containers of tensors alone, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
+    if not container:
+        formats.refuse_suffix(path)
     target = formats.by_name(container) if container else formats.for_output(path, "torch-zip")
     if target.SUFFIXES:  # else it is a folder
         check_target(path, overwrite=overwrite)

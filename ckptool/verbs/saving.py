@@ -97,6 +97,7 @@ def save(
     expected: what reading the output gives, where that is not `changed`.  inputs: what it was made from beside the original.
     Raises `UsageError` unless there is exactly one of `out` and `in_place`, and everything that writing raises.
     """
+    check_options(verb, options)
     source = original.source
     inputs = [*([source] if source is not None else []), *inputs]
     if (out is None) == (not options.get("in_place", False)):
@@ -127,6 +128,15 @@ def save(
     return _replace(target, container, plan, how, expected, options, inputs, overwrite=options.get("overwrite", False))
 
 
+def check_options(verb: str, options: SaveOptions) -> None:
+    """Raises `TypeError` for an option that there is not: `dryrun=True` must not write."""
+    known = SaveOptions.__annotations__
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(
+            f"{verb.replace('-', '_')}() got an unexpected keyword argument {unknown[0]!r}; for its output it takes {', '.join(known)}"
+        )
+
+
 def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
     """Raises `Unsupported` where the file holds what no container that is written here can: a program."""
     if checkpoint.beside:
@@ -140,6 +150,8 @@ def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
 
 def _container(checkpoint: Checkpoint, target: str, options: SaveOptions) -> Format:
     name = options.get("container")
+    if not name:
+        formats.refuse_suffix(target, str(checkpoint.source or ""))
     return formats.by_name(name) if name else formats.for_output(target, checkpoint.container)
 
 

@@ -18,7 +18,7 @@ from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of
 from ckptool.tree import find
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
 from ckptool.verbs.opening import PathLike, open_file
-from ckptool.verbs.saving import Saved, SaveOptions, Written, refuse_beside, verifier, written
+from ckptool.verbs.saving import Saved, SaveOptions, Written, check_options, refuse_beside, verifier, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,6 +36,7 @@ def unbundle(
     """
     if folder is None or options.get("in_place", False):
         raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", "For example: -d gan")
+    check_options("unbundle", options)
     only = [only] if isinstance(only, str) else only
     opened = open_file(file)
     checkpoint = replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at or "")[1])

@@ -20,7 +20,7 @@ from ckptool.transforms.optimizer_state import as_state_dict, carried
 from ckptool.transforms.suggest import rules_file as rules_text
 from ckptool.transforms.warm_start import filled
 from ckptool.verbs.opening import PathLike, open_file
-from ckptool.verbs.saving import SaveOptions, save
+from ckptool.verbs.saving import SaveOptions, check_options, save
 from ckptool.verbs.spec import find_target
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def warm_start(
     The report says in `refused` why a plan is not accepted: then nothing is written to `out`. `report.require()` raises instead.
     """
     wishes = wishes_of(rename, rules_file, only, exclude, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict)
+    check_options("warm_start", options)
     target = find_target(against)
     opened = open_file(file, at)
     root, remark = one_root(opened.checkpoint, opened.at)

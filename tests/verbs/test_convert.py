@@ -62,7 +62,7 @@ def test_the_other_root_by_name_and_several_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match=r"2 sets of model weights: generator .*, discriminator") as caught:
         ckptool.convert(make("gan.pt", tmp_path), tmp_path / "gan.safetensors")
-    assert caught.value.fix.endswith("gan.pt#generator")
+    assert caught.value.fix.endswith("gan.pt#generator'")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -61,7 +61,7 @@ def test_refusals(file: Path, tmp_path: Path) -> None:
     with pytest.raises(NoMatch) as caught:
         ckptool.rename(file, ["nothing.* => x.*"], out)
     assert caught.value.exit_code == 1
-    with pytest.raises(Conflict, match="would both be 'w'"):
+    with pytest.raises(Conflict, match="would all be 'w'"):
         ckptool.rename(file, ["*.weight => w"], out)
     assert not out.exists()
 

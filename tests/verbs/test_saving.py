@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -291,3 +292,23 @@ def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     done = ckptool.strip_module(file, tmp_path / "out.pt", progress=lambda at, total: steps.append((at, total)))
     assert steps[-1] == (done.file_bytes, done.file_bytes) and steps == sorted(steps)
+
+
+@pytest.mark.parametrize("option", ["dryrun", "force", "in_place_"])
+def test_an_option_that_there_is_not_writes_nothing(option: str, tmp_path: Path) -> None:
+    file = make("dp.pt", tmp_path)
+    calls: dict[str, Any] = {
+        "strip_module": {},
+        "convert": {},
+        "remap": {"to": "cpu"},
+        "slim": {},
+        "edit": {"set": {"x": 1}},
+        "warm_start": {"against": file},
+        "unbundle": {},
+    }
+    for verb, more in calls.items():
+        with pytest.raises(TypeError, match=f"{option}.*overwrite, dry_run"):
+            getattr(ckptool, verb)(
+                file, **{"folder" if verb == "unbundle" else "out": tmp_path / "out"}, **more, **{option: True}
+            )
+    assert os.listdir(tmp_path) == ["dp.pt"]

@@ -1,0 +1,140 @@
+"""The help: what it shows, and that its examples run."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckptool.cli import COMMANDS, main
+from ckptool.cli.examples import EXAMPLES
+from fixtures.readme import make_readme_files
+from tests.cli.conftest import Ran
+from tests.cli.test_commands import Run, done
+
+TRAINING = ("train", "resume", "prove", "prune")  # tests/training runs them; here only their options are looked at
+MODEL = """
+from torch import nn
+
+def build():
+    return nn.ModuleDict({"conv1": nn.Conv2d(3, 64, 3), "fc": nn.Linear(128, 10)})
+"""
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_readme_files(tmp_path)
+    tree = torch.load(tmp_path / "model.pt", map_location="cpu", weights_only=True)
+    torch.save({key.removeprefix("module."): value for key, value in tree["state_dict"].items()}, tmp_path / "other.pt")
+    for name in ("a.pt", "b.pt", "c.pt"):
+        torch.save(nn.Linear(3, 2).state_dict(), tmp_path / name)
+    torch.save({"G": nn.Linear(3, 2).state_dict(), "D": nn.Linear(2, 1).state_dict(), "epoch": 3}, tmp_path / "gan.pt")
+    torch.save(
+        {"a.weight_g": torch.ones(2, 1), "a.weight_v": torch.ones(2, 3), "a.bias": torch.ones(2)},
+        tmp_path / "normed.pt",
+    )
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:-5000])
+    (tmp_path / "net.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"RuntimeError: size mismatch for fc.weight")))
+    return tmp_path
+
+
+def test_every_command_has_examples_that_fit_a_terminal() -> None:
+    assert set(EXAMPLES) == set(COMMANDS)
+    for name, lines in EXAMPLES.items():
+        assert lines and all(f"ckptool {name} " in line for line, _ in lines)
+        assert max(len(part) for line in lines for part in line) <= 78
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in TRAINING])
+def test_the_examples_run(command: str, examples: Path) -> None:
+    for line, _ in EXAMPLES[command]:
+        if "gan.pt -o" in line or line.endswith("-o gan.pt"):
+            os.unlink("gan.pt")
+        words = shlex.split(line.rpartition("| ")[2])
+        asks = {"diff", "doctor", "scan", "verify", "recover"} | ({"warm-start"} if "-o" not in words else set())
+        assert main(words[1:]) in ((0, 1) if command in asks else (0,)), line
+        if "-o" in words and "-n" not in words:
+            assert os.path.exists(words[words.index("-o") + 1]), line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_shows_the_examples_and_asks_flags_for_nothing(command: str, run: Run) -> None:
+    text = done(run(command, "--help"))
+    assert all(line in text for line, _ in EXAMPLES[command])
+    assert "<bool>" not in text
+    for line, _ in EXAMPLES[command]:
+        named = [word for word in shlex.split(line.rpartition("| ")[2]) if re.fullmatch(r"-[a-z]|--[a-z-]+", word)]
+        assert all(re.search(rf"(?<![\w-]){word}(?![\w-])", text) for word in named), (named, text)
+
+
+def test_python_runs_the_package(examples: Path) -> None:
+    for words, code in ((["inspect", "gan.pt"], 0), (["inspect", "none.pt"], 2)):
+        ended = subprocess.run([sys.executable, "-m", "ckptool", *words], capture_output=True, text=True, check=False)
+        assert ended.returncode == code and ("G " in ended.stdout) == (code == 0)
+
+
+# What people mistype -------------------------------------------------------------------------------------------------
+
+
+def told(ran: Ran) -> str:
+    assert ran.code == 2 and ran.out == "", ran
+    return ran.err
+
+
+def test_a_file_that_is_almost_there(examples: Path, run: Run) -> None:
+    text = told(run("inspect", "mdel.pt"))
+    assert "did you mean model.pt?" in text and text.count("No such file") == 1
+    assert "did you mean" not in told(run("inspect", "nothing-like-it.bin"))
+
+
+def test_an_address_with_dots(examples: Path, run: Run) -> None:
+    assert "Did you mean state_dict/module.fc.weight?" in told(run("show", "model.pt#state_dict.module.fc.weight"))
+
+
+@pytest.mark.parametrize("suffix", [".safetensor", ".safetensors2", ".onnx", ".gguf", ".npy"])
+def test_a_suffix_that_stands_for_nothing(suffix: str, examples: Path, run: Run) -> None:
+    for command in ("convert", "strip-module"):
+        text = told(run(command, "model.pt", "-o", f"out{suffix}"))
+        assert "To write a torch file of that name: --to torch-zip" in text and not os.path.exists(f"out{suffix}")
+        assert ("Did you mean .safetensors?" in text) == suffix.startswith(".safe")
+    assert run("convert", "model.pt", "-o", f"out{suffix}", "--to", "torch-zip").code == 0
+    assert "epoch" in torch.load(f"out{suffix}", map_location="cpu", weights_only=True)
+
+
+def test_a_suffix_of_ones_own(examples: Path, run: Run) -> None:
+    os.rename("model.pt", "model.zip")
+    for out in ("a.state", "a", "b.zip", "step.100"):
+        assert run("strip-module", "model.zip", "-o", out).code == 0
+
+
+def test_a_folder_in_place_of_an_output(examples: Path, run: Run) -> None:
+    assert "use -d for the folder" in told(run("strip-module", "model.pt", "-o", "new/"))
+
+
+@pytest.mark.parametrize("rule", ["module.* -> *", "module.fc.weight=fc.weight", "module.*"])
+def test_a_rule_that_is_none(rule: str, examples: Path, run: Run) -> None:
+    text = told(run("rename", "model.pt", rule, "-n", "-o", "x.pt"))
+    assert "neither a file nor a rule" in text and "'a.* => b.*'" in text
+
+
+def test_a_collision_of_many_is_told_in_one_line(examples: Path, run: Run) -> None:
+    text = told(run("rename", "model.pt", "* => x", "-n", "-o", "x.pt"))
+    assert "and 13 more would all be 'x'" in text and len(text.split("\n")[0]) < 200
+
+
+def test_a_file_called_like_an_option(examples: Path) -> None:
+    os.rename("gan.pt", "-gan.pt")
+    ended = subprocess.run(
+        [sys.executable, "-m", "ckptool", "inspect", "-gan.pt"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2 and "For the file: ./-gan.pt" in ended.stderr
