@@ -10,6 +10,7 @@ from ckptool.bridge.storages import Storages
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, listed, printable, quoted
 from ckptool.graphs import After, Done, Made, Remake
+from ckptool.roots import find_roots
 from ckptool.tree import address, walk
 
 
@@ -55,6 +56,8 @@ class Builder:
         for key, value in tree.items() if isinstance(tree, dict) and source else ():
             if isinstance(value, dict) and value and address((key,)) not in tops:
                 return f"Load a part that holds none: ckptool.load({f'{source}#{printable(address((key,)))}'!r}). "
+        if source and any(root.module is not None for root in find_roots(self.checkpoint)):
+            return f"Take its weights: ckptool convert {quoted(str(source))} -o weights.safetensors. "
         return ""
 
     def refuse(self, node: Any, name: str) -> Made:

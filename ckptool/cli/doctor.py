@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
@@ -18,7 +19,9 @@ def doctor(
     file: Annotated[str | None, typer.Argument(metavar="FILE", help="What does not load.", show_default=False)] = None,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="TARGET", help="A checkpoint of the model that it is to be loaded into."),
+        typer.Option(
+            "--against", metavar="TARGET", help="The model it is for: a checkpoint, a spec, or file.py:factory."
+        ),
     ] = None,
     error: Annotated[
         str | None,
@@ -30,7 +33,8 @@ def doctor(
     from ckptool.verbs.doctor import doctor
 
     text = _from_input() if error == "-" else error
-    found = doctor(file, against=against, error=text)
+    with redirect_stdout(sys.stderr):  # what the model's own code prints
+        found = doctor(file, against=against, error=text)
     return Answers([Answer("health", found, exit_code=0 if found.loads else 1)], as_json)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -13,6 +13,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.errors import CkptoolError, listed, printable, quoted
 from ckptool.prefixes import COUNTER, without_wrappers, wrappers
 from ckptool.reports.error_texts import MAX_TEXT, Command, KnownError, recognised
+from ckptool.reports.targets import SPEC, Target
 from ckptool.roots import WEIGHTS, Root, find_roots
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
@@ -119,11 +120,11 @@ def of_checkpoint(
     file: str,
     notes: Iterable[Note],
     refused: Sequence[str],
-    against: tuple[str, Checkpoint] | None = None,
+    against: Target | None = None,
 ) -> Diagnosis:
     """What keeps an opened checkpoint from loading. refused: what `weights_only` would refuse in it, in words.
 
-    against: the name of another checkpoint, of the model that this one is for, and its contents.
+    against: the model that it is for.
     """
     names = _Names(file)
     findings = [
@@ -132,10 +133,15 @@ def of_checkpoint(
         *_of_notes(notes),
         *_of_modules(checkpoint),
         *_of_layout(checkpoint),
-        *(_of_target(checkpoint, *against) if against is not None else ()),
+        *(_of_target(checkpoint, against) if against is not None else ()),
     ]
     filled = tuple(
-        replace(finding, fixes=tuple(names.fill(fix) for fix in fixes)) for finding, fixes in _ordered(findings)
+        replace(
+            finding,
+            fixes=tuple(names.fill(fix) for fix in fixes),
+            advice=finding.advice.replace("{file}", quoted(names.original)),
+        )
+        for finding, fixes in _ordered(findings)
     )
     return Diagnosis(file, _is_a(checkpoint), filled)
 
@@ -277,8 +283,8 @@ def _of_layout(checkpoint: Checkpoint) -> Iterator[Found]:
 # Against the model that it is for ------------------------------------------------------------------------------------
 
 
-def _of_target(checkpoint: Checkpoint, name: str, target: Checkpoint) -> Iterator[Found]:
-    ours, theirs = _weights(checkpoint), _weights(target)
+def _of_target(checkpoint: Checkpoint, target: Target) -> Iterator[Found]:
+    ours, theirs, name = _weights(checkpoint), target.tensors, target.name
     missing, extra = [k for k in theirs if k not in ours], [k for k in ours if k not in theirs]
     if missing or extra:
         yield _naming(ours, theirs, missing, extra, name)
@@ -292,11 +298,15 @@ def _of_target(checkpoint: Checkpoint, name: str, target: Checkpoint) -> Iterato
         says = "size mismatch for …: copying a param with shape … from checkpoint"
         command = ("ckptool", "warm-start", "{file}", "--against", name, "--on-mismatch", "skip", "-o", "{out}")
         advice = f"It takes what fits, and the values of {printable(name)} for the rest."
-        yield Finding("shape-mismatch", what, says, advice=advice), (command,)
+        fits = any(key in theirs and ours[key].shape == theirs[key].shape for key in ours)
+        if target.kind == SPEC or not fits:  # a spec has no values to fill up with
+            yield Finding("shape-mismatch", what, says), ()
+        else:
+            yield Finding("shape-mismatch", what, says, advice=advice), (command,)
 
 
 def _naming(
-    ours: dict[str, Any], theirs: dict[str, Any], missing: Sequence[str], extra: Sequence[str], name: str
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], missing: Sequence[str], extra: Sequence[str], name: str
 ) -> Found:
     says = "Missing key(s) in state_dict: … Unexpected key(s) in state_dict: …"
     bare = {without_wrappers(key) for key in ours}
@@ -316,11 +326,11 @@ def _naming(
         if names
     ]
     what = f"of {len(theirs):,} keys of {printable(name)} {' and '.join(parts)}"
-    advice = f"What fits, and rules for other names: ckptool warm-start FILE --against {quoted(name)}"
+    advice = f"What fits, and rules for other names: ckptool warm-start {{file}} --against {quoted(name)}"
     return Finding("keys-differ", what, says, advice=advice), ()
 
 
-def _common_prefix(longer: dict[str, Any], shorter: dict[str, Any]) -> str:
+def _common_prefix(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> str:
     """What every key of one has before a key of the other; the empty text where there is no such thing."""
     if not shorter or len(longer) != len(shorter):
         return ""

@@ -9,21 +9,23 @@ from ckptool.errors import CkptoolError, FileProblem, UsageError
 from ckptool.reports.health import Diagnosis, of_checkpoint, of_error_text, of_problem
 from ckptool.reports.listing import listing
 from ckptool.transforms.weights_only import weights_only
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike
+from ckptool.verbs.spec import find_target
 
 
 def doctor(file: PathLike | None = None, *, against: PathLike | None = None, error: str | None = None) -> Diagnosis:
     """What a checkpoint is, why stock `torch.load` or a model refuses it, and the commands that mend it, in order.
 
-    against: another checkpoint, of the model that it is to be loaded into.  error: the text of an error; without a file it is answered from
-    that alone. Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding.
+    against: the model that it is to be loaded into: a checkpoint of it, a spec, or `file.py:factory`, your own code.
+    error: the text of an error; without a file it is answered from that alone.
+    Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding.
     """
     path = os.fspath(file) if file is not None else ""
     if error is not None:
         return of_error_text(error, path)
     if not path:
         raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
-    target = (os.fspath(against), open_file(against).checkpoint) if against is not None else None
+    target = find_target(against) if against is not None else None
     try:
         checkpoint = formats.read(path)
         plain = weights_only(checkpoint)

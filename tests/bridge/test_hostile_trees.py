@@ -159,3 +159,10 @@ def test_keys_that_become_the_same_are_refused() -> None:
         built({1: "a", one: "b"})
     with pytest.raises(Corrupt):
         built({(1, Object(Global("argparse", "Namespace"), (), "new")): "b"})
+
+
+def test_of_a_whole_model_the_weights_are_offered(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 3), tmp_path / "model.pt")
+    with pytest.raises(UnsafeObject) as refused:
+        ckptool.load(tmp_path / "model.pt")
+    assert f"Take its weights: ckptool convert {tmp_path / 'model.pt'} -o weights.safetensors" in refused.value.fix

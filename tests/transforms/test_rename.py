@@ -192,7 +192,7 @@ def test_a_rule_that_changes_nothing_matches() -> None:
 def test_row_15_rules_that_collide() -> None:
     with pytest.raises(Conflict) as caught:
         keys_by(["*.w => w"], "a.w", "b.w", "c")
-    assert caught.value.what == "1 keys of the file would collide: a.w and b.w would both be 'w'"
+    assert caught.value.what == "keys of the file would collide: a.w and b.w would both be 'w'"
     with pytest.raises(Conflict, match=r"a\.w and w would both be 'w'"):
         keys_by(["a.* => *"], "a.w", "w")
     with pytest.raises(Conflict, match="without a name"):

@@ -72,7 +72,7 @@ def test_row_15_collision_names_both(tmp_path: Path) -> None:
         stripped(TRAPS["15-collision"](), tmp_path, partial=True)
     assert three_parts(caught.value) == (
         "conflict",
-        "1 keys of the file would collide: a and module.a would both be 'a'",
+        "keys of the file would collide: a and module.a would both be 'a'",
     )
     with pytest.raises(Conflict, match=re.escape("a._orig_mod.b and a.b would both be 'a.b'")):
         stripped(TRAPS["15-collision-of-wrappers"](), tmp_path)

@@ -185,6 +185,38 @@ def test_shapes_and_names_that_differ(tmp_path: Path) -> None:
     said = {finding.code: finding.what for finding in found.findings}
     assert "1 are missing (top.weight) and 1 are unexpected (head.weight)" in said["keys-differ"]
     assert "fc.bias [3] against [5]" in said["shape-mismatch"]
+    assert f"ckptool warm-start {file} --against {target}" in found.findings[0].advice
+    model = torch.load(run_all(found), weights_only=True)
+    assert list(model) == list(torch.load(target, weights_only=True)) and torch.equal(model["fc.bias"], torch.ones(5))
+
+
+CODE = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        print("built")
+"""
+
+
+def test_against_ones_own_code_and_against_a_spec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrapped = {f"module.{key}": value for key, value in weights().items()}
+    file = saved(tmp_path / "a.pt", {**wrapped, "module.head.weight": torch.ones(10, 3)})
+    (tmp_path / "net.py").write_text(CODE)
+    code = f"{tmp_path / 'net.py'}:Net"
+    assert main(["doctor", str(file), "--against", code, "--json"]) == 1
+    text = capsys.readouterr()
+    assert json.loads(text.out)["loads"] is False and text.err == "built\n"
+    clean = run_all(ckptool.doctor(file, against=code))
+    found = ckptool.doctor(clean, against=code)
+    assert codes(found) == ["shape-mismatch"] and "head.weight [10, 3] against [5, 3]" in found.findings[0].what
+    assert tuple(torch.load(run_all(found), weights_only=True)["head.weight"].shape) == (5, 3)
+    ckptool.spec(code, tmp_path / "net.json")
+    found = ckptool.doctor(clean, against=tmp_path / "net.json")
+    assert codes(found) == ["shape-mismatch"] and not found.findings[0].fixes, "a spec has no values to fill up with"
 
 
 # --error -------------------------------------------------------------------------------------------------------------
