@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,6 +14,7 @@ import torch
 from numpy.random._pickle import __bit_generator_ctor as bit_generator_ctor
 from numpy.random._pickle import __generator_ctor as generator_ctor
 
+import ckptool
 from ckptool import bridge
 from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry
 from ckptool.dtypes import by_name
