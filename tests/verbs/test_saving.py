@@ -204,7 +204,7 @@ def test_unknown_calls(verb: str, tmp_path: Path) -> None:
         "optimizer": 1,
     }
     path = saved(value, tmp_path / "in.pt")
-    with pytest.raises(UnsafeObject, match=r"calls fixtures\.traps\.add_up at danger") as caught:
+    with pytest.raises(UnsafeObject, match=r"calls fixtures\.traps\.classes\.add_up at danger") as caught:
         VERBS[verb](path, tmp_path / "out.pt")
     assert "--keep-unknown" in caught.value.fix and list(contents(tmp_path)) == ["in.pt"]
     VERBS[verb](path, tmp_path / "out.pt", keep_unknown=True)
