@@ -118,7 +118,7 @@ def test_any_changed_byte_of_data_stops_a_conversion(tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
 
     def check(path: Path, place: int) -> None:
-        convert(path, out, force=True)
+        convert(path, out, overwrite=True)
         assert {name: entry.bytes() for name, entry in read(out).tree.items()} == expected, place
 
     chosen = random.Random(7)
