@@ -98,6 +98,15 @@ class Storage:
     def nbytes(self) -> int:
         return self.data.length
 
+    def below(self) -> Iterator[Storage]:
+        """This storage, then those that its data is computed from."""
+        pending = [self]
+        while pending:
+            storage = pending.pop()
+            yield storage
+            if isinstance(storage.data, Computed):
+                pending += storage.data.inputs
+
 
 class Flags(NamedTuple):
     """What a tensor is beside its values. `parameter`: an `nn.Parameter`. `conj`, `neg`: lazy views of torch, not yet resolved."""

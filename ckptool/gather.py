@@ -71,11 +71,7 @@ def verify(entry: TensorEntry) -> None:
 
     Each storage is read once for that; a large one of which the tensor is a small part is not.
     """
-    pending = [entry.storage]
-    while pending:
-        storage = pending.pop()
-        if isinstance(storage.data, Computed):
-            pending += storage.data.inputs
+    for storage in entry.storage.below():
         if storage.crc is None or storage.intact or storage.nbytes > max(_CHECKED, 4 * entry.nbytes):
             continue
         found = 0

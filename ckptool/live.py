@@ -16,7 +16,7 @@ from ckptool.dtypes import BY_TORCH
 from ckptool.errors import Conflict, MissingExtra, Unsupported, UsageError, listed, printable
 from ckptool.gather import verify
 from ckptool.prefixes import INNER_WRAPPERS
-from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name
+from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
 from ckptool.reports.warm_start import LoadReport, Refusal, not_loaded, refusal
 from ckptool.roots import WEIGHTS, Root, one_root
 from ckptool.transforms.conversion import first_part
@@ -330,14 +330,12 @@ def _staged(plan: Matching, slots: Mapping[str, _Slot], target: Target, assign: 
     for entry in entries.values():
         verify(entry)
     mapped = bridge.build(Checkpoint({first: entry for first, entry in entries.items() if _is_mapped(entry)}, ""))
-    changes, seen = [], set()
+    changes, seen, tied = [], set(), tie_groups(target.tensors.values())
     for first, names in groups.items():
         tensor = slots[first].tensor
         new = tensor.device.type == "meta" if assign is None else assign
         storage = id(entries[first].storage)
-        every = (
-            [slots[name] for name in target.tensors if (target.tensors[name].tied_to or name) == first] if new else []
-        )
+        every = [slots[name] for name in tied.get(first, (first,))] if new else []
         whole = plan.chosen[names[0]].part in (None, tuple(tensor.shape))
         held = every or [slots[first]]
         changes.append(_Change(held, entries[first], mapped.get(first), new and whole, storage in seen))

@@ -211,6 +211,11 @@ def beside_names(root: Root) -> list[tuple[Path, Tensor]]:
     return [(root.path + path, tensor) for path, tensor in tensors(root.module) if view_of(tensor) not in named]
 
 
+def kinds_of(roots: Iterable[Root]) -> list[str]:
+    """What a checkpoint is called by: its sets of weights, optimizers and whole modules, each kind once."""
+    return list(dict.fromkeys(root.detail or root.kind for root in roots if root.is_model or root.detail))
+
+
 def view_of(tensor: Tensor) -> tuple[Any, ...]:
     """What two tensors have in common that are the same values of one storage."""
     if isinstance(tensor, TensorEntry):

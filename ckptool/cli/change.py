@@ -89,13 +89,6 @@ def _files_and_rules(words: Sequence[str]) -> tuple[list[str], list[str]]:
                 "A rule is 'OLD => NEW', in quotes and with => between them.",
                 "For example: ckptool rename model.pt 'a.* => b.*' -o OUT",
             )
-    for word in files:
-        if any(sign in word for sign in ("->", "=", "*", "{", " ")) and not os.path.lexists(split(word)[0]):
-            raise UsageError(
-                f"{printable(word)!r} is neither a file nor a rule",
-                "A rule is 'OLD => NEW', in quotes and with => between them.",
-                "For example: ckptool rename model.pt 'a.* => b.*' -o OUT",
-            )
     if not files:
         raise UsageError(
             "rename was given no file",

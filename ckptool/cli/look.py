@@ -39,11 +39,13 @@ def inspect(
 def _inspected(
     files: list[str], all: bool, at: str | None, sort: str, depth: int | None, stats: bool
 ) -> Iterator[Answer]:
+    from ckptool.training.layout import is_run
     from ckptool.verbs.inspect import inspect
-    from ckptool.verbs.inspect_run import inspect_run, is_run
 
     for file in files:
         if is_run(file):
+            from ckptool.verbs.inspect_run import inspect_run  # with the store of runs, which no file needs
+
             yield Answer("run", inspect_run(file))
             continue
         found = inspect(file, at=at, stats=stats)

@@ -29,11 +29,13 @@ def scan(
 
 
 def _scanned(paths: list[str], latest_good: bool, quiet: bool, full: bool) -> Iterator[Answer]:
-    from ckptool.verbs.inspect_run import inspect_run, is_run
+    from ckptool.training.layout import is_run
     from ckptool.verbs.scan import scan
 
     for path in paths:
         if is_run(path) and not latest_good and not quiet:
+            from ckptool.verbs.inspect_run import inspect_run
+
             run = inspect_run(path, full=full)
             yield Answer("run", run, exit_code=1 if run.damaged else 0)
             continue

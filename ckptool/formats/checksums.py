@@ -10,10 +10,10 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 
 from ckptool.checkpoint import Computed, Data
 from ckptool.errors import CkptoolError, Corrupt, FileChanged
+from ckptool.formats.sums import joined_sum
 from ckptool.gather import fill
 
 PIECE = 32 << 20  # at most so much of one stretch at a time
@@ -117,36 +117,4 @@ def _joined(before: Sum, after: Sum, length: int) -> Sum:
     """The sum of two pieces, of which the second has `length` bytes."""
     if isinstance(before, CkptoolError) or isinstance(after, CkptoolError):
         return before if isinstance(before, CkptoolError) else after
-    return combined(before, after, length)
-
-
-# Sums joined ----------------------------------------------------------------------------------------------------------
-
-
-def combined(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two runs of bytes, one behind the other, from the CRC-32 of each and the length of the second."""
-    return _times(_shift(length), first) ^ second if first else second
-
-
-@lru_cache(maxsize=1024)
-def _shift(length: int) -> int:
-    """What a CRC is multiplied with when `length` bytes follow it: x to the power of 8 times that."""
-    value, power, left = 1 << 31, 1 << 30, 8 * length
-    while left:
-        if left & 1:
-            value = _times(power, value)
-        power = _times(power, power)
-        left >>= 1
-    return value
-
-
-def _times(a: int, b: int) -> int:
-    """The product of two polynomials, modulo that of CRC-32; bits are reflected, x to the power of 0 is the highest."""
-    product, bit = 0, 1 << 31
-    while a:
-        if a & bit:
-            product ^= b
-            a ^= bit
-        bit >>= 1
-        b = (b >> 1) ^ 0xEDB88320 if b & 1 else b >> 1
-    return product
+    return joined_sum(before, after, length)

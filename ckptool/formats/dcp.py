@@ -50,7 +50,7 @@ def detect(head: bytes, source: Input) -> bool:
 
 def _is_table(source: Source) -> bool:
     folder, name = os.path.split(source.path)
-    return name == METADATA and any(name.endswith(SUFFIX) for name in Folder(folder or ".").names)
+    return name == METADATA and any(name.endswith(SUFFIX) for name in Folder(folder).names)
 
 
 def read(source: Input) -> Checkpoint:
@@ -76,7 +76,7 @@ def read(source: Input) -> Checkpoint:
         raise _damaged(folder, "has no table of names")
     values = {name: _value(folder, shelf, name, node) for name, node in described.items()}
     paths, notes = _paths(folder, facts.get("planner_data"), values)
-    notes += _notes(folder, shelf, described)
+    notes += _notes(folder, shelf)
     version = facts.get("version")
     metadata = {"version": version} if type(version) is str else {}
     return Checkpoint(
@@ -393,7 +393,7 @@ def _as_list(folder: Folder, parts: dict[int, Any]) -> list[Any]:
     return [parts.get(i) for i in range(last + 1)]
 
 
-def _notes(folder: Folder, shelf: _Shelf, described: dict[str, Any]) -> list[Note]:
+def _notes(folder: Folder, shelf: _Shelf) -> list[Note]:
     notes = []
     unused = sorted({printable(name) for name, _ in shelf.places.keys() - shelf.taken})
     if unused:

@@ -35,6 +35,7 @@ from ckptool.formats.zip_salvage import (
     sizes_in,
 )
 from ckptool.nodes import Global
+from ckptool.tree import storages
 
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
@@ -75,14 +76,7 @@ class Salvaged:
 
     def lost_of(self, storage: Storage) -> LostRecord | None:
         """Why a storage's data is lost; None if it is there."""
-        pending = [storage]
-        while pending:
-            data = pending.pop().data
-            if id(data) in self.lost:
-                return self.lost[id(data)]
-            if isinstance(data, Computed):
-                pending += data.inputs
-        return None
+        return next((self.lost[id(part.data)] for part in storage.below() if id(part.data) in self.lost), None)
 
 
 def salvage(source: Input, error: CkptoolError | None = None, progress: Progress | None = None) -> Salvaged:
@@ -138,16 +132,8 @@ def _salvaged_safetensors(source: Source) -> Salvaged:
 
 
 def _ranges(tree: Any) -> list[FileRange]:
-    from ckptool.tree import storages
-
-    found, pending = [], list(storages(tree))
-    while pending:
-        data = pending.pop().data
-        if isinstance(data, FileRange):
-            found.append(data)
-        elif isinstance(data, Computed):
-            pending += data.inputs
-    return found
+    parts = (part.data for storage in reversed([*storages(tree)]) for part in storage.below())
+    return [data for data in parts if isinstance(data, FileRange)]
 
 
 # Zip archives ---------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     _check_agreement(index)
     tree = _in_order(index, pickled)
     ties = _recorded_ties(index, tree)
-    _add_ties(index, tree, ties)
+    _add_ties(tree, ties)
     sizes = _check_size(index, tree)
     notes = (*_notes_of_shards(index), *_stale(index, files), *sizes)
     if ties:
@@ -176,7 +176,6 @@ def _parsed(folder: Folder, name: str) -> _Index:
         raise LimitExceeded(f"{source}: {len(names):,} tensors", f"At most {safetensors.MAX_TENSORS:,} are read.")
     if not isinstance(metadata, dict):
         raise Corrupt(f"{source}: its metadata is not a list of names and values", "It was damaged.")
-    folder.open(name)
     return _Index(folder, name, names, metadata)
 
 
@@ -355,7 +354,7 @@ def _recorded_ties(index: _Index, tree: dict[Any, Any]) -> dict[str, str]:
     return ties
 
 
-def _add_ties(index: _Index, tree: dict[Any, Any], ties: dict[str, str]) -> None:
+def _add_ties(tree: dict[Any, Any], ties: dict[str, str]) -> None:
     for dropped, kept in ties.items():
         tree[dropped] = replace(tree[kept])
 

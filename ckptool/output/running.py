@@ -37,9 +37,7 @@ class RunningDigest:
         if len(self._kept) >= AHEAD:
             self._kept.popleft().result()
         self._jobs.append(self._pool.submit(self._total.update, data))
-        if not isinstance(
-            data, memoryview
-        ):  # a view of tensors takes no memory, and may wait until the file is being synced
+        if not isinstance(data, memoryview):  # a view of tensors takes no memory, and may wait while the file is synced
             self._kept.append(self._jobs[-1])
 
     def result(self, path: str) -> str:

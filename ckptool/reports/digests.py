@@ -31,7 +31,7 @@ from ckptool.values import resolve
 SCHEMA = "ckptool.digests/1"
 MAX_FILE = 512 << 20
 _READ = 512 << 10
-# Views may show a byte many times over: so much more than what is stored is read for the sake of its digest.
+# Views may show a byte many times over: so much more than what is stored is read for their sake.
 _FREE_BYTES = 256 << 20
 _TIMES_STORED = 4
 _THREADS = 2
@@ -171,8 +171,13 @@ def _view(tensor: Tensor) -> Any:
     return id(tensor.storage), tensor.dtype, tensor.shape, tensor.stride, tensor.offset, tensor.flags[2:]
 
 
+def readable_bytes(tree: Any) -> int:
+    """How many bytes of its tensors' values are read of a tree at most: some more than is stored."""
+    return _FREE_BYTES + _TIMES_STORED * sum(storage.nbytes for storage in storages(tree))
+
+
 def _check_work(root: Any, found: Sequence[tuple[Path, Tensor]]) -> None:
-    left = _FREE_BYTES + _TIMES_STORED * sum(storage.nbytes for storage in storages(root))
+    left = readable_bytes(root)
     for path, tensor in found:
         left -= tensor.nbytes
         if left < 0:

@@ -13,8 +13,9 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.errors import CkptoolError, listed, printable, quoted
 from ckptool.prefixes import COUNTER, without_wrappers, wrappers
 from ckptool.reports.error_texts import MAX_TEXT, Command, KnownError, recognised
+from ckptool.reports.listing import Listing
 from ckptool.reports.targets import SPEC, Target
-from ckptool.roots import WEIGHTS, Root, find_roots
+from ckptool.roots import WEIGHTS, kinds_of, one_root
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
 
@@ -117,22 +118,22 @@ def _said_of(error: CkptoolError, file: str) -> str:
 
 def of_checkpoint(
     checkpoint: Checkpoint,
+    found: Listing,
     file: str,
-    notes: Iterable[Note],
     refused: Sequence[str],
     against: Target | None = None,
 ) -> Diagnosis:
-    """What keeps an opened checkpoint from loading. refused: what `weights_only` would refuse in it, in words.
+    """What keeps an opened checkpoint from loading. found: its listing.  refused: what `weights_only` would refuse in it, in words.
 
     against: the model that it is for.
     """
     names = _Names(file)
     findings = [
-        *_of_container(checkpoint, file, bool(refused)),
-        *_of_values(refused, checkpoint),
-        *_of_notes(notes),
-        *_of_modules(checkpoint),
-        *_of_layout(checkpoint),
+        *_of_container(found, file, bool(refused)),
+        *_of_values(refused, found),
+        *_of_notes(found.notes),
+        *_of_modules(found),
+        *_of_layout(found),
         *(_of_target(checkpoint, against) if against is not None else ()),
     ]
     filled = tuple(
@@ -143,7 +144,7 @@ def of_checkpoint(
         )
         for finding, fixes in _ordered(findings)
     )
-    return Diagnosis(file, _is_a(checkpoint), filled)
+    return Diagnosis(file, _is_a(found), filled)
 
 
 Found = tuple[Finding, tuple[Command, ...]]
@@ -162,15 +163,15 @@ def _ordered(findings: Iterable[Found]) -> list[Found]:
     return told
 
 
-def _is_a(checkpoint: Checkpoint) -> str:
-    parts = [root.detail or root.kind for root in find_roots(checkpoint) if root.is_model or root.detail]
-    return f"a {checkpoint.container} checkpoint" + (f" with {listed(list(dict.fromkeys(parts)))}" if parts else "")
+def _is_a(found: Listing) -> str:
+    parts = kinds_of(found.roots)
+    return f"a {found.container} checkpoint" + (f" with {listed(parts)}" if parts else "")
 
 
-def _of_container(checkpoint: Checkpoint, file: str, values: bool) -> Iterator[Found]:
+def _of_container(found: Listing, file: str, values: bool) -> Iterator[Found]:
     suffix = os.path.splitext(file)[1].lower()
     convert = ("ckptool", "convert", "{file}", "-o", "{out}")
-    kind = checkpoint.container
+    kind = found.container
     if kind == "safetensors" and suffix in TORCH_SUFFIXES:
         what = f"it is a safetensors file, though its name ends in {printable(suffix)}"
         yield (
@@ -182,7 +183,7 @@ def _of_container(checkpoint: Checkpoint, file: str, values: bool) -> Iterator[F
         yield Finding("misnamed", f"it is a {kind} file, though its name ends in {printable(suffix)}", says), (convert,)
     if kind == "torchscript":
         says = "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``"
-        weights = any(root.is_model for root in find_roots(checkpoint))
+        weights = any(root.is_model for root in found.roots)
         fixes = (_to_weights(),) if weights else ()
         advice = "" if weights else "It has no weights: run it with torch.jit.load."
         yield Finding("torchscript", "it is a program with its tensors, not a state dict", says, advice=advice), fixes
@@ -201,8 +202,8 @@ def _of_container(checkpoint: Checkpoint, file: str, values: bool) -> Iterator[F
     elif kind == "pickle":
         says = "Invalid magic number; corrupt file? or: Unsupported operand 149"
         plain = ("ckptool", "convert", "{file}", "--weights-only", "-o", "{pt}")
-        found = Finding("bare-pickle", "it is a bare pickle, which torch.load does not read", says)
-        yield found, (plain if values else _to_file(),)
+        finding = Finding("bare-pickle", "it is a bare pickle, which torch.load does not read", says)
+        yield finding, (plain if values else _to_file(),)
 
 
 def _to_weights() -> Command:
@@ -213,10 +214,10 @@ def _to_file() -> Command:
     return "ckptool", "convert", "{file}", "-o", "{pt}"
 
 
-def _of_values(refused: Sequence[str], checkpoint: Checkpoint) -> Iterator[Found]:
-    if not refused or checkpoint.container in ("pickle", "torchscript", "torch-tar"):
+def _of_values(refused: Sequence[str], found: Listing) -> Iterator[Found]:
+    if not refused or found.container in ("pickle", "torchscript", "torch-tar"):
         return
-    whole = any(root.module is not None for root in find_roots(checkpoint))
+    whole = any(root.module is not None for root in found.roots)
     holds = "a whole model, pickled with its class, which" if whole else "values that"
     what = f"it holds {holds} weights_only refuses: {listed(refused, 4)}"
     says = "Weights only load failed … Unsupported global; with weights_only=False: No module named …"
@@ -246,27 +247,27 @@ def _of_notes(notes: Iterable[Note]) -> Iterator[Found]:
         yield Finding(note.code, note.message, says, blocks), ((note.fix,) if note.fix else ())
 
 
-def _of_modules(checkpoint: Checkpoint) -> Iterator[Found]:
+def _of_modules(found: Listing) -> Iterator[Found]:
     """A model that was pickled inside its wrapper: the keys of the state dict that it becomes begin with the wrapper's."""
-    kinds = {wrappers(key) for root in find_roots(checkpoint) if root.module is not None for key in root.node} - {""}
-    if kinds and checkpoint.container != "torchscript":
+    kinds = {wrappers(key) for root in found.roots if root.module is not None for key in root.node} - {""}
+    if kinds and found.container != "torchscript":
         what = f"the model was pickled inside a wrapper: the keys of its state dict begin with {listed(sorted(kinds))}"
         says = _NOTES["prefix-module"][0]
         yield Finding("prefix-module", what, says), (("ckptool", "strip-module", "{file}", "-o", "{out}"),)
 
 
-def _of_layout(checkpoint: Checkpoint) -> Iterator[Found]:
+def _of_layout(found: Listing) -> Iterator[Found]:
     """Weights that are an entry of the file, or several: `load_state_dict` takes neither file as it is."""
-    models = [root for root in find_roots(checkpoint) if root.is_model]
+    models = [root for root in found.roots if root.is_model]
     mains = [root for root in models if root.kind == WEIGHTS] or models
-    if checkpoint.container == "torchscript" or not isinstance(checkpoint.tree, dict):
+    if found.container == "torchscript" or not isinstance(found.tree, dict):
         return
     if not mains or not all(root.path for root in models):
         return
     root = mains[0]
     inside = f"checkpoint{''.join(f'[{segment!r}]' for segment in root.path)}"
     command = ("ckptool", "convert", f"{{file}}#{root.address}", "-o", "{out}")
-    others = [printable(str(key)) for key in checkpoint.tree if key != root.path[0]]
+    others = [printable(str(key)) for key in found.tree if key != root.path[0]]
     if len(mains) > 1:
         names = listed([printable(each.address) for each in mains], 4)
         what = f"it holds {len(mains):,} sets of weights, and a model takes one: {names}"
@@ -342,9 +343,7 @@ def _common_prefix(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> str
 
 
 def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
-    from ckptool.roots import one_root
-
-    root: Root = one_root(checkpoint)[0]
+    root = one_root(checkpoint)[0]
     return {
         key: value
         for key, value in root.node.items()

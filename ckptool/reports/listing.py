@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,9 +96,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     source = checkpoint.source
     found = find_roots(replace(checkpoint, tree=tree))
     roots = tuple(replace(root, path=base + root.path) for root in found) if base else tuple(found)
-    for root in roots:
-        if root.module is not None:
-            rows = _with_names(rows, root, numbers)
+    rows = _with_names(rows, roots, numbers)
     return Listing(
         (source.shown if isinstance(source, Folder) else source.path) if source else "",
         checkpoint.container,
@@ -116,17 +114,26 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     )
 
 
-def _with_names(rows: list[TensorRow], root: Root, numbers: dict[int, int]) -> list[TensorRow]:
-    """The rows with those of a whole module under the names of its state dict; what that does not have keeps its address."""
-    depth = len(root.path)
-    own = [index for index, row in enumerate(rows) if row.path[:depth] == root.path]
-    named = [((*root.path, key), tensor) for key, tensor in root.node.items()] + beside_names(root)
-    fresh = [
-        TensorRow(path, tensor, numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None)
-        for path, tensor in named
-    ]
-    gone = set(own)
-    return [*rows[: own[0]], *fresh, *(row for index, row in enumerate(rows) if index > own[0] and index not in gone)]
+def _with_names(rows: list[TensorRow], roots: Sequence[Root], numbers: dict[int, int]) -> list[TensorRow]:
+    """The rows with those of whole modules under the names of their state dicts; what these do not have keeps its address."""
+    modules = {root.path: root for root in roots if root.module is not None}
+    depths = sorted({len(path) for path in modules})
+    named: list[TensorRow] = []
+    begun: set[Path] = set()
+    for row in rows:
+        root = next((modules[row.path[:depth]] for depth in depths if row.path[:depth] in modules), None)
+        if root is None:
+            named.append(row)
+        elif root.path not in begun:
+            begun.add(root.path)
+            named += [
+                TensorRow(path, tensor, numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None)
+                for path, tensor in (
+                    *(((*root.path, key), value) for key, value in root.node.items()),
+                    *beside_names(root),
+                )
+            ]
+    return named
 
 
 def _is_leaf(node: Any) -> bool:

@@ -12,7 +12,8 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError
 from ckptool.nodes import Object
 from ckptool.reports.calls import Call
-from ckptool.roots import find_roots
+from ckptool.reports.listing import Listing
+from ckptool.roots import kinds_of
 from ckptool.tree import children
 
 GOOD = "good"
@@ -77,16 +78,13 @@ class Scan:
         return sum(1 for file in self.files if not file.is_good or file.calls)
 
 
-def scanned(path: str, checkpoint: Checkpoint, notes: Iterable[str], calls: Iterable[Call]) -> ScannedFile:
+def scanned(path: str, checkpoint: Checkpoint, found: Listing, calls: Iterable[Call]) -> ScannedFile:
     """The row of a checkpoint that was opened."""
     size, modified = _size_of(path)
     step, epoch = progress_of(checkpoint.tree, os.path.basename(path))
-    holds = tuple(
-        dict.fromkeys(root.detail or root.kind for root in find_roots(checkpoint) if root.is_model or root.detail)
-    )
-    return ScannedFile(
-        path, GOOD, "", checkpoint.container, step, epoch, size, modified, holds, tuple(notes), tuple(calls)
-    )
+    holds = tuple(kinds_of(found.roots))
+    notes = tuple(dict.fromkeys(note.code for note in found.notes if note.code != "unsafe-global"))
+    return ScannedFile(path, GOOD, "", checkpoint.container, step, epoch, size, modified, holds, notes, tuple(calls))
 
 
 def damaged(path: str, error: CkptoolError) -> ScannedFile:

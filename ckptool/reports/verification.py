@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, StorageRef, TensorEntry
 from ckptool.errors import CkptoolError
 from ckptool.formats.checksums import checksums
 from ckptool.formats.zip_archive import Archive
 from ckptool.formats.zip_records import Record
 from ckptool.gather import any_order, chunks
-from ckptool.reports.digests import Compared, Digests
+from ckptool.reports.digests import Compared, Digests, readable_bytes
+from ckptool.roots import view_of
 from ckptool.tree import Path, address, storages, stored_parts, tensors, walk
 from ckptool.values import has_numbers, numbers
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from ckptool.values import Array
 
 ALL, SOME, NONE = "all", "some", "none"
-_TIMES_STORED = 4  # a view that shows more than so many times what is stored is not searched for NaN
-_FREE_BYTES = 256 << 20
 # Bits of the exponent: all set, it is infinite or no number.
 _EXPONENTS = {"f64": 0x7FF0 << 48, "f32": 0x7F80 << 16, "f16": 0x7C00, "bf16": 0x7F80}
 _PARTS = {"c128": "f64", "c64": "f32", "c32": "f16"}
@@ -143,7 +142,8 @@ def _owners(records: Sequence[Record], archive: Archive, tree: Any) -> dict[int,
     owners: dict[int, list[str]] = defaultdict(list)
     for path, node in walk(tree):
         for part in stored_parts(node):
-            for data in _below(part.storage):
+            for below in part.storage.below():
+                data = below.data
                 place = by_data.get(id(data))
                 if place is None and isinstance(data, FileRange) and data.file is archive.source.file:
                     at = bisect_right(starts, data.offset) - 1
@@ -153,26 +153,16 @@ def _owners(records: Sequence[Record], archive: Archive, tree: Any) -> dict[int,
     return owners
 
 
-def _below(storage: Storage) -> Iterator[Data]:
-    """The data of a storage, and of those that it is computed from."""
-    pending = [storage]
-    while pending:
-        data = pending.pop().data
-        yield data
-        if isinstance(data, Computed):
-            pending += data.inputs
-
-
 def check_storages(tree: Any, progress: Progress | None = None) -> tuple[list[Problem], int, int]:
     """The storages of a tree that have checksums of their own (of files in a folder): what is wrong, how many there are, their bytes."""
-    found = {id(part): part for storage in storages(tree) for part in _parts(storage) if part.crc is not None}
+    found = {id(part): part for storage in storages(tree) for part in storage.below() if part.crc is not None}
     sums = checksums([part.data for part in found.values()], progress)
     names: dict[int, list[str]] = defaultdict(list)
     problems: list[Problem] = []
     if any(total != part.crc for total, part in zip(sums, found.values(), strict=True)):
         for path, node in walk(tree):
             for stored in stored_parts(node):
-                for below in _parts(stored.storage):
+                for below in stored.storage.below():
                     names[id(below)].append(address(path))
     for total, part in zip(sums, found.values(), strict=True):
         place = part.data.offset if isinstance(part.data, FileRange) else None
@@ -183,15 +173,6 @@ def check_storages(tree: Any, progress: Progress | None = None) -> tuple[list[Pr
             what = f"{part.nbytes:,} bytes do not match their checksum (stored {part.crc:08x}, found {total:08x})"
             problems.append(Problem("checksum", what, _CHANGED, *about))
     return problems, len(found), sum(part.nbytes for part in found.values())
-
-
-def _parts(storage: Storage) -> Iterator[Storage]:
-    pending = [storage]
-    while pending:
-        part = pending.pop()
-        yield part
-        if isinstance(part.data, Computed):
-            pending += part.data.inputs
 
 
 # Structure ------------------------------------------------------------------------------------------------------------
@@ -226,13 +207,13 @@ def _outside(part: TensorEntry | StorageRef, path: Path) -> Iterator[Problem]:
 def non_finite(tree: Any) -> tuple[list[NonFinite], list[str]]:
     """The tensors that hold NaN or Inf, with how many, and those that could not be searched (packed types, views without end)."""
     found, unsearched = [], []
-    left = _FREE_BYTES + _TIMES_STORED * sum(storage.nbytes for storage in storages(tree))
+    left = readable_bytes(tree)
     known: dict[Any, tuple[int, int]] = {}
     for path, tensor in tensors(tree):
         for entry in tensor.parts() if isinstance(tensor, Composite) else (tensor,):
             if not isinstance(entry, TensorEntry) or entry.dtype.kind not in ("float", "complex", "bits"):
                 continue
-            view = (id(entry.storage), entry.dtype, entry.shape, entry.stride, entry.offset)
+            view = view_of(entry)
             if view not in known:
                 left -= entry.nbytes
                 if left < 0 or not has_numbers(entry.dtype):

@@ -82,7 +82,7 @@ def world_of(config: Config) -> Iterator[World]:
     """
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     if config.strategy != "ddp":
-        if launched and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError(
                 f"torchrun started {os.environ['WORLD_SIZE']} processes, but strategy is {config.strategy}",
                 "Each would train the whole model and write to the same folder.",

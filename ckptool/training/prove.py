@@ -22,8 +22,9 @@ from typing import Any
 from ckptool.errors import FileProblem, RunFailed, UsageError, printable
 from ckptool.training import configfile
 from ckptool.training.config import Config
+from ckptool.training.layout import CHECKPOINTS, CONFIG, HISTORY, METRICS
 from ckptool.training.nursery import Nursery
-from ckptool.training.store import CHECKPOINTS, Lines, digest, name_of
+from ckptool.training.store import Lines, digest, name_of
 
 ABLATIONS = (
     "optimizer",
@@ -173,7 +174,7 @@ class Lab:
         return os.path.join(self.folder, name)
 
     def words(self, name: str, *changes: str) -> list[str]:
-        path = os.path.join(self.folder, "run.yaml")
+        path = os.path.join(self.folder, CONFIG)
         if not os.path.exists(path):
             with open(path, "w", encoding="utf-8") as file:
                 file.write(configfile.written(self.config))
@@ -234,7 +235,7 @@ class Lab:
     def logged(self, name: str) -> int:
         """The last step that a run has written a line for."""
         try:
-            with open(os.path.join(self.run_of(name), "metrics.jsonl"), "rb") as file:
+            with open(os.path.join(self.run_of(name), METRICS), "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
                 lines = file.read().split(b"\n")[-2:]
             return int(json.loads(lines[0])["step"]) if len(lines) == 2 else 0
@@ -268,7 +269,7 @@ class Lab:
         from ckptool.training.dry_run import first_different_tensor
 
         one, other = (
-            {fact["step"]: fact for fact in Lines(os.path.join(self.run_of(name), "metrics.jsonl")).read()}
+            {fact["step"]: fact for fact in Lines(os.path.join(self.run_of(name), METRICS)).read()}
             for name in ("reference", "killed")
         )
         step = next((step for step in sorted(one) if one[step] != other.get(step)), None)
@@ -316,7 +317,7 @@ def resumes(run: str) -> tuple[list[int | None], bool]:
     """
     steps: list[int | None] = []
     saved, lost, begun = 0, False, False
-    for fact in Lines(os.path.join(run, "history.jsonl")).read():
+    for fact in Lines(os.path.join(run, HISTORY)).read():
         if fact.get("event") == "save":
             saved = fact["step"]
         elif fact.get("event") in ("start", "resume"):

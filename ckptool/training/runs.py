@@ -12,9 +12,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ckptool import __version__
 from ckptool.errors import Conflict, FileProblem, UsageError, printable, quoted
@@ -22,11 +20,13 @@ from ckptool.files import file_problem
 from ckptool.output import make_folder
 from ckptool.training import configfile
 from ckptool.training.config import Config
+from ckptool.training.layout import CHANGED, CONFIG, HISTORY, METRICS
 from ckptool.training.retention import Policy, best, every, keep, last
 from ckptool.training.store import Lines, Lock, Saved, Store, has_checkpoints, has_its_size, remove_file, write_text
 
-CONFIG, HISTORY, METRICS = "run.yaml", "history.jsonl", "metrics.jsonl"
-CHANGED = "changed"  # the event that holds a configuration which was changed since
+if TYPE_CHECKING:
+    import torch
+
 _ID = re.compile(r"^# ckptool run ([0-9a-f]{32})$", re.MULTILINE)
 
 
@@ -160,6 +160,8 @@ def _opened(folder: str, number: str, config: Config, lock: Lock | None) -> Run:
 
 def environment(world_size: int, device: torch.device) -> dict[str, Any]:
     """What changes bits, or helps to find out why: versions, device, threads, where it ran."""
+    import torch
+
     return {
         "ckptool": __version__,
         "torch": torch.__version__,

@@ -13,15 +13,14 @@ from ckptool.errors import CkptoolError, UsageError, printable
 from ckptool.training import configfile
 from ckptool.training.config import Config
 from ckptool.training.hooks import Hooks, Told
+from ckptool.training.layout import CHANGED, CONFIG
 from ckptool.training.loop import Outcome, train
 from ckptool.training.parallel import World, world_of
-from ckptool.training.runs import CHANGED, Run, create, environment, is_run, read_config, reopen
+from ckptool.training.runs import Run, create, environment, is_run, read_config, reopen
 from ckptool.training.signals import stopping
 from ckptool.training.state import restored
 from ckptool.training.store import Saved
 from ckptool.training.trainer import Trainer, build
-
-RESUME = ("never", "auto", "must")
 
 
 def start(
@@ -48,7 +47,7 @@ def resume(folder: str, changes: Sequence[str] = (), *, told: Told | None = None
     """Goes on with a run where it stopped, with `KEY=VALUE` changes of what may change."""
     _, before = read_config(folder)
     values = {**before.dumped(), "run": folder}
-    config = configfile.changed(values, changes, os.path.join(folder, "run.yaml"))
+    config = configfile.changed(values, changes, os.path.join(folder, CONFIG))
     return start(config, resume="must", asked=[change.partition("=")[0] for change in changes], told=told, say=say)
 
 

@@ -19,9 +19,9 @@ from ckptool.checkpoint import Checkpoint, Literal, Plan
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, printable, quoted
 from ckptool.files import Source, file_problem
 from ckptool.output import RunningDigest, digest_of, make_folder, replace_file
+from ckptool.training.layout import CHECKPOINTS
 from ckptool.training.retention import Kept
 
-CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"step-(\d{8,})\.pt")
 
 

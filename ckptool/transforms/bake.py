@@ -109,7 +109,7 @@ def _found(node: Mapping[Any, Any]) -> tuple[list[Folded], list[tuple[str, str]]
     found: list[Folded] = []
     left: list[tuple[str, str]] = []
     for (weight, new), parts in groups.items():
-        kind = _kind(set(parts), new)
+        kind = _kind(set(parts))
         if kind is None:
             if new:
                 left.append((weight, "a parametrisation that is not known"))
@@ -130,7 +130,7 @@ def _roles(key: str) -> list[tuple[str, bool, str]]:
 _NEEDS = {WEIGHT_NORM: ("g", "v"), PRUNING: ("orig", "mask"), SPECTRAL: ("orig", "u", "v")}
 
 
-def _kind(roles: set[str], new: bool) -> str | None:
+def _kind(roles: set[str]) -> str | None:
     for kind, needs in _NEEDS.items():
         if roles == set(needs):
             return kind
@@ -174,7 +174,7 @@ def _pruned(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
     orig, mask = node[folding.parts["orig"]], node[folding.parts["mask"]]
     if orig.shape != mask.shape:
         raise Conflict(f"{printable(folding.weight)}: the mask is of another shape, {list(mask.shape)}", "")
-    return _product(orig, (orig, mask), lambda start, stop: _range(mask, start, stop))
+    return _product(orig, (orig, mask), _elements(mask))
 
 
 def _spectral(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
@@ -211,7 +211,7 @@ def _product(entry: TensorEntry, inputs: tuple[TensorEntry, ...], factor: Callab
     """The tensor times a factor for each element, made piece by piece, rounded once."""
     if not entry.dtype.is_float or any(not part.dtype.is_float and part.dtype.kind != "bool" for part in inputs):
         raise Unsupported(f"tensors of type {entry.dtype} are not folded", "Parametrised weights are floating.")
-    size = entry.dtype.itemsize
+    size, elements = entry.dtype.itemsize, _elements(entry)
 
     def read(offset: int, length: int) -> bytes:
         import numpy
@@ -221,7 +221,7 @@ def _product(entry: TensorEntry, inputs: tuple[TensorEntry, ...], factor: Callab
         with numpy.errstate(all="ignore"):
             for start in range(begin, end, CHUNK):
                 stop = min(start + CHUNK, end)
-                values = _range(entry, start, stop) * factor(start, stop)
+                values = elements(start, stop) * factor(start, stop)
                 made = values if entry.dtype.name == "f64" else rounded(values, entry.dtype)
                 parts.append(made.tobytes())
         return b"".join(parts)[offset - begin * size :][:length]
@@ -231,30 +231,34 @@ def _product(entry: TensorEntry, inputs: tuple[TensorEntry, ...], factor: Callab
     return replace(entry, storage=storage, stride=row_major_strides(entry.shape), offset=0, flags=flags)
 
 
-def _range(entry: TensorEntry, start: int, stop: int) -> Array:
-    """Elements by their row-major numbers, as f64."""
-    import numpy
+def _elements(entry: TensorEntry) -> Callable[[int, int], Array]:
+    """What gives elements by their row-major numbers, as f64. One serves all pieces: of a strided tensor it keeps what it gathered."""
+    size, data = entry.dtype.itemsize, entry.row_major()
 
-    size = entry.dtype.itemsize
-    raw = numpy.frombuffer(entry.row_major().read(start * size, (stop - start) * size), numpy.uint8)
-    values: Array = numbers(raw, entry.dtype).astype(numpy.float64)
-    return -values if entry.flags.neg else values
+    def read(start: int, stop: int) -> Array:
+        import numpy
+
+        raw = numpy.frombuffer(data.read(start * size, (stop - start) * size), numpy.uint8)
+        values: Array = numbers(raw, entry.dtype).astype(numpy.float64)
+        return -values if entry.flags.neg else values
+
+    return read
 
 
 def _whole(entry: TensorEntry) -> Array:
-    return _range(entry, 0, entry.numel)
+    return _elements(entry)(0, entry.numel)
 
 
 def _sums(entry: TensorEntry, shape: tuple[int, ...], term: Callable[[Array, Array], Array]) -> Array:
     """Sums over the axes where `shape` has 1, of a term of each element and its row-major number, in f64."""
     import numpy
 
-    total = numpy.zeros(prod(shape))
+    total, elements = numpy.zeros(prod(shape)), _elements(entry)
     for start in range(0, entry.numel, CHUNK):
         stop = min(start + CHUNK, entry.numel)
         at = numpy.arange(start, stop)
         places = _places(at, entry.shape, shape)
-        total += numpy.bincount(places, term(_range(entry, start, stop), at), len(total))
+        total += numpy.bincount(places, term(elements(start, stop), at), len(total))
     return total.reshape(shape)
 
 

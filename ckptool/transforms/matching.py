@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, Note, Tensor, TensorEntry
 from ckptool.dtypes import DType
@@ -37,7 +37,9 @@ from ckptool.roots import Root, view_of
 from ckptool.transforms.conversion import EXACT, LOSSY, conversion, losses
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from ckptool.transforms.select import selected
-from ckptool.transforms.suggest import Suggestion, suggest
+
+if TYPE_CHECKING:
+    from ckptool.transforms.suggest import Suggestion
 
 ON_MISMATCH = ("error", "skip", "slice", "pad")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller type, in all
@@ -369,6 +371,8 @@ def _suggested(draft: _Draft) -> tuple[Suggestion, ...]:
     """Rules that would make more fit, the best first; of names as rules see them, without the prefixes that are taken off anyway."""
     if len(draft.pairs) in (len(draft.names), len(draft.target.tensors)):
         return ()
+    from ckptool.transforms.suggest import suggest  # half of what a plan imports, for what fits needlessly
+
     tensors = draft.target.tensors
     ours = {without_wrappers(name): draft.tensors[key].shape for key, name in draft.names.items()}
     wanted = {without_wrappers(name): tensors[name].shape for name in tensors if name not in draft.left}

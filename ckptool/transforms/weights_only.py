@@ -31,7 +31,6 @@ _REBUILDS = frozenset(
 )
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
-_LARGEST = 255 * 8 - 1  # bits of an integer that LONG1 can spell
 
 
 class _Dropped:

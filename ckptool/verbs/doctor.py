@@ -30,7 +30,7 @@ def doctor(file: PathLike | None = None, *, against: PathLike | None = None, err
         checkpoint = formats.read(path)
         plain = weights_only(checkpoint)
         refused = list(dict.fromkeys(what.split(" → ")[0] for _, what in (*plain.converted, *plain.dropped)))
-        return of_checkpoint(checkpoint, path, listing(checkpoint).notes, refused, target)
+        return of_checkpoint(checkpoint, listing(checkpoint), path, refused, target)
     except FileProblem:
         raise
     except CkptoolError as problem:

@@ -12,6 +12,7 @@ from ckptool.checkpoint import Composite, Note
 from ckptool.errors import listed, printable
 from ckptool.files import unchanged
 from ckptool.reports.listing import Listing, listing
+from ckptool.roots import view_of
 from ckptool.verbs.opening import PathLike, open_file
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _numbers(found: Listing) -> dict[str, Statistics]:
         entry = row.tensor
         if isinstance(entry, Composite) or entry.dtype.kind == "bits" or not entry.numel:
             continue
-        view = (id(entry.storage), entry.dtype, entry.shape, entry.stride, entry.offset, entry.flags)
+        view = (*view_of(entry), entry.flags)
         if view not in known:
             known[view] = statistics(entry)
         numbers[row.address] = known[view]

@@ -9,8 +9,9 @@ from typing import Any
 
 from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
 from ckptool.files import file_problem
+from ckptool.training.layout import CHANGED, CONFIG, HISTORY, is_run
 from ckptool.training.retention import best, every, keep, last
-from ckptool.training.store import CHECKPOINTS, Lines, Saved, Store, check, has_its_size
+from ckptool.training.store import Lines, Saved, Store, check, has_its_size
 from ckptool.verbs.opening import PathLike
 
 MAX_CONFIG = 1 << 20
@@ -58,12 +59,6 @@ class RunReport:
         return sum(1 for one in self.checkpoints if one.state != GOOD)
 
 
-def is_run(path: PathLike) -> bool:
-    """True for the folder of a run of the training harness."""
-    name = os.fspath(path)
-    return os.path.isfile(os.path.join(name, "run.yaml")) and os.path.isdir(os.path.join(name, CHECKPOINTS))
-
-
 def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     """The checkpoints of a run, oldest first, and why each is kept; `full` compares their sha256 too, which reads them.
 
@@ -74,10 +69,10 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
         raise UsageError(
             f"{printable(name)} is not a run: it has no run.yaml and checkpoints", "", "Look: ckptool scan"
         )
-    number, config = _config(os.path.join(name, "run.yaml"))
-    history = list(Lines(os.path.join(name, "history.jsonl")).read())
+    number, config = _config(os.path.join(name, CONFIG))
+    history = list(Lines(os.path.join(name, HISTORY)).read())
     for fact in history:
-        if fact.get("event") == "changed" and isinstance(fact.get("config"), dict):
+        if fact.get("event") == CHANGED and isinstance(fact.get("config"), dict):
             config = fact["config"]
     save, by = _section(config, "save"), _section(config, "eval")
     metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))

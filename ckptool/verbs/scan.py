@@ -56,8 +56,7 @@ def _row(path: str, full: bool, strict: bool) -> ScannedFile:
         if strict:
             raise
         return damaged(path, error)
-    notes = dict.fromkeys(note.code for note in found.notes if note.code != "unsafe-global")
-    return scanned(path, checkpoint, notes, unknown_names(checkpoint))
+    return scanned(path, checkpoint, found, unknown_names(checkpoint))
 
 
 def _verify(path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Literal, Note, Plan
@@ -18,7 +19,6 @@ from ckptool.errors import (
 )
 from ckptool.files import Input, Source, open_input
 from ckptool.formats import recovered, zip_archive
-from ckptool.formats.salvage import LostRecord, Salvaged, salvage
 from ckptool.formats.zip_archive import Archive
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
@@ -35,10 +35,12 @@ from ckptool.reports.verification import (
     non_finite,
 )
 from ckptool.roots import Root, one_root
-from ckptool.transforms.restore import lost_tensors
 from ckptool.tree import storages, tensors
 from ckptool.verbs.inspect import runnable
 from ckptool.verbs.opening import PathLike, split
+
+if TYPE_CHECKING:
+    from ckptool.formats.salvage import LostRecord, Salvaged
 
 # What the damage of a file looks like when it is opened; anything else is a file that cannot be read at all.
 _DAMAGE = (Truncated, Corrupt, Ambiguous)
@@ -175,6 +177,8 @@ def _fixes(path: str, source: Input, problems: list[Problem]) -> tuple[tuple[str
 
 def _damaged(path: str, source: Input, error: CkptoolError) -> Verification:
     """What is wrong with a file that cannot be opened: why not, and what of it is lost."""
+    from ckptool.formats.salvage import salvage
+
     problem = Problem(error.code, error.what, error.why)
     try:
         done = salvage(source, error)
@@ -197,6 +201,8 @@ def _damaged(path: str, source: Input, error: CkptoolError) -> Verification:
 
 def _losses(done: Salvaged) -> Iterator[Problem]:
     """Every record that is lost, with the tensors whose data it was."""
+    from ckptool.transforms.restore import lost_tensors
+
     names: dict[LostRecord, list[str]] = {}
     for item in lost_tensors(done.checkpoint.tree, lambda storage: done.lost_of(storage) is not None):
         record = done.lost_of(item.storage)

@@ -17,7 +17,6 @@ from ckptool.reports.warm_start import LoadReport
 from ckptool.roots import Root, one_root
 from ckptool.transforms.matching import Matching, match, wishes_of
 from ckptool.transforms.optimizer_state import as_state_dict, carried
-from ckptool.transforms.suggest import rules_file as rules_text
 from ckptool.transforms.warm_start import filled
 from ckptool.verbs.opening import PathLike, open_file
 from ckptool.verbs.saving import SaveOptions, check_options, save
@@ -143,6 +142,8 @@ def _with_rules_file(report: LoadReport, path: PathLike, options: SaveOptions) -
         )
         return replace(report, normalised=(*report.normalised, note))
     if not options.get("dry_run", False):
+        from ckptool.transforms.suggest import rules_file as rules_text
+
         plan = Plan({"": [Literal(rules_text(report.suggestions).encode())]})
         replace_file(plan, path, overwrite=options.get("overwrite", False))
     return replace(report, rules_file=os.fspath(path))

@@ -9,7 +9,7 @@ from ckptool.dtypes import by_name
 from ckptool.errors import Unsupported, is_text, printable
 from ckptool.formats.carried.record import RESERVED, STAND_INS
 from ckptool.formats.signs import flipped
-from ckptool.gather import row_major
+from ckptool.gather import in_storage_order, row_major
 from ckptool.tree import address, walk
 
 
@@ -29,12 +29,7 @@ def _is_cover(entry: TensorEntry) -> bool:
         return False
     if entry.dtype.name == "f4_e2m1fn_x2" and (not entry.shape or not entry.is_contiguous):
         return False
-    expected = 1
-    for axis in reversed(axes_of(entry) or range(len(entry.shape))):
-        if entry.shape[axis] != 1 and entry.stride[axis] != expected:
-            return False
-        expected *= entry.shape[axis]
-    return True
+    return entry.is_contiguous or in_storage_order(entry) is not None
 
 
 def axes_of(entry: TensorEntry) -> list[int] | None:
