@@ -6,14 +6,15 @@
     >>> ckptool.strip_module("model.pt", "clean.pt")   # every command is a function
     >>> weights = ckptool.load("clean.pt")             # what torch.load gives, safely
 
-Names are resolved when they are first used, so that importing the package costs nothing.
+Names are resolved when they are first used, so that importing the package costs nothing. Nothing at all is imported here: the program
+starts with this file, and first has to take the working directory off the path (`__main__.py`).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # as checkers of types read it: True
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from ckptool.checkpoint import Checkpoint as Checkpoint
     from ckptool.checkpoint import Composite as Composite
     from ckptool.checkpoint import Note as Note
@@ -102,7 +103,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _HOMES:
         raise AttributeError(f"module 'ckptool' has no attribute {name!r}")
     from importlib import import_module

@@ -1,5 +1,45 @@
-"""`python -m ckptool`: the program, where its folder is not on the PATH."""
+"""The program, as `ckptool` and as `python -m ckptool`.
 
-from ckptool.cli import main
+Nothing is imported here, not even `__future__`, before the working directory is off the path: what lies beside a checkpoint may be
+called `typing.py` or `numpy.py`, and importing it would run it. For the same reason `ckptool/__init__.py` imports nothing.
+"""
 
-main()
+import os  # which Python has loaded before any line of ours
+import sys
+
+
+def main() -> int:
+    """Runs the command line that the program was started with; does not come back."""
+    forget_working_directory()
+    from ckptool.cli import main as run
+
+    return run()
+
+
+def forget_working_directory() -> None:
+    """Takes the working directory off the path of modules, unless `PYTHONPATH` names it in full.
+
+    Python puts it there for `-m`, and for an empty or relative part of PYTHONPATH (`$PYTHONPATH:/x`, where it was not set).
+    """
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in os.environ else []
+    if sys.flags.ignore_environment:
+        named = []
+    absolute = [part for part in named if os.path.isabs(part)]
+    relative = ["", *(part for part in named if not os.path.isabs(part))]
+    ours = 1 + len(named)  # what follows is Python's own, and the libraries
+    front = [
+        place for place in sys.path[:ours] if place in absolute or not any(_is_same(place, part) for part in relative)
+    ]
+    sys.path[:ours] = front
+
+
+def _is_same(place: str, part: str) -> bool:
+    """True if a place on the path is the folder that a part of PYTHONPATH names."""
+    try:
+        return os.path.samefile(place or os.curdir, part or os.curdir)
+    except OSError:  # a folder that is gone: what is not absolute cannot be found again
+        return not os.path.isabs(place)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy
 import pytest
 import torch
 
+from ckptool.cli import COMMANDS as COMMANDS_OF_THE_PROGRAM
 from tests.checkpoints import saved, weights
 
 DECOYS = [
@@ -67,30 +70,129 @@ def test_row_147_nothing_beside_the_checkpoint_is_imported_or_read(command: str,
     assert not (trap / "TRACE").exists(), (trap / "TRACE").read_text()
 
 
-def test_row_147_a_path_with_an_empty_part_does_not_lead_to_the_working_directory(trap: Path) -> None:
-    """`PYTHONPATH=$PYTHONPATH:/x` puts the working directory first, where the variable was not set before."""
-    for name in (
-        "json.py",
-        "struct.py",
-        "pickle.py",
-        "sitecustomize.py",
-        "usercustomize.py",
-        "typer.py",
-        "ckptool.py",
-        "rich.py",
-    ):
-        (trap / name).unlink()  # what Python or the program needs before its first line can run is beyond its reach
-    for command in (COMMANDS[0], COMMANDS[4], COMMANDS[6]):
-        ended = subprocess.run(
-            [*program(), *command.split()],
-            cwd=trap,
-            env=os.environ | {"PYTHONPATH": ":/nowhere"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
-        assert not (trap / "TRACE").exists(), (trap / "TRACE").read_text()
+# Every way to start it that has the working directory on the path: its words before the command, PYTHONPATH, and the folder.
+SCRIPT = "import re\nimport sys\nfrom ckptool.__main__ import main\nsys.exit(main())\n"  # as pip makes it
+WAYS = {
+    "-m": (["-m", "ckptool"], None, "full"),
+    "an empty part": (["SCRIPT"], os.pathsep + "/nowhere", "full"),
+    "a dot": (["SCRIPT"], ".", "full"),
+    "a neighbour": (["SCRIPT"], "/nowhere" + os.pathsep + "../full", "full"),
+    "a link, -m": (["-m", "ckptool"], os.pathsep, "link"),
+    "a link, a dot": (["SCRIPT"], "/nowhere" + os.pathsep + ".", "link"),
+}
+VERBS = {
+    "inspect": "inspect in.pt --stats --json",
+    "show": "show in.pt#model/module.weight",
+    "diff": "diff in.pt other.pt",
+    "verify": "verify in.pt",
+    "doctor": "doctor in.pt --against model.py:build",
+    "scan": "scan in.pt",
+    "strip-module": "strip-module in.pt -o a.pt --verify",
+    "add-module": "add-module other.pt -o b.pt",
+    "rename": "rename in.pt --rules rules.yaml -o c.pt",
+    "remap": "remap other.pt --to cpu -o l.pt",
+    "cast": "cast in.pt --dtype bf16 -o d.pt",
+    "edit": "edit in.pt --tensor model/module.bias=b.npy -o e.pt",
+    "slim": "slim in.pt -o f.pt",
+    "convert": "convert in.pt --all -o g.safetensors",
+    "recover": "recover in.pt -o h.pt",
+    "bundle": "bundle -o i.pt a=in.pt b=other.pt",
+    "unbundle": "unbundle in.pt -d members",
+    "average": "average in.pt in.pt -o j.pt",
+    "bake": "bake other.pt -o k.pt",
+    "warm-start": "warm-start in.pt --against model.py:build",
+    "spec": "spec model.py:build -o m.spec.json",
+    "train": "train run.yaml -n",
+    "resume": "resume runs/none",
+    "prove": "prove none.yaml",
+    "prune": "prune runs/none",
+}
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a module of every name that the program could ever import; each leaves a trace."""
+    folder = tmp_path_factory.mktemp("decoys") / "full"
+    folder.mkdir()
+    (folder.parent / "link").symlink_to(folder)
+    (folder.parent / "script").write_text(SCRIPT)
+    model = torch.nn.Linear(2, 2)
+    saved({"model": {f"module.{k}": v for k, v in model.state_dict().items()}, "epoch": 1}, folder / "in.pt")
+    saved(model.state_dict(), folder / "other.pt")
+    (folder / "rules.yaml").write_text("- 'module.* => m.*'\n")
+    (folder / "run.yaml").write_text(
+        "run: runs/new\ndata: {name: blobs}\nmodels: {main: {name: mlp}}\ntrain: {steps: 2}\n"
+    )
+    (folder / "model.py").write_text("def build():\n    import torch\n    return torch.nn.Linear(2, 2)\n")
+    numpy.save(folder / "b.npy", numpy.zeros(2, numpy.float32))
+    for name in importable() - loaded_by_python_itself(folder.parent):
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'TRACE')!r}, 'a').write({name!r} + ' ')\n")
+    return folder
+
+
+def importable() -> set[str]:
+    """The names of all modules outside packages: the standard library's and those of everything that is installed."""
+    found = set(sys.stdlib_module_names) | {"__future__", "models", "tests", "fixtures", "conftest"}
+    return found | {name for name in packages_distributions() if name.isidentifier()}
+
+
+def loaded_by_python_itself(folder: Path) -> set[str]:
+    """What is imported before the first line of ours can run: beyond reach for a decoy beside the checkpoint."""
+    blank = folder / "blank"
+    (blank / "ckptool").mkdir(parents=True)
+    (blank / "ckptool" / "__init__.py").touch()
+    for place in (blank / "ckptool" / "__main__.py", blank / "script"):
+        place.write_text("import re\nimport sys\nprint(*sys.modules)\n")
+    found = {"ckptool", "sitecustomize", "usercustomize", "__main__", "model"}
+    for words in (["-m", "ckptool"], ["script"]):
+        ended = subprocess.run([sys.executable, *words], cwd=blank, capture_output=True, text=True, check=True)
+        found |= {name.partition(".")[0] for name in ended.stdout.split()}
+    return found
+
+
+def start(folder: Path, way: str, command: str) -> None:
+    words, path, name = WAYS[way]
+    words = [str(folder.parent / "script") if word == "SCRIPT" else word for word in words]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    ended = subprocess.run(
+        [sys.executable, *words, *command.split()],
+        cwd=folder.parent / name,
+        env=environment | ({"PYTHONPATH": path} if path is not None else {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    trace = folder / "TRACE"
+    assert not trace.exists(), (way, command, trace.read_text())
+    assert ended.returncode in (0, 1, 2) and "Traceback" not in ended.stderr and "[bug]" not in ended.stderr, (
+        ended.stderr
+    )
+    assert "none" in command or ended.returncode < 2, (command, ended.stderr)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_module_of_the_working_directory_is_imported_however_the_program_is_started(way: str, full: Path) -> None:
+    start(full, way, VERBS["inspect"])
+
+
+def test_no_module_of_the_working_directory_is_imported_by_any_verb(full: Path) -> None:
+    assert set(VERBS) == set(COMMANDS_OF_THE_PROGRAM)
+    for (number, verb), way in zip(enumerate(VERBS), itertools.cycle(WAYS), strict=False):
+        start(full, way, VERBS[verb].replace("-o ", f"-o {number}"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_soak_no_module_of_the_working_directory_is_imported(verb: str, way: str, full: Path) -> None:
+    start(full, way, VERBS[verb].replace("-o ", f"-o {list(WAYS).index(way)}"))
+
+
+def test_a_path_that_names_the_working_directory_in_full_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def build():\n    import torch\n    return torch.nn.Linear(2, 2)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    words = [sys.executable, "-c", "from ckptool.__main__ import *; forget_working_directory(); import own"]
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True)
 
 
 ODD = {

@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = INTERRUPTED
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
+        if isinstance(stop.__context__, BrokenPipeError):
+            code = 0  # rich gives up where nobody reads the help to its end (`| head`)
     except Exception as error:  # the one place that tells all of them
         if os.environ.get("CKPTOOL_DEBUG"):
             raise
@@ -115,7 +117,7 @@ def program(
         say(f"ckptool {__version__}\n")
         raise typer.Exit(0)
     if context.invoked_subcommand is None:
-        with redirect_stdout(sys.stderr):  # it prints by itself where it is made by rich
+        with redirect_stdout(sys.stderr), suppress(SystemExit):  # it prints by itself where it is made by rich
             tell(context.get_help())
         raise typer.Exit(2)
     return 0
@@ -167,7 +169,6 @@ def _told_in_short(error: Exception) -> int:
 def _as_program() -> None:
     _open_standard_streams()
     sys.unraisablehook = _raised_in_vain
-    _forget_working_directory()
     gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
@@ -179,14 +180,6 @@ def _open_standard_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115
-
-
-def _forget_working_directory() -> None:
-    """An empty part of PYTHONPATH (`$PYTHONPATH:/x`, where it was not set) is the working directory: modules beside a checkpoint."""
-    unnamed = [part for part in os.environ.get("PYTHONPATH", "/").split(os.pathsep) if not os.path.isabs(part)]
-    with suppress(OSError):  # a folder that is gone
-        places = {"", *map(os.path.abspath, unnamed)}
-        sys.path[:] = [place for place in sys.path if place not in places]
 
 
 def _raised_in_vain(lost: Any) -> None:

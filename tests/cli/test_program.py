@@ -56,13 +56,16 @@ def test_head_is_silent(files: Path) -> None:
         ("inspect training.pt --all", 0),
         ("inspect training.pt --json", 0),
         ("diff dp.pt compiled.pt", 1),
+        ("--help", 0),
+        ("convert --help", 0),
     ):
         script = f"set -o pipefail; {' '.join(map(repr, PROGRAM))} {command} | head -c 1; exit ${{PIPESTATUS[0]}}"
         ended = subprocess.run(["bash", "-c", script], capture_output=True, check=False)
         assert (ended.returncode, ended.stderr, len(ended.stdout)) == (code, b"", 1)
-    early = f"{' '.join(map(repr, PROGRAM))} inspect training.pt --all | true; exit ${{PIPESTATUS[0]}}"
-    ended = subprocess.run(["bash", "-c", early], capture_output=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, b"")
+    for command in ("inspect training.pt --all", "--version", "--help", "diff --help"):
+        early = f"{' '.join(map(repr, PROGRAM))} {command} | true; exit ${{PIPESTATUS[0]}}"
+        ended = subprocess.run(["bash", "-c", early], capture_output=True, check=False)
+        assert (ended.returncode, ended.stderr) == (0, b""), command
 
 
 # Without a device that is always full: the same program, which may not make any file longer.
