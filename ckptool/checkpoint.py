@@ -335,7 +335,7 @@ Tensor = TensorEntry | Composite
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something about a file that its user should know. `fix`: the command that mends it, as argv, without the input file's quoting."""
+    """Something about a file that its user should know. `fix`: the command that mends it, as argv (`ckptool.commands`)."""
 
     code: str
     message: str

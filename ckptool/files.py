@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 
+from ckptool.commands import Advice, other_program
 from ckptool.errors import (
     CkptoolError,
     Corrupt,
@@ -24,7 +25,6 @@ from ckptool.errors import (
     Truncated,
     UsageError,
     printable,
-    quoted,
 )
 
 MAX_FILES = 100_000  # that one looks at in a folder
@@ -53,7 +53,7 @@ class Source:
             raise NotACheckpoint(
                 f"{self} is a folder, not a checkpoint file",
                 "ckptool looked for one file of tensors.",
-                f"Name the file: ls {quoted(self.path)}",
+                Advice("Name the file: ", other_program("ls", self.path)),
             )
         if not stat.S_ISREG(status.st_mode):
             raise self._not_regular()
@@ -296,7 +296,7 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
             f"Its folder has nothing of that name{_meant(folder, os.path.basename(path))}" if there else "No such file."
         )
         fix = (
-            f"Look at what is there: ls {quoted(folder)}"
+            Advice("Look at what is there: ", other_program("ls", os.fsdecode(folder)))
             if there
             else f"There is no folder {printable(folder)} either."
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptool.arrays import with_tensors
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
+from ckptool.commands import OUT_SAFETENSORS, Advice, command, input_of
 from ckptool.errors import UsageError, listed, printable, quoted
 from ckptool.modules import module_state_dict
 from ckptool.nodes import Object, OrderedDict
@@ -100,7 +101,10 @@ def model_roots(checkpoint: Checkpoint, at: str | None = None) -> list[Root]:
         raise UsageError(
             f"{where}{place} is a {whole[0].detail}, pickled with its class",
             "Its names are attributes of objects, not keys: changed, the class would not find its parts. Nothing was written.",
-            f"Write its weights alone, then change those: ckptool convert {quoted(where + place)} -o weights.safetensors",
+            Advice(
+                "Write its weights alone, then change those: ",
+                command("convert", input_of(checkpoint.source, whole[0].address), out=OUT_SAFETENSORS),
+            ),
         )
     return roots
 
@@ -123,9 +127,16 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
         raise UsageError(
             f"{where} has no dictionary that looks like model weights",
             "Commands that change keys act on those.",
-            f"Make tensors of its {found[0].detail}: ckptool convert {quoted(where)} -o weights.safetensors"
+            Advice(
+                f"Make tensors of its {found[0].detail}: ",
+                command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
+            )
             if found
-            else f"See what it has: ckptool inspect {quoted(where)}; then name the part: --at ADDRESS",
+            else Advice(
+                "See what it has: ",
+                command("inspect", input_of(checkpoint.source)),
+                "; then name the part: --at ADDRESS",
+            ),
         )
     return roots or found
 
@@ -146,7 +157,7 @@ def one_root(checkpoint: Checkpoint, at: str | None = None) -> tuple[Root, str]:
     raise UsageError(
         f"{where} has {len(roots):,} sets of model weights: {listed(roots, MANY_ROOTS)}",
         "This command takes one of them.",
-        f"Name it: {quoted(f'{where}#{roots[0].address}')}",
+        f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}",
     )
 
 

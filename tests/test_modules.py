@@ -196,7 +196,7 @@ def test_verbs_on_keys_say_that_a_whole_module_has_none(verb: str, tmp_path: Pat
     for at in (None, "model"):
         with pytest.raises(UsageError, match="whole module") as refused:
             getattr(ckptool, verb)(file, out=tmp_path / "out.pt", at=at, **options)
-        assert f"ckptool convert '{file}#model' -o weights.safetensors" in refused.value.fix
+        assert f"ckptool convert '{file}#model' -o OUT.safetensors" in refused.value.fix
     assert {path.name for path in tmp_path.iterdir()} <= {"model.pt", "rules.yaml"}
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from ckptool.bridge.devices import Restorer
 from ckptool.bridge.storages import Storages
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, listed, printable, quoted
+from ckptool.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
+from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, listed, printable
 from ckptool.graphs import After, Done, Made, Remake
 from ckptool.roots import find_roots
 from ckptool.tree import address, walk
@@ -46,19 +47,23 @@ class Builder:
         return UnsafeObject(
             f"{source} holds {listed(names)}",
             "Making these would run code that the file names; ckptool does not.",
-            f"{self._advice(places.values())}See what is there: ckptool inspect {quoted(source)}",
+            Advice(
+                *self._advice(places.values()),
+                "See what is there: ",
+                command("inspect", input_of(self.checkpoint.source)),
+            ),
         )
 
-    def _advice(self, bad: Iterable[str]) -> str:
+    def _advice(self, bad: Iterable[str]) -> tuple[str | Command, ...]:
         """How to load the first dictionary at the top that holds nothing unknown, if there is one."""
         tops = {place.partition("/")[0] for place in bad}
         tree, source = self.checkpoint.tree, self.checkpoint.source
         for key, value in tree.items() if isinstance(tree, dict) and source else ():
             if isinstance(value, dict) and value and address((key,)) not in tops:
-                return f"Load a part that holds none: ckptool.load({f'{source}#{printable(address((key,)))}'!r}). "
+                return (f"Load a part that holds none: ckptool.load({f'{source}#{printable(address((key,)))}'!r}). ",)
         if source and any(root.module is not None for root in find_roots(self.checkpoint)):
-            return f"Take its weights: ckptool convert {quoted(str(source))} -o weights.safetensors. "
-        return ""
+            return "Take its weights: ", command("convert", input_of(source), out=OUT_SAFETENSORS), ". "
+        return ()
 
     def refuse(self, node: Any, name: str) -> Made:
         """Stands something in for a node that is not made, and remembers what to call it."""

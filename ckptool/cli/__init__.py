@@ -80,16 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], done: list[Json]) -> int:
+    named = words[:1] if words[:1] and words[0] in COMMANDS else list(COMMANDS)  # one, where it is clear which
+    answers: Any = parser(named)(args=words, prog_name="ckptool", standalone_mode=False)
+    return answers if isinstance(answers, int) else _print(answers, done)
+
+
+def parser(names: Sequence[str]) -> Any:
+    """The program with these of its commands."""
     app = typer.Typer(
         add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": HELP}
     )
     app.callback(invoke_without_command=True)(program)
-    for name in words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS:  # one, where it is clear which
+    for name in names:
         module, group = COMMANDS[name]
         command = getattr(import_module(f"ckptool.cli.{module}"), name.replace("-", "_"))
         app.command(name, rich_help_panel=group, epilog=epilog(name))(command)
-    answers: Any = _without_types(app)(args=words, prog_name="ckptool", standalone_mode=False)
-    return answers if isinstance(answers, int) else _print(answers, done)
+    return _without_types(app)
 
 
 def _without_types(app: typer.Typer) -> Any:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage, TensorEntry
+from ckptool.commands import Advice, command, other_program
 from ckptool.dtypes import BY_TORCH, DType
 from ckptool.errors import (
     Ambiguous,
@@ -24,7 +25,6 @@ from ckptool.errors import (
     Unsupported,
     listed,
     printable,
-    quoted,
 )
 from ckptool.files import Folder, Input, Source
 from ckptool.formats import torch_zip
@@ -95,7 +95,7 @@ def _of_a_rank(folder: Folder, name: str) -> Checkpoint:
         raise Unsupported(
             f"{folder} is a file that no value of {METADATA} is in",
             "It may be left from another run; its tensors have no names.",
-            f"See the checkpoint beside it: ckptool inspect {quoted(folder.path)}",
+            Advice("See the checkpoint beside it: ", command("inspect", folder.path)),
         )
     tree: dict[Any, Any] = {}
     for key in held:
@@ -104,7 +104,7 @@ def _of_a_rank(folder: Folder, name: str) -> Checkpoint:
             raise _damaged(folder, f"has two values called {printable(label)}")
         tree[label] = shelf.take(key)
     what = f"what one rank saved: {len(held):,} of {len(places):,} values; the folder is the checkpoint"
-    notes = (Note("one-rank", what, ("ckptool", "inspect", folder.path)),)
+    notes = (Note("one-rank", what, command("inspect", folder.path)),)
     return Checkpoint(tree, NAME, {}, folder, None, notes, tuple(shelf.discarded))
 
 
@@ -126,7 +126,7 @@ def _metadata(folder: Folder) -> dict[Any, Any]:
         raise NotACheckpoint(
             f"{folder} is a folder, and its {METADATA} is not that of torch.distributed.checkpoint",
             "Another program wrote it.",
-            f"Name the file: ls {quoted(folder.path)}",
+            Advice("Name the file: ", other_program("ls", folder.path)),
         )
     return decoded.root.attributes  # type: ignore[no-any-return]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Data, Literal, Note, Plan, TensorEntry
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import Ambiguous, Unsupported, is_text, listed, printable
 from ckptool.files import Input, Source
 from ckptool.formats import recovered, zip_archive, zip_parts
@@ -20,6 +21,7 @@ from ckptool.plain import summary
 
 NAME = "npz"
 SUFFIXES = (".npz",)
+_LEFT_OUT = command("convert", FILE, exclude="NAME", out="OUT.npz")
 TENSORS_ONLY = True
 TIES = False
 ENDING = ".npy"
@@ -118,7 +120,7 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
         raise Unsupported(
             "an .npz file holds a dictionary of arrays, nothing else",
             "",
-            "Choose a part: ckptool convert FILE#ADDRESS -o OUT.npz",
+            Advice("Choose a part: ", command("convert", FILE / "ADDRESS", out="OUT.npz")),
         )
     found = {name: (None if _bad_name(name) else spelled(value)) for name, value in tree.items()}
     wrong = [f"{printable(str(name))} ({_why_not(name, tree[name])})" for name, array in found.items() if array is None]
@@ -126,7 +128,12 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
         raise Unsupported(
             f"an .npz file cannot hold {listed(wrong)}",
             "It has names for arrays of numpy's own types: no bf16, no float8, no packed or quantized values.",
-            "Cast the weights first: ckptool cast FILE --dtype f32 -o OUT; or leave them out: ckptool convert --exclude NAME",
+            Advice(
+                "Cast the weights first: ",
+                command("cast", FILE, dtype="f32", out=OUT),
+                "; or leave them out: ",
+                _LEFT_OUT,
+            ),
         )
     return {name: array for name, array in found.items() if array is not None}
 

@@ -11,6 +11,7 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
 
+from ckptool.commands import Advice, command, other_program
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable, quoted
 from ckptool.files import Folder, Input, Readable, Source
 
@@ -72,7 +73,12 @@ def _no_checkpoint_in(folder: Folder) -> CkptoolError:
     return NotACheckpoint(
         f"{folder} is a folder, not a checkpoint",
         f"ckptool looked for an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors. {held}",
-        f"Name the file: ls {quoted(folder.path)}; or see what is there: ckptool scan {quoted(folder.path)}",
+        Advice(
+            "Name the file: ",
+            other_program("ls", folder.path),
+            "; or see what is there: ",
+            command("scan", folder.path),
+        ),
     )
 
 
@@ -84,14 +90,14 @@ def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
             return Unsupported(
                 f"{source} is compressed with {name}",
                 "The checkpoint is inside.",
-                f"Unpack it first: {program} {quoted(source.path)} > {quoted(out)}",
+                Advice("Unpack it first: ", other_program(program, source.path, into=out)),
             )
     for magic, (name, program) in _ARCHIVES.items():
         if head.startswith(magic):
             return Unsupported(
                 f"{source} is a {name} archive, whatever its name says",
                 "torch.save writes none; models are packed so to get past scanners that look for pickles in a zip.",
-                f"If you trust where it is from: {program} {quoted(source.path)}",
+                Advice("If you trust where it is from: ", other_program(program, source.path)),
             )
     for magic, name in _OTHER_FILES.items():
         if head.startswith(magic):
@@ -100,7 +106,7 @@ def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
         return Unsupported(
             f"{source} is a tar archive, not one of torch's",
             "The checkpoint may be inside.",
-            f"See what is in it: tar tf {quoted(source.path)}",
+            Advice("See what is in it: ", other_program("tar tf", source.path)),
         )
     return None
 
@@ -154,7 +160,7 @@ def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
         return Unsupported(
             f"{source} is a TorchServe archive (.mar)",
             f"The checkpoint is inside: {listed(list(map(printable, inside))) if inside else 'no .pt or .pth is named'}.",
-            f"Unpack it: unzip {quoted(str(source))} -d {quoted(str(source) + '.unpacked')}",
+            Advice("Unpack it: ", other_program("unzip -d", f"{source.file.path}.unpacked", source.file.path)),
         )
     if "model.json" in last:
         return Unsupported(
@@ -185,7 +191,9 @@ def _ordinary_zip(source: Readable, names: set[str]) -> CkptoolError:
     return NotACheckpoint(
         f"{source} {what}, but not a PyTorch checkpoint",
         held,
-        f"{'Unpack it: unzip' if inside else 'See what is in it: unzip -l'} {quoted(str(source))}",
+        Advice("Unpack it: ", other_program("unzip -d", f"{source.file.path}.unpacked", source.file.path))
+        if inside
+        else Advice("See what is in it: ", other_program("unzip -l", source.file.path)),
     )
 
 
@@ -200,7 +208,7 @@ def _text_file(head: bytes, source: Source) -> CkptoolError | None:
         return NotACheckpoint(
             f"{source} is a git-lfs pointer ({facts}), not the file itself",
             "The repository was cloned without its large files.",
-            "Fetch them: git lfs pull",
+            Advice("Fetch them: ", other_program("git lfs pull")),
         )
     if start.startswith(("<!doctype", "<html", "<head", "<?xml", "<error", "<!--")):
         return NotACheckpoint(

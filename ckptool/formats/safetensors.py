@@ -27,6 +27,7 @@ from ckptool.checkpoint import (
     TensorEntry,
     row_major_strides,
 )
+from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Advice, command
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import (
     Ambiguous,
@@ -39,7 +40,6 @@ from ckptool.errors import (
     is_text,
     listed,
     printable,
-    quoted,
 )
 from ckptool.files import Input, Source
 from ckptool.formats import carried, recovered
@@ -173,7 +173,7 @@ class _Header:
             return ()
         names = listed([printable(key)[:40] for key in sorted(self.unknown)], 3)
         message = f"{max(self.unknown.values()):,} tensors have fields that the format does not know, which are not kept: {names}"
-        return (Note("unknown-fields", message, ("ckptool", "convert", "{file}", "-o", "{out}")),)
+        return (Note("unknown-fields", message, command("convert", FILE, out=OUT)),)
 
 
 def _bad_fields(source: Source, name: str, fields: Any) -> CkptoolError:
@@ -211,7 +211,7 @@ def _check_cover(source: Source, ranges: Sequence[tuple[int, int]], size: int) -
         raise Truncated(
             f"{source} ends {at - size:,} bytes before the data that its header promises",
             f"The file was cut off. {sum(end <= size for _, end in ranges):,} of its {len(ranges):,} tensors are whole.",
-            f"Save what is whole: ckptool recover {quoted(str(source))} -o OUT; or copy or download it again.",
+            Advice("Save what is whole: ", command("recover", source.path, out=OUT), "; or copy or download it again."),
         )
     if at < size:
         raise Corrupt(
@@ -299,14 +299,22 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
         raise Unsupported(
             "a safetensors file holds a dictionary of tensors, nothing else",
             "",
-            "Choose a part: convert FILE#ADDRESS, or keep everything: --all",
+            Advice(
+                "Choose a part: ",
+                command("convert", FILE / "ADDRESS", out=OUT_SAFETENSORS),
+                "; or keep everything: --all",
+            ),
         )
     wrong = [f"{printable(str(name))} ({why})" for name, value in tree.items() if (why := _why_not(name, value))]
     if wrong:
         raise Unsupported(
             f"a safetensors file cannot hold {listed(wrong)}",
             "It has names for plain tensors of its own types, and nothing for the rest.",
-            "Leave them out: ckptool convert --exclude NAME; or keep everything: convert --all",
+            Advice(
+                "Leave them out: ",
+                command("convert", FILE, exclude="NAME", out=OUT_SAFETENSORS),
+                "; or keep everything: --all",
+            ),
         )
     return tree
 

@@ -23,8 +23,9 @@ from ckptool.checkpoint import (
     Storage,
     StorageRef,
 )
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.dtypes import DType
-from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, printable, quoted
+from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, printable
 from ckptool.files import Input, Readable
 from ckptool.formats import recovered, twins, zip_archive, zip_parts
 from ckptool.formats.others import other_zip
@@ -266,7 +267,7 @@ def _width(dtype: DType | None) -> int:
 def record_notes(archive: Archive, root: str, storages: Storages) -> list[Note]:
     """What is unusual about the records of an archive, once its pickle was read."""
     notes = []
-    compact = ("ckptool", "convert", "{file}", "-o", "{out}")
+    compact = command("convert", FILE, out=OUT)
     unused = [
         record
         for name, record in archive.records.items()
@@ -355,7 +356,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
         raise Conflict(
             f"{archive.source} was edited in place {archive.edits} times already",
             "Every edit leaves its old pickle and directory inside; it is time to write the file anew.",
-            f"ckptool convert {quoted(str(archive.source))} -o NEW.pt",
+            Advice(command("convert", archive.source.file.path, out=OUT)),
         )
     layout = _Layout(origin, begin=archive.end)
     layout.add("data.pkl", Literal(encode(checkpoint.tree, layout.key_of)))

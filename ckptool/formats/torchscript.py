@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
+from ckptool.commands import command
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, printable
 from ckptool.files import Input, Readable, Source
 from ckptool.formats import zip_archive
@@ -261,7 +262,7 @@ def _program_notes(program: _Program, tree: dict[str, Any]) -> list[Note]:
     message = (
         f"holds a program as well ({len(program.files):,} files of code), which is never run; to be shown: {shown}"
     )
-    notes = [Note("torchscript", message, ("ckptool", "show", f"{path}#code"))]
+    notes = [Note("torchscript", message, command("show", f"{path}#code"))]
     if not tree["state_dict"]:
         packed = next(tensors(tree["attributes"]), None) is not None
         why = (
@@ -270,7 +271,7 @@ def _program_notes(program: _Program, tree: dict[str, Any]) -> list[Note]:
             else "what was frozen or made for mobile is constants of the program"
         )
         where = "attributes" if packed else "constants"
-        notes.append(Note("no-state-dict", f"its state dict is empty: {why}", ("ckptool", "show", f"{path}#{where}")))
+        notes.append(Note("no-state-dict", f"its state dict is empty: {why}", command("show", f"{path}#{where}")))
     return notes
 
 

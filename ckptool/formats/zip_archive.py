@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckptool.checkpoint import Note
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable, quoted
+from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
 from ckptool.files import Readable
 from ckptool.formats.zip_names import check_attributes, check_names, note_odd_entries, refuse_twins
 from ckptool.formats.zip_records import CENTRAL, FULL, FULL16, Record, extra_fields, wide_fields
@@ -156,7 +157,9 @@ def _cut(what: str, why: str, source: Readable) -> Truncated:
     found = whole_records(source) if source.size == source.file.size else None
     if found is None:
         return Truncated(what, why, again)
-    fix = f"Save what is whole: ckptool recover {quoted(str(source))} -o OUT; or download or copy it again."
+    fix = Advice(
+        "Save what is whole: ", command("recover", source.file.path, out=OUT), "; or download or copy it again."
+    )
     return Truncated(what, f"{why} {found[0]:,} of its {found[1]:,} storages look whole.", fix)
 
 
@@ -367,7 +370,7 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
         begins = archive.superseded = earlier.end
         archive.edits = earlier.edits + 1
         message = f"earlier in-place edits left {_dead_bytes(archive):,} bytes of old pickles and directories inside"
-        archive.notes.append(Note("superseded-pickle", message, ("ckptool", "convert", "{file}", "-o", "{out}")))
+        archive.notes.append(Note("superseded-pickle", message, command("convert", FILE, out=OUT)))
     first = records[0].header if records else archive.directory
     if first > begins:
         raise Ambiguous(

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, Corrupt, listed, printable
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def leads_elsewhere(name: str) -> bool:
 
 def note_odd_entries(archive: Archive) -> None:
     """Notes what is harmless here, where nothing is unpacked, and should be known before another program unpacks the archive."""
-    fix = ("ckptool", "convert", "{file}", "-o", "{out}")
+    fix = command("convert", FILE, out=OUT)
     if _ELSEWHERE.search("\n".join(archive.records)):
         names = [printable(name) for name in archive.records if leads_elsewhere(name)]
         if names:

@@ -13,7 +13,8 @@ import os
 from collections.abc import Callable
 
 from ckptool.checkpoint import Plan
-from ckptool.errors import Conflict, FileProblem, printable, quoted
+from ckptool.commands import Advice, command
+from ckptool.errors import Conflict, FileProblem, printable
 from ckptool.files import Source, file_problem
 from ckptool.output.copying import write_all
 from ckptool.output.durable import _check_space, _close, _sweep, settle, write_problem
@@ -61,7 +62,7 @@ def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
         raise FileProblem(
             f"the change of {printable(path)} was stopped, and could not be taken back: {reason}",
             "Whoever reads the file finds its old state or the new one, whole; bytes of the other may be left behind it.",
-            f"Look at it: ckptool inspect {quoted(path)}. The next change in place clears it.",
+            Advice("Look at it: ", command("inspect", path), ". The next change in place clears it."),
         ) from error
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from ckptool.checkpoint import Note, Plan
-from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable, quoted
+from ckptool.commands import Advice, other_program
+from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
 from ckptool.files import Input, file_problem, unchanged
 from ckptool.output.copying import reserve
 from ckptool.output.running import RunningDigest
@@ -41,7 +42,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
             raise FileProblem(
                 f"cannot write {printable(path)}: there is no folder {printable(folder)}",
                 "",
-                f"Make it first: mkdir -p {quoted(folder)}",
+                Advice("Make it first: ", other_program("mkdir -p", folder)),
             ) from None
         if not os.path.basename(path):
             raise FileProblem(

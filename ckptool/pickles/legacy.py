@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from ckptool.checkpoint import Blob, Computed, Data, Note, Storage, StorageRef
 from ckptool.checkpoint import Literal as InMemory
+from ckptool.commands import FILE, OUT, command
 from ckptool.dtypes import DType
 from ckptool.errors import (
     BadTensor,
@@ -55,7 +56,7 @@ _USUAL = (
 )
 _SMALLEST = 512  # bytes that a stream in bytes counts at least, when it is counted what all of them take
 _TYPE_SIZES = {"short": (2,), "int": (4,), "long": (4, 8)}
-COMPACT = ("ckptool", "convert", "{file}", "-o", "{out}")
+COMPACT = command("convert", FILE, out=OUT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """The error messages that people search for, what each means, and what mends it.
 
 Texts of torch 0.4 to 2.13, safetensors, pickle and the systems below them, matched as regular expressions in the order of this table: the
-more exact first. A fix is a ckptool command with `{file}` and `{out}`, or another program's; `{prefix}` is what the pattern names so.
+more exact first. A fix is a command; its PREFIX is what the pattern names so.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-Command = tuple[str, ...]
+from ckptool.commands import FILE, FOLDER, MODEL, OUT, OUT_SAFETENSORS, Advice, Command, Slot, command
 
 MAX_TEXT = 100_000  # characters of a message that are looked at
 
@@ -28,25 +28,27 @@ class KnownError:
     advice: str = ""
 
     def found(self, text: str) -> dict[str, str]:
-        """What the pattern's named groups are in a message, as the placeholders of commands: `{prefix}`."""
+        """What the pattern's named groups are in a message, as the slots of commands are called: `PREFIX`."""
         match = self.pattern.search(text[:MAX_TEXT])
-        return {f"{{{name}}}": value for name, value in match.groupdict().items()} if match else {}
+        return {name.upper(): value for name, value in match.groupdict().items() if value} if match else {}
 
 
-def _known(pattern: str, code: str, meaning: str, *fixes: str, advice: str = "") -> KnownError:
-    return KnownError(re.compile(pattern, re.IGNORECASE), code, meaning, tuple(tuple(f.split()) for f in fixes), advice)
+def _known(pattern: str, code: str, meaning: str, *fixes: Command, advice: str = "") -> KnownError:
+    return KnownError(re.compile(pattern, re.IGNORECASE), code, meaning, fixes, advice)
 
 
-_STRIP = "ckptool strip-module {file} -o {out}"
-_ADD = "ckptool add-module {file} -o {out}"
-_CPU = "ckptool remap {file} --to cpu -o {out}"
-_PLAIN = "ckptool convert {file} --weights-only -o {out}"
-_INSPECT = "ckptool inspect {file}"
-_WEIGHTS = "ckptool convert {file} -o {weights}"
-_ANEW = "ckptool convert {file} -o {out}"
-_RECOVER = "ckptool recover {file} -o {out}"
-_DOCTOR = "ckptool doctor {file}"
-_SCAN = "ckptool scan {file}"
+_STRIP = command("strip-module", FILE, out=OUT)
+_ADD = command("add-module", FILE, out=OUT)
+_CPU = command("remap", FILE, to="cpu", out=OUT)
+_PLAIN = command("convert", FILE, weights_only=True, out=OUT)
+_INSPECT = command("inspect", FILE)
+_WEIGHTS = command("convert", FILE, out=OUT_SAFETENSORS)
+_ANEW = command("convert", FILE, out=OUT)
+_RECOVER = command("recover", FILE, out=OUT)
+_DOCTOR = command("doctor", FILE)
+_SCAN = command("scan", FILE)
+_VERIFY = command("verify", FILE)
+_LATEST = command("scan", FOLDER, latest_good=True)
 _FIRST_MISSING = r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*"  # once, however often it is there
 _MODEL = "MODEL is a checkpoint of your model, or your own code: model.py:build"
 
@@ -63,7 +65,7 @@ KNOWN: tuple[KnownError, ...] = (
         "prefix-module",
         "One side was wrapped in DataParallel or DistributedDataParallel: its keys begin with module. and those of the other do not.",
         _STRIP,
-        advice="Where the model is the one that is wrapped: ckptool add-module instead.",
+        advice=Advice("Where the model is the one that is wrapped: ", _ADD),
     ),
     _known(
         r"(unexpected|missing) key\(s\) in state_dict:[^\n]*_orig_mod\.",
@@ -84,20 +86,20 @@ KNOWN: tuple[KnownError, ...] = (
         r"unexpected key\(s\) in state_dict:\s*[\"'](?P<prefix>[\w.]{1,200}\.)\1[\"']",
         "prefix",
         "The keys of the file have a prefix that those of the model do not have; Lightning, for one, saves a model inside another.",
-        "ckptool strip-module {file} --prefix {prefix} -o {out}",
+        command("strip-module", FILE, prefix=Slot("PREFIX"), out=OUT),
     ),
     _known(
         r"size mismatch for |copying a param with shape|Trying to set a tensor of shape|ignore_mismatched_sizes",
         "shape-mismatch",
         "A tensor of the file has another shape than the model's: another architecture, number of classes or vocabulary.",
-        "ckptool warm-start {file} --against MODEL --on-mismatch skip -o {out}",
+        command("warm-start", FILE, against=MODEL, on_mismatch="skip", out=OUT),
         advice=f"It takes what fits and the model's own values for the rest. {_MODEL}.",
     ),
     _known(
         r"error\(s\) in loading state_dict|(missing|unexpected) key\(s\) in state_dict|_IncompatibleKeys",
         "keys-differ",
         "The names of the file and of the model differ.",
-        "ckptool warm-start {file} --against MODEL",
+        command("warm-start", FILE, against=MODEL),
         advice=f"It shows what fits, and rules for the rest. {_MODEL}.",
     ),
     _known(
@@ -205,8 +207,8 @@ KNOWN: tuple[KnownError, ...] = (
         r"locating file \S*data\.pkl|storage has wrong (byte )?size",
         "corrupt",
         "The file is another kind of archive, or was damaged or mixed up while it was written, as by two processes at once.",
-        "ckptool verify {file}",
-        advice="Copy it again; else look for the newest whole one: ckptool scan FOLDER --latest-good",
+        _VERIFY,
+        advice=Advice("Copy it again; else look for the newest whole one: ", _LATEST),
     ),
     _known(
         r"Unsupported operand 149|Unsupported operand 1(40|42|43|48)|Detected pickle protocol",
@@ -273,21 +275,21 @@ KNOWN: tuple[KnownError, ...] = (
         r"parameter group that doesn't match|different number of parameter groups",
         "optimizer-differs",
         "The optimizer state belongs to a model with other parameters.",
-        "ckptool slim {file} -o {out}",
+        command("slim", FILE, out=OUT),
         advice="Without its optimizer state the checkpoint starts a new optimizer.",
     ),
     _known(
         r"No space left on device|file write failed|PytorchStreamWriter failed|Disk quota exceeded|enforce fail at inline_container",
         "disk-full",
         "The save ran out of room; what it left behind is not whole.",
-        "ckptool verify {file}",
-        advice="Look for the newest whole one: ckptool scan FOLDER --latest-good",
+        _VERIFY,
+        advice=Advice("Look for the newest whole one: ", _LATEST),
     ),
     _known(
         r"float8|has no attribute ['\"](bfloat16|uint16|uint32|uint64|float4)",
         "dtype-unknown",
         "The tensors have an element type that this torch is too old for.",
-        "ckptool cast {file} --dtype bf16 -o {out}",
+        command("cast", FILE, dtype="bf16", out=OUT),
     ),
     _known(r"Is a directory|IsADirectoryError", "folder", "A folder was given where a file was expected.", _INSPECT),
     _known(

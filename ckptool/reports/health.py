@@ -6,13 +6,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
-from ckptool.errors import CkptoolError, listed, printable, quoted
+from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Chain, Command, command
+from ckptool.errors import CkptoolError, listed, printable
 from ckptool.prefixes import COUNTER, without_wrappers, wrappers
-from ckptool.reports.error_texts import MAX_TEXT, Command, KnownError, recognised
+from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
 from ckptool.reports.listing import Listing
 from ckptool.reports.targets import SPEC, Target
 from ckptool.roots import WEIGHTS, kinds_of, one_root
@@ -58,10 +58,11 @@ def of_error_text(text: str, file: str = "") -> Diagnosis:
     known = recognised(text)
     if known is None:
         what = "this message is not in ckptool's table" if text.strip() else "there is no message to read"
-        advice = "Look at the file instead: ckptool doctor FILE"
+        advice = Advice("Look at the file instead: ", command("doctor", FILE))
         return Diagnosis(file, "", (Finding("unknown-error", what, _first_line(text), advice=advice),))
-    names, found = _Names(file) if file else None, known.found(text)
-    fixes = tuple(_filled(tuple(found.get(word, word) for word in fix), names) for fix in known.fixes)
+    chain, words = Chain(file), known.found(text)
+    wanted = [fix.with_words(words) for fix in known.fixes]
+    fixes = tuple(str(chain.fill(fix) if file else fix) for fix in wanted)
     says = _first_line(text, known)
     return Diagnosis(file, "", (Finding(known.code, known.meaning, says, True, fixes, known.advice),))
 
@@ -79,19 +80,14 @@ def _first_line(text: str, known: KnownError | None = None) -> str:
 
 def of_problem(error: CkptoolError, file: str) -> Diagnosis:
     """A file that cannot be opened: what it is instead, or what is wrong with it."""
-    told, _, otherwise = error.fix.partition("; or ")
-    command = _COMMAND.search(told)
-    fixes = (_Names(file).fill_text(command[1]),) if command else ()
-    advice = (f"Or {otherwise}" if otherwise else "") if command else error.fix
+    fixes: tuple[str, ...] = ()
+    advice = error.fix
+    if isinstance(error.fix, Advice) and error.fix.commands:
+        fixes, advice = (str(Chain(file).fill(error.fix.commands[0])),), error.fix.otherwise
     what = error.what if not error.why else f"{error.what}. {error.why}"
     said = _said_of(error, file)
     return Diagnosis(file, "", (Finding(error.code, printable(what), said, True, fixes, printable(advice)),))
 
-
-# A command at the end of an error's third part.
-_COMMAND = re.compile(
-    r"(?:^|: )((?:ckptool|git|gzip|gunzip|bzip2|bunzip2|xz|zstd|lz4|7z|unrar|tar|unzip|ls|mkdir|pip)\b.*)$", re.DOTALL
-)
 
 _SAID = {
     "truncated": "PytorchStreamReader failed reading zip archive: failed finding central directory; or: unexpected EOF",
@@ -127,7 +123,7 @@ def of_checkpoint(
 
     against: the model that it is for.
     """
-    names = _Names(file)
+    chain = Chain(file)
     findings = [
         *_of_container(found, file, bool(refused)),
         *_of_values(refused, found),
@@ -136,15 +132,13 @@ def of_checkpoint(
         *_of_layout(found),
         *(_of_target(checkpoint, against) if against is not None else ()),
     ]
-    filled = tuple(
-        replace(
-            finding,
-            fixes=tuple(names.fill(fix) for fix in fixes),
-            advice=finding.advice.replace("{file}", quoted(names.original)),
-        )
-        for finding, fixes in _ordered(findings)
-    )
-    return Diagnosis(file, _is_a(found), filled)
+    return Diagnosis(file, _is_a(found), tuple(_filled(finding, fixes, chain) for finding, fixes in _ordered(findings)))
+
+
+def _filled(finding: Finding, fixes: tuple[Command, ...], chain: Chain) -> Finding:
+    lines = tuple(str(chain.fill(fix)) for fix in fixes)
+    advice = finding.advice.filled(chain) if isinstance(finding.advice, Advice) else finding.advice
+    return replace(finding, fixes=lines, advice=advice)
 
 
 Found = tuple[Finding, tuple[Command, ...]]
@@ -170,7 +164,7 @@ def _is_a(found: Listing) -> str:
 
 def _of_container(found: Listing, file: str, values: bool) -> Iterator[Found]:
     suffix = os.path.splitext(file)[1].lower()
-    convert = ("ckptool", "convert", "{file}", "-o", "{out}")
+    convert = command("convert", FILE, out=OUT)
     kind = found.container
     if kind == "safetensors" and suffix in TORCH_SUFFIXES:
         what = f"it is a safetensors file, though its name ends in {printable(suffix)}"
@@ -201,17 +195,17 @@ def _of_container(found: Listing, file: str, values: bool) -> Iterator[Found]:
         yield Finding("folder", what, "IsADirectoryError: [Errno 21] Is a directory", kind == "dcp"), (_to_file(),)
     elif kind == "pickle":
         says = "Invalid magic number; corrupt file? or: Unsupported operand 149"
-        plain = ("ckptool", "convert", "{file}", "--weights-only", "-o", "{pt}")
+        plain = command("convert", FILE, weights_only=True, out=OUT_PT)
         finding = Finding("bare-pickle", "it is a bare pickle, which torch.load does not read", says)
         yield finding, (plain if values else _to_file(),)
 
 
 def _to_weights() -> Command:
-    return "ckptool", "convert", "{file}", "-o", "{weights}"
+    return command("convert", FILE, out=OUT_SAFETENSORS)
 
 
 def _to_file() -> Command:
-    return "ckptool", "convert", "{file}", "-o", "{pt}"
+    return command("convert", FILE, out=OUT_PT)
 
 
 def _of_values(refused: Sequence[str], found: Listing) -> Iterator[Found]:
@@ -221,7 +215,7 @@ def _of_values(refused: Sequence[str], found: Listing) -> Iterator[Found]:
     holds = "a whole model, pickled with its class, which" if whole else "values that"
     what = f"it holds {holds} weights_only refuses: {listed(refused, 4)}"
     says = "Weights only load failed … Unsupported global; with weights_only=False: No module named …"
-    yield Finding("unsafe-global", what, says), (("ckptool", "convert", "{file}", "--weights-only", "-o", "{out}"),)
+    yield Finding("unsafe-global", what, says), (command("convert", FILE, weights_only=True, out=OUT),)
 
 
 _NOTES = {
@@ -244,7 +238,7 @@ def _of_notes(notes: Iterable[Note]) -> Iterator[Found]:
             continue  # said among the values
         seen.add(note.code)
         says, blocks = _NOTES.get(note.code, ("", False))
-        yield Finding(note.code, note.message, says, blocks), ((note.fix,) if note.fix else ())
+        yield Finding(note.code, note.message, says, blocks), ((note.fix,) if isinstance(note.fix, Command) else ())
 
 
 def _of_modules(found: Listing) -> Iterator[Found]:
@@ -253,7 +247,7 @@ def _of_modules(found: Listing) -> Iterator[Found]:
     if kinds and found.container != "torchscript":
         what = f"the model was pickled inside a wrapper: the keys of its state dict begin with {listed(sorted(kinds))}"
         says = _NOTES["prefix-module"][0]
-        yield Finding("prefix-module", what, says), (("ckptool", "strip-module", "{file}", "-o", "{out}"),)
+        yield Finding("prefix-module", what, says), (command("strip-module", FILE, out=OUT),)
 
 
 def _of_layout(found: Listing) -> Iterator[Found]:
@@ -266,19 +260,19 @@ def _of_layout(found: Listing) -> Iterator[Found]:
         return
     root = mains[0]
     inside = f"checkpoint{''.join(f'[{segment!r}]' for segment in root.path)}"
-    command = ("ckptool", "convert", f"{{file}}#{root.address}", "-o", "{out}")
+    take = command("convert", FILE / root.address, out=OUT)
     others = [printable(str(key)) for key in found.tree if key != root.path[0]]
     if len(mains) > 1:
         names = listed([printable(each.address) for each in mains], 4)
         what = f"it holds {len(mains):,} sets of weights, and a model takes one: {names}"
         says = f'Unexpected key(s) in state_dict: "{printable(str(root.path[0]))}"'
         advice = f"And so on for each. Or in Python: model.load_state_dict({inside})"
-        yield Finding("several-weights", what, says, False, advice=advice), (command,)
+        yield Finding("several-weights", what, says, False, advice=advice), (take,)
     elif others:
         what = f"the weights are the entry {printable(root.address)}, beside {listed(others, 3)}"
         says = f'Unexpected key(s) in state_dict: "{others[0]}"'
         advice = f"Or in Python: model.load_state_dict({inside})"
-        yield Finding("nested-weights", what, says, False, advice=advice), (command,)
+        yield Finding("nested-weights", what, says, False, advice=advice), (take,)
 
 
 # Against the model that it is for ------------------------------------------------------------------------------------
@@ -297,13 +291,13 @@ def _of_target(checkpoint: Checkpoint, target: Target) -> Iterator[Found]:
     if shapes:
         what = f"{len(shapes):,} tensors have another shape than in {printable(name)}: {listed(shapes, 3)}"
         says = "size mismatch for …: copying a param with shape … from checkpoint"
-        command = ("ckptool", "warm-start", "{file}", "--against", name, "--on-mismatch", "skip", "-o", "{out}")
+        start = command("warm-start", FILE, against=name, on_mismatch="skip", out=OUT)
         advice = f"It takes what fits, and the values of {printable(name)} for the rest."
         fits = any(key in theirs and ours[key].shape == theirs[key].shape for key in ours)
         if target.kind == SPEC or not fits:  # a spec has no values to fill up with
             yield Finding("shape-mismatch", what, says), ()
         else:
-            yield Finding("shape-mismatch", what, says, advice=advice), (command,)
+            yield Finding("shape-mismatch", what, says, advice=advice), (start,)
 
 
 def _naming(
@@ -314,20 +308,20 @@ def _naming(
     if bare == set(theirs):
         return Finding(
             "prefix-module", f"its keys carry a wrapper's prefix, those of {printable(name)} do not", says
-        ), (("ckptool", "strip-module", "{file}", "-o", "{out}"),)
+        ), (command("strip-module", FILE, out=OUT),)
     for longer, shorter, verb in ((ours, theirs, "strip-module"), (theirs, ours, "add-module")):
         prefix = _common_prefix(longer, shorter)
         if prefix:
             which = "its keys begin" if longer is ours else f"the keys of {printable(name)} begin"
-            command = ("ckptool", verb, "{file}", "--prefix", prefix, "-o", "{out}")
-            return Finding("prefix", f"{which} with {printable(prefix)}, the others do not", says), (command,)
+            rename = command(verb, FILE, prefix=prefix, out=OUT)
+            return Finding("prefix", f"{which} with {printable(prefix)}, the others do not", says), (rename,)
     parts = [
         f"{len(names):,} {word} ({listed([printable(key) for key in names], 2)})"
         for word, names in (("are missing", missing), ("are unexpected", extra))
         if names
     ]
     what = f"of {len(theirs):,} keys of {printable(name)} {' and '.join(parts)}"
-    advice = f"What fits, and rules for other names: ckptool warm-start {{file}} --against {quoted(name)}"
+    advice = Advice("What fits, and rules for other names: ", command("warm-start", FILE, against=name))
     return Finding("keys-differ", what, says, advice=advice), ()
 
 
@@ -353,59 +347,3 @@ def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _shape(tensor: Any) -> str:
     return str(list(tensor.shape)) if tensor.shape is not None else "[?]"
-
-
-# Commands ------------------------------------------------------------------------------------------------------------
-
-
-class _Names:
-    """Fills `{file}` and `{out}` so that each command works on what the one before it wrote, to a name that is not taken."""
-
-    def __init__(self, file: str) -> None:
-        self.given = file
-        self.original = self.current = os.path.join(".", file) if file.startswith("-") else file
-        self.taken: set[str] = set()
-
-    def fill(self, command: Command) -> str:
-        return " ".join(map(quoted, self._words(command)))
-
-    def _words(self, command: Command) -> list[str]:
-        words = [word.replace("{file}", self.current) for word in command]
-        for place, suffix in (("{out}", None), ("{weights}", ".safetensors"), ("{pt}", ".pt")):
-            if place in words:
-                out = self._free(suffix)
-                words[words.index(place)] = self.current = out
-        return words
-
-    def _free(self, suffix: str | None) -> str:
-        stem, own = _parted(self.original.rstrip("/"))
-        for number in count(1):
-            name = f"{stem}.fixed{number if number > 1 else ''}{own if suffix is None else suffix}"
-            if name not in self.taken and not os.path.lexists(name):
-                break
-        self.taken.add(name)
-        return name
-
-    def fill_text(self, command: str) -> str:
-        """A command that an error names: the file quoted for the shell, `FILE` and `OUT` filled in."""
-        file, shown = quoted(self.original), printable(self.given)
-        for named in (quoted(self.given), quoted(shown), shown):
-            if named in command:
-                command = command.replace(named, file)
-                break
-        places = {"FILE": file, "OUT": quoted(self._free(None))}
-        return re.sub(r"(?<= )(FILE|OUT)$|(?<= )(FILE|OUT)(?= )", lambda found: places[found[0]], command)
-
-
-def _parted(path: str) -> tuple[str, str]:
-    """The path without its suffix, and that: `.pth.tar` is one."""
-    stem, suffix = os.path.splitext(path)
-    inner, before = os.path.splitext(stem)
-    return (inner, before + suffix) if suffix == ".tar" and before in TORCH_SUFFIXES else (stem, suffix)
-
-
-def _filled(command: Command, names: _Names | None) -> str:
-    if names is not None:
-        return names.fill(command)
-    places = {"{file}": "FILE", "{out}": "OUT", "{weights}": "OUT.safetensors", "{pt}": "OUT.pt"}
-    return " ".join(places.get(word, word) for word in command)

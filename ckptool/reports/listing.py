@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, Tensor, TensorEntry
+from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, command
 from ckptool.errors import listed, printable
 from ckptool.files import Folder
 from ckptool.nodes import Object, Set
@@ -187,14 +188,14 @@ def _optimizer_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
 def _array_notes(checkpoint: Checkpoint) -> Iterator[Note]:
     found = array_roots(checkpoint.tree)
     places = listed([f"{root.detail} at {printable(root.address) or 'the top'}" for root in found], 3)
-    fix = ("ckptool", "convert", "{file}", "-o", "{tensors}") if len(found) == 1 else ()
+    fix = command("convert", FILE, out=OUT_SAFETENSORS) if len(found) == 1 else ()
     if found:
         yield Note("numpy-weights", f"{places}: no tensors yet, but convert and diff take them for weights", fix)
 
 
 def _prefix_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
-    fix: tuple[str, ...] = ("ckptool", "strip-module", "{file}", "-o", "{out}")
     found: list[tuple[str, str]] = []
+    partial = False
     for root in roots:
         named = root.is_model and root.module is None  # a whole module's names are not its keys
         names = [name for name in root.node if type(name) is str and name != COUNTER] if named else []
@@ -202,11 +203,11 @@ def _prefix_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
         if not kinds:
             continue
         having = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
-        if 0 < having < len(names) and "--partial" not in fix:
-            fix += ("--partial",)  # the command is one for all roots
+        partial = partial or 0 < having < len(names)  # the command is one for all roots
         where = f"{sum(kinds.values()):,} of {len(names):,} keys of {printable(root.address) or 'the file'}"
         message = f"{where} carry a wrapper's {listed(sorted(kinds))}"
         found.append(("prefix-module" if having else "prefix-compiled", message))
+    fix = command("strip-module", FILE, partial=partial, out=OUT)
     yield from (Note(code, message, fix) for code, message in found)
 
 
@@ -220,7 +221,7 @@ def _device_notes(rows: list[TensorRow]) -> Iterator[Note]:
         (first, count), *more = sorted(elsewhere.items())
         tagged = f"{count:,} {'tensor is' if count == 1 else 'tensors are'} tagged {printable(first)}"
         facts = listed([tagged, *(f"{count:,} {printable(place)}" for place, count in more)])
-        fix = ("ckptool", "remap", "{file}", "--to", "cpu", "-o", "{out}")
+        fix = command("remap", FILE, to="cpu", out=OUT)
         yield Note(
             "cuda-location" if kind == "cuda" else "device-location",
             f"{facts}; a machine without it needs map_location",
@@ -243,7 +244,7 @@ def _waste_notes(rows: list[TensorRow]) -> Iterator[Note]:
     waste = sum(max(0, total - shown[number]) for number, total in totals.items())
     if waste >= WASTE_WORTH_A_NOTE:
         count = sum(1 for number, total in totals.items() if shown[number] < total)
-        fix = ("ckptool", "slim", "{file}", "--keep-optimizer", "-o", "{out}")
+        fix = command("slim", FILE, keep_optimizer=True, out=OUT)
         yield Note(
             "wasted-storage", f"{waste:,} bytes in {count:,} storages are behind no tensor (slices saved whole)", fix
         )

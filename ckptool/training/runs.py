@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool import __version__
-from ckptool.errors import Conflict, FileProblem, UsageError, printable, quoted
+from ckptool.commands import Advice, command
+from ckptool.errors import Conflict, FileProblem, UsageError, printable
 from ckptool.files import file_problem
 from ckptool.output import make_folder
 from ckptool.training import configfile
@@ -121,7 +122,7 @@ def _refuse_run(folder: str) -> None:
         raise Conflict(
             f"{printable(folder)} is a run already",
             "It was left as it is.",
-            f"Go on with it: ckptool resume {quoted(folder)}; or name another folder: --set run=OTHER",
+            Advice("Go on with it: ", command("resume", folder), "; or name another folder: --set run=OTHER"),
         )
 
 

@@ -6,7 +6,8 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from ckptool.errors import DiskFull, quoted
+from ckptool.commands import Advice, command
+from ckptool.errors import DiskFull
 from ckptool.training.runs import Run, environment
 from ckptool.training.state import gathered
 from ckptool.training.trainer import Trainer
@@ -83,7 +84,7 @@ class Saver:
             saved = self.run.store.commit(step, tree, facts)
         except DiskFull as error:
             error.why = "The checkpoints that are there stay as they are."
-            error.fix = f"Make room, then go on: ckptool resume {quoted(self.run.folder)}"
+            error.fix = Advice("Make room, then go on: ", command("resume", self.run.folder))
             raise
         gone = self.run.prune()
         self.run.note("save", step=saved.step, path=saved.path, pruned=[old.step for old in gone])

@@ -16,7 +16,8 @@ from typing import Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Literal, Plan
-from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, printable, quoted
+from ckptool.commands import Advice, command
+from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, printable
 from ckptool.files import Source, file_problem
 from ckptool.output import RunningDigest, digest_of, make_folder, replace_file
 from ckptool.training.layout import CHECKPOINTS
@@ -126,7 +127,7 @@ class Store:
             raise NoneValid(
                 f"{printable(self.folder)} holds {len(there)} checkpoints, and none of them is whole",
                 "Nothing was deleted, and nothing was started from the beginning.",
-                f"See what is wrong with them: ckptool scan {quoted(self.folder)}",
+                Advice("See what is wrong with them: ", command("scan", self.folder)),
             )
         return None
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.abreast import Abreast, Ahead
 from ckptool.checkpoint import Composite, Computed, Storage, TensorEntry, row_major_strides
+from ckptool.commands import Advice, command
 from ckptool.dtypes import by_name
-from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable, quoted
+from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
 from ckptool.nodes import OrderedDict
 from ckptool.transforms.dtypes import rounded
 from ckptool.values import CHUNK, numbers, resolve, scratch
@@ -69,7 +70,7 @@ def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: S
         raise Conflict(
             f"the files do not hold the same weights: {listed(problems, 6)}",
             "Means of different models are no model. Nothing was written.",
-            f"See all of it: ckptool diff {quoted(names[0])} {quoted(names[-1])}",
+            Advice("See all of it: ", command("diff", names[0], names[-1])),
         )
     made: dict[tuple[Any, ...], TensorEntry] = {}
     tree: dict[Any, Any] = OrderedDict((), last.attributes) if isinstance(last, OrderedDict) else {}

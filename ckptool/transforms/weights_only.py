@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptool.arrays import array_tensor
 from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import Conflict, printable
 from ckptool.graphs import After, Done, Empty, Made, Of, Remake
 from ckptool.modules import module_state_dict
@@ -125,7 +126,7 @@ class _Plain:
                     raise Conflict(
                         f"two keys of a dictionary would both become {printable(str(new))!r}",
                         "One of the two values would be lost. Nothing was written.",
-                        "Drop one of them first: ckptool edit --drop",
+                        Advice("Drop one of them first: ", command("edit", FILE, drop="ADDRESS", out=OUT)),
                     )
                 made[new] = result
             if isinstance(value, OrderedDict) and isinstance(made, OrderedDict):

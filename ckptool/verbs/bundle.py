@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Note
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Conflict, UsageError, listed, printable
 from ckptool.files import Folder, Input
 from ckptool.formats import Format, bundle_json, recovered
@@ -85,7 +86,7 @@ def bundle(
 
 def _left_inside(dropped: Sequence[str]) -> list[Note]:
     message = f"the bytes of {listed([printable(name) for name in dropped], 3)} stay inside the file, used by nothing"
-    return [Note("unused-record", message, ("ckptool", "convert", "FILE", "-o", "OUT"))] if dropped else []
+    return [Note("unused-record", message, command("convert", FILE, out=OUT))] if dropped else []
 
 
 @dataclass(slots=True)

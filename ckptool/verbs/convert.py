@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Note
+from ckptool.commands import OUT, Advice, command
 from ckptool.errors import UsageError, printable
 from ckptool.formats import Format, by_name, carried, for_output, keeps_ties, sharded, tensors_only
 from ckptool.modules import module_attributes
@@ -124,7 +125,7 @@ def _to_tensors(
             raise UsageError(
                 "--all keeps everything; --only and --exclude leave something out",
                 "",
-                "Drop entries first: ckptool edit --drop",
+                Advice("Drop entries first: ", command("edit", opened.path, drop="ADDRESS", out=OUT)),
             )
         part = _part(opened)
         packed = replace(carried.pack(part), beside=part.beside)  # what is beside cannot go along: `save` says so
@@ -177,7 +178,7 @@ def _module_notes(opened: Opened) -> tuple[Note, ...]:
         return ()
     message = f"{found[0]} stays an object of its class; by the address of a module its weights alone are written"
     place = address(found[0].path) or "/"
-    return (Note("whole-module", message, ("ckptool", "convert", f"{opened.path}#{place}", "-o", "weights.pt")),)
+    return (Note("whole-module", message, command("convert", f"{opened.path}#{place}", out="weights.pt")),)
 
 
 def _kept(node: dict[Any, Any], keys: set[str]) -> dict[Any, Any]:

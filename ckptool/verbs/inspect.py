@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Composite, Note
+from ckptool.commands import Chain
 from ckptool.errors import listed, printable
 from ckptool.files import unchanged
 from ckptool.reports.listing import Listing, listing
@@ -69,31 +68,12 @@ def _numbers(found: Listing) -> dict[str, Statistics]:
     return numbers
 
 
-_ENDINGS = {"strip-module": "clean", "remap": "cpu"}
-
-
-def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
-    """The notes with commands that can be run as they are: on this file, to a name beside it that is not taken."""
-    return tuple(replace(note, fix=tuple(_filled(note.fix, path))) if note.fix else note for note in notes)
-
-
-def _filled(command: tuple[str, ...], path: str) -> Iterator[str]:
-    file = os.path.join(".", path) if path.startswith("-") else path
-    for word in command:
-        if word == "{tensors}":
-            yield _free_name(os.path.splitext(file)[0] + ".safetensors", command[1])
-        else:
-            yield {"{file}": file, "{out}": _free_name(file, command[1])}.get(word, word) if word[:1] == "{" else word
-
-
-def _free_name(path: str, verb: str) -> str:
-    stem, suffix = os.path.splitext(path)
-    ending = _ENDINGS.get(verb, "new")
-    for number in count(1):
-        name = f"{stem}.{ending}{number if number > 1 else ''}{suffix}"
-        if not os.path.lexists(name):
-            break
-    return name
+def runnable(notes: Sequence[Note], path: str) -> tuple[Note, ...]:
+    """The notes with commands that can be run as they are, one after the other: on this file, to names beside it that are not taken."""
+    chain = Chain(path)
+    return tuple(
+        replace(note, fix=fix) for note, fix in zip(notes, chain.each(note.fix for note in notes), strict=True)
+    )
 
 
 def _non_finite(found: Listing, numbers: dict[str, Statistics]) -> list[Note]:

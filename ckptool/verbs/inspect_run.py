@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
 from ckptool.files import file_problem
 from ckptool.training.layout import CHANGED, CONFIG, HISTORY, is_run
@@ -67,7 +68,9 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     name = os.fspath(run)
     if not is_run(name):
         raise UsageError(
-            f"{printable(name)} is not a run: it has no run.yaml and checkpoints", "", "Look: ckptool scan"
+            f"{printable(name)} is not a run: it has no run.yaml and checkpoints",
+            "",
+            Advice("Look: ", command("scan", name)),
         )
     number, config = _config(os.path.join(name, CONFIG))
     history = list(Lines(os.path.join(name, HISTORY)).read())

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan
+from ckptool.commands import OUT_SAFETENSORS, Advice, command, input_of
 from ckptool.errors import (
     CkptoolError,
     Conflict,
@@ -18,7 +19,6 @@ from ckptool.errors import (
     VerifyFailed,
     listed,
     printable,
-    quoted,
 )
 from ckptool.files import Folder, Input
 from ckptool.formats import Format, no_collection
@@ -144,7 +144,10 @@ def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
         raise Unsupported(
             f"{source} holds {listed(sorted(checkpoint.beside))} beside its tensors; {container.NAME} cannot",
             "What is left without its program is no longer that model. Nothing was written.",
-            f"Write its weights alone, then change those: ckptool convert {quoted(str(source))} -o weights.safetensors",
+            Advice(
+                "Write its weights alone, then change those: ",
+                command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
+            ),
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Literal, Plan, Storage
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import CkptoolError, Conflict, UsageError, printable
 from ckptool.files import Folder, Input
 from ckptool.formats import Format, bundle_json, recovered
@@ -84,7 +85,7 @@ def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
         raise Conflict(
             f"the bundle has an entry under {printable(repr(odd[0]))[:80]}, which is neither a text nor a number",
             f"{bundle_json.NAME} has no way to say that.",
-            "Drop it: ckptool edit --drop; or take others: --only NAME",
+            Advice("Drop it: ", command("edit", FILE, drop="ADDRESS", out=OUT), "; or take others: --only NAME"),
         )
     return {name: f"{name}{container.SUFFIXES[0]}" for name in names}
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Literal, Note, Plan
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -140,7 +141,7 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
         checked,
         nbytes,
         tuple(problems),
-        notes=runnable(_worth_saying(checkpoint), path),
+        notes=runnable(list(_worth_saying(checkpoint)), path),
         fixes=_fixes(path, source, problems),
     )
 
@@ -171,7 +172,7 @@ def _not_intact(checkpoint: Checkpoint) -> Iterator[Problem]:
 def _fixes(path: str, source: Input, problems: list[Problem]) -> tuple[tuple[str, ...], ...]:
     if not isinstance(source, Source) or all(problem.code == "recovered-file" for problem in problems):
         return ()
-    note = Note("recover", "", ("ckptool", "recover", "{file}", "-o", "{out}"))
+    note = Note("recover", "", command("recover", FILE, out=OUT))
     return tuple(filled.fix for filled in runnable([note], path))
 
 

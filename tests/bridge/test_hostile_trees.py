@@ -167,4 +167,4 @@ def test_of_a_whole_model_the_weights_are_offered(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 3), tmp_path / "model.pt")
     with pytest.raises(UnsafeObject) as refused:
         ckptool.load(tmp_path / "model.pt")
-    assert f"Take its weights: ckptool convert {tmp_path / 'model.pt'} -o weights.safetensors" in refused.value.fix
+    assert f"Take its weights: ckptool convert {tmp_path / 'model.pt'} -o OUT.safetensors" in refused.value.fix

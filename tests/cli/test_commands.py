@@ -58,12 +58,12 @@ def test_inspect_gives_commands_that_run_as_they_are(files: Path, run: Run) -> N
     import shlex
 
     (files / "dp.pt").rename(files / "a name.pt")
-    (files / "a name.clean.pt").touch()
+    (files / "a name.fixed.pt").touch()
     fixes = [line.strip() for line in done(run("inspect", "a name.pt")).split("\n") if line.startswith("  ckptool ")]
-    assert fixes == ["ckptool strip-module 'a name.pt' -o 'a name.clean2.pt'"]
+    assert fixes == ["ckptool strip-module 'a name.pt' -o 'a name.fixed2.pt'"]
     done(run(*shlex.split(fixes[0])[1:]))
-    assert not json.loads(done(run("inspect", "a name.clean2.pt", "--json")))["notes"]
-    assert json.loads(done(run("inspect", "cuda.pt", "--json")))["notes"][0]["fix"][-1] == "cuda.cpu.pt"
+    assert not json.loads(done(run("inspect", "a name.fixed2.pt", "--json")))["notes"]
+    assert json.loads(done(run("inspect", "cuda.pt", "--json")))["notes"][0]["fix"][-1] == "cuda.fixed.pt"
 
 
 def test_inspect_all_lists_every_tensor_and_entry(files: Path, run: Run) -> None:
@@ -285,7 +285,7 @@ def tensors_of(name: str) -> Any:
 def test_a_parameter_called_like_an_option_is_a_file(files: Path, run: Run) -> None:
     (files / "dp.pt").rename(files / "-dp.pt")
     text = done(run("inspect", "--", "-dp.pt"))
-    assert "ckptool strip-module ./-dp.pt -o ./-dp.clean.pt" in text
+    assert "ckptool strip-module ./-dp.pt -o ./-dp.fixed.pt" in text
 
 
 def test_main_does_not_end_the_process_of_those_who_call_it(files: Path) -> None:

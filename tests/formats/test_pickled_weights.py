@@ -26,7 +26,7 @@ def test_arrays_are_weights_where_there_are_no_others(tmp_path: Path) -> None:
     assert found.listing.tensors == ()
     (note,) = found.notes
     assert note.code == "numpy-weights" and "7 numpy arrays at model" in note.message
-    assert note.fix == ("ckptool", "convert", str(file), "-o", str(tmp_path / "a.new.safetensors"))
+    assert note.fix == ("ckptool", "convert", str(file), "-o", str(tmp_path / "a.fixed.safetensors"))
     for out in ("a.safetensors", "a.npz"):
         done = ckptool.convert(file, tmp_path / out, verify=True)
         assert done.facts == {"tensors": 7, "left_behind": ["__author__", "matching_heuristics"]}
@@ -81,7 +81,7 @@ def test_verbs_on_keys_ask_for_tensors_first(tmp_path: Path) -> None:
     file = pickled({"model": {"module.w": np.ones(2)}}, tmp_path / "a.pkl")
     with pytest.raises(CkptoolError) as caught:
         ckptool.strip_module(file, tmp_path / "b.pt")
-    assert caught.value.fix == f"Make tensors of its 1 numpy array: ckptool convert {file} -o weights.safetensors"
+    assert caught.value.fix == f"Make tensors of its 1 numpy array: ckptool convert {file} -o OUT.safetensors"
 
 
 def test_large_arrays_are_shown_in_part(tmp_path: Path) -> None:

@@ -418,4 +418,4 @@ def test_the_command_that_errors_and_verify_print_works(tmp_path: Path, said: Sa
     import shlex
 
     assert code == 1 and said(*shlex.split(line)[1:])[0] == 1
-    assert ckptool.inspect(tmp_path / "cut name.new.pt").listing.tensors
+    assert ckptool.inspect(tmp_path / "cut name.fixed.pt").listing.tensors

@@ -20,6 +20,7 @@ import struct
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, is_text, listed, printable
 from ckptool.files import Source
 from ckptool.formats import recovered
@@ -57,7 +58,11 @@ def _refuse_unknown(checkpoint: Checkpoint) -> None:
         raise Unsupported(
             f"objects of classes that ckptool does not know cannot be carried: {listed(unknown)}",
             "Only a pickle can make them again, by running their code.",
-            "Leave them out with ckptool edit --drop, or convert only the weights: without --all",
+            Advice(
+                "Leave them out: ",
+                command("edit", FILE, drop="ADDRESS", out=OUT),
+                "; or convert only the weights: without --all",
+            ),
         )
 
 

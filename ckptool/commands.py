@@ -1,0 +1,224 @@
+"""The commands that notes, errors and `doctor` print: argv that the program's own parser takes, quoted for a shell once.
+
+`command` makes them from a verb and its options and refuses what that verb does not have; a `Chain` fills in file names so that each
+command works on what the one before it wrote; an `Advice` is the last part of an error, a text that knows which commands are in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from ckptool.errors import quoted
+
+Words = tuple[str, ...]
+
+# The options of each verb that printed commands use; `=` behind those that take a value, `!` for one that must be there.
+# A test compares this table with the parser.
+_OPTIONS = {
+    "inspect": "at= all",
+    "show": "at= all",
+    "diff": "",
+    "verify": "at= write_digest=",
+    "doctor": "against=",
+    "scan": "latest_good",
+    "strip-module": "out! at= prefix= partial",
+    "add-module": "out! at= prefix=",
+    "rename": "out! at=",
+    "remap": "out! to=",
+    "cast": "out! at= dtype=",
+    "edit": "out! drop=",
+    "slim": "out! keep_optimizer",
+    "convert": "out! at= all weights_only only= exclude= to= shard_size=",
+    "recover": "out!",
+    "bundle": "out! drop=",
+    "unbundle": "dir!",
+    "warm-start": "against! out= on_mismatch=",
+    "spec": "out!",
+    "average": "out!",
+    "bake": "out!",
+    "train": "init",
+    "resume": "",
+    "prove": "processes=",
+    "prune": "",
+}
+_FLAGS = {"out": "-o", "dir": "-d"}
+
+
+class Slot(str):
+    """A word that is filled in when the file is known; until then it reads as what it stands for: FILE, OUT.
+
+    suffix: that of an output, where it is another than the input's.  address: of the part of the input that is meant.
+    """
+
+    __slots__ = ("address", "suffix")
+    suffix: str | None
+    address: str
+
+    def __new__(cls, text: str, suffix: str | None = None, address: str = "") -> Slot:
+        slot = super().__new__(cls, text)
+        slot.suffix, slot.address = suffix, address
+        return slot
+
+    @property
+    def is_output(self) -> bool:
+        return self.startswith("OUT")
+
+    def __truediv__(self, address: str) -> Slot:
+        """The part of the input at an address; the whole for the empty one."""
+        return Slot(f"{self}#{address}", self.suffix, address) if address else self
+
+
+FILE = Slot("FILE")
+OUT = Slot("OUT")
+OUT_PT = Slot("OUT.pt", ".pt")
+OUT_SAFETENSORS = Slot("OUT.safetensors", ".safetensors")
+MODEL = Slot("MODEL")
+FOLDER = Slot("FOLDER")
+
+
+class Command(tuple[str, ...]):
+    """The words of a command; `str()` is the line to type."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return " ".join(">" if word == ">" and type(word) is Slot else quoted(word) for word in self)
+
+    @property
+    def writes(self) -> bool:
+        return any(isinstance(word, Slot) and word.is_output for word in self)
+
+    def with_words(self, words: Mapping[str, str]) -> Command:
+        """The command with a word in place of each slot of that name."""
+        return Command(words.get(word, word) if isinstance(word, Slot) else word for word in self)
+
+    @property
+    def is_own(self) -> bool:
+        """True unless it is another program's."""
+        return self[:1] == ("ckptool",)
+
+
+def command(verb: str, *arguments: str, **options: str | bool | Sequence[str]) -> Command:
+    """`ckptool VERB ARGUMENTS… OPTIONS…`. Raises `ValueError` for an option that the verb does not have, or for one that it needs.
+
+    Options are called as in Python (`weights_only=True`, `out=OUT`); one with several values is repeated; `False` and "" are left out.
+    """
+    known = {word.rstrip("=!"): word for word in _OPTIONS[verb].split()}
+    given = {name: value for name, value in options.items() if value}
+    wrong = [name for name in given if name not in known or (given[name] is True) is known[name].endswith(("=", "!"))]
+    lacking = [name for name, word in known.items() if word.endswith("!") and name not in given]
+    if wrong or lacking:
+        raise ValueError(f"ckptool {verb} does not take {wrong}, or lacks {lacking}")
+    words = ["ckptool", verb, *map(as_argument, arguments)]
+    for name, value in sorted(given.items(), key=lambda item: item[0] == "out"):  # the output stands last
+        flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+        if isinstance(value, bool):
+            words.append(flag)
+        for each in () if isinstance(value, bool) else [value] if isinstance(value, str) else value:
+            words += [flag, each]
+    return Command(words)
+
+
+def as_argument(path: str) -> str:
+    """A path that no parser takes for an option."""
+    return os.path.join(".", path) if path.startswith("-") and not isinstance(path, Slot) else path
+
+
+def input_of(source: Any, address: str = "") -> str:
+    """What to call the file that a checkpoint was read from, or a part of it; where there is none, FILE."""
+    if source is None:
+        return FILE / address
+    path: str = getattr(source, "shown", None) or source.file.path
+    return f"{path}#{address}" if address else path
+
+
+INTO = Slot(">")  # the shell's own
+
+
+def other_program(program: str, *files: str, into: str = "") -> Command:
+    """A command of another program, with its own options, for these files; `into`: the file that its output goes to."""
+    return Command((*program.split(), *map(as_argument, files), *((INTO, as_argument(into)) if into else ())))
+
+
+class Advice(str):
+    """The last part of an error: what to type. A text that knows which commands are in it."""
+
+    __slots__ = ("parts",)
+    parts: tuple[str | Command, ...]
+
+    def __new__(cls, *parts: str | Command) -> Advice:
+        advice = super().__new__(cls, "".join(map(str, parts)))
+        advice.parts = parts
+        return advice
+
+    @property
+    def commands(self) -> tuple[Command, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Command))
+
+    def filled(self, chain: Chain) -> Advice:
+        """The same for the file as the commands before left it."""
+        return Advice(*(chain.fill(part) if isinstance(part, Command) else part for part in self.parts))
+
+    @property
+    def otherwise(self) -> str:
+        """What is said after the first command."""
+        first = next((number for number, part in enumerate(self.parts) if isinstance(part, Command)), len(self.parts))
+        text = "".join(map(str, self.parts[first + 1 :])).lstrip("; .")
+        return text[:1].upper() + text[1:]
+
+
+# File names ----------------------------------------------------------------------------------------------------------
+
+_INNER_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pkl", ".safetensors", ".index")
+
+
+class Chain:
+    """Fills in `FILE` and `OUT` so that each command works on what the one before it wrote, to a name that is not taken."""
+
+    def __init__(self, file: str) -> None:
+        self.original = self.current = as_argument(file)
+        self._taken: set[str] = set()
+
+    def fill(self, command: Command) -> Command:
+        """The command for the file as the commands before left it."""
+        words = [self._filled(word) if isinstance(word, Slot) else word for word in command]
+        for word, filled in zip(command, words, strict=True):
+            if isinstance(word, Slot) and word.is_output:
+                self.current = filled
+        return Command(words)
+
+    def each(self, commands: Iterable[Words]) -> Iterator[Words]:
+        """The commands, filled in; one that stands there twice is left out the second time, as are words that are no command."""
+        seen: set[Words] = set()
+        for words in commands:
+            yield self.fill(words) if isinstance(words, Command) and words not in seen else ()
+            seen.add(words)
+
+    def _filled(self, slot: Slot) -> str:
+        if slot.is_output:
+            return self._free(slot.suffix)
+        if not slot.startswith("FILE"):
+            return slot  # nobody but the user can
+        return f"{self.current}#{slot.address}" if slot.address else self.current
+
+    def _free(self, suffix: str | None) -> str:
+        stem, own = parted(os.path.normpath(self.original) if self.original.endswith("/") else self.original)
+        own = "" if own.endswith(".index.json") else own  # what is written for an index is a folder
+        for number in count(1):
+            name = f"{stem}.fixed{number if number > 1 else ''}{own if suffix is None else suffix}"
+            if name not in self._taken and not os.path.lexists(name):
+                break
+        self._taken.add(name)
+        return name
+
+
+def parted(path: str) -> tuple[str, str]:
+    """The path without its suffix, and that: `.pth.tar` is one, and so is `.safetensors.index.json`."""
+    stem, suffix = os.path.splitext(path)
+    while os.path.splitext(stem)[1] in _INNER_SUFFIXES and suffix in (".tar", ".json", ".index.json"):
+        stem, before = os.path.splitext(stem)
+        suffix = before + suffix
+    return stem, suffix

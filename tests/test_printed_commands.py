@@ -1,0 +1,172 @@
+"""The commands that ckptool prints: each is one that its own parser takes, quoted once, with file names that follow each other."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import ckptool
+from ckptool import cli, commands
+from ckptool.cli import COMMANDS
+from ckptool.commands import FILE, OUT, OUT_PT, Advice, Chain, Command, command, other_program, parted
+from ckptool.reports.error_texts import KNOWN
+
+SOURCE = Path(ckptool.__file__).parent
+
+
+@cache
+def parser(verb: str) -> Any:
+    return cli.parser([verb]).commands[verb]
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """What the program's parser makes of a command line; it raises where the program would say `usage`."""
+    assert words[0] == "ckptool" and words[1] in COMMANDS, words
+    context: Any = parser(words[1]).make_context(words[1], words[2:])
+    return dict(context.params)
+
+
+# The table and the builder -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", sorted(commands._OPTIONS))
+def test_every_option_of_the_table_is_one_of_the_parser(verb: str) -> None:
+    flags = {flag: option for option in parser(verb).params for flag in option.opts}
+    for word in commands._OPTIONS[verb].split():
+        name = word.rstrip("=!")
+        option = flags[commands._FLAGS.get(name, f"--{name.replace('_', '-')}")]
+        assert option.is_flag is not word.endswith(("=", "!")), word
+
+
+def test_the_table_knows_every_verb() -> None:
+    assert set(commands._OPTIONS) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("verb", sorted(COMMANDS))
+def test_a_command_with_every_option_parses(verb: str) -> None:
+    kinds = {word.rstrip("=!"): word.endswith(("=", "!")) for word in commands._OPTIONS[verb].split()}
+    options: dict[str, Any] = {name: ("x" if valued else True) for name, valued in kinds.items()}
+    options |= {"processes": "2"} if "processes" in options else {}
+    options |= {"on_mismatch": "skip"} if "on_mismatch" in options else {}
+    line = command(verb, *(["a.pt", "b.pt"] if verb in ("diff", "average") else ["a.pt"]), **options)
+    assert parsed(shlex.split(str(line)))
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [
+        ("convert", {}),
+        ("inspect", {"out": "x"}),
+        ("remap", {"out": "x", "to": True}),
+        ("convert", {"out": "x", "all": "y"}),
+    ],
+)
+def test_what_a_verb_does_not_take_cannot_be_made(verb: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="does not take"):
+        command(verb, FILE, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["two words.pt", "it's.pt", "-dash.pt", "a\nb.pt", "$HOME.pt", "a#b.pt", "ünï.pt", "*.pt", "~x"]
+)
+def test_a_name_is_quoted_once(name: str) -> None:
+    line = str(Chain(name).fill(command("convert", FILE / "state_dict/a b", out=OUT)))
+    said = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True).stdout
+    words = said.split("\0")[:-1]
+    prefix = "./" if name.startswith("-") else ""
+    stem, suffix = parted(name)
+    assert words == ["ckptool", "convert", f"{prefix}{name}#state_dict/a b", "-o", f"{prefix}{stem}.fixed{suffix}"]
+
+
+def test_the_output_of_one_command_is_the_input_of_the_next(tmp_path: Path) -> None:
+    (tmp_path / "x.fixed2.pth.tar").touch()
+    chain = Chain(str(tmp_path / "x.pth.tar"))
+    steps = [command("strip-module", FILE, out=OUT), command("inspect", FILE), command("convert", FILE, out=OUT_PT)]
+    lines = [str(chain.fill(step)).replace(f"{tmp_path}/", "") for step in steps]
+    assert lines == [
+        "ckptool strip-module x.pth.tar -o x.fixed.pth.tar",
+        "ckptool inspect x.fixed.pth.tar",
+        "ckptool convert x.fixed.pth.tar -o x.fixed.pt",
+    ]
+    assert str(chain.fill(steps[0])).endswith("x.fixed3.pth.tar")
+
+
+@pytest.mark.parametrize(
+    ("path", "stem"),
+    [("m.pt", "m"), ("a/x.pth.tar", "a/x"), ("m.safetensors.index.json", "m"), ("noend", "noend"), ("a.b/c", "a.b/c")],
+)
+def test_double_suffixes_stay_together(path: str, stem: str) -> None:
+    assert parted(path) == (stem, path[len(stem) :])
+
+
+def test_advice_knows_its_commands() -> None:
+    advice = Advice("Save it: ", command("recover", "a b.pt", out=OUT), "; or copy it again.")
+    assert advice == "Save it: ckptool recover 'a b.pt' -o OUT; or copy it again."
+    assert advice.otherwise == "Or copy it again." and [str(c) for c in advice.commands] == [
+        "ckptool recover 'a b.pt' -o OUT"
+    ]
+    unpack = other_program("gzip -dc", "a.gz", into="a b")
+    assert str(unpack) == "gzip -dc a.gz > 'a b'" and not unpack.is_own
+
+
+# What stands in the source -------------------------------------------------------------------------------------------
+
+
+def test_every_command_of_the_table_of_errors_parses() -> None:
+    for known in KNOWN:
+        advice = known.advice.commands if isinstance(known.advice, Advice) else ()
+        for fix in (*known.fixes, *advice):
+            assert isinstance(fix, Command) and parsed(shlex.split(str(fix)))
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Every text in the program that is no docstring, with its place; X for what is filled in."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.name == "examples.py":  # tests/cli/test_help.py runs them
+            continue
+        tree = ast.parse(path.read_text())
+        left_out: set[int] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                left_out.add(id(node.value))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                left_out |= {id(part) for part in ast.walk(node) if isinstance(part, ast.Constant)}
+                words = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
+                yield f"{path.relative_to(SOURCE)}:{node.lineno}", "".join(map(str, words))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
+                yield f"{path.relative_to(SOURCE)}:{node.lineno}", node.value
+
+
+COMMAND = re.compile(rf"\bckptool ({'|'.join(map(re.escape, sorted(COMMANDS)))})(?![\w.])((?:'[^']*'|[^;'])*)")
+
+
+def written_out() -> list[tuple[str, str]]:
+    found = []
+    for place, text in texts():
+        for match in COMMAND.finditer(text):
+            if text[: match.start()].rstrip()[-1:] not in ("", ":", "|", "see", "`", ".") and "For example" not in text:
+                continue
+            line = re.split(r"[`]|\. |, |\.$|\s\(|\s+(?:Go on|Prove it)", match[0].split("\n")[0])[0].split("#  ")[0]
+            found.append((place, line.strip()))
+    return found
+
+
+@pytest.mark.parametrize(("place", "line"), written_out())
+def test_a_command_that_is_written_out_parses(place: str, line: str) -> None:
+    words = [
+        {"…": "X", "X": "2"}.get(word, word) for word in shlex.split(line.replace("> run.yaml", ""), comments=True)
+    ]
+    with suppress(typer.Exit):
+        parsed(words)
