@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,29 +42,21 @@ class Source:
         """Opens `path`; raises `FileProblem` (missing, no permission), `NotACheckpoint` (a folder) or `UsageError` (a device)."""
         self.fd = -1
         self.path = os.fspath(path)
-        try:
-            # O_NONBLOCK: a FIFO without a writer would otherwise hang here.
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            status = os.fstat(self.fd)
-        except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) == errno.ENXIO:  # a socket
-                raise self._not_regular() from None
-            raise file_problem(error, self.path, "read") from error
-        if stat.S_ISDIR(status.st_mode):
+        self.fd, kind, status = _opened(self.path)
+        if kind == "a folder":
             raise NotACheckpoint(
                 f"{self} is a folder, not a checkpoint file",
                 "ckptool looked for one file of tensors.",
                 Advice("Name the file: ", other_program("ls", self.path)),
             )
-        if not stat.S_ISREG(status.st_mode):
-            raise self._not_regular()
+        if kind:
+            raise UsageError(
+                f"{self} is {kind}, not a regular file",
+                "A checkpoint is read at many places; a pipe or device cannot be.",
+                "Write it to a file first, and name that.",
+            )
         self.size = status.st_size
         self._identity = _identity(status)
-
-    def _not_regular(self) -> UsageError:
-        return UsageError(
-            f"{self} is not a regular file", "A checkpoint is read at many places; a pipe or device cannot be."
-        )
 
     def __str__(self) -> str:
         return printable(self.path)
@@ -144,6 +137,75 @@ class Source:
             return os.path.samestat(os.stat(path), os.fstat(self.fd))
         except (OSError, ValueError):  # nothing is there, or no such name can be
             return False
+
+
+def read_small(path: str | os.PathLike[str], what: str, most: int) -> bytes:
+    """All bytes of a file that the user named for something else than a checkpoint: rules, an array, a configuration.
+
+    what: what it was to be (`a file of rules`), for the errors.  most: the bytes that such a file may have.
+    Raises `FileProblem` where it cannot be read, `UsageError` for a folder, a pipe or a device, `LimitExceeded` for a longer one.
+    """
+    fd, kind, status = _opened(os.fspath(path))
+    try:
+        if kind:
+            raise UsageError(
+                f"{printable(os.fspath(path))} is {kind}, not {what}",
+                "Only a regular file is read here: anything else might never end.",
+                "Name a file." if kind == "a folder" else "Write it to a file first, and name that.",
+            )
+        if status.st_size > most:
+            raise LimitExceeded(
+                f"{printable(os.fspath(path))} has {status.st_size:,} bytes; {what} has at most {most:,}",
+                "It is probably another file than was meant.",
+            )
+        parts = []
+        while part := os.read(fd, 1 << 20):
+            parts.append(part)
+        return b"".join(parts)
+    except OSError as error:
+        raise file_problem(error, path, "read") from error
+    finally:
+        os.close(fd)
+
+
+def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:
+    """The same as text. Raises `UsageError` for what is not UTF-8."""
+    try:
+        return read_small(path, what, most).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{printable(os.fspath(path))} is not a text file",
+            f"It was to be {what}; byte {error.start:,} is not UTF-8.",
+            f"See what it is: ckptool doctor {quoted(os.fspath(path))}",
+        ) from None
+
+
+# File modes that are not a regular file's, as people call them.
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def _opened(path: str) -> tuple[int, str, os.stat_result]:
+    """A descriptor of what is at a path, and what it is where that is no regular file. It never waits for anyone."""
+    fd = -1
+    try:
+        # O_NONBLOCK: a FIFO without a writer would otherwise hang here.  O_NOCTTY: a terminal stays whose it is.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        status = os.fstat(fd)
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) == errno.ENXIO:
+            raise UsageError(
+                f"{printable(path)} is a socket, not a regular file",
+                "A socket has nothing to read at once.",
+                "Name a file.",
+            ) from None
+        raise file_problem(error, path, "read") from error
+    return fd, _KINDS.get(stat.S_IFMT(status.st_mode), ""), status
 
 
 class Part:
@@ -282,8 +344,41 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
+# How people fetch what is at an address, by its beginning.
+_FETCH = {
+    "s3": ("an address in S3", "aws s3 cp {0} ."),
+    "gs": ("an address in Google Cloud Storage", "gcloud storage cp {0} ."),
+    "az": ("an address in Azure", "az storage copy -s {0} -d ."),
+    "hf": ("an address on the Hugging Face hub", "hf download ORGANISATION/MODEL FILE --local-dir ."),
+    "http": ("an address on the web", "curl -LO {0}"),
+    "https": ("an address on the web", "curl -LO {0}"),
+    "ftp": ("an address on the web", "curl -LO {0}"),
+    "file": ("an address", "name its path"),
+}
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")
+
+
+def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FileProblem | None:
+    """The error for a path that is no place on this machine: an address elsewhere, or `-`; None for any other, and for what is there."""
+    name = os.fspath(path)
+    if os.path.lexists(name):
+        return None
+    if name == "-":
+        stream, fix = ("output", "-o FILE") if writing else ("input", "Save it first: cat > FILE; then name FILE")
+        why = "A checkpoint is read at many places and written under a name when it is whole; a stream has neither."
+        return FileProblem(f"- stands for standard {stream}, which is not a file", why, fix)
+    found = _ADDRESS.match(name)
+    if found is None:
+        return None
+    kind, fetch = _FETCH.get(found[1].lower(), ("an address elsewhere", "copy {0} to a folder"))
+    fix = "Write a file here, then copy it there." if writing else f"Fetch it first: {fetch.format(quoted(name))}"
+    return FileProblem(f"{printable(name)} is {kind}, not a file", "ckptool works on files of this machine.", fix)
+
+
 def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doing: str) -> FileProblem:
     """The system's refusal as one of our errors: `doing` is the verb that failed (`read`, `write to`)."""
+    if isinstance(error, FileNotFoundError) and (elsewhere := refused_place(path, doing != "read")):
+        return elsewhere
     name = printable(os.fspath(path))
     number = getattr(error, "errno", None)
     reason = os.strerror(number) if number else str(error)

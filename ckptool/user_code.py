@@ -76,6 +76,8 @@ def _from_file(place: str, what: str) -> Any:
     if known is not None and getattr(known, "__file__", None) == os.path.abspath(place):
         return known
     spec = importlib.util.spec_from_file_location(name, os.path.abspath(place))
+    if os.path.exists(place) and not os.path.isfile(place):
+        raise UsageError(f"{what}: {printable(place)} is no file", "Code is read from a regular file.", "Name a file.")
     if spec is None or spec.loader is None or not os.path.isfile(place):
         raise UsageError(f"{what}: there is no file {printable(place)}", "It was named as one's own code.")
     module = importlib.util.module_from_spec(spec)

@@ -80,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], done: list[Json]) -> int:
+    if words[:1] and not words[0].startswith("-") and words[0] not in COMMANDS:
+        from ckptool.cli.problems import unknown_command
+
+        raise unknown_command(words[0], COMMANDS)
     named = words[:1] if words[:1] and words[0] in COMMANDS else list(COMMANDS)  # one, where it is clear which
     answers: Any = parser(named)(args=words, prog_name="ckptool", standalone_mode=False)
     return answers if isinstance(answers, int) else _print(answers, done)
@@ -92,10 +96,13 @@ def parser(names: Sequence[str]) -> Any:
     )
     app.callback(invoke_without_command=True)(program)
     for name in names:
-        module, group = COMMANDS[name]
-        command = getattr(import_module(f"ckptool.cli.{module}"), name.replace("-", "_"))
-        app.command(name, rich_help_panel=group, epilog=epilog(name))(command)
+        app.command(name, rich_help_panel=COMMANDS[name][1], epilog=epilog(name))(function_of(name))
     return _without_types(app)
+
+
+def function_of(command: str) -> Any:
+    """The function of a command, whose signature declares its options."""
+    return getattr(import_module(f"ckptool.cli.{COMMANDS[command][0]}"), command.replace("-", "_"))
 
 
 def _without_types(app: typer.Typer) -> Any:
@@ -163,11 +170,13 @@ def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
 
 def _told_in_short(error: Exception) -> int:
     """The same without anything that is not loaded yet: where memory or open files have run out."""
-    code, what = "limit-exceeded", "there is not enough memory"
+    code, what = "bug", f"{type(error).__name__}: {printable(str(error))}"
     if isinstance(error, CkptoolError):
         code, what = error.code, printable(error.what)
     elif isinstance(error, (OSError, ImportError)):
         code, what = "io", f"the system gives no more: {printable(str(error))}"
+    elif isinstance(error, MemoryError):
+        code, what = "limit-exceeded", "there is not enough memory"
     tell(f"error[{code}]: {what}\n  Outputs were left as they were.\n")
     return 2
 

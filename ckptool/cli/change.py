@@ -69,7 +69,7 @@ def rename(
     """Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first rule that matches counts."""
     from ckptool.verbs.rename import rename
 
-    files, given = _files_and_rules(words)
+    files, given = _files_and_rules(words, rules is not None)
 
     def write(file: str, out: str | None, **options: Any) -> Any:
         return rename(file, given, out, rules_file=rules, at=at, **options)
@@ -77,13 +77,20 @@ def rename(
     return write_each("rename", files, target, write)
 
 
-def _files_and_rules(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
+    """The words that are files, and those that are rules.  more: there are rules beside them."""
+    from ckptool.cli.problems import QUOTE_RULES, was_redirected
+    from ckptool.files import refused_place
     from ckptool.verbs.opening import split
 
     rules = [word for word in words if "=>" in word and not os.path.lexists(word)]
     files = [word for word in words if word not in rules]
+    if was_redirected(files):
+        raise UsageError("rename was given a part of a rule: it ends at its =", *QUOTE_RULES)
+    ruled = bool(rules) or more or len(files) == 1
     for word in files:
-        if any(sign in word for sign in ("->", "=", "*", "{", " ")) and not os.path.lexists(split(word)[0]):
+        odd = any(sign in word for sign in ("->", "=", "*", "{", " "))
+        if (odd or not ruled) and not os.path.lexists(split(word)[0]) and not refused_place(word):
             raise UsageError(
                 f"'{printable(word)}' is neither a file nor a rule",
                 "A rule is 'OLD => NEW', in quotes and with => between them.",

@@ -91,8 +91,7 @@ def diff(
     """What differs between two checkpoints of any containers. Exit 0: same. 1: they differ."""
     from ckptool.verbs.diff import diff
 
-    ignored = [word.strip() for text in ignore or () for word in text.split(",") if word.strip()]
-    found = diff(left, right, atol=atol, rtol=rtol, ignore=ignored, quick=quick, stat=as_json or not name_only)
+    found = diff(left, right, atol=atol, rtol=rtol, ignore=ignore or (), quick=quick, stat=as_json or not name_only)
     return Answers(
         [Answer("diff", found, {"stat": stat, "name_only": name_only}, exit_code=0 if found.same else 1)], as_json
     )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
+import re
 import sys
 import traceback
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any, get_args
 
 import typer
 
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
+from ckptool.given import nearest
 
 # What typer raises when the command line cannot be parsed; of its classes it exports the one below.
 BadUsage = typer.BadParameter.__mro__[1]
@@ -57,14 +63,95 @@ def _has_run_out(error: Exception) -> bool:
     return isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in words)
 
 
-def _usage(error: Exception) -> CkptoolError:
+def unknown_command(name: str, known: Iterable[str]) -> UsageError:
+    """The error for a word that is no command: what was meant, or what to do with a file."""
+    what = f"there is no command {printable(name)!r}"
+    if os.path.lexists(name):
+        return UsageError(what, "It is a file.", f"Look into it: ckptool inspect {quoted(name)}")
+    meant = nearest(name.lower().replace("_", "-"), known)
+    return UsageError(what, f"Did you mean '{meant}'?" if meant else "", f"See: ckptool {meant or '--help'}".strip())
+
+
+QUOTE_RULES = (
+    "A rule without quotes is taken apart by the shell: its > sends the output into a file of the name that follows.",
+    "Put the rule in quotes: 'OLD => NEW'. Look at what the shell made: ls -lt",
+)
+
+
+def was_redirected(words: Iterable[str]) -> bool:
+    """True where a word is the rest of a rule `OLD => NEW` of which the shell took `> NEW` for itself."""
+    return any(word.endswith("=") and not os.path.lexists(word) for word in words)
+
+
+def _usage(error: Any) -> CkptoolError:
+    """What the parser of the command line did not understand, told with what is allowed there."""
     context = getattr(error, "ctx", None)
-    text = " ".join(str(error.format_message()).split()) if hasattr(error, "format_message") else str(error)
     command = context.command_path if context else "ckptool"
     usage = " ".join(context.get_usage().split()) if context else ""
     file = next((word for word in sys.argv[1:] if word.startswith("-") and os.path.lexists(word)), "")
     fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: {command} --help"
-    return UsageError(text.rstrip("."), usage, fix)
+    message = printable(" ".join(error.message.split())).rstrip(".")
+    kind = type(error).__name__
+    parameter = getattr(error, "param", None)
+    if kind == "NoSuchOption":
+        option = error.option_name
+        meant = nearest(option, [name for each in context.command.params for name in each.opts] if context else ())
+        return UsageError(
+            f"{command} has no option {printable(option)}", f"Did you mean {meant}?" if meant else usage, fix
+        )
+    if kind == "MissingParameter" and parameter is not None:
+        return UsageError(f"{command} needs {_called(parameter)}", usage, fix)
+    if kind == "BadOptionUsage":
+        word = "takes no value" if "does not take" in message else "needs a value, and was given none"
+        return UsageError(f"{error.option_name} {word}", usage, fix)
+    if kind == "BadParameter" and parameter is not None:
+        return _refused(error, parameter, usage, fix)
+    more = message.rpartition("(")[2].rstrip(")") if "extra argument" in message else ""
+    if more and was_redirected(more.split()):
+        return UsageError(f"{command} was given {more}, which is a part of a rule", *QUOTE_RULES)
+    return UsageError(f"{command} was given more than it takes: {more}" if more else message, usage, fix)
+
+
+def _called(parameter: Any) -> str:
+    """An argument by its name in the help, an option with it."""
+    name = parameter.metavar or parameter.name.upper()
+    return f"{_flag_of(parameter)} {name}" if parameter.opts[-1].startswith("-") else name
+
+
+def _flag_of(parameter: Any) -> str:
+    """The long name of an option."""
+    name: str = parameter.opts[-1]
+    return name
+
+
+def _refused(error: Any, parameter: Any, usage: str, fix: str) -> UsageError:
+    """The error for a value that an option does not take, with those that it takes."""
+    value = _value_of(error)
+    given = f", not {printable(value)!r}" if value is not None else ""
+    return UsageError(f"{_flag_of(parameter)} takes {_allowed(error.ctx, parameter)}{given}", usage, fix)
+
+
+def _value_of(error: Any) -> str | None:
+    """The value that was refused, where the parser says it."""
+    if callable(details := getattr(error.__cause__, "errors", None)):
+        return str(details()[0].get("input"))
+    found = re.match(r"'?(.*?)'? is not ", error.message)
+    return found[1] if found else None
+
+
+def _allowed(context: Any, parameter: Any) -> str:
+    """The values that an option takes, in words, as its command declares it."""
+    from ckptool.cli import function_of
+
+    declared = inspect.signature(function_of(context.info_name), eval_str=True).parameters[parameter.name].annotation
+    kinds = [declared.__origin__, *get_args(declared.__origin__)]
+    least = next((meta.min for meta in declared.__metadata__ if getattr(meta, "min", None) is not None), None)
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            choices = [each.value for each in kind]
+            return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    number = "a whole number" if int in kinds else "a number"
+    return number + (f" of at least {least:g}" if least is not None else "")
 
 
 def _bug(error: Exception) -> Bug:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from ckptool.checkpoint import Note, Plan
 from ckptool.commands import Advice, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
-from ckptool.files import Input, file_problem, unchanged
+from ckptool.files import Input, file_problem, refused_place, unchanged
 from ckptool.output.copying import reserve
 from ckptool.output.running import RunningDigest
 from ckptool.output.sink import Progress, Sink, segments_of
@@ -33,6 +33,8 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
     Raises `OutputExists` where something is there and `overwrite` is false, `FileProblem` for a folder or a missing one.
     """
     path = os.fspath(target)
+    if elsewhere := refused_place(path, writing=True):
+        raise elsewhere
     real = os.path.realpath(path) if os.path.islink(path) else path
     folder = os.path.dirname(os.path.abspath(real))
     try:
@@ -127,6 +129,8 @@ def settle(fd: int) -> None:
 
 def make_folder(path: str) -> None:
     """Makes a folder, and those above it that are missing, so that their names survive a power cut. Raises `FileProblem`."""
+    if elsewhere := refused_place(path, writing=True):
+        raise elsewhere
     missing, place = [], os.path.abspath(path)
     while not os.path.lexists(place):
         missing.append(place)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from ckptool.checkpoint import Note, Plan
 from ckptool.errors import Conflict, FileProblem, OutputExists, listed, printable
-from ckptool.files import Input, file_problem, unchanged
+from ckptool.files import Input, file_problem, refused_place, unchanged
 from ckptool.output.copying import _system_call, reserve
 from ckptool.output.durable import (
     _check_space,
@@ -43,6 +43,8 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     `Conflict` where others are among them, `FileProblem` for a file at the target or a missing folder above it.
     """
     path, real = os.fspath(target), _real_path(target)
+    if elsewhere := refused_place(path, writing=True):
+        raise elsewhere
     try:
         status = os.stat(real)
         if not stat.S_ISDIR(status.st_mode):

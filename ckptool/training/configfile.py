@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckptool.errors import Conflict, UsageError, printable
-from ckptool.files import file_problem
+from ckptool.files import read_small_text
 from ckptool.training.config import Config
 
 Place = tuple[Any, ...]
@@ -33,14 +33,7 @@ _Loader.add_implicit_resolver(
 
 def read(path: str, changes: Sequence[str] = ()) -> Config:
     """The configuration in a file, with `KEY=VALUE` changes. Raises `UsageError` naming the line of everything that is wrong."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_FILE)
-    except UnicodeDecodeError:
-        raise UsageError(f"{printable(path)} is not a text file", "A configuration is YAML.") from None
-    except OSError as error:
-        raise file_problem(error, path, "read") from error
-    return parsed(text, path, changes)
+    return parsed(read_small_text(path, "a configuration", MAX_FILE), path, changes)
 
 
 def parsed(text: str, path: str, changes: Sequence[str] = ()) -> Config:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool import __version__
 from ckptool.commands import Advice, command
 from ckptool.errors import Conflict, FileProblem, UsageError, printable
-from ckptool.files import file_problem
+from ckptool.files import read_small_text
 from ckptool.output import make_folder
 from ckptool.training import configfile
 from ckptool.training.config import Config
@@ -133,11 +133,7 @@ def read_config(folder: str) -> tuple[str, Config]:
         raise UsageError(
             f"{printable(folder)} is not a run: it has no run.yaml", "", "Start one: ckptool train run.yaml"
         )
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except OSError as error:
-        raise file_problem(error, path, "read") from error
+    text = read_small_text(path, "the configuration of a run", configfile.MAX_FILE)
     found = _ID.search(text)
     if found is None:
         raise Conflict(f"{printable(path)} does not say which run it is", "Its first line was changed.")

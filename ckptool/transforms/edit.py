@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -139,10 +140,11 @@ def read_array(path: str) -> numpy.ndarray[Any, Any]:
     """The array of a .npy file, never unpickled. Raises `FileProblem` or `UsageError`."""
     from numpy.lib import format as npy
 
-    from ckptool.files import file_problem
+    from ckptool.files import Source, file_problem
 
+    source = Source(path)
     try:
-        with open(path, "rb") as file:
+        with open(os.dup(source.fd), "rb") as file:
             array: numpy.ndarray[Any, Any] = npy.read_array(file, allow_pickle=False)
     except OSError as error:
         raise file_problem(error, path, "read") from error

@@ -16,6 +16,7 @@ from ckptool.checkpoint import Composite, Note, Tensor, TensorEntry
 from ckptool.dtypes import DType
 from ckptool.errors import Conflict, NoMatch, UsageError, listed, printable
 from ckptool.gather import row_major
+from ckptool.given import several
 from ckptool.prefixes import COUNTER, without_wrappers, wrappers
 from ckptool.reports.compare import same_bytes
 from ckptool.reports.targets import Expected, Target, kind_by_name, tie_groups
@@ -445,12 +446,6 @@ def wishes_of(
     **more: Any,
 ) -> Wishes:
     """What the user asks for, from texts; the rules of a file come after those given. Raises `UsageError` for a rule that cannot work."""
-    rules = [parse_rule(rule) for rule in _several(rename)] + ([] if rules_file is None else read_rules(rules_file))
+    rules = [parse_rule(rule) for rule in several(rename)] + ([] if rules_file is None else read_rules(rules_file))
     checked_share(more.get("min_loaded"))
-    return Wishes(
-        rules, _several(only), _several(exclude), missing=None if missing is None else _several(missing), **more
-    )
-
-
-def _several(texts: str | Sequence[str]) -> Sequence[str]:
-    return [texts] if isinstance(texts, str) else texts
+    return Wishes(rules, several(only), several(exclude), missing=None if missing is None else several(missing), **more)

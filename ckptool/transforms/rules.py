@@ -26,6 +26,8 @@ class Rule:
         return None if match is None else match.expand(self.template)
 
 
+MAX_RULES = 16 << 20  # bytes of a file of them
+RULES_LOOK = "A line of it: - 'blocks.{n}.* => layers.{n}.*'"
 _ARROW = re.compile(r"\s*=>\s*")
 _TOKEN = re.compile(r"\*|\{(\w+)\}|\\(.)")
 
@@ -39,9 +41,11 @@ def parse_rule(text: str, place: str = "") -> Rule:
     where = f"{place}: " if place else ""
     sides = _ARROW.split(text.strip())
     if len(sides) != 2 or not sides[0] or not sides[1]:
+        cut = not place and text.rstrip().endswith("=")
         raise UsageError(
             f"{where}{printable(text)!r} is not a rule",
-            "A rule is OLD => NEW, both for the whole key.",
+            "A rule is OLD => NEW, both for the whole key."
+            + " In a shell it needs quotes: without them > sends the output into a file." * cut,
             "For example: 'blocks.{n}.* => layers.{n}.*'",
         )
     old, new = sides
@@ -114,18 +118,18 @@ def read_rules(path: str) -> list[Rule]:
     """
     import yaml
 
-    from ckptool.files import file_problem
+    from ckptool.files import read_small_text
 
+    text = read_small_text(path, "a file of rules", MAX_RULES)
     try:
-        with open(path, encoding="utf-8") as file:
-            node = yaml.compose(file, Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise file_problem(error, path, "read") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        line, problem = _place_in(text, error)
         raise UsageError(
-            f"{printable(path)}, line {line}: {error.problem}", "The rules file is not valid YAML."
+            f"{printable(path)}, line {line}: {problem}", "The rules file is not valid YAML.", RULES_LOOK
         ) from None
+    except RecursionError:
+        raise UsageError(f"{printable(path)} is nested too deep", "Rules are texts in one list.", RULES_LOOK) from None
     if isinstance(node, yaml.MappingNode) and len(node.value) == 1 and node.value[0][0].value == "rules":
         node = node.value[0][1]
     if isinstance(node, yaml.MappingNode):
@@ -134,9 +138,20 @@ def read_rules(path: str) -> list[Rule]:
         pairs = [(_scalar_text(item), item) for item in node.value]
     else:
         raise UsageError(
-            f"{printable(path)}, line 1: no rules", "A rules file is a list of 'OLD => NEW' or a mapping of OLD to NEW."
+            f"{printable(path)}, line 1: no rules",
+            "A rules file is a list of 'OLD => NEW' or a mapping of OLD to NEW.",
+            RULES_LOOK,
         )
     return [parse_rule(text, f"{printable(path)}, line {item.start_mark.line + 1}") for text, item in pairs]
+
+
+def _place_in(text: str, error: Any) -> tuple[int, str]:
+    """The line of a YAML error and what is wrong there; of a character that YAML does not have, PyYAML gives the offset."""
+    if (mark := getattr(error, "problem_mark", None)) is not None:
+        return mark.line + 1, printable(str(error.problem))
+    if isinstance(at := getattr(error, "position", None), int):
+        return text.count("\n", 0, at) + 1, f"the character {printable(text[at : at + 1])!r} cannot be in YAML"
+    return 1, printable(str(error))
 
 
 def _scalar_text(node: Any) -> str:

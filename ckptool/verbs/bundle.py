@@ -13,6 +13,7 @@ from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Conflict, UsageError, listed, printable
 from ckptool.files import Folder, Input
 from ckptool.formats import Format, bundle_json, recovered
+from ckptool.given import several
 from ckptool.nodes import OrderedDict
 from ckptool.transforms.bundles import (
     Member,
@@ -42,7 +43,7 @@ def bundle(
     *,
     values: Mapping[str, Any] | None = None,
     file: PathLike | None = None,
-    drop: Sequence[str] = (),
+    drop: str | Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
     from_folder: PathLike | None = None,
     dedup: bool = False,
@@ -58,7 +59,7 @@ def bundle(
     Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an unknown member.
     """
     parts = _gathered(file, from_folder, bool(drop or rename))
-    parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.members, drop, rename))
+    parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.members, several(drop), rename))
     parts.add(members or {}, values or {})
     if not parts.members or (file is not None and not (drop or rename or members or values or dedup)):
         raise UsageError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import printable
+from ckptool.given import several
 from ckptool.roots import model_roots
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.verbs.opening import PathLike, open_file
@@ -21,8 +22,8 @@ def cast(
     *,
     dtype: str,
     at: str | None = None,
-    only: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     **options: Unpack[SaveOptions],
 ) -> Written:
     """Converts the floating tensors of all model weights in `file` to `dtype`, with the bits that torch's `tensor.to(dtype)` gives.
@@ -37,8 +38,8 @@ def cast(
         opened.checkpoint,
         roots,
         target,
-        [only] if isinstance(only, str) else only,
-        [exclude] if isinstance(exclude, str) else exclude,
+        several(only),
+        several(exclude),
     )
     result = save("cast", opened.checkpoint, plan.checkpoint, out, options, changes=plan.tensors > 0)
     if plan.tensors:

@@ -11,6 +11,7 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import OUT, Advice, command
 from ckptool.errors import UsageError, printable
 from ckptool.formats import Format, by_name, carried, for_output, keeps_ties, sharded, tensors_only
+from ckptool.given import several
 from ckptool.modules import module_attributes
 from ckptool.nodes import OrderedDict
 from ckptool.roots import Root, beside_names, find_roots, one_root
@@ -33,8 +34,8 @@ def convert(
     *,
     at: str | None = None,
     all: bool = False,
-    only: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     ties: str = "record",
     materialize: bool = False,
     weights_only: bool = False,
@@ -56,7 +57,7 @@ def convert(
     if out is None:
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
     check_options("convert", options)
-    only, exclude = ([only] if isinstance(only, str) else only), ([exclude] if isinstance(exclude, str) else exclude)
+    only, exclude = several(only), several(exclude)
     opened = open_file(file, at)
     made_plain: tuple[str, ...] = ()
     if weights_only:

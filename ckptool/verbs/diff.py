@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import printable
 from ckptool.files import unchanged
+from ckptool.given import several
 from ckptool.modules import module_attributes
 from ckptool.reports.diff import Diff
 from ckptool.reports.diff import diff as compare
@@ -24,7 +25,7 @@ def diff(
     *,
     atol: float = 0.0,
     rtol: float = 0.0,
-    ignore: Collection[str] = (),
+    ignore: str | Collection[str] = (),
     quick: bool = False,
     stat: bool = True,
 ) -> Diff:
@@ -34,12 +35,18 @@ def diff(
     `requires_grad`, `metadata`.  quick: equal stored checksums count as equal bytes, and the report says so.  stat=False: no tensor data is
     compared beyond equality.  Raises `UsageError` where a file has several sets of weights and none was named.
     """
+    ignore = ignored(several(ignore))
     a, b = open_file(left), open_file(right)
     parts, remarks = _comparable(a, b)
     if "prefix" in ignore:
         parts = _unwrapped(parts[0]), _unwrapped(parts[1])
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         return compare(*parts, atol=atol, rtol=rtol, ignore=ignore, quick=quick, statistics=stat, remarks=remarks)
+
+
+def ignored(words: Iterable[str]) -> list[str]:
+    """The differences to ignore, one by one: a text may name several by commas."""
+    return [name for word in words for part in word.split(",") if (name := part.strip())]
 
 
 def _comparable(a: Opened, b: Opened) -> tuple[tuple[Checkpoint, Checkpoint], tuple[str, ...]]:

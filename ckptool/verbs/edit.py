@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError, listed, printable
+from ckptool.given import several
 from ckptool.transforms import edit as edits
 from ckptool.verbs.opening import PathLike, open_file
 from ckptool.verbs.saving import SaveOptions, Written, save, written
@@ -18,7 +19,7 @@ def edit(
     file: PathLike,
     out: PathLike | None = None,
     *,
-    drop: Sequence[str] = (),
+    drop: str | Sequence[str] = (),
     set: Mapping[str, Any] | None = None,
     tensor: Mapping[str, Any] | None = None,
     **options: Unpack[SaveOptions],
@@ -38,7 +39,7 @@ def edit(
         place: edits.read_array(array) if isinstance(array, str) else array for place, array in (tensor or {}).items()
     }
     opened = open_file(file)
-    done = edits.edit(opened.checkpoint, [drop] if isinstance(drop, str) else drop, set, arrays)
+    done = edits.edit(opened.checkpoint, several(drop), set, arrays)
     result = save("edit", opened.checkpoint, done.checkpoint, out, options)
     facts = {"dropped": list(done.dropped), "set": list(done.set), "replaced": list(done.replaced)}
     parts = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
-from ckptool.files import file_problem
+from ckptool.files import read_small_text
 from ckptool.training.layout import CHANGED, CONFIG, HISTORY, is_run
 from ckptool.training.retention import best, every, keep, last
 from ckptool.training.store import Lines, Saved, Store, check, has_its_size
@@ -100,11 +100,8 @@ def _config(path: str) -> tuple[str, dict[str, Any]]:
     import yaml
 
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_CONFIG)
+        text = read_small_text(path, "the configuration of a run", MAX_CONFIG)
         found = yaml.safe_load(text)
-    except OSError as error:
-        raise file_problem(error, path, "read") from error
     except (yaml.YAMLError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptool.given import several
 from ckptool.verbs.training import PathLike, Say, configuration
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def prove(
     config: PathLike | dict[str, Any] | Config,
-    set: Sequence[str] = (),
+    set: str | Sequence[str] = (),
     *,
     steps: int = 300,
     kills: int = 5,
@@ -28,6 +29,7 @@ def prove(
     steps, kills: how long the run is, and how often it is killed.  seed: where.  exhaustive: a short run is killed at every file-system
     event too.  processes: how many train together under ddp, 2 by default.  Raises `RunFailed` where a training process fails by itself.
     """
+    set = several(set)
     made = configuration(config, set)
     from ckptool.training.prove import prove as proved
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckptool.given import several
 from ckptool.verbs.training import PathLike, check_harness
 
 
@@ -19,7 +20,7 @@ class Pruned:
     dry_run: bool
 
 
-def prune(run: PathLike, set: Sequence[str] = (), *, dry_run: bool = False) -> Pruned:
+def prune(run: PathLike, set: str | Sequence[str] = (), *, dry_run: bool = False) -> Pruned:
     """Deletes the checkpoints that a run's retention does not keep; `set` changes it for once (`save.keep_last=1`).
 
     Raises `Conflict` while the run is being written.
@@ -27,7 +28,7 @@ def prune(run: PathLike, set: Sequence[str] = (), *, dry_run: bool = False) -> P
     check_harness()
     from ckptool.training.runs import kept_of, opened_for_change
 
-    opened = opened_for_change(os.fspath(run), set, write=not dry_run)
+    opened = opened_for_change(os.fspath(run), several(set), write=not dry_run)
     try:
         kept, gone = kept_of(opened)
         deleted = tuple((saved.step, (saved.sidecar or {}).get("bytes", 0)) for saved in gone)

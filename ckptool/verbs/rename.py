@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptool.errors import UsageError
+from ckptool.given import several
 from ckptool.roots import model_roots
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def rename(
     file: PathLike,
-    rules: Sequence[str] = (),
+    rules: str | Sequence[str] = (),
     out: PathLike | None = None,
     *,
     rules_file: str | None = None,
@@ -31,7 +32,7 @@ def rename(
     rules_file: a YAML file of more rules, tried after `rules`. Raises `UsageError` for a rule that cannot work (with its line),
     `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
     """
-    parsed = [parse_rule(rule) for rule in ([rules] if isinstance(rules, str) else rules)]
+    parsed = [parse_rule(rule) for rule in several(rules)]
     parsed += read_rules(rules_file) if rules_file is not None else []
     if not parsed:
         raise UsageError(

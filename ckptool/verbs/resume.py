@@ -6,15 +6,16 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptool.given import several
 from ckptool.verbs.training import PathLike, Say, check_harness
 
 if TYPE_CHECKING:
     from ckptool.training.loop import Outcome
 
 
-def resume(run: PathLike, set: Sequence[str] = (), *, progress: Any = None, say: Say | None = None) -> Outcome:
+def resume(run: PathLike, set: str | Sequence[str] = (), *, progress: Any = None, say: Say | None = None) -> Outcome:
     """Goes on with a run from its newest whole checkpoint; `set` changes what may change. Raises what `train` raises."""
     check_harness()
     from ckptool.training.start import resume as go_on
 
-    return go_on(os.fspath(run), set, told=progress, say=say)
+    return go_on(os.fspath(run), several(set), told=progress, say=say)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckptool.checkpoint import Literal, Plan
 from ckptool.errors import LimitExceeded, UsageError, printable
-from ckptool.files import Source, open_input
+from ckptool.files import Source, open_input, refused_place
 from ckptool.output import check_target, replace_file
 from ckptool.reports.spec import is_spec, parse_spec
 from ckptool.reports.targets import Target, of_checkpoint
@@ -56,6 +56,8 @@ def find_target(target: PathLike, at: str | None = None) -> Target:
     """What `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
     name = os.fspath(target)
     path, _ = split(name)
+    if elsewhere := refused_place(path):
+        raise elsewhere
     if not os.path.lexists(path) and names_code(name):
         return _of_code(name, at)
     if not os.path.lexists(path) and "::" not in name and ":" in name:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import printable
+from ckptool.given import several
 from ckptool.roots import model_roots
 from ckptool.transforms.rename import Renamed, strip
 from ckptool.verbs.opening import PathLike, open_file
@@ -21,7 +22,7 @@ def strip_module(
     out: PathLike | None = None,
     *,
     at: str | None = None,
-    prefix: Sequence[str] = (),
+    prefix: str | Sequence[str] = (),
     partial: bool = False,
     **options: Unpack[SaveOptions],
 ) -> Written:
@@ -35,7 +36,7 @@ def strip_module(
     renamed = strip(
         opened.checkpoint,
         model_roots(opened.checkpoint, opened.at),
-        [prefix] if isinstance(prefix, str) else prefix,
+        several(prefix),
         partial=partial,
     )
     return renamed_file(

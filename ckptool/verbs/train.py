@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptool.given import several
 from ckptool.verbs.training import PathLike, Say, check_harness, configuration
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def train(
     config: PathLike | dict[str, Any] | Config,
-    set: Sequence[str] = (),
+    set: str | Sequence[str] = (),
     *,
     resume: str = "never",
     progress: Any = None,
@@ -27,14 +28,16 @@ def train(
     Raises `UsageError` naming the lines that are wrong, `Conflict` for a run that is there or a changed fixed key, `NoneValid` where all
     checkpoints are damaged.
     """
+    set = several(set)
     made = configuration(config, set)
     from ckptool.training.start import start
 
     return start(made, resume=resume, asked=[change.partition("=")[0] for change in set], told=progress, say=say)
 
 
-def dry_run(config: PathLike | dict[str, Any] | Config, set: Sequence[str] = ()) -> Rehearsal:
+def dry_run(config: PathLike | dict[str, Any] | Config, set: str | Sequence[str] = ()) -> Rehearsal:
     """Builds everything, runs one step, saves, reloads, compares, and leaves nothing behind."""
+    set = several(set)
     made = configuration(config, set)
     from ckptool.training.dry_run import rehearse
 

@@ -13,6 +13,7 @@ from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import CkptoolError, Conflict, UsageError, printable
 from ckptool.files import Folder, Input
 from ckptool.formats import Format, bundle_json, recovered
+from ckptool.given import several
 from ckptool.nodes import OrderedDict
 from ckptool.output import check_folder, replace_folder
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def unbundle(
-    file: PathLike, folder: PathLike | None = None, *, only: Sequence[str] = (), **options: Unpack[SaveOptions]
+    file: PathLike, folder: PathLike | None = None, *, only: str | Sequence[str] = (), **options: Unpack[SaveOptions]
 ) -> Written:
     """Writes every member of a bundle to a file of its own in a new folder, and `bundle.json`, from which `bundle` makes it again.
 
@@ -38,7 +39,7 @@ def unbundle(
     if folder is None or options.get("in_place", False):
         raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", "For example: -d gan")
     check_options("unbundle", options)
-    only = [only] if isinstance(only, str) else only
+    only = several(only)
     opened = open_file(file)
     checkpoint = replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at or "")[1])
     container = _container(checkpoint, options)

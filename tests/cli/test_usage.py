@@ -1,0 +1,245 @@
+"""Option values that make no sense, and names that are nearly right: told in ckptool's own words, with what is allowed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptool.cli import COMMANDS
+from tests.cli.conftest import Ran
+from tests.cli.options import Option, options_of
+
+Run = Callable[..., Ran]
+FOREIGN = ("Invalid value", "Possible options", "Value error", "No such", "Missing ", "Got unexpected", "Input should")
+
+
+def every(condition: Callable[[Option], bool]) -> list[Any]:
+    return [
+        pytest.param(command, option, id=f"{command} {option.flag}")
+        for command in COMMANDS
+        for option in options_of(command)
+        if option.flag and condition(option)
+    ]
+
+
+def refused(ran: Ran) -> str:
+    assert (ran.code, ran.out) == (2, "") and ran.err.startswith("error[usage]: "), ran
+    assert not any(word in ran.err for word in FOREIGN), ran.err
+    return ran.err
+
+
+@pytest.mark.parametrize(("command", "option"), every(lambda option: option.choices != () or option.number is not None))
+def test_a_value_that_is_not_allowed_is_told_with_those_that_are(
+    command: str, option: Option, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = refused(run(command, "a.pt", "b.pt", option.flag, "nonsense"))
+    assert option.flag in told and "'nonsense'" in told
+    assert all(choice in told for choice in option.choices)
+    assert option.number is None or "number" in told
+
+
+@pytest.mark.parametrize(("command", "option"), every(lambda option: True))
+def test_an_option_without_its_value_and_a_flag_with_one_are_told(command: str, option: Option, run: Run) -> None:
+    told = refused(run(command, "a.pt", f"{option.flag}=x") if option.is_flag else run(command, "a.pt", option.flag))
+    assert option.flag in told and "value" in told
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option_names_the_nearest(command: str, run: Run) -> None:
+    assert "has no option --jsom" in (told := refused(run(command, "a.pt", "--jsom"))) and "mean --json?" in told
+
+
+def test_the_beginning_of_a_command_is_that_command(run: Run) -> None:
+    for typed, meant in {
+        "strip": "strip-module",
+        "strip_module": "strip-module",
+        "warm": "warm-start",
+        "insp": "inspect",
+        "unbundel": "unbundle",
+        "CONVERT": "convert",
+    }.items():
+        assert f"Did you mean '{meant}'?" in refused(run(typed, "m.pt"))
+    assert "Did you mean" not in refused(run("xylophone"))
+
+
+def test_a_file_in_the_place_of_a_command_is_to_be_inspected(files: Path, run: Run) -> None:
+    assert "ckptool inspect dp.pt" in refused(run("dp.pt"))
+
+
+# Rules that a shell took apart ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "rename dp.pt module.* => x.* -o out.pt",
+        "rename dp.pt fc1=>fc2 -o out.pt",
+        "rename dp.pt module.*=> x.* -o out.pt",
+        "warm-start dp.pt --against dp.pt --rename a.* => b.*",
+        "warm-start dp.pt --against dp.pt --rename a=>b",
+    ],
+)
+def test_a_rule_without_quotes_is_explained_after_a_real_shell(typed: str, files: Path) -> None:
+    import subprocess
+    import sys
+
+    script = f'ckptool() {{ "{sys.executable}" -m ckptool "$@"; }}; ckptool {typed}'
+    ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2 and "quotes" in ran.stderr and ">" in ran.stderr, ran.stderr
+    assert not Path("out.pt").exists()
+
+
+def test_a_rule_without_its_arrow_is_no_missing_file(files: Path, run: Run) -> None:
+    for words in (("dp.pt", "module.fc1.weight"), ("dp.pt", "fc"), ("dp.pt", "a", "b")):
+        assert "is neither a file nor a rule" in refused(run("rename", *words, "-o", "out.pt"))
+
+
+# Places that are no files --------------------------------------------------------------------------------------------
+
+REMOTE = {
+    "s3://bucket/model.pt": "aws s3 cp",
+    "gs://bucket/model.pt": "gcloud storage cp",
+    "hf://org/model": "hf download",
+    "https://host/model.pt": "curl -LO https://host/model.pt",
+    "http://host/model.pt": "curl -LO",
+    "azure://x/y": "copy",
+    "-": "Save it first",
+}
+READS = (
+    "inspect {0}",
+    "show {0}",
+    "diff {0} dp.pt",
+    "verify {0}",
+    "verify dp.pt --against {0}",
+    "doctor {0}",
+    "doctor dp.pt --against {0}",
+    "scan {0}",
+    "scan --latest-good -q {0}",
+    "strip-module {0} -o out.pt",
+    "rename {0} 'a => b' -o out.pt",
+    "rename dp.pt --rules {0} -o out.pt",
+    "edit dp.pt --tensor module.fc1.bias={0} -o out.pt",
+    "convert {0} -o out.safetensors",
+    "recover {0} -o out.pt",
+    "average {0} dp.pt -o out.pt",
+    "bundle a={0} b=dp.pt -o out.pt",
+    "unbundle {0} -d out",
+    "warm-start {0} --against dp.pt",
+    "warm-start dp.pt --against {0}",
+    "spec {0}",
+)
+WRITES = (
+    "strip-module dp.pt -o {0}",
+    "strip-module dp.pt -d {0}",
+    "convert dp.pt -o {0} --to safetensors",
+    "convert dp.pt -o {0} --to sharded",
+    "unbundle gan.pt -d {0}",
+    "bundle a=dp.pt -o {0}",
+    "spec dp.pt -o {0}",
+    "verify dp.pt --write-digest {0}",
+)
+
+
+@pytest.mark.parametrize("place", REMOTE)
+def test_an_address_elsewhere_is_named_as_one(place: str, files: Path, run: Run) -> None:
+    import shlex
+
+    there = sorted(files.rglob("*"))
+    for command in (*READS, *WRITES):
+        ran = run(*shlex.split(command.format(place)))
+        if command == "scan --latest-good -q {0}" and ran.code == 1:
+            continue
+        assert ran.code == 2 and "There is no folder" not in ran.err and "such file" not in ran.err, (command, ran)
+        assert ("address" if place != "-" else "stands for standard") in ran.err, (command, ran)
+        assert command in WRITES or REMOTE[place] in ran.err, (command, ran)
+    assert sorted(files.rglob("*")) == there
+
+
+@pytest.fixture
+def special(files: Path) -> Iterator[list[str]]:
+    """Things that are opened like files, and are none: reading one would wait for ever, or never end."""
+    os.mkfifo("pipe.pt")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind("socket.pt")
+    Path("folder.pt").mkdir()
+    main, terminal = os.openpty()
+    yield ["pipe.pt", "socket.pt", "folder.pt", "/dev/zero", "/dev/null", os.ttyname(terminal)]
+    for fd in (main, terminal, server.detach()):
+        os.close(fd)
+
+
+def test_what_is_no_regular_file_is_refused_at_once_wherever_a_file_is_taken(special: list[str], run: Run) -> None:
+    import shlex
+    import time
+
+    for place in special:
+        for command in (*READS, "train {0}", "prove {0}", "warm-start dp.pt --against ./{0}.py:build"):
+            if place == "folder.pt" and command.startswith(("scan", "bundle")):
+                continue
+            began = time.monotonic()
+            ran = run(*shlex.split(command.format(place)))
+            told = ran.err + ran.out if command == "doctor {0}" else ran.err  # there it is an answer
+            assert ran.code in (1, 2) and "bug" not in told and told.startswith(("error[", "problem [")), (command, ran)
+            assert time.monotonic() - began < 5, (command, place)
+    assert not Path("out.pt").exists()
+
+
+@pytest.mark.parametrize("character", ["\0", "\x1b", "\x7f", "\x01", "\ufffe", "\ud800"])
+def test_rules_with_a_character_that_yaml_does_not_have_name_the_line(character: str, files: Path, run: Run) -> None:
+    Path("rules.yaml").write_bytes(f"- a => b\n- c{character} => d\n".encode("utf-8", "surrogatepass"))
+    told = refused(run("rename", "dp.pt", "--rules", "rules.yaml", "-o", "out.pt"))
+    assert "rules.yaml" in told and ("line 2" in told or "not a text file" in told)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, "a: &a [*a]\n", "&a {*a : 1}\n", "- {a: b}\n- [c]\n", "!!python/object:os.system x\n"]
+)
+def test_odd_yaml_is_no_rules(text: str, files: Path, run: Run) -> None:
+    Path("rules.yaml").write_text(text)
+    refused(run("rename", "dp.pt", "--rules", "rules.yaml", "-o", "out.pt"))
+
+
+def test_a_sequence_in_python_may_be_one_text() -> None:
+    """Kept beside the command line: there an option that repeats may stand once."""
+    import inspect as signatures
+
+    import ckptool
+
+    for name in ckptool._HOMES:
+        function = getattr(ckptool, name)
+        if not signatures.isfunction(function):
+            continue
+        for parameter in signatures.signature(function).parameters.values():
+            kind = str(parameter.annotation)
+            if "Sequence[str]" in kind or "Collection[str]" in kind:
+                assert kind.startswith("str |"), f"{name}({parameter.name}: {kind})"
+
+
+ONE_OF = {
+    "diff": ("ignore", "prefix", lambda f, **o: f("dp.pt", "dp.pt", **o)),
+    "strip_module": ("prefix", "module.", lambda f, **o: f("dp.pt", "out.pt", overwrite=True, **o)),
+    "rename": ("rules", "module.* => m.*", lambda f, **o: f("dp.pt", out="out.pt", overwrite=True, **o)),
+    "cast": ("only", "*fc1*", lambda f, **o: f("dp.pt", "out.pt", dtype="bf16", overwrite=True, **o)),
+    "edit": ("drop", "module.fc1.bias", lambda f, **o: f("dp.pt", "out.pt", overwrite=True, **o)),
+    "convert": ("exclude", "*bias", lambda f, **o: f("dp.pt", "out.safetensors", overwrite=True, **o)),
+    "unbundle": ("only", "generator", lambda f, **o: f("gan.pt", "out", overwrite=True, **o)),
+    "bundle": ("drop", "generator", lambda f, **o: f(file="gan.pt", out="out.pt", overwrite=True, **o)),
+    "warm_start": ("exclude", "*bias", lambda f, **o: f("dp.pt", "dp.pt", **o)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_OF)
+def test_a_text_alone_is_one_and_not_its_letters(name: str, files: Path) -> None:
+    import ckptool
+
+    option, value, call = ONE_OF[name]
+    torch.manual_seed(0)
+    one, many = (str(call(getattr(ckptool, name), **{option: given})) for given in (value, [value]))
+    assert one == many
