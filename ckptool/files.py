@@ -139,33 +139,36 @@ class Source:
             return False
 
 
-def read_small(path: str | os.PathLike[str], what: str, most: int) -> bytes:
-    """All bytes of a file that the user named for something else than a checkpoint: rules, an array, a configuration.
+def open_regular(path: str | os.PathLike[str], what: str) -> int:
+    """A descriptor of a file that the user named for something else than a checkpoint: rules, an array, a configuration.
 
-    what: what it was to be (`a file of rules`), for the errors.  most: the bytes that such a file may have.
-    Raises `FileProblem` where it cannot be read, `UsageError` for a folder, a pipe or a device, `LimitExceeded` for a longer one.
+    what: what it was to be (`a file of rules`), for the errors. Raises `FileProblem` where it cannot be read, `UsageError` for a folder,
+    a pipe or a device.
     """
-    fd, kind, status = _opened(os.fspath(path))
+    fd, kind, _ = _opened(os.fspath(path))
+    if kind:
+        os.close(fd)
+        raise UsageError(
+            f"{printable(os.fspath(path))} is {kind}, not {what}",
+            "Only a regular file is read here: anything else might never end.",
+            "Name a file." if kind == "a folder" else "Write it to a file first, and name that.",
+        )
+    return fd
+
+
+def read_small(path: str | os.PathLike[str], what: str, most: int) -> bytes:
+    """All bytes of such a file. Raises `LimitExceeded` for one of more than `most` bytes, and what `open_regular` raises."""
     try:
-        if kind:
-            raise UsageError(
-                f"{printable(os.fspath(path))} is {kind}, not {what}",
-                "Only a regular file is read here: anything else might never end.",
-                "Name a file." if kind == "a folder" else "Write it to a file first, and name that.",
-            )
-        if status.st_size > most:
-            raise LimitExceeded(
-                f"{printable(os.fspath(path))} has {status.st_size:,} bytes; {what} has at most {most:,}",
-                "It is probably another file than was meant.",
-            )
-        parts = []
-        while part := os.read(fd, 1 << 20):
-            parts.append(part)
-        return b"".join(parts)
+        with open(open_regular(path, what), "rb") as file:
+            data = file.read(most + 1)
     except OSError as error:
         raise file_problem(error, path, "read") from error
-    finally:
-        os.close(fd)
+    if len(data) > most:
+        raise LimitExceeded(
+            f"{printable(os.fspath(path))} is larger than {what} can be: it has more than {most:,} bytes",
+            "It is probably another file than was meant.",
+        )
+    return data
 
 
 def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -140,11 +139,10 @@ def read_array(path: str) -> numpy.ndarray[Any, Any]:
     """The array of a .npy file, never unpickled. Raises `FileProblem` or `UsageError`."""
     from numpy.lib import format as npy
 
-    from ckptool.files import Source, file_problem
+    from ckptool.files import file_problem, open_regular
 
-    source = Source(path)
     try:
-        with open(os.dup(source.fd), "rb") as file:
+        with open(open_regular(path, "a .npy file"), "rb") as file:
             array: numpy.ndarray[Any, Any] = npy.read_array(file, allow_pickle=False)
     except OSError as error:
         raise file_problem(error, path, "read") from error

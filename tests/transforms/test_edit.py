@@ -290,6 +290,7 @@ def test_arrays_from_files(tmp_path: Path) -> None:
     for name in ("several.npz", "object.npy", "empty.npy", "text.npy", "short.npy"):
         with pytest.raises(UsageError, match="is not a numpy array"):
             read_array(str(tmp_path / name))
-    for name in ("missing.npy", ""):
-        with pytest.raises(FileProblem):
-            read_array(str(tmp_path / name))
+    with pytest.raises(FileProblem):
+        read_array(str(tmp_path / "missing.npy"))
+    with pytest.raises(UsageError, match="is a folder"):
+        read_array(str(tmp_path))
