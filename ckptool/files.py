@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 
-from ckptool.commands import Advice, other_program
+from ckptool.commands import Advice, Command, command, other_program
 from ckptool.errors import (
     CkptoolError,
     Corrupt,
@@ -179,7 +179,7 @@ def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:
         raise UsageError(
             f"{printable(os.fspath(path))} is not a text file",
             f"It was to be {what}; byte {error.start:,} is not UTF-8.",
-            f"See what it is: ckptool doctor {quoted(os.fspath(path))}",
+            Advice("See what it is: ", command("doctor", os.fspath(path))),
         ) from None
 
 
@@ -349,14 +349,13 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 # How people fetch what is at an address, by its beginning.
 _FETCH = {
-    "s3": ("an address in S3", "aws s3 cp {0} ."),
-    "gs": ("an address in Google Cloud Storage", "gcloud storage cp {0} ."),
-    "az": ("an address in Azure", "az storage copy -s {0} -d ."),
-    "hf": ("an address on the Hugging Face hub", "hf download ORGANISATION/MODEL FILE --local-dir ."),
-    "http": ("an address on the web", "curl -LO {0}"),
-    "https": ("an address on the web", "curl -LO {0}"),
-    "ftp": ("an address on the web", "curl -LO {0}"),
-    "file": ("an address", "name its path"),
+    "s3": ("an address in S3", "aws s3 cp", "."),
+    "gs": ("an address in Google Cloud Storage", "gcloud storage cp", "."),
+    "az": ("an address in Azure", "azcopy copy", "."),
+    "http": ("an address on the web", "curl -LO", ""),
+    "https": ("an address on the web", "curl -LO", ""),
+    "ftp": ("an address on the web", "curl -LO", ""),
+    "hf": ("an address on the Hugging Face hub", "hf download", ""),
 }
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")
 
@@ -373,8 +372,12 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     found = _ADDRESS.match(name)
     if found is None:
         return None
-    kind, fetch = _FETCH.get(found[1].lower(), ("an address elsewhere", "copy {0} to a folder"))
-    fix = "Write a file here, then copy it there." if writing else f"Fetch it first: {fetch.format(quoted(name))}"
+    kind, program, rest = _FETCH.get(found[1].lower(), ("an address elsewhere", "", ""))
+    if writing or not program:
+        fix: str = "Write a file here, then copy it there." if writing else "Copy it to this machine first."
+    else:
+        asked = name.removeprefix("hf://")  # its program takes ORGANISATION/MODEL
+        fix = Advice("Fetch it first: ", Command((*program.split(), asked, *rest.split())))
     return FileProblem(f"{printable(name)} is {kind}, not a file", "ckptool works on files of this machine.", fix)
 
 

@@ -109,7 +109,7 @@ REMOTE = {
     "hf://org/model": "hf download",
     "https://host/model.pt": "curl -LO https://host/model.pt",
     "http://host/model.pt": "curl -LO",
-    "azure://x/y": "copy",
+    "azure://x/y": "Copy it",
     "-": "Save it first",
 }
 READS = (
