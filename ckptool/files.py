@@ -366,19 +366,22 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     if os.path.lexists(name):
         return None
     if name == "-":
-        stream, fix = ("output", "-o FILE") if writing else ("input", "Save it first: cat > FILE; then name FILE")
-        why = "A checkpoint is read at many places and written under a name when it is whole; a stream has neither."
-        return FileProblem(f"- stands for standard {stream}, which is not a file", why, fix)
+        return FileProblem(
+            f"- stands for standard {'output' if writing else 'input'}, which is not a file",
+            "A checkpoint is read at many places and written under a name when it is whole; a stream has neither.",
+            "Name a file: -o FILE" if writing else "Save it first: cat > FILE; then name FILE",
+        )
     found = _ADDRESS.match(name)
     if found is None:
         return None
     kind, program, rest = _FETCH.get(found[1].lower(), ("an address elsewhere", "", ""))
-    if writing or not program:
-        fix: str = "Write a file here, then copy it there." if writing else "Copy it to this machine first."
-    else:
-        asked = name.removeprefix("hf://")  # its program takes ORGANISATION/MODEL
-        fix = Advice("Fetch it first: ", Command((*program.split(), asked, *rest.split())))
-    return FileProblem(f"{printable(name)} is {kind}, not a file", "ckptool works on files of this machine.", fix)
+    fetched = Command((*program.split(), name.removeprefix("hf://"), *rest.split()))  # hf takes ORGANISATION/MODEL
+    fix = Advice("Fetch it first: ", fetched) if program else Advice("Copy it to this machine first.")
+    return FileProblem(
+        f"{printable(name)} is {kind}, not a file",
+        "ckptool works on files of this machine.",
+        "Write a file here, then copy it there." if writing else fix,
+    )
 
 
 def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doing: str) -> FileProblem:
