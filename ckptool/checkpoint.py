@@ -342,6 +342,26 @@ class Note:
     fix: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PartOf:
+    """Which part of something larger a checkpoint is, and what that means for who takes it for a whole.
+
+    kind: `rank` (the share of one process), `shard` (some of the tensors of a set of files), `placeholders` (tensors whose values are in
+    other files) or `members` (a folder of several files, as many of them as are there and whole).
+    label: `rank 1 of 2`.  meaning: a sentence.  number, count: those of the label, where they are known.
+    whole: the path of the folder or index that it is a part of; empty where that is not at hand.
+    index: the name of the index that names this file, if one does: then changing this file alone breaks the set.
+    """
+
+    kind: str
+    label: str
+    meaning: str
+    number: int | None = None
+    count: int | None = None
+    whole: str = ""
+    index: str = ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """An opened checkpoint. Immutable: transforms return a new one.
@@ -352,6 +372,7 @@ class Checkpoint:
     discarded: objects that the file makes and throws away again; they would run, so they are shown.
     tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
     beside: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not listed, not written.
+    part: of what it is only a part; None for a whole checkpoint (see `formats.parts`, which decides).
     """
 
     tree: Any
@@ -363,6 +384,7 @@ class Checkpoint:
     discarded: tuple[Object, ...] = ()
     tensors_only: bool = False
     beside: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    part: PartOf | None = None
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]

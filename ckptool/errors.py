@@ -16,6 +16,7 @@
     ├── UnsafeObject                an unknown call would be passed on       unsafe-global
     ├── Conflict                    carrying on would lose or mix data       conflict
     │   └── OutputExists            the target is there already              output-exists
+    ├── OnlyAPart                   a rank's share, one shard: not a whole   part
     ├── VerifyFailed                the output differs from what was meant   verify-failed
     ├── MissingExtra                an optional package is not installed     missing-extra
     ├── UserCodeFailed              the user's own module raised an error    user-code
@@ -149,6 +150,12 @@ class OutputExists(Conflict):
     """The target is there already and was not to be overwritten."""
 
     code = "output-exists"
+
+
+class OnlyAPart(CkptoolError):
+    """What was given is a part of a checkpoint (a rank's share, one shard, placeholders), and would have been taken for a whole."""
+
+    code = "part"
 
 
 class VerifyFailed(CkptoolError):

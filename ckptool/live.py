@@ -26,7 +26,7 @@ from ckptool.transforms.rename import apply
 from ckptool.transforms.select import matcher
 from ckptool.tree import map_storages
 from ckptool.user_code import called, own
-from ckptool.verbs.opening import open_file
+from ckptool.verbs.opening import open_whole, refuse_part
 from ckptool.verbs.save import save
 
 try:
@@ -191,6 +191,7 @@ def load_into(
     assign: bool | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     dry_run: bool = False,
+    part: bool = False,
 ) -> LoadReport:
     """Loads what fits of a checkpoint into a live model, all of the plan or nothing, and reports it name by name.
 
@@ -200,7 +201,8 @@ def load_into(
     min_loaded: the least share of the model's values, 0 to 1.  missing: patterns for the only names that may be missing.
     strict: no missing and no unexpected names.  assign: put new tensors in place of the model's instead of copying into them; by default
     where those are on the meta device.  optimizer: gets the state of the parameters that are loaded, and keeps its own settings.
-    dry_run: only the report, whose `refused` says why the plan would not be accepted.
+    dry_run: only the report, whose `refused` says why the plan would not be accepted.  part: load also from what is only a part of a
+    checkpoint: a rank's share, one shard of several.
     Raises `PlanRefused` (its `report` says why) and what opening the checkpoint raises; then no tensor of the model has changed.
     """
     wishes = wishes_of(
@@ -215,7 +217,7 @@ def load_into(
     bare = unwrapped(model)
     slots = _slots(bare)
     target = _target(slots, type(bare).__name__)
-    whole, root, remark = _weights(checkpoint, at)
+    whole, root, remark = _weights(checkpoint, at, part)
     plan = match(root, str(whole.source or "the checkpoint"), target, wishes, remark)
     plan = replace(plan, report=_with_device_facts(plan, bare, slots, wishes.missing, assign))
     moved = _for_optimizer(optimizer, whole, root, target, plan, slots, assign) if optimizer is not None else None
@@ -234,9 +236,13 @@ def load_into(
     return replace(plan.report, applied=True)
 
 
-def _weights(checkpoint: str | os.PathLike[str] | Checkpoint, at: str | None) -> tuple[Checkpoint, Root, str]:
-    if not isinstance(checkpoint, Checkpoint):
-        opened = open_file(checkpoint, at)
+def _weights(
+    checkpoint: str | os.PathLike[str] | Checkpoint, at: str | None, part: bool
+) -> tuple[Checkpoint, Root, str]:
+    if isinstance(checkpoint, Checkpoint):
+        refuse_part(checkpoint, part=part)
+    else:
+        opened = open_whole(checkpoint, at, part=part)
         checkpoint, at = opened.checkpoint, opened.at
     return checkpoint, *one_root(checkpoint, at)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptool.cli.answers import Answers
-from ckptool.cli.options import At, Target, write_each, writes
+from ckptool.cli.options import At, Part, Target, write_each, writes
 from ckptool.errors import UsageError, printable
 
 
@@ -26,6 +26,7 @@ def average(
         typer.Option("--ema", metavar="DECAY", help="An exponential moving average over the files in order."),
     ] = None,
     at: At = None,
+    part: Part = False,
 ) -> Answers:
     """The mean of the weights of several checkpoints, in bounded memory. Counters are the last file's."""
     from ckptool.verbs.average import average
@@ -38,7 +39,7 @@ def average(
         )
 
     def write(_: str, out: str | None, **options: Any) -> Any:
-        return average(files, out, weights=shares, ema=ema, at=at, **options)
+        return average(files, out, weights=shares, ema=ema, at=at, part=part, **options)
 
     return write_each("average", files[-1:], target, write, "For example: -o mean.pt")
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptool.cli.answers import Answers
-from ckptool.cli.options import At, Exclude, Files, Only, Target, write_each, writes
+from ckptool.cli.options import At, Exclude, Files, Only, Part, Target, write_each, writes
 from ckptool.errors import UsageError, printable
 
 
@@ -229,6 +229,7 @@ def convert(
         ),
     ] = None,
     at: At = None,
+    part: Part = False,
 ) -> Answers:
     """Convert between .pt and .safetensors: one set of weights, or everything with --all. From .pt to .pt: a compact file."""
     from ckptool.verbs.convert import convert
@@ -245,6 +246,7 @@ def convert(
             materialize=materialize,
             weights_only=weights_only,
             shard_size=shard_size,
+            part=part,
             **options,
         )
 

@@ -10,7 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from ckptool.cli.answers import Answer, Answers
-from ckptool.cli.options import AsJson, Container, DryRun, File, Force, KeepUnknown, Target, Verify, write_each, writes
+from ckptool.cli.options import (
+    AsJson,
+    Container,
+    DryRun,
+    File,
+    Force,
+    KeepUnknown,
+    Part,
+    Target,
+    Verify,
+    write_each,
+    writes,
+)
 from ckptool.errors import Conflict, UsageError, printable
 
 _EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3"
@@ -44,6 +56,7 @@ def bundle(
     dedup: Annotated[
         bool, typer.Option("--dedup", help="Store equal tensors once; ckptool gives each member its own again.")
     ] = False,
+    part: Part = False,
 ) -> Answers:
     """Put several models, optimizers and values into one file: bundle -o gan.tar generator=G.pt epoch:=3."""
     from ckptool.verbs.bundle import bundle
@@ -64,6 +77,7 @@ def bundle(
             rename=renames,
             from_folder=from_folder,
             dedup=dedup,
+            part=part,
             **options,
         )
 
@@ -137,6 +151,7 @@ def unbundle(
     dry_run: DryRun = False,
     verify: Verify = False,
     keep_unknown: KeepUnknown = False,
+    part: Part = False,
     as_json: AsJson = False,
 ) -> Answers:
     """Write the members of a bundle to files of their own, and bundle.json, which says how they belong together."""
@@ -146,6 +161,7 @@ def unbundle(
         "dry_run": dry_run,
         "verify": verify,
         "keep_unknown": keep_unknown,
+        "part": part,
     }
     return Answers(_unbundled(file, folder, only or (), options), as_json)
 

@@ -41,6 +41,11 @@ Exclude = Annotated[
     list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Not the keys that match. Repeatable.")
 ]
 
+Part = Annotated[
+    bool,
+    typer.Option("--part", help="Take also what is only a part of a checkpoint: a rank's share, one shard of several."),
+]
+
 _OUTPUT = "Where to"
 Out = Annotated[
     str | None, typer.Option("-o", "--out", metavar="OUT", help="Write this new file.", rich_help_panel=_OUTPUT)

@@ -10,7 +10,20 @@ from typing import Annotated
 import typer
 
 from ckptool.cli.answers import Answer, Answers
-from ckptool.cli.options import AsJson, At, Container, DryRun, Exclude, File, Force, KeepUnknown, Only, Out, Verify
+from ckptool.cli.options import (
+    AsJson,
+    At,
+    Container,
+    DryRun,
+    Exclude,
+    File,
+    Force,
+    KeepUnknown,
+    Only,
+    Out,
+    Part,
+    Verify,
+)
 
 
 class OnMismatch(str, Enum):
@@ -61,6 +74,7 @@ def warm_start(
     verify: Verify = False,
     keep_unknown: KeepUnknown = False,
     container: Container = None,
+    part: Part = False,
     as_json: AsJson = False,
 ) -> Answers:
     """What of a checkpoint fits a model; with -o, a checkpoint of exactly the model's keys. Exit 1: not accepted, nothing written."""
@@ -82,6 +96,7 @@ def warm_start(
             strict=strict,
             optimizer=optimizer,
             suggest=suggest,
+            part=part,
             overwrite=force,
             dry_run=dry_run,
             verify=verify,
@@ -100,6 +115,7 @@ def spec(
         ),
     ],
     at: At = None,
+    part: Part = False,
     out: Out = None,
     force: Force = False,
     dry_run: DryRun = False,
@@ -109,5 +125,5 @@ def spec(
     from ckptool.verbs.spec import spec
 
     with redirect_stdout(sys.stderr):
-        found = spec(target, out, at=at, overwrite=force, dry_run=dry_run)
+        found = spec(target, out, at=at, part=part, overwrite=force, dry_run=dry_run)
     return Answers([Answer("spec", found)], as_json)

@@ -21,6 +21,7 @@ from ckptool.formats import (
     dcp,
     npy,
     npz,
+    parts,
     pickle_file,
     safetensors,
     sharded,
@@ -85,7 +86,12 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def read_source(source: Input) -> Checkpoint:
-    """The same of what is open already (a shard)."""
+    """The same of what is open already."""
+    return parts.with_part(read_alone(source))
+
+
+def read_alone(source: Input) -> Checkpoint:
+    """The same of one of the files that a checkpoint is put together from: whether it is a part is not looked at."""
     if isinstance(source, Source) and not source.size:
         raise Truncated(
             f"{source} is empty (0 bytes)",

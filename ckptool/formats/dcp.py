@@ -8,12 +8,14 @@ where it is, and for every name its path in the nested dictionaries that were sa
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, FileRange, Note, PartOf, Storage, TensorEntry
 from ckptool.commands import Advice, command, other_program
 from ckptool.dtypes import BY_TORCH, DType
 from ckptool.errors import (
@@ -38,6 +40,7 @@ METADATA = ".metadata"
 SUFFIX = ".distcp"
 MAX_METADATA = 256 << 20
 MAX_RANK = 64
+_RANK = re.compile(r"__(\d{1,7})_")
 
 Key = tuple[str, tuple[int, ...] | None]  # a name, and the offsets of a chunk; None for an object
 
@@ -103,9 +106,18 @@ def _of_a_rank(folder: Folder, name: str) -> Checkpoint:
         if label in tree:
             raise _damaged(folder, f"has two values called {printable(label)}")
         tree[label] = shelf.take(key)
-    what = f"what one rank saved: {len(held):,} of {len(places):,} values; the folder is the checkpoint"
-    notes = (Note("one-rank", what, command("inspect", folder.path)),)
-    return Checkpoint(tree, NAME, {}, folder, None, notes, tuple(shelf.discarded))
+    return Checkpoint(
+        tree, NAME, {}, folder, None, (), tuple(shelf.discarded), part=_share_of(folder, name, len(held), places)
+    )
+
+
+def _share_of(folder: Folder, name: str, held: int, places: Mapping[Key, _Place]) -> PartOf:
+    """Which rank's file it is, by its name, `__{rank}_{n}.distcp`, and those of the others."""
+    ranks = {found[1] for place in places.values() if (found := _RANK.match(place.file))}
+    named = _RANK.match(name)
+    label = f"rank {int(named[1])} of {len(ranks):,}" if named else "what one rank saved"
+    meaning = f"{held:,} of the {len(places):,} values and chunks that were saved; the folder is the checkpoint"
+    return PartOf("rank", label, meaning, int(named[1]) if named else None, len(ranks) or None, folder.path)
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -287,6 +299,7 @@ def _value(folder: Folder, shelf: _Shelf, name: str, node: Any) -> Any:
         raise _damaged(
             folder, f"has chunks of {printable(name)} that overlap, leave gaps or lie outside of its shape {list(size)}"
         )
+    shelf.taken.update((name, box[0]) for box in boxes if _is_nothing(box, size))  # some ranks have none of it
     parts = [Chunk(_chunk(folder, shelf, name, dtype, box), box[0]) for box in boxes if not _is_nothing(box, size)]
     whole = parts[0].entry if len(parts) == 1 and parts[0].entry.shape == size else assembled(size, parts)
     return replace(whole, flags=whole.flags._replace(requires_grad=trained)) if trained else whole

@@ -91,7 +91,7 @@ def read(source: Input) -> Checkpoint:
 def _opened(source: Source) -> Checkpoint:
     from ckptool import formats
 
-    return formats.read_source(source)
+    return formats.read_alone(source)
 
 
 def _no_index(folder: Folder) -> Corrupt | Unsupported:

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Composite
 from ckptool.errors import listed, printable
 from ckptool.nodes import Object
 from ckptool.plain import to_json, to_jsons
-from ckptool.render.json import Json, finite, notes_json, path_json, tensor_json, type_name
+from ckptool.render.json import Json, finite, notes_json, part_json, path_json, tensor_json, type_name
 from ckptool.render.outline import SHOWN, Branch, outline
 from ckptool.render.style import BAR, PLAIN, Style, bar, columns, counted, number, short, size
 from ckptool.render.text import WHOLE, notes_text, tensor_text, value_text
@@ -57,7 +57,8 @@ def _heading(listing: Listing, style: Style) -> str:
     metadata = (
         f", metadata {listed([f'{printable(str(k))}={value_text(v)}' for k, v in said.items()], 4)}" if said else ""
     )
-    return style.bold(name) + style.fit(f": {listing.container}, {size(listing.bytes)}{metadata}", len(name))
+    part = f", {printable(listing.part.label)}" if listing.part else ""
+    return style.bold(name) + style.fit(f": {listing.container}{part}, {size(listing.bytes)}{metadata}", len(name))
 
 
 def _totals(listing: Listing, divided: Sequence[Part], style: Style) -> str:
@@ -303,6 +304,7 @@ def inspection_json(found: Inspection) -> Json:
         "file": listing.file,
         "container": listing.container,
         "bytes": listing.bytes,
+        "part": part_json(listing.part),
         "at": listing.at,
         "tensor_bytes": listing.tensor_bytes,
         "storages": listing.storages,

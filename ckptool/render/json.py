@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Note, Tensor, TensorEntry
+from ckptool.checkpoint import Note, PartOf, Tensor, TensorEntry
 from ckptool.errors import CkptoolError, printable
 from ckptool.nodes import Object
 from ckptool.plain import summary
@@ -64,6 +64,20 @@ def path_json(path: Path) -> list[Any]:
 
 def notes_json(notes: Iterable[Note]) -> list[Json]:
     return [{"code": note.code, "message": note.message, "fix": list(note.fix)} for note in notes]
+
+
+def part_json(part: PartOf | None) -> Json | None:
+    """Of what a checkpoint is only a part: None for a whole one."""
+    if part is None:
+        return None
+    return {
+        "kind": part.kind,
+        "label": printable(part.label),
+        "meaning": part.meaning,
+        "number": part.number,
+        "count": part.count,
+        "whole": part.whole or None,
+    }
 
 
 def type_name(value: Any) -> str:

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from ckptool.errors import listed, printable
-from ckptool.render.json import Json
+from ckptool.render.json import Json, part_json
 from ckptool.render.style import PLAIN, Style, columns, counted, size
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ def _names(file: ScannedFile) -> str:
 
 
 def _file_text(file: ScannedFile, style: Style) -> str:
-    head = f"{style.bold(printable(file.path))} ({file.container}): "
+    kind = f"{file.container}, {printable(file.part.label)}" if file.part else file.container
+    head = f"{style.bold(printable(file.path))} ({kind}): "
     if not file.calls:
         return head + style.green("nothing in it would run") + ": functions of torch and plain data only\n"
     words = {"called": "calls", "made": "makes objects of", "named": "imports"}
@@ -143,6 +144,7 @@ def _file_json(file: ScannedFile) -> Json:
         "path": file.path,
         "state": file.state,
         "problem": file.problem or None,
+        "part": part_json(file.part),
         "container": file.container or None,
         "step": file.step,
         "epoch": file.epoch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptool.errors import listed, printable, quoted
-from ckptool.render.json import Json, notes_json
+from ckptool.render.json import Json, notes_json, part_json
 from ckptool.render.style import PLAIN, Style, columns, counted, short, size
 from ckptool.render.text import WHOLE, notes_text
 from ckptool.reports.verification import ALL, NONE
@@ -47,13 +47,14 @@ def _verdict(found: Verification, style: Style) -> str:
             f"{counted(found.checked, 'record')} checked against {'its' if found.checked == 1 else 'their'} checksums{which}"
         )
     about = ", ".join(facts)
+    whole = f"fine, and only a part: {printable(found.part.label)}" if found.part else "fine"
     if found.problems:
         recovered = all(problem.code == "recovered-file" for problem in found.problems)
         word = "recovered, not intact" if recovered else "damaged"
         return f"{name}: {style.red(word)}, {counted(len(found.problems), 'problem')} ({about})"
     if not found.fine:
-        return f"{name}: {style.yellow('whole, but see below')} ({about})"
-    return f"{name}: {style.green('fine')} ({about})"
+        return f"{name}: {style.yellow('intact, but see below' if found.part else 'whole, but see below')} ({about})"
+    return f"{name}: {style.green(whole)} ({about})"
 
 
 def _problem_lines(group: list[Problem], style: Style) -> list[str]:
@@ -135,6 +136,7 @@ def verification_json(found: Verification) -> Json:
         "file": found.file,
         "container": found.container,
         "fine": found.fine,
+        "part": part_json(found.part),
         "bytes": found.bytes,
         "tensors": found.tensors,
         "storages": found.storages,

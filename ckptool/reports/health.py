@@ -11,6 +11,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Chain, Command, command
 from ckptool.errors import CkptoolError, listed, printable
+from ckptool.formats.parts import CODE as PART
 from ckptool.prefixes import COUNTER, without_wrappers, wrappers
 from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
 from ckptool.reports.listing import Listing
@@ -132,6 +133,8 @@ def of_checkpoint(
         *_of_layout(found),
         *(_of_target(checkpoint, against) if against is not None else ()),
     ]
+    if found.part is not None:  # no verb that writes takes a part, so none of those mends it
+        findings = [(each, fixes if each.code == PART else ()) for each, fixes in findings if each.code != "folder"]
     return Diagnosis(file, _is_a(found), tuple(_filled(finding, fixes, chain) for finding, fixes in _ordered(findings)))
 
 
@@ -228,6 +231,7 @@ _NOTES = {
     "pickle-protocol": ("Weights only load failed … Unsupported operand 149", True),
     "deflated": ("mmap=True: RuntimeError", False),
     "interrupted-edit": ("", False),
+    PART: ('Missing key(s) in state_dict: …; or: size mismatch for …: copying a param with shape torch.Size([0])', True),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Note, Tensor, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, command
 from ckptool.errors import listed, printable
 from ckptool.files import Folder
@@ -53,6 +53,7 @@ class Listing:
     """The contents of a checkpoint. `at` is the address that was asked for; sizes are in bytes.
 
     tensor_bytes: what the storages that the tensors use take up, each counted once.  unlisted: plain values beyond the first 50,000.
+    part: of what the checkpoint is only a part.
     """
 
     file: str
@@ -68,6 +69,7 @@ class Listing:
     tensor_bytes: int
     metadata: dict[str, Any]
     unlisted: int = 0
+    part: PartOf | None = None
 
 
 def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
@@ -112,6 +114,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
         sum(sizes.values()),
         dict(checkpoint.metadata),
         unlisted,
+        checkpoint.part,
     )
 
 
@@ -152,7 +155,8 @@ def _is_leaf(node: Any) -> bool:
 
 def _notes(checkpoint: Checkpoint, roots: tuple[Root, ...], rows: list[TensorRow]) -> Iterator[Note]:
     for note in (*_prefix_notes(roots), *_device_notes(rows)):
-        yield replace(note, fix=()) if checkpoint.beside else note  # beside a program nothing can be changed
+        # Beside a program nothing can be changed, nor in one shard of several.
+        yield replace(note, fix=()) if checkpoint.beside or (checkpoint.part and checkpoint.part.index) else note
     calls = unknown_calls(checkpoint)
     if calls:
         names = sorted({printable(call.name) for _, call in calls})

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Checkpoint, PartOf
 from ckptool.errors import CkptoolError
 from ckptool.nodes import Object
 from ckptool.reports.calls import Call
@@ -16,7 +16,7 @@ from ckptool.reports.listing import Listing
 from ckptool.roots import kinds_of
 from ckptool.tree import children
 
-GOOD = "good"
+GOOD, PART = "good", "part"
 
 # Where training scripts keep how far they have come: the keys, the most exact first, then what stands in file names.
 _STEP_KEYS = (
@@ -39,7 +39,8 @@ _EPOCH_IN_NAME = re.compile(r"(?:epoch|ep)[-_=]?0*(\d{1,9})(?!\d)", re.IGNORECAS
 class ScannedFile:
     """One checkpoint of a folder.
 
-    state: `good`, or the code of the error that opening or verifying it gave, with its sentence in `problem`.
+    state: `good`, `part` (whole bytes of an incomplete checkpoint), or the code of the error that opening or verifying it gave, with its
+    sentence in `problem`.  part: of what it is only a part.
     step, epoch: how far the training was; None where neither the file nor its name says.  bytes: its size.  modified: seconds since 1970.
     holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know.
     """
@@ -55,6 +56,7 @@ class ScannedFile:
     holds: tuple[str, ...]
     notes: tuple[str, ...]
     calls: tuple[Call, ...]
+    part: PartOf | None = None
 
     @property
     def is_good(self) -> bool:
@@ -74,8 +76,8 @@ class Scan:
 
     @property
     def findings(self) -> int:
-        """Files that are not good, or whose pickles would call what ckptool does not know."""
-        return sum(1 for file in self.files if not file.is_good or file.calls)
+        """Files that are not good, or whose pickles would call what ckptool does not know. Of one file that was named, only the latter."""
+        return sum(1 for file in self.files if (not file.is_good and self.is_folder) or file.calls)
 
 
 def scanned(path: str, checkpoint: Checkpoint, found: Listing, calls: Iterable[Call]) -> ScannedFile:
@@ -84,7 +86,10 @@ def scanned(path: str, checkpoint: Checkpoint, found: Listing, calls: Iterable[C
     step, epoch = progress_of(checkpoint.tree, os.path.basename(path))
     holds = tuple(kinds_of(found.roots))
     notes = tuple(dict.fromkeys(note.code for note in found.notes if note.code != "unsafe-global"))
-    return ScannedFile(path, GOOD, "", checkpoint.container, step, epoch, size, modified, holds, notes, tuple(calls))
+    part = checkpoint.part
+    state, problem = (GOOD, "") if part is None else (PART, f"{part.label}: {part.meaning}")
+    row = (checkpoint.container, step, epoch, size, modified, holds, notes, tuple(calls), part)
+    return ScannedFile(path, state, problem, *row)
 
 
 def damaged(path: str, error: CkptoolError) -> ScannedFile:

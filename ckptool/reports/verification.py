@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, PartOf, StorageRef, TensorEntry
 from ckptool.errors import CkptoolError
 from ckptool.formats.checksums import checksums
 from ckptool.formats.zip_archive import Archive
@@ -62,7 +62,7 @@ class Verification:
 
     checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs; checked_bytes: their bytes.
     non_finite: None where nobody asked.  unsearched: tensors that could not be searched for NaN.  fixes: commands, as argv.
-    digests: of `root`, if asked for; compared: with those that were kept.
+    digests: of `root`, if asked for; compared: with those that were kept.  part: of what it is only a part; intact is not complete.
     """
 
     file: str
@@ -84,6 +84,7 @@ class Verification:
     compared: Compared | None = None
     against: str = ""
     written: str = ""
+    part: PartOf | None = None
 
     @property
     def fine(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.errors import Conflict, Unsupported, listed, printable
+from ckptool.formats.parts import refuse_placeholders
 from ckptool.roots import Root, beside_names
 from ckptool.transforms.select import selected
 from ckptool.tree import address
@@ -45,6 +46,7 @@ def export(
     }
     behind = [address((*root.path, key)) for key in root.node if key not in chosen] + siblings(checkpoint.tree, root)
     behind += [address(path) for path, _ in beside_names(root)] if root.module is not None else []
+    refuse_placeholders(checkpoint, chosen.items())
     if wrong := [f"{printable(key)} ({value.kind})" for key, value in chosen.items() if isinstance(value, Composite)]:
         raise Unsupported(
             f"{container} cannot hold {listed(wrong)}",

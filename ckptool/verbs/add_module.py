@@ -8,7 +8,7 @@ from ckptool.errors import UsageError
 from ckptool.prefixes import PEELED
 from ckptool.roots import model_roots
 from ckptool.transforms.rename import add
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_to_change
 from ckptool.verbs.saving import SaveOptions, Written
 from ckptool.verbs.strip_module import renamed_file
 
@@ -27,6 +27,6 @@ def add_module(
     """Puts `module.` (or `prefix`) before every key of all model weights in `file`, as DataParallel does: what `strip_module` undoes."""
     if not prefix:
         raise UsageError("the prefix is empty", "There would be nothing to add.")
-    opened = open_file(file, at)
+    opened = open_to_change(file, at)
     renamed = add(opened.checkpoint, model_roots(opened.checkpoint, opened.at), prefix)
     return renamed_file("add-module", opened.checkpoint, renamed, out, options, clean="no keys to rename")

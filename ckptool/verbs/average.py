@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats import recovered
+from ckptool.formats.parts import refuse_placeholders
 from ckptool.roots import one_root
 from ckptool.transforms import average as means
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import SaveOptions, Written, save, written
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ def average(
     weights: Sequence[float] | None = None,
     ema: float | None = None,
     at: str | None = None,
+    part: bool = False,
     **options: Unpack[SaveOptions],
 ) -> Written:
     """Writes the mean of one set of weights over several files: equal shares, `weights`, or an exponential moving average (`ema`).
 
     The files are read side by side, in pieces. Counters and booleans are the last file's, and named. at: the part of each file.
+    part: take also files that are only a part of a checkpoint (the same shard of each).
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
     """
     if isinstance(files, (str, bytes)) or len(files) < 2:
@@ -37,9 +40,11 @@ def average(
     if options.get("in_place", False):
         raise UsageError("average writes a new file", "It has several inputs.", "For example: -o mean.pt")
     shares = means.weights_of(len(files), weights, ema)
-    opened = [open_file(file, at) for file in files]
+    opened = [open_whole(file, at, part=part) for file in files]
     roots = [one_root(each.checkpoint, each.at) for each in opened]
     names = [each.path for each in opened]
+    for each, (root, _) in zip(opened, roots, strict=True):
+        refuse_placeholders(each.checkpoint, root.node.items())
     found = means.average([root.node for root, _ in roots], names, shares)
     last = opened[-1].checkpoint
     mark = recovered.of_parts(
@@ -50,8 +55,8 @@ def average(
     sources = [each.checkpoint.source for each in opened if each.checkpoint.source is not None]
     saved = save("average", last, changed, out, options, inputs=sources)
     remarks = list(dict.fromkeys(remark for _, remark in roots if remark))
-    part = f" of {printable(roots[-1][0].address)}" if roots[-1][0].address else ""
-    summary = f"the mean of {len(files)} files: {found.averaged:,} tensor{'s' * (found.averaged != 1)}{part}"
+    of = f" of {printable(roots[-1][0].address)}" if roots[-1][0].address else ""
+    summary = f"the mean of {len(files)} files: {found.averaged:,} tensor{'s' * (found.averaged != 1)}{of}"
     summary += f" ({remarks[0]})" if remarks else ""
     details = [f"{share:.6g} × {printable(name)}" for share, name in zip(shares, names, strict=True)][:8]
     if found.kept:

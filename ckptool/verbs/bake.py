@@ -9,7 +9,7 @@ from ckptool.errors import NoMatch
 from ckptool.roots import model_roots
 from ckptool.transforms import bake as folding
 from ckptool.tree import rebuild
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_to_change
 from ckptool.verbs.saving import SaveOptions, Written, save, written
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def bake(
     spectral: spectral norm too, with its vectors as they are stored.  form: `old` or `new` instead give weight norm its other names
     (`weight_g` or `parametrizations.weight.original0`), exactly. Raises `NoMatch` where there is nothing of the kind.
     """
-    opened = open_file(file, at)
+    opened = open_to_change(file, at)
     checkpoint = opened.checkpoint
     roots = model_roots(checkpoint, opened.at)
     baked = {id(root.node): folding.bake(root.node, spectral=spectral, form=form) for root in roots}

@@ -27,7 +27,7 @@ from ckptool.transforms.bundles import (
 )
 from ckptool.transforms.slim import with_twins
 from ckptool.tree import Path, find, map_storages
-from ckptool.verbs.opening import PathLike, split
+from ckptool.verbs.opening import PathLike, refuse_part, split
 from ckptool.verbs.saving import SaveOptions, Written, refuse_beside, save, written
 from ckptool.verbs.slim import new_ties
 
@@ -47,6 +47,7 @@ def bundle(
     rename: Mapping[str, str] | None = None,
     from_folder: PathLike | None = None,
     dedup: bool = False,
+    part: bool = False,
     **options: Unpack[SaveOptions],
 ) -> Written:
     """Writes one file that holds several: `{name: FILE or FILE#ADDRESS}`, then plain `values` by name (`{"epoch": 3}`).
@@ -55,10 +56,12 @@ def bundle(
     tensors called `name/key`, and a record from which ckptool gives back everything. Without an address, a file is taken as a whole.
     file: a bundle to change instead: members and values are added to it, `drop` and `rename` (old: new) name some of its own; no tensor
     of the others is touched.  from_folder: what `unbundle` wrote, put together again.  dedup: equal storages are stored once; `unbundle`
-    and `ckptool.load` give each member its own again, stock `torch.load` ties them.
+    and `ckptool.load` give each member its own again, stock `torch.load` ties them.  part: members may be parts of checkpoints (a rank's
+    share, one shard of several).
     Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an unknown member.
     """
-    parts = _gathered(file, from_folder, bool(drop or rename))
+    parts = _gathered(file, from_folder, bool(drop or rename), part)
+    parts.part = part
     parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.members, several(drop), rename))
     parts.add(members or {}, values or {})
     if not parts.members or (file is not None and not (drop or rename or members or values or dedup)):
@@ -105,6 +108,7 @@ class _Parts:
     origins: dict[Any, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     twins: int = 0
+    part: bool = False
     opened: dict[str, list[tuple[Checkpoint, list[Path]]]] = field(default_factory=dict)
 
     @property
@@ -145,6 +149,7 @@ class _Parts:
                 taken.append(place)
                 return _part(checkpoint, place, node)
         checkpoint = formats.read(path)
+        refuse_part(checkpoint, part=self.part)
         place, node = find(checkpoint.tree, at or "")
         readings.append((checkpoint, [place]))
         if checkpoint.source is not None:
@@ -160,7 +165,7 @@ def _part(checkpoint: Checkpoint, place: Path, node: Any) -> Checkpoint:
     )
 
 
-def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool) -> _Parts:
+def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool, part: bool) -> _Parts:
     """What is there before anything is added: nothing, the members of a bundle, or those of a folder."""
     if file is not None and folder is not None:
         raise UsageError("bundle was given both a bundle to change and a folder", "It begins with one of them.")
@@ -171,14 +176,14 @@ def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool) -> 
             "Name it: ckptool bundle FILE --drop NAME -o OUT",
         )
     if file is not None:
-        return _of_bundle(file)
+        return _of_bundle(file, part)
     if folder is not None:
         return _of_folder(folder)
     empty = Checkpoint({}, formats.DEFAULT)
     return _Parts(empty, empty)
 
 
-def _of_bundle(file: PathLike) -> _Parts:
+def _of_bundle(file: PathLike, part: bool) -> _Parts:
     path, at = split(file)
     if at is not None:
         raise UsageError(
@@ -187,6 +192,7 @@ def _of_bundle(file: PathLike) -> _Parts:
             f"Take the part as a member: ckptool bundle NAME={printable(os.fspath(file))} -o OUT",
         )
     original = formats.read(path)
+    refuse_part(original, part=part)
     members = members_of(original)
     refuse_beside(original, formats.by_name(formats.DEFAULT))
     return _Parts(original, replace(original, tree=members), original.tree)
@@ -201,7 +207,7 @@ def _of_folder(path: PathLike) -> _Parts:
     parts = _Parts(empty, empty, OrderedDict() if record.ordered else None)
     for part in record.parts:
         if part.file:
-            parts.member(part.name, formats.read_source(folder.open(part.file)), os.path.join(folder.path, part.file))
+            parts.member(part.name, formats.read_alone(folder.open(part.file)), os.path.join(folder.path, part.file))
         else:
             parts.checkpoint = replace(parts.checkpoint, tree={**parts.members, part.name: part.value})
     parts.inputs.append(folder)

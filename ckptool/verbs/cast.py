@@ -9,7 +9,7 @@ from ckptool.errors import printable
 from ckptool.given import several
 from ckptool.roots import model_roots
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_to_change
 from ckptool.verbs.saving import SaveOptions, Written, save, written
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def cast(
     which tensors lost values, and the largest error; it can only after the values have passed, so not in a dry run.
     """
     target = parse_dtype(dtype)
-    opened = open_file(file, at)
+    opened = open_to_change(file, at)
     roots = model_roots(opened.checkpoint, opened.at)
     plan = cast_roots(
         opened.checkpoint,

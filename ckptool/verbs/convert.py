@@ -11,6 +11,7 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import OUT, Advice, command
 from ckptool.errors import UsageError, printable
 from ckptool.formats import Format, by_name, carried, for_output, keeps_ties, sharded, tensors_only
+from ckptool.formats.parts import refuse_placeholders
 from ckptool.given import several
 from ckptool.modules import module_attributes
 from ckptool.nodes import OrderedDict
@@ -19,7 +20,7 @@ from ckptool.transforms.export import export, lost_ties, siblings
 from ckptool.transforms.select import selected
 from ckptool.transforms.weights_only import weights_only as plain_values
 from ckptool.tree import address, find, tensors
-from ckptool.verbs.opening import Opened, PathLike, open_file
+from ckptool.verbs.opening import Opened, PathLike, open_whole
 from ckptool.verbs.saving import SaveOptions, Written, check_options, save, written
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def convert(
     materialize: bool = False,
     weights_only: bool = False,
     shard_size: int | str | None = None,
+    part: bool = False,
     **options: Unpack[SaveOptions],
 ) -> Written:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
@@ -50,7 +52,8 @@ def convert(
     at: one part.  only, exclude: patterns for keys.  ties: `record` stores tied tensors once, `copy` once for each name.
     materialize: write out expanded views.  weights_only: plain values in place of what `torch.load(weights_only=True)` refuses, each named.
     shard_size: write a folder of safetensors files of at most this many bytes of tensors (`5GB`, `500MiB`), and their index.
-    Raises `Unsupported` naming what the container cannot hold.
+    part: take also what is only a part of a checkpoint (a rank's share, one shard of several).
+    Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     if ties not in TIES:
         raise UsageError(f"there is no way {printable(ties)!r} to treat ties", f"There are: {', '.join(TIES)}.")
@@ -58,7 +61,7 @@ def convert(
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
     check_options("convert", options)
     only, exclude = several(only), several(exclude)
-    opened = open_file(file, at)
+    opened = open_whole(file, at, part=part)
     made_plain: tuple[str, ...] = ()
     if weights_only:
         opened, made_plain = _plain(opened)
@@ -158,6 +161,8 @@ def _to_pickle(opened: Opened, only: Sequence[str], exclude: Sequence[str]) -> O
     checkpoint = _part(opened)
     weights_only = bool(checkpoint.beside) and opened.at is None  # of a program, only its weights can be written
     module = opened.at is not None and module_attributes(checkpoint.tree) is not None
+    if opened.at is not None:
+        refuse_placeholders(checkpoint, ((address(path), value) for path, value in tensors(checkpoint.tree)))
     if not (only or exclude or weights_only or module):
         return checkpoint, "everything, in a compact file", [], _module_notes(opened)
     root, _ = one_root(opened.checkpoint, opened.at)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import UsageError, listed, printable
 from ckptool.given import several
 from ckptool.transforms import edit as edits
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_to_change
 from ckptool.verbs.saving import SaveOptions, Written, save, written
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def edit(
     arrays = {
         place: edits.read_array(array) if isinstance(array, str) else array for place, array in (tensor or {}).items()
     }
-    opened = open_file(file)
+    opened = open_to_change(file)
     done = edits.edit(opened.checkpoint, several(drop), set, arrays)
     result = save("edit", opened.checkpoint, done.checkpoint, out, options)
     facts = {"dropped": list(done.dropped), "set": list(done.set), "replaced": list(done.replaced)}

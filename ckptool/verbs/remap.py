@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.errors import UsageError, printable
 from ckptool.transforms import devices
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_to_change
 from ckptool.verbs.saving import SaveOptions, Written, save, written
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def remap(
     """
     if to is None and not moves:
         raise UsageError("remap needs a device", "", "For example: --to cpu, or --map cuda:1=cuda:0")
-    opened = open_file(file)
+    opened = open_to_change(file)
     done = devices.remap(opened.checkpoint, to, moves)
     result = save("remap", opened.checkpoint, done.checkpoint, out, options, changes=done.changed > 0)
     facts = {

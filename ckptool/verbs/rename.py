@@ -10,7 +10,7 @@ from ckptool.given import several
 from ckptool.roots import model_roots
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_to_change
 from ckptool.verbs.saving import SaveOptions, Written
 from ckptool.verbs.strip_module import renamed_file
 
@@ -40,6 +40,6 @@ def rename(
             "A rule is OLD => NEW.",
             "For example: ckptool rename FILE 'backbone.* => encoder.*' -o OUT",
         )
-    opened = open_file(file, at)
+    opened = open_to_change(file, at)
     renamed = by_rules(opened.checkpoint, model_roots(opened.checkpoint, opened.at), parsed)
     return renamed_file("rename", opened.checkpoint, renamed, out, options, clean="the rules leave every key as it is")

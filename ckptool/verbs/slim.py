@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
 from ckptool.transforms import slim as slimming
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_to_change
 from ckptool.verbs.saving import SaveOptions, Written, save, written
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def slim(
         raise UsageError(
             "slim writes a new file", "Inside the old one, what was dropped would stay.", "For example: -o small.pt"
         )
-    opened = open_file(file)
+    opened = open_to_change(file)
     done = slimming.slim(opened.checkpoint, dedup=dedup, keep_optimizer=keep_optimizer)
     unused = [note for note in opened.checkpoint.notes if note.code in ("unused-record", "superseded-pickle")]
     result = save("slim", opened.checkpoint, done.checkpoint, out, options, changes=done.changed or bool(unused))

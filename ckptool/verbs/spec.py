@@ -12,7 +12,7 @@ from ckptool.output import check_target, replace_file
 from ckptool.reports.spec import is_spec, parse_spec
 from ckptool.reports.targets import Target, of_checkpoint
 from ckptool.user_code import names_code
-from ckptool.verbs.opening import PathLike, open_file, split
+from ckptool.verbs.opening import PathLike, open_whole, split
 
 MAX_SPEC = 64 << 20  # bytes
 
@@ -31,18 +31,20 @@ def spec(
     out: PathLike | None = None,
     *,
     at: str | None = None,
+    part: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Spec:
     """Names, shapes, types, ties and kinds of the tensors that a model has, written to `out` as JSON (`ckptool.spec/1`).
 
     target: a checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (needs torch), or another spec.
-    at: the part of a checkpoint.  overwrite: an existing `out` is replaced.  dry_run: nothing is written.
+    at: the part of a checkpoint.  part: take also one that is only a rank's share or one shard.
+    overwrite: an existing `out` is replaced.  dry_run: nothing is written.
     Raises `UserCodeFailed` with the traceback where the factory raises, and what opening a checkpoint raises.
     """
     from ckptool.render.spec import spec_file
 
-    found = Spec(find_target(target, at), os.fspath(out) if out is not None else "", dry_run)
+    found = Spec(find_target(target, at, part=part), os.fspath(out) if out is not None else "", dry_run)
     content = spec_file(found)
     if out is not None:
         if dry_run:
@@ -52,7 +54,7 @@ def spec(
     return found
 
 
-def find_target(target: PathLike, at: str | None = None) -> Target:
+def find_target(target: PathLike, at: str | None = None, *, part: bool = False) -> Target:
     """What `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
     name = os.fspath(target)
     path, _ = split(name)
@@ -75,7 +77,7 @@ def find_target(target: PathLike, at: str | None = None) -> Target:
     read = _spec_in(path) if os.path.isfile(path) else None
     if read is not None:
         return parse_spec(read, name)
-    opened = open_file(target, at)
+    opened = open_whole(target, at, part=part)
     return of_checkpoint(opened.checkpoint, name, opened.at)
 
 

@@ -10,7 +10,7 @@ from ckptool.errors import printable
 from ckptool.given import several
 from ckptool.roots import model_roots
 from ckptool.transforms.rename import Renamed, strip
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_to_change
 from ckptool.verbs.saving import SaveOptions, Written, save, written
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def strip_module(
     A file without such prefixes is copied as it is. Raises `Conflict` where two keys would become one or only some carry the prefix,
     `NoMatch` where a named prefix is on no key.
     """
-    opened = open_file(file, at)
+    opened = open_to_change(file, at)
     renamed = strip(
         opened.checkpoint,
         model_roots(opened.checkpoint, opened.at),

@@ -19,7 +19,7 @@ from ckptool.output import check_folder, replace_folder
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
 from ckptool.tree import find
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import Saved, SaveOptions, Written, check_options, refuse_beside, verifier, written
 
 if TYPE_CHECKING:
@@ -27,20 +27,25 @@ if TYPE_CHECKING:
 
 
 def unbundle(
-    file: PathLike, folder: PathLike | None = None, *, only: str | Sequence[str] = (), **options: Unpack[SaveOptions]
+    file: PathLike,
+    folder: PathLike | None = None,
+    *,
+    only: str | Sequence[str] = (),
+    part: bool = False,
+    **options: Unpack[SaveOptions],
 ) -> Written:
     """Writes every member of a bundle to a file of its own in a new folder, and `bundle.json`, from which `bundle` makes it again.
 
     Any file whose top is a dictionary of several parts is one, whoever wrote it. Plain values (numbers, texts, short lists) go into
     `bundle.json`, whatever else into files in the bundle's container, or the one that is asked for. Tensors that one member shared with
-    another are written for each. only: these members.
+    another are written for each. only: these members.  part: take also a file that is only a part of a checkpoint.
     Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that cannot be those of files.
     """
     if folder is None or options.get("in_place", False):
         raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", "For example: -d gan")
     check_options("unbundle", options)
     only = several(only)
-    opened = open_file(file)
+    opened = open_whole(file, part=part)
     checkpoint = replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at or "")[1])
     container = _container(checkpoint, options)
     refuse_beside(checkpoint, container)

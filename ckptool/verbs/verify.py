@@ -19,7 +19,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.files import Input, Source, open_input
-from ckptool.formats import recovered, zip_archive
+from ckptool.formats import parts, recovered, zip_archive
 from ckptool.formats.zip_archive import Archive
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
@@ -119,7 +119,7 @@ def _root(checkpoint: Checkpoint, at: str | None) -> tuple[Root, str]:
 
 def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progress | None) -> Verification:
     problems = list(check_views(checkpoint))
-    archive = _archive(source, checkpoint)
+    archive = _archive(checkpoint)
     everything = list(storages(checkpoint.tree))
     if archive is not None:
         problems += check_archive(archive, checkpoint.tree, progress)
@@ -143,11 +143,13 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
         tuple(problems),
         notes=runnable(list(_worth_saying(checkpoint)), path),
         fixes=_fixes(path, source, problems),
+        part=checkpoint.part,
     )
 
 
-def _archive(source: Input, checkpoint: Checkpoint) -> Archive | None:
+def _archive(checkpoint: Checkpoint) -> Archive | None:
     """The zip that a file is, as it was read, so that its records are those of the tree."""
+    source = checkpoint.source
     if not isinstance(source, Source) or source.read(0, min(2, source.size)) != b"PK":
         return None
     known = getattr(checkpoint.origin, "archive", None)
@@ -157,7 +159,7 @@ def _archive(source: Input, checkpoint: Checkpoint) -> Archive | None:
 def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
     """The notes that say something about whether the file is whole."""
     for note in checkpoint.notes:
-        if note.code in ("interrupted-edit", "unused-record"):
+        if note.code in ("interrupted-edit", "unused-record", parts.CODE):
             yield note
 
 

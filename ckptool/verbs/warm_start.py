@@ -18,7 +18,7 @@ from ckptool.roots import Root, one_root
 from ckptool.transforms.matching import Matching, match, wishes_of
 from ckptool.transforms.optimizer_state import as_state_dict, carried
 from ckptool.transforms.warm_start import filled
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import SaveOptions, check_options, save
 from ckptool.verbs.spec import find_target
 
@@ -43,6 +43,7 @@ def warm_start(
     strict: bool = False,
     optimizer: bool = False,
     suggest: PathLike | None = None,
+    part: bool = False,
     **options: Unpack[SaveOptions],
 ) -> LoadReport:
     """What of the checkpoint `file` goes into the model `against`, and with `out`, a checkpoint of exactly that model's keys.
@@ -52,12 +53,13 @@ def warm_start(
     only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for tensors of another shape.
     min_loaded: the least share of the model's values, 0 to 1.  strict: no missing and no unexpected names.
     optimizer: the optimizer's state goes along, by parameter name.  suggest: a new file for rules that would make more fit.
+    part: take also what is only a part of a checkpoint (a rank's share, one shard of several).
     The report says in `refused` why a plan is not accepted: then nothing is written to `out`. `report.require()` raises instead.
     """
     wishes = wishes_of(rename, rules_file, only, exclude, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict)
     check_options("warm_start", options)
-    target = find_target(against)
-    opened = open_file(file, at)
+    target = find_target(against, part=part)
+    opened = open_whole(file, at, part=part)
     root, remark = one_root(opened.checkpoint, opened.at)
     plan = match(root, os.fspath(file), target, wishes, remark)
     report = plan.report

@@ -413,7 +413,12 @@ def test_a_file_of_a_rank_is_what_that_rank_saved(folder: Path) -> None:
     whole = dict(tensors(read(folder).tree))
     assert {entry.bytes() for _, entry in tensors(found.tree)} == {entry.bytes() for entry in whole.values()}
     (note,) = found.notes
-    assert note.code == "one-rank" and note.fix == ("ckptool", "inspect", str(folder))
+    assert (
+        note.code == "part"
+        and found.part is not None
+        and found.part.label == "rank 0 of 1"
+        and note.fix == ("ckptool", "inspect", str(folder))
+    )
     (folder / "__3_0.distcp").write_bytes(rank.read_bytes())
     with pytest.raises(Unsupported, match=r"no value of \.metadata is in"):
         ckptool.inspect(folder / "__3_0.distcp")

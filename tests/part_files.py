@@ -1,0 +1,167 @@
+"""Files that are only parts of checkpoints, as the programs write them that divide one over processes or files.
+
+Tensors of torch.distributed are saved by two real processes; DeepSpeed's and Megatron's layouts are made of what their files hold.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).parent.parent
+
+# Two processes that each save their share of one model: FSDP2, ShardedTensor, and three ways of torch.distributed.checkpoint.
+RANKS = """
+    import os, sys, warnings
+    warnings.simplefilter("ignore")
+    import torch, torch.distributed as dist, torch.nn as nn
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate
+    torch.set_num_threads(1)
+
+    def save(rank, folder):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 1))
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+        torch.save(model.state_dict(), f"{folder}/model_world_size_2_rank_{rank}.pt")
+        torch.save(optimizer.state_dict(), f"{folder}/optim_world_size_2_rank_{rank}.pt")
+        torch.save({"model": model.state_dict(), "step": 5}, f"{folder}/pytorch_model_fsdp_0_rank{rank}.bin")
+        torch.save({"fc.weight": DTensor.from_local(torch.ones(3, 3), mesh, [Replicate()])}, f"{folder}/replica_rank{rank}.pt")
+        halves = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+        torch.save({"a.weight": sharded_tensor.rand(halves, 10, 4), "b": torch.ones(3)}, f"{folder}/sharded_{rank}.pt")
+        dcp.save({"model": model.state_dict(), "step": 5}, checkpoint_id=f"{folder}/dcp")
+        dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(f"{folder}/tables"), use_collectives=False)
+        weights = {name: value for name, value in model.state_dict().items() if name.startswith("0.")}
+        dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(f"{folder}/pieces", save_distributed=True))
+        dist.barrier()
+        dist.destroy_process_group()
+
+    other = os.fork()
+    save(int(other == 0), sys.argv[1])
+    if other:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
+"""
+
+
+def saved_by_two_ranks(folder: Path) -> Path:
+    """The folder, in which two processes of torch have saved one model in several ways."""
+    script = folder / "ranks.py"
+    script.write_text(textwrap.dedent(RANKS))
+    command = [sys.executable, script, folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    script.unlink()
+    (folder / "meet").unlink(missing_ok=True)
+    return folder
+
+
+def weights(*names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(3, 4) for name in names}
+
+
+def save(value: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+    return path
+
+
+def sharded_folder(folder: Path, count: int = 3, variant: str = "") -> Path:
+    """A folder of safetensors shards and their index, as the hub's savers write it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = {}
+    for number in range(1, count + 1):
+        file = f"model{'.' + variant if variant else ''}-{number:05}-of-{count:05}.safetensors"
+        part = weights(f"layers.{number}.weight", f"layers.{number}.bias")
+        save_file(part, folder / file, metadata={"format": "pt"})
+        table |= dict.fromkeys(part, file)
+    size = sum(48 for _ in table)
+    index = f"model.safetensors.index{'.' + variant if variant else ''}.json"
+    (folder / index).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": table}))
+    return folder
+
+
+def zero_folder(folder: Path, stage: int = 3, ranks: int = 2) -> Path:
+    """The files of one tag of DeepSpeed's, of so many ranks: `global_step2/*.pt`."""
+    model = weights("fc.weight", "fc.bias", "out.weight") | {"running_mean": torch.zeros(4)}
+    shapes = [{name: value.shape for name, value in model.items() if name != "running_mean"}]
+    empty = {name: torch.empty(0) if name in shapes[0] else value for name, value in model.items()}
+    for rank in range(ranks):
+        state = {"module": empty if stage == 3 else model, "param_shapes": shapes, "buffer_names": ["running_mean"]}
+        state |= {
+            "dp_world_size": ranks,
+            "mp_world_size": 1,
+            "global_steps": 2,
+            "ds_version": "0.19.8",
+            "optimizer": None,
+        }
+        if stage == 3:
+            save(state, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        elif rank == 0:
+            save(state, folder / "mp_rank_00_model_states.pt")
+        flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        share = {"zero_stage": stage, "partition_count": ranks if stage == 3 else [ranks], flat: [torch.randn(18)]}
+        save({"optimizer_state_dict": share}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def megatron_folder(folder: Path, ranks: int = 2) -> Path:
+    """Megatron's legacy layout: `iter_0000500/mp_rank_00/model_optim_rng.pt`."""
+    args = Namespace(tensor_model_parallel_size=ranks, pipeline_model_parallel_size=1)
+    for rank in range(ranks):
+        model = {"language_model": {"encoder": weights("layers.0.weight", "layers.0.bias")}}
+        save({"args": args, "iteration": 500, "model": model}, folder / f"mp_rank_{rank:02}" / "model_optim_rng.pt")
+    return folder
+
+
+def lone_shard(folder: Path) -> Path:
+    """One shard of three whose index was not copied along."""
+    path = sharded_folder(folder / "whole") / "model-00003-of-00003.safetensors"
+    return path.rename(folder / path.name)
+
+
+def ungathered(folder: Path) -> Path:
+    """What a script saves of a model under ZeRO stage 3 without gathering it first."""
+    model = {"fc.weight": torch.empty(0), "fc.bias": torch.empty(0), "mean": torch.zeros(3)}
+    return save(model, folder / "pytorch_model.bin")
+
+
+def flattened(folder: Path) -> Path:
+    """One rank's file of FSDP1's LOCAL_STATE_DICT."""
+    return save(
+        {"_flat_param": torch.randn(35), "0.weight": torch.randn(35), "1.weight": torch.empty(0)}, folder / "local.pt"
+    )
+
+
+# What a part is called, and how it is made; those of `DISTRIBUTED` are copied from what two processes saved.
+DISTRIBUTED = {
+    "rank 1 of 2": "model_world_size_2_rank_1.pt",
+    "rank 0 of 2": "pytorch_model_fsdp_0_rank0.bin",
+}
+MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "zero-3 model": (lambda f: zero_folder(f) / "zero_pp_rank_1_mp_rank_00_model_states.pt", "rank 1 of 2"),
+    "zero-3 optimizer": (lambda f: zero_folder(f) / "zero_pp_rank_0_mp_rank_00_optim_states.pt", "rank 0 of 2"),
+    "zero-2 optimizer": (lambda f: zero_folder(f, 2) / "zero_pp_rank_1_mp_rank_00_optim_states.pt", "rank 1 of 2"),
+    "megatron": (lambda f: megatron_folder(f) / "mp_rank_01" / "model_optim_rng.pt", "rank 1 of 2"),
+    "shard in its folder": (lambda f: sharded_folder(f) / "model-00002-of-00003.safetensors", "shard 2 of 3"),
+    "shard without an index": (lone_shard, "shard 3 of 3"),
+    "ungathered": (ungathered, "weights without values"),
+    "flattened": (flattened, "what one rank saved"),
+}

@@ -1,0 +1,191 @@
+"""A part of a checkpoint is told by name, read by the verbs that look, and never taken for a whole by the others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.errors import OnlyAPart
+from tests.cli.conftest import run as run  # a fixture
+from tests.part_files import (
+    DISTRIBUTED,
+    MADE,
+    megatron_folder,
+    save,
+    saved_by_two_ranks,
+    sharded_folder,
+    weights,
+    zero_folder,
+)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_by_two_ranks(tmp_path_factory.mktemp("ranks"))
+
+
+KINDS = [*MADE, *DISTRIBUTED.values(), "sharded_1.pt", "optim_world_size_2_rank_0.pt", "dcp/__1_0.distcp"]
+
+
+def made(kind: str, folder: Path, ranks: Path) -> tuple[Path, str]:
+    """The path of a part of that kind, and what it is to be called."""
+    if kind in MADE:
+        make, label = MADE[kind]
+        return make(folder), label
+    if kind.startswith("dcp/"):
+        shutil.copytree(ranks / "dcp", folder / "dcp")
+    else:
+        shutil.copy(ranks / kind, folder / kind)
+    return folder / kind, "rank 0 of 2" if "0." in kind.replace("_0.distcp", "") else "rank 1 of 2"
+
+
+def state_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# Verbs: their words before and after the file. TAKES: those that take a checkpoint for a whole.
+LOOKS = (("inspect", ()), ("inspect", ("--all",)), ("verify", ()), ("show", ()), ("scan", ()))
+TAKES = (
+    ("convert", ("-o", "out.safetensors")),
+    ("convert", ("-o", "out.pt")),
+    ("convert", ("-o", "out.pt", "--weights-only")),
+    ("convert", ("-o", "out.safetensors", "--all")),
+    ("average", ("{file}", "-o", "out.pt")),
+    ("warm-start", ("--against", "whole.pt", "-o", "out.pt")),
+    ("warm-start", ("--against", "{file}")),
+    ("spec", ("-o", "out.json")),
+    ("unbundle", ("-d", "out")),
+    ("bundle", ("--add", "n:=1", "-o", "out.tar")),
+)
+CHANGES = (
+    ("strip-module", ("-o", "out.pt")),
+    ("add-module", ("-o", "out.safetensors")),
+    ("rename", ("* => x.*", "-o", "out.safetensors")),
+    ("cast", ("--dtype", "bf16", "-o", "out.safetensors")),
+    ("cast", ("--dtype", "bf16", "--in-place")),
+    ("edit", ("--drop", "*.bias", "--in-place")),
+    ("slim", ("-o", "out.safetensors")),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_verb_on_every_kind_of_part(
+    kind: str, tmp_path: Path, ranks: Path, run: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    part, label = made(kind, tmp_path / "in", ranks)
+    save(weights("fc.weight"), tmp_path / "whole.pt")
+    monkeypatch.chdir(tmp_path)
+    before = state_of(tmp_path)
+    file = str(part.relative_to(tmp_path))
+
+    def ran(verb: str, words: tuple[str, ...]) -> object:
+        return run(verb, file, *(word.replace("{file}", file) for word in words))
+
+    for verb, words in LOOKS:
+        found = ran(verb, words)
+        calls = verb == "scan" and "would run code" in found.out
+        assert found.code == (1 if calls else 0), (verb, found)
+        assert verb == "show" or label in found.out, (verb, found.out)
+    for verb in ("inspect", "verify"):
+        told = json.loads(ran(verb, ("--json",)).out)
+        assert told["part"]["label"] == label, told["part"]
+    assert run("diff", file, file).code == 0
+    for verb, words in TAKES:
+        found = ran(verb, words)
+        assert found.code == 2, (verb, words, found)
+        assert "error[part]" in found.err and label in found.err and "--part" in found.err, (verb, found.err)
+    assert run("bundle", f"one={file}", "-o", "out.tar").code == 2
+    with pytest.raises(OnlyAPart):
+        ckptool.load(part)
+    with pytest.raises(OnlyAPart):
+        ckptool.load_into(torch.nn.Linear(4, 3), part)
+    if kind == "shard in its folder":
+        for verb, words in CHANGES:
+            found = ran(verb, words)
+            assert found.code == 2 and "error[part]" in found.err and "index" in found.err, (verb, found)
+    assert state_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_is_never_the_latest_good_checkpoint(
+    kind: str, tmp_path: Path, ranks: Path, run: Callable[..., object]
+) -> None:
+    (tmp_path / "in").mkdir()
+    part, _ = made(kind, tmp_path / "in", ranks)
+    (tmp_path / "alone").mkdir()
+    shutil.copy(part, tmp_path / "alone" / part.name)
+    found = run("scan", str(tmp_path / "alone"), "--latest-good", "-q")
+    assert (found.code, found.out) == (1, "")
+
+
+def test_a_part_is_taken_where_that_is_asked_for(tmp_path: Path, run: Callable[..., object]) -> None:
+    shard = sharded_folder(tmp_path / "m") / "model-00002-of-00003.safetensors"
+    done = run("convert", str(shard), "--part", "-o", str(tmp_path / "two.pt"))
+    assert done.code == 0, done.err
+    assert set(torch.load(tmp_path / "two.pt", weights_only=True)) == {"layers.2.weight", "layers.2.bias"}
+    assert set(ckptool.load(shard, part=True)) == {"layers.2.weight", "layers.2.bias"}
+    assert run("spec", str(shard), "--part").code == 0
+    assert ckptool.average([shard, shard], tmp_path / "mean.pt", part=True).facts["averaged"] == 2
+
+
+def test_placeholders_are_never_written_as_weights(tmp_path: Path) -> None:
+    states = zero_folder(tmp_path / "zero") / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    for out in ("out.safetensors", "out.pt", "out.npz"):
+        with pytest.raises(OnlyAPart, match="have no values"):
+            ckptool.convert(f"{states}#module", tmp_path / out, part=True)
+    with pytest.raises(OnlyAPart, match="have no values"):
+        ckptool.average([f"{states}#module"] * 2, tmp_path / "out.pt", part=True)
+    assert not list(tmp_path.glob("out*"))
+    ckptool.convert(f"{states}#module", tmp_path / "out.safetensors", part=True, only=["running_mean"])
+
+
+def test_the_same_part_of_two_checkpoints_can_be_compared(tmp_path: Path, run: Callable[..., object]) -> None:
+    one, two = (sharded_folder(tmp_path / name) / "model-00001-of-00003.safetensors" for name in "ab")
+    assert run("diff", str(one), str(one)).code == 0
+    assert run("diff", str(one), str(two)).code == 1
+
+
+HEALTHY: dict[str, Callable[[Path], Path]] = {
+    "one shard of one": lambda f: _file(f / "model-00001-of-00001.safetensors"),
+    "numbers in a name": lambda f: save({"state_dict": weights("a.weight"), "epoch": 3}, f / "epoch-00003-of-00010.pt"),
+    "a rank's copy": lambda f: save(weights("a.weight", "a.bias"), f / "model_rank_0.pt"),
+    "an empty bias": lambda f: save({"a.weight": torch.ones(2, 2), "a.bias": torch.empty(0)}, f / "m.pt"),
+    "empty tables": lambda f: save(
+        {"a.weight": torch.ones(2, 2), "x": torch.empty(0), "y": torch.empty(0)}, f / "m.pt"
+    ),
+    "a world of one": lambda f: save(weights("a.weight"), f / "model_world_size_1_rank_0.pt"),
+    "no model parallelism": lambda f: megatron_folder(f, 1) / "mp_rank_00" / "model_optim_rng.pt",
+    "zero-2 weights": lambda f: zero_folder(f, 2) / "mp_rank_00_model_states.pt",
+    "one consolidated": lambda f: save(weights("a.weight"), f / "consolidated.00.pth"),
+    "the folder of the shards": sharded_folder,
+    "another index beside": lambda f: _file(sharded_folder(f) / "merged.safetensors"),
+}
+
+
+def _file(path: Path) -> Path:
+    save_file(weights("a.weight", "a.bias"), path, metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_whole_checkpoints_are_not_called_parts(kind: str, tmp_path: Path) -> None:
+    path = HEALTHY[kind](tmp_path)
+    assert ckptool.open(path).part is None
+    assert ckptool.inspect(path).listing.part is None
+
+
+def test_a_replica_is_whole(ranks: Path) -> None:
+    assert ckptool.open(ranks / "replica_rank0.pt").part is None
+
+
+def test_empty_shares_of_ranks_are_not_called_unused(ranks: Path) -> None:
+    assert not [note for note in ckptool.inspect(ranks / "dcp").notes if note.code == "unused-record"]
+    assert ckptool.verify(ranks / "dcp").fine
