@@ -78,7 +78,10 @@ class Reader:
         ] = {}  # of functions and classes: looking one up can mean looking through all modules
 
     def read(self, tree: Any) -> Any:
-        made = self.remake.run(tree.tree if isinstance(tree, Checkpoint) else tree)
+        try:
+            made = self.remake.run(tree.tree if isinstance(tree, Checkpoint) else tree)
+        finally:
+            del self.remake  # which holds this object, and all that was read
         if self.refused:
             raise self._refusal(made)
         return made

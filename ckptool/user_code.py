@@ -41,7 +41,7 @@ def called(function: Any, what: str, name: str, *args: Any, **kwargs: Any) -> An
         return function(*args, **kwargs)
     except CkptoolError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(what, name, error) from error
 
 
@@ -90,7 +90,7 @@ def _from_file(place: str, what: str) -> Any:
     return module
 
 
-def _failed(what: str, name: str, error: Exception) -> UserCodeFailed:
+def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
     return UserCodeFailed(
         f"{what}: {printable(name)} raised {type(error).__name__}: {printable(str(error).partition(_LINE)[0])[:200]}",
         _traceback(error),
@@ -103,7 +103,7 @@ def _failed(what: str, name: str, error: Exception) -> UserCodeFailed:
 _LINE = "\n"
 
 
-def _traceback(error: Exception) -> str:
+def _traceback(error: BaseException) -> str:
     """The traceback from the first line of the user's code on."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None and _is_ours(place.tb_frame.f_code.co_filename):

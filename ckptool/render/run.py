@@ -26,11 +26,21 @@ def run_text(found: RunReport, *, style: Style = PLAIN) -> str:
 
 
 def _state(found: RunReport) -> str:
-    words = {"done": "done at", "stop": "stopped at", "start": "started at", "save": "saved at", "resume": "resumed at"}
-    event = printable(words.get(found.event, f"{found.event} at" if found.event else "nothing happened yet"))
-    when = f" step {found.step:,}" if found.step is not None else ""
+    words = {
+        "stop": "stopped",
+        "start": "started",
+        "save": "saved",
+        "resume": "resumed",
+        "prune": "pruned",
+        "skip-damaged": "skipped",
+    }
+    event = printable(words.get(found.event, found.event) or "nothing happened yet")
+    when = f" at step {found.step:,}" if found.step is not None else ""
     if not found.checkpoints:
         return f"{event}{when}"
+    if found.event == "done" and found.resumes == found.step and found.step:
+        length = f"train.epochs={2 * found.epochs}" if found.epochs else f"train.steps={2 * found.step}"
+        return f"{event}{when}; make it longer: ckptool resume {quoted(found.path)} --set {length}"
     goes = "none of them is whole" if found.resumes is None else f"goes on from step {found.resumes:,}"
     return f"{event}{when}; {goes}: ckptool resume {quoted(found.path)}"
 

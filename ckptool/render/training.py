@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.errors import printable, quoted
 from ckptool.render.json import Json, finite
-from ckptool.render.style import PLAIN, Style, short, size
+from ckptool.render.style import PLAIN, Style, counted, short, size
 
 
 def training_text(found: Any, *, style: Style = PLAIN) -> str:
@@ -16,8 +16,8 @@ def training_text(found: Any, *, style: Style = PLAIN) -> str:
         return _rehearsal(found, style)
     path = printable(found.path)
     if found.status == "done":
-        return f"{style.green('done')}: {found.step:,} steps → {path}\n"
-    where = f"after {found.step:,} steps, saved → {path}" if found.step else f"before the first step: {path}"
+        return f"{style.green('done')}: {counted(found.step, 'step')} → {path}\n"
+    where = f"after {counted(found.step, 'step')}, saved → {path}" if found.step else f"before the first step: {path}"
     return f"{style.yellow('stopped')} {where}\n  {style.cyan(f'ckptool resume {quoted(found.path)}')}\n"
 
 

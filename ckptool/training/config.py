@@ -78,6 +78,11 @@ class Schedule(Section):
     args: Args = {}
     per: Literal["step", "epoch"] = "step"
 
+    @property
+    def follows_evaluation(self) -> bool:
+        """True for the schedule whose rates are those that evaluation decides."""
+        return self.name.lower().replace("_", "").removesuffix("lr") == "reducelronplateau"
+
 
 class Optim(Section):
     """An optimizer: any of `torch.optim` by name."""

@@ -253,8 +253,11 @@ def rule_of(key: str) -> str:
 def changes(before: Config, after: Config) -> list[Change]:
     """The keys that differ, each with its rule."""
     one, other = dict(_leaves(before.dumped())), dict(_leaves(after.dumped()))
-    keys = list(dict.fromkeys((*one, *other)))
-    return [Change(k, one.get(k), other.get(k), rule_of(k)) for k in keys if one.get(k) != other.get(k)]
+    keys = [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
+    settings = (*before.optim.values(), *after.optim.values())
+    followed = any(each.schedule is not None and each.schedule.follows_evaluation for each in settings)
+    rules = {"eval.every": "declared", "eval.metric": "declared"} if followed else {}
+    return [Change(key, one.get(key), other.get(key), rules.get(key) or rule_of(key)) for key in keys]
 
 
 def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:

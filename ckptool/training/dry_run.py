@@ -14,6 +14,7 @@ import torch
 from ckptool.errors import Corrupt
 from ckptool.training import configfile
 from ckptool.training.activation import kept_bytes
+from ckptool.training.blame import blamed
 from ckptool.training.config import Config
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
@@ -46,7 +47,7 @@ class Rehearsal:
 
 def rehearse(config: Config) -> Rehearsal:
     """Runs one step, saves, reloads and compares. Raises whatever would stop a run, `Corrupt` where the reload differs."""
-    with tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder, switches_given_back(config):
+    with tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder, blamed(), switches_given_back(config):
         config = configfile.checked({**config.dumped(), "run": os.path.join(folder, "run")}, "run.yaml")
         with world_of(config) as world:
             trainer = build(config, world)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptool.errors import MissingExtra
+from ckptool.errors import CkptoolError, MissingExtra, UsageError, printable
 from ckptool.files import file_problem
 from ckptool.training.config import Profile
-from ckptool.training.named import called, find_named
+from ckptool.training.named import called, find_named, numbers
 
 if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
 
+METHODS = ("attach", "after_backward", "after_step", "facts", "logged", "ended")
 Told = Callable[[dict[str, Any], float], None]
 """Given a line's facts, with the length of the run as `steps`, and the steps per second."""
 
@@ -31,10 +34,8 @@ class Hooks:
 
     def __init__(self, names: list[str], told: Told | None = None) -> None:
         self.told = told
-        self.numbers: dict[str, Any] = {}
-        self.each: list[tuple[str, Any]] = [
-            (name, called(find_named(name, IN_THE_BOX, "hooks"), "hooks", name)) for name in names
-        ]
+        self.numbers: dict[str, dict[str, Any]] = {}
+        self.each: list[tuple[str, Any]] = [(name, _made(name)) for name in names]
         self._after_backward, self._after_step = self._having("after_backward"), self._having("after_step")
 
     def _having(self, method: str) -> list[tuple[str, Any]]:
@@ -55,15 +56,28 @@ class Hooks:
             self.each.append(("tensorboard", Board(folder, trainer.step)))
         self._after_step = self._having("after_step")
         try:
+            self.attach(trainer)
             yield
-        finally:
-            for name, method in self._having("ended"):
+        except BaseException:
+            self._ended(trainer)  # what stopped the run is the news
+            raise
+        if errors := self._ended(trainer):
+            raise errors[0]
+
+    def _ended(self, trainer: Trainer) -> list[CkptoolError]:
+        """Tells each hook of the end, whatever the others do; returns what they raised."""
+        errors = []
+        for name, method in self._having("ended"):
+            try:
                 called(method, "hooks", name, trainer)
+            except CkptoolError as error:
+                errors.append(error)
+        return errors
 
     def after_backward(self, trainer: Trainer, model: str) -> None:
         """Called when a model's gradients are complete, before they are clipped."""
         for name, method in self._after_backward:
-            self.numbers.update(called(method, "hooks", name, trainer, model) or {})
+            self._found(name, called(method, "hooks", name, trainer, model))
 
     def after_step(self, trainer: Trainer) -> None:
         """Called after each step."""
@@ -73,9 +87,17 @@ class Hooks:
     def facts(self) -> dict[str, float]:
         """What the hooks found since the last line."""
         for name, method in self._having("facts"):
-            self.numbers.update(called(method, "hooks", name) or {})
+            self._found(name, called(method, "hooks", name))
         found, self.numbers = self.numbers, {}
-        return {key: float(value) for key, value in found.items()}
+        return {key: value for name, each in found.items() for key, value in numbers(each, "hooks", name).items()}
+
+    def _found(self, name: str, found: Any) -> None:
+        """Keeps what a hook found as it is, since a number on a device is waited for only when it is written."""
+        if found is None:
+            return
+        if not isinstance(found, Mapping):
+            numbers(found, "hooks", name)
+        self.numbers.setdefault(name, {}).update(found)
 
     def logged(self, trainer: Trainer, fact: dict[str, Any], rate: float) -> None:
         """Called with every line of the metrics."""
@@ -83,6 +105,31 @@ class Hooks:
             called(method, "hooks", name, trainer, fact)
         if self.told is not None:
             self.told({**fact, "steps": trainer.total_steps}, rate)
+
+
+def _made(name: str) -> Any:
+    """The hook of this name. Raises `UsageError` for one of whose methods none would be called, or one that is nearly called so."""
+    hook = called(find_named(name, IN_THE_BOX, "hooks"), "hooks", name)
+    there = [method for method in METHODS if callable(getattr(hook, method, None))]
+    kind = type(hook)
+    routines = [key for key in dir(kind) if inspect.isroutine(inspect.getattr_static(kind, key))]
+    others = [key for key in routines if not key.startswith("_")]
+    for other in others if there else ():
+        near = difflib.get_close_matches(other, METHODS, 1, cutoff=0.8)
+        if other not in METHODS and near and near[0] not in there:
+            raise UsageError(
+                f"hooks: {printable(name)} has a method {printable(other)}, which would never be called",
+                f"The methods of a hook are {', '.join(METHODS)}.",
+                f"Did you mean {near[0]}? If not, begin its name with an underscore.",
+            )
+    if not there:
+        meant = [near[0] for other in others if (near := difflib.get_close_matches(other, METHODS, 1, cutoff=0.5))]
+        raise UsageError(
+            f"hooks: {printable(name)} made {type(hook).__name__}, of whose methods none would be called",
+            f"The methods of a hook are {', '.join(METHODS)}.",
+            f"Did you mean {meant[0]}?" if meant else "",
+        )
+    return hook
 
 
 class GradNorm:
@@ -99,12 +146,18 @@ class ActivationStats:
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
+        self.handles: list[Any] = []
 
     def attach(self, trainer: Trainer) -> None:
         name, model = next(iter(trainer.models.items()))
         for path, module in model.named_modules():
             if not list(module.children()):
-                module.register_forward_hook(self._look(trainer, f"{name}.{path}" if path else name))
+                look = self._look(trainer, f"{name}.{path}" if path else name)
+                self.handles.append(module.register_forward_hook(look))
+
+    def ended(self, trainer: Trainer) -> None:
+        while self.handles:
+            self.handles.pop().remove()
 
     def _look(self, trainer: Trainer, path: str) -> Callable[..., None]:
         every = trainer.config.log.every

@@ -1,7 +1,7 @@
 """The training loop, in the order in which things happen.
 
-A step is atomic: signals, saves and evaluation come only between steps. `step` is the number of completed optimizer steps, and the file
-`step-N` is the state after N of them.
+A step is atomic: signals, saves and evaluation come only between steps; an evaluation that a signal ends is done again by whoever goes on.
+`step` is the number of completed optimizer steps, and the file `step-N` is the state after N of them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ckptool.errors import NotFinite, UsageError, printable
+from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, printable, quoted
 from ckptool.training.config import Config
 from ckptool.training.data import Batch
 from ckptool.training.hooks import Hooks
-from ckptool.training.named import called
+from ckptool.training.named import called, numbers
 from ckptool.training.optim import clip_gradients
 from ckptool.training.parallel import World, unsynchronised
 from ckptool.training.runs import Run
@@ -48,27 +48,74 @@ def train(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks) -> Outcome:
         hooks.watching(trainer, run.folder),
         closing(trainer.data.stream(trainer)) as batches,
     ):
-        if trainer.config.save.at_start and not trainer.step:
-            saver.save()
-        began, begun_at = time.monotonic(), trainer.step
-        while trainer.step < trainer.total_steps and not trainer.world.any(stop.asked):
-            one_step(trainer, next(batches), hooks)
-            trainer.metrics = {}
-            if _is_due(trainer, trainer.config.eval.every):
-                evaluate(trainer)
-            _log(trainer, run, hooks, time.monotonic() - began, trainer.step - begun_at)
-            if trainer.step % trainer.config.save.every == 0 or trainer.step == trainer.total_steps:
-                saver.save()
+        try:
+            _steps(trainer, run, stop, hooks, saver, batches)
+        except Exception as error:
+            _rescue(trainer, run, saver, error)
+            raise
         if saver.step != trainer.step and trainer.step:
             saver.save()
-    done = trainer.step >= trainer.total_steps
+    done = trainer.step >= trainer.total_steps and not trainer.pending
     code = 0 if done else trainer.world.told(stop.exit_code)
     if trainer.world.is_first:
         run.note("done" if done else "stop", step=trainer.step, signal=stop.number or None)
     return Outcome("done" if done else "stopped", trainer.step, code, run.folder)
 
 
-def _is_due(trainer: Trainer, every: int) -> bool:
+def _steps(
+    trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks, saver: Saver, batches: Iterator[Sequence[Batch]]
+) -> None:
+    begun_at = trainer.step
+    if trainer.config.save.at_start and not trainer.step:
+        saver.save()
+    if trainer.pending and is_due(trainer, trainer.config.eval.every):
+        _between(trainer, run, stop, hooks, saver, 0.0)  # a run that was stopped in its evaluation does it again
+    trainer.pending = False
+    while trainer.step < trainer.total_steps and not trainer.world.any(stop.asked):
+        step = next(batches)
+        began = stop.begin()
+        one_step(trainer, step, hooks)
+        seconds = time.monotonic() - began
+        _between(trainer, run, stop, hooks, saver, (trainer.step - begun_at) / seconds if seconds else 0.0)
+
+
+def _between(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks, saver: Saver, rate: float) -> None:
+    """What follows a step: evaluation, a line, a checkpoint. Nothing of it where the run is to stop and the evaluation was dropped."""
+    trainer.metrics = {}
+    if trainer.pending:
+        evaluate(trainer, stop)
+    if trainer.pending:
+        return
+    _log(trainer, run, hooks, rate)
+    if trainer.step % trainer.config.save.every == 0 or trainer.step == trainer.total_steps:
+        saver.save()
+
+
+def _rescue(trainer: Trainer, run: Run, saver: Saver, error: Exception) -> None:
+    """Saves the last whole step when something fails between two of them: in the data, an evaluation, a hook.
+
+    Not within a step, where the state is half of the next; not what could not be written; not with several processes, which all would
+    have to take part.
+    """
+    if not trainer.world.is_first:
+        return
+    told = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
+    with suppress(CkptoolError):  # the first error is the news
+        run.note("failed", step=trainer.step, error=told.partition("\n")[0])
+    if not trainer.whole or not trainer.step or trainer.world.distributed or isinstance(error, FileProblem):
+        return
+    with suppress(Exception):
+        if saver.step != trainer.step:
+            saver.save()
+            saver.wait()
+        if isinstance(error, CkptoolError):
+            error.fix = (
+                f"{error.fix} Step {trainer.step:,} is saved; go on: ckptool resume {quoted(run.folder)}".strip()
+            )
+
+
+def is_due(trainer: Trainer, every: int) -> bool:
+    """True at each multiple of `every`, and at the end of the run."""
     return bool(every) and (trainer.step % every == 0 or trainer.step == trainer.total_steps)
 
 
@@ -78,6 +125,7 @@ def _is_due(trainer: Trainer, every: int) -> bool:
 def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
     """One optimizer step of every phase, on one global batch in `accumulate` micro-batches."""
     trainer.thaw()
+    trainer.whole = False
     count = sum(batch.total for batch in batches)
     losses = []
     for number, phase in enumerate(trainer.task.phases):
@@ -89,6 +137,7 @@ def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
     trainer.samples += count
     trainer.step += 1
     _step_schedules(trainer)
+    trainer.whole, trainer.pending = True, is_due(trainer, trainer.config.eval.every)
     hooks.after_step(trainer)
 
 
@@ -101,7 +150,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     for micro, batch in enumerate(batches):
         seed_all(world.device, config.seed, "step", trainer.step, number, micro, world.rank)
         with unsynchronised(runners[phase.model], micro == len(batches) - 1), autocast(config, world.device):
-            loss = called(phase.loss, "task", config.task, runners, batch)
+            loss = _one_number(called(phase.loss, "task", config.task, runners, batch), config.task)
         # Weighted by samples, so that a last, partial window counts as what it is; processes are averaged, hence their number.
         weight = batch.size * world.size / count
         scaled = loss if weight == 1 else loss * weight
@@ -115,17 +164,29 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     return _update(trainer, phase.model, _mean(parts, count, world), gradients)
 
 
+def _one_number(loss: Any, task: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        kind = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UsageError(
+            f"task: the loss of {printable(task)} is of {kind}, not a tensor of one number",
+            "It is what gradients are computed of.",
+            "Return the mean over the samples of the batch.",
+        )
+    return loss.reshape(())
+
+
 def _update(trainer: Trainer, name: str, mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> float:
     """Steps the optimizer, unless loss or gradients are not finite; returns the loss as a number."""
     optimizer, scaler, clip = trainer.optimizers[name], trainer.scaler, trainer.config.optim[name].clip
     loss, finite = _looked_at(mean, gradients if scaler is None else ())  # overflows of fp16 are the scaler's
     if finite:
+        kind = trainer.config.optim[name].name
         if clip is not None:
-            clip_gradients(optimizer, clip)
-        if scaler is None or not gradients or _scaled_step(scaler, optimizer):
+            called(clip_gradients, "optim", kind, optimizer, clip)
+        if scaler is None or not gradients or called(_scaled_step, "optim", kind, scaler, optimizer):
             trainer.task.stepped.add(name)
         if scaler is None:
-            optimizer.step()
+            called(optimizer.step, "optim", kind)
     elif trainer.config.train.on_nonfinite == "stop":
         raise NotFinite(
             f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {loss})",
@@ -205,23 +266,62 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any
 # Between steps -------------------------------------------------------------------------------------------------------
 
 
-def evaluate(trainer: Trainer) -> None:
-    """Metrics over the validation samples, in evaluation mode; remembers the best. All processes go by what the first one found."""
+class _Dropped(BaseException):
+    """Ends an evaluation through the user's own code, which may catch every `Exception`."""
+
+
+class _UntilAsked:
+    """The batches of an evaluation; none more when the run is to stop."""
+
+    def __init__(self, batches: Iterator[Batch], stop: Stopping | None) -> None:
+        self.batches, self.stop, self.dropped = batches, stop, False
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.stop is not None and self.stop.asked:
+            self.dropped = True
+            raise _Dropped
+        return next(self.batches)
+
+
+def evaluate(trainer: Trainer, stop: Stopping | None = None) -> None:
+    """Metrics over the validation samples, in evaluation mode; remembers the best. All processes go by what the first one found.
+
+    It is dropped, and stays pending, when the run is asked to stop meanwhile.
+    """
     config, world = trainer.config, trainer.world
+    batches = _UntilAsked(trainer.data.validation(world.device), stop)
+    seed_all(world.device, config.seed, "eval", trainer.step)
+    found: Any = {}
+    with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_Dropped):
+        found = called(trainer.task.evaluate, "task", config.task, trainer.models, batches)
+    if world.any(batches.dropped):
+        return
+    trainer.metrics = world.told(numbers(found, "task", f"evaluate of {config.task}"))
+    _remember(trainer)
+    trainer.pending = False
+
+
+@contextmanager
+def _evaluating(trainer: Trainer) -> Iterator[None]:
+    """Models in evaluation mode; afterwards each module is in the mode that it was in, which may be the user's own choice."""
+    modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
     for model in trainer.models.values():
         model.eval()
-    seed_all(world.device, config.seed, "eval", trainer.step)
-    with torch.no_grad(), autocast(config, world.device):
-        batches = trainer.data.validation(world.device)
-        found = called(trainer.task.evaluate, "task", config.task, trainer.models, batches)
-    for model in trainer.models.values():
-        model.train()
-    trainer.metrics = world.told({name: float(value) for name, value in found.items()})
-    _remember(trainer)
+    try:
+        yield
+    finally:
+        for model in trainer.models.values():
+            model.train()
+        for module, mode in modes:
+            module.training = mode
 
 
 def _remember(trainer: Trainer) -> None:
-    """The best so far, and the schedules that follow it."""
+    """The best so far, and the schedules that follow it. The evaluation at the end, between two multiples of `eval.every`, is only told:
+    a run that is made longer has none there, and ends with the same bytes."""
     settings, metrics = trainer.config.eval, trainer.metrics
     if not metrics:
         return  # nothing is held out
@@ -231,6 +331,8 @@ def _remember(trainer: Trainer) -> None:
             f"It gives: {', '.join(map(printable, metrics))}.",
             f"--set eval.metric={printable(next(iter(metrics)))}",
         )
+    if trainer.step % settings.every:
+        return
     value = metrics[settings.metric]
     for schedule in trainer.schedules.values():
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -240,15 +342,16 @@ def _remember(trainer: Trainer) -> None:
         trainer.best = {"metric": settings.metric, "value": value, "step": trainer.step}
 
 
-def _log(trainer: Trainer, run: Run, hooks: Hooks, seconds: float, steps: int) -> None:
-    if not trainer.world.is_first or not (_is_due(trainer, trainer.config.log.every) or trainer.metrics):
+def _log(trainer: Trainer, run: Run, hooks: Hooks, rate: float) -> None:
+    if not trainer.world.is_first or not (is_due(trainer, trainer.config.log.every) or trainer.metrics):
         return
     rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in trainer.optimizers.items()}
-    fact = {"step": trainer.step, "epoch": trainer.epoch, "loss": trainer.loss, **trainer.metrics, **hooks.facts()}
+    place = {"step": trainer.step, "epoch": trainer.epoch}
+    fact = {**place, "loss": trainer.loss, **trainer.metrics, **hooks.facts(), **place}
     fact |= (
         {"lr": float(next(iter(rates.values())))}
         if len(rates) == 1
         else {f"lr_{name}": float(rate) for name, rate in rates.items()}
     )
     run.metrics.add(fact)
-    hooks.logged(trainer, fact, steps / seconds if seconds else 0.0)
+    hooks.logged(trainer, fact, rate)

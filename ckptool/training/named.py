@@ -46,3 +46,24 @@ def _takes(found: Any) -> str:
         return f"It takes: {', '.join(inspect.signature(found).parameters)}."
     except (TypeError, ValueError):
         return ""
+
+
+def numbers(found: Any, what: str, name: str) -> dict[str, float]:
+    """What the user's code found, as numbers by name. Raises `UsageError` for anything else."""
+    if not isinstance(found, Mapping):
+        raise UsageError(
+            f"{what}: {printable(name)} gave {type(found).__name__}, not a dictionary of numbers",
+            "Each line of the metrics holds numbers by name.",
+        )
+    made = {}
+    for key, value in found.items():
+        try:
+            made[str(key)] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            kind = f"{type(value).__name__} {printable(repr(value))[:60]}" if value is not None else "None"
+            raise UsageError(
+                f"{what}: {printable(name)} gave {kind} for {printable(str(key))}, which is not a number",
+                "Each line of the metrics holds numbers by name.",
+                "Give a number, a tensor of one number, or leave it out.",
+            ) from None
+    return made

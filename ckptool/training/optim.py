@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -184,25 +185,25 @@ def clip_gradients(optimizer: torch.optim.Optimizer, clip: Clip) -> None:
 
 
 class Freezing:
-    """Which parameters of a model learn at a step. Groups are never rebuilt: what is frozen has no gradient, and no update.
+    """Which of the parameters that a rule names learn at a step. Groups are never rebuilt: what is frozen has no gradient, and no update.
 
-    Raises `UsageError` for a pattern that matches nothing.
+    All others are as the model's own code left them, and those that thaw become so again. Raises `UsageError` for a pattern that matches
+    nothing.
     """
 
     def __init__(self, model: nn.Module, rules: Iterable[str | FreezeUntil]) -> None:
         parameters = named_parameters(model)
-        self.parameters = list(parameters.values())
-        self.until: dict[str, float] = {}
+        until: dict[str, float] = {}
         for rule in rules:
-            pattern, until = (rule, math.inf) if isinstance(rule, str) else (rule.match, rule.until)
+            pattern, end = (rule, math.inf) if isinstance(rule, str) else (rule.match, rule.until)
             matching = [name for name in parameters if fnmatchcase(name, pattern)]
             if not matching:
                 raise UsageError(
                     f"freeze: {printable(pattern)!r} matches no parameter",
                     f"There are: {listed([printable(name) for name in parameters], 8)}.",
                 )
-            self.until.update({name: max(until, self.until.get(name, 0)) for name in matching})
-        self._ends = [self.until.get(name, 0) for name in parameters]
+            until.update({name: max(end, until.get(name, 0)) for name in matching})
+        self._rules = [(parameters[name], parameters[name].requires_grad, end) for name, end in until.items()]
         self._next: float = 0  # the step at which something changes
 
     def apply(self, step: int) -> bool:
@@ -210,13 +211,13 @@ class Freezing:
         if step < self._next:
             return False
         changed = False
-        for parameter, end in zip(self.parameters, self._ends, strict=True):
-            learns = step >= end
+        for parameter, learned, end in self._rules:
+            learns = learned and step >= end
             if parameter.requires_grad is not learns:
                 parameter.requires_grad_(learns)
                 parameter.grad = None
                 changed = True
-        self._next = min((end for end in self._ends if end > step), default=math.inf)
+        self._next = min((end for _, _, end in self._rules if end > step), default=math.inf)
         return changed
 
 
@@ -226,28 +227,38 @@ class Freezing:
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str) -> None:
     """Gives an optimizer its state back, matched by parameter name.
 
-    `Optimizer.load_state_dict` takes swapped groups and wrong shapes in silence; here they are a `Conflict`.
+    Modules may stand in another order than they did. `Optimizer.load_state_dict` takes swapped groups and wrong shapes in silence; here
+    they are a `Conflict`.
     """
     names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
     given = [list(group.get("param_names", ())) for group in saved.get("param_groups", ())]
-    if names != given:
+    if list(map(sorted, names)) != list(map(sorted, given)):
         raise Conflict(
             f"{where}: the optimizer has the groups {_shown(names)}, the checkpoint {_shown(given)}",
             "The state of one parameter would be given to another.",
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    flat = [name for group in names for name in group]
-    for index, (name, parameter) in enumerate(zip(flat, parameters, strict=True)):
-        for slot, value in saved.get("state", {}).get(index, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() and not _is_of(value, parameter):
-                raise Conflict(
-                    f"{where}: {slot} of {name} has the shape {list(value.shape)}, the parameter {list(parameter.shape)}",
-                    "It is the state of another model.",
-                )
-    state = {
-        index: {slot: _own(value) for slot, value in slots.items()} for index, slots in saved.get("state", {}).items()
-    }
-    optimizer.load_state_dict({**saved, "state": state})
+    places, saved_names = {name: place for place, name in enumerate(chain(*names))}, list(chain(*given))
+    state = {}
+    for index, slots in saved.get("state", {}).items():
+        name = saved_names[index]
+        _check_slots(slots, name, parameters[places[name]], where)
+        state[places[name]] = {slot: _own(value) for slot, value in slots.items()}
+    numbers = iter(count())
+    groups = [
+        {**group, "params": [next(numbers) for _ in own], "param_names": own}
+        for group, own in zip(saved["param_groups"], names, strict=True)
+    ]
+    optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
+
+
+def _check_slots(slots: dict[str, Any], name: str, parameter: torch.Tensor, where: str) -> None:
+    for slot, value in slots.items():
+        if isinstance(value, torch.Tensor) and value.dim() and not _is_of(value, parameter):
+            raise Conflict(
+                f"{where}: {slot} of {name} has the shape {list(value.shape)}, the parameter {list(parameter.shape)}",
+                "It is the state of another model.",
+            )
 
 
 def _own(value: Any) -> Any:

@@ -19,11 +19,18 @@ class Stopping:
 
     def __init__(self, settings: Stop) -> None:
         self.number = 0
-        self.until = time.monotonic() + settings.after if settings.after else None
+        self.after = settings.after
+        self.begun: float | None = None
+
+    def begin(self) -> float:
+        """When the first step began; its time runs from there, not from the start of the program."""
+        if self.begun is None:
+            self.begun = time.monotonic()
+        return self.begun
 
     @property
     def late(self) -> bool:
-        return self.until is not None and time.monotonic() >= self.until
+        return bool(self.after) and self.begun is not None and time.monotonic() >= self.begun + (self.after or 0)
 
     @property
     def asked(self) -> bool:

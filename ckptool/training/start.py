@@ -11,6 +11,7 @@ import torch
 
 from ckptool.errors import CkptoolError, UsageError, printable
 from ckptool.training import configfile
+from ckptool.training.blame import blamed
 from ckptool.training.config import Config
 from ckptool.training.hooks import Hooks, Told
 from ckptool.training.layout import CHANGED, CONFIG
@@ -78,9 +79,8 @@ def _note_changes(run: Run) -> None:
 
 def _trained(config: Config, run: Run, world: World, told: Told | None, say: Any) -> Outcome:
     hooks = Hooks(config.hooks, told if world.is_first else None)
-    with switches_given_back(config), stopping(config.stop) as stop:
+    with blamed(), switches_given_back(config), stopping(config.stop) as stop:
         trainer = build(config, world, say, fresh=not run.store.all())
-        hooks.attach(trainer)
         saved = _restore(trainer, run, say)
         if world.is_first:
             _note_changes(run)

@@ -42,6 +42,8 @@ def gathered(trainer: Trainer, *, copied: bool = False) -> dict[str, Any]:
     tree["rng_state"] = {"seed": trainer.config.seed, "derived_from": "seed, step, micro-step, rank"}
     tree["data_state"] = {"epoch": trainer.epoch, "batch": trainer.batch_in_epoch, "samples": trainer.samples}
     tree["best"] = dict(trainer.best) if trainer.best else None
+    if trainer.pending:
+        tree["pending"] = "evaluation"
     tree["config"] = fixed_part(trainer.config.dumped())
     return to_cpu(tree, copied=copied)  # type: ignore[no-any-return]
 
@@ -66,7 +68,7 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     for name, average in trainer.averages.items():
         average.load(_part(tree, key_of("ema", name, alone), where))
     trainer.step, trainer.loss, trainer.best = tree["step"], tree["loss"], tree["best"]
-    trainer.samples = tree["data_state"]["samples"]
+    trainer.samples, trainer.pending = tree["data_state"]["samples"], "pending" in tree
 
 
 def _as_it_was(trainer: Trainer, tree: dict[str, Any], name: str, where: str) -> None:
@@ -121,20 +123,20 @@ def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
 
 def to_cpu(value: Any, *, copied: bool = False) -> Any:
     """A copy of a tree with its tensors on the CPU; those that were one stay one. copied: tensors that are there already, too."""
-    moved: dict[int, torch.Tensor] = {}
+    return _moved(value, copied, {})
 
-    def one(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            if id(node) not in moved:
-                moved[id(node)] = node.detach().to("cpu", copy=copied)
-            return moved[id(node)]
-        if isinstance(node, dict):
-            made: Any = type(node)() if type(node) is not dict else {}
-            for key, item in node.items():
-                made[key] = one(item)
-            if hasattr(node, "_metadata"):
-                made._metadata = node._metadata
-            return made
-        return type(node)(map(one, node)) if type(node) in (list, tuple) else node
 
-    return one(value)
+def _moved(node: Any, copied: bool, moved: dict[int, torch.Tensor]) -> Any:
+    """No function inside a function: it would hold itself, and with it the copies until garbage is collected."""
+    if isinstance(node, torch.Tensor):
+        if id(node) not in moved:
+            moved[id(node)] = node.detach().to("cpu", copy=copied)
+        return moved[id(node)]
+    if isinstance(node, dict):
+        made: Any = type(node)() if type(node) is not dict else {}
+        for key, item in node.items():
+            made[key] = _moved(item, copied, moved)
+        if hasattr(node, "_metadata"):
+            made._metadata = node._metadata
+        return made
+    return type(node)(_moved(item, copied, moved) for item in node) if type(node) in (list, tuple) else node

@@ -25,7 +25,8 @@ class Trainer:
     """The parts of a run, and how far it has come. `step` is the number of completed optimizer steps.
 
     models: as they are saved.  runners: the same, wrapped as the strategy runs them.  loss: the mean over the samples of the last step.
-    best: metric, value and step of the best evaluation.  samples: how many were trained on.
+    best: metric, value and step of the best evaluation.  samples: how many were trained on.  pending: the evaluation that is due was not
+    done.  whole: False within a step.
     """
 
     config: Config
@@ -44,6 +45,8 @@ class Trainer:
     samples: int = 0
     best: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    pending: bool = False
+    whole: bool = True
 
     def thaw(self) -> None:
         """Sets which parameters learn in the next step."""

@@ -42,7 +42,7 @@ class RunCheckpoint:
 class RunReport:
     """A run. metric, mode: what its best is measured by.  resumes: the step that it would go on from, None where there is none.
 
-    event, step: the last thing that happened to it, and when.
+    event, step: the last thing that happened to it, and when.  epochs: its length, where that is said in epochs.
     """
 
     path: str
@@ -53,6 +53,7 @@ class RunReport:
     step: int | None
     resumes: int | None
     checkpoints: tuple[RunCheckpoint, ...]
+    epochs: int | None = None
 
     @property
     def damaged(self) -> int:
@@ -91,7 +92,15 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     event = history[-1] if history else {}
     step = event.get("step")
     return RunReport(
-        name, number, metric, mode, str(event.get("event", "")), step if isinstance(step, int) else None, newest, rows
+        name,
+        number,
+        metric,
+        mode,
+        str(event.get("event", "")),
+        step if isinstance(step, int) else None,
+        newest,
+        rows,
+        _count(_section(config, "train"), "epochs") or None,
     )
 
 

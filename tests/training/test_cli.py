@@ -62,10 +62,26 @@ def test_train_and_resume(typed: Typed) -> None:
     assert json.loads(out) == told
 
 
-def test_a_run_that_stops_before_its_first_step_claims_no_save(typed: Typed) -> None:
-    code, out, _ = train(typed, "stop.after=0.0001")
-    assert (code, out.splitlines()[0]) == (0, "stopped before the first step: runs/x")
-    assert typed("resume", "runs/x", "--set", "stop.after=null")[1] == "done: 20 steps → runs/x\n"
+def test_a_run_that_stops_before_its_first_step_claims_no_save(typed: Typed, tmp_path: Path) -> None:
+    text = (
+        "import os, signal\nclass Stop:\n    def attach(self, trainer):\n        os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    (tmp_path / "hook.py").write_text(text)
+    code, out, _ = train(typed, "hooks=[hook.py:Stop]")
+    assert (code, out.splitlines()[0]) == (130, "stopped before the first step: runs/x")
+    assert typed("resume", "runs/x", "--set", "hooks=[]")[1] == "done: 20 steps → runs/x\n"
+
+
+def test_the_time_of_a_run_begins_with_its_first_step(typed: Typed, tmp_path: Path) -> None:
+    """However short it is, and however long a hook or a model takes to start, the run gets on."""
+    (tmp_path / "hook.py").write_text(
+        "import time\nclass Slow:\n    def attach(self, trainer):\n        time.sleep(0.3)\n"
+    )
+    code, out, _ = train(typed, "stop.after=0.0001", "hooks=[hook.py:Slow]")
+    assert (code, out.splitlines()[0]) == (0, "stopped after 1 step, saved → runs/x")
+    assert train(typed, "stop.after=0.29", "hooks=[hook.py:Slow]", "run=runs/y", "train.steps=2")[1].startswith(
+        "done: 2"
+    )
 
 
 def test_only_the_first_process_tells(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +114,7 @@ def test_a_run_is_inspected_and_scanned(typed: Typed) -> None:
     for verb in ("inspect", "scan"):
         code, out, _ = typed(verb, "runs/x")
         assert code == 0
-        assert "done at step 20; goes on from step 20: ckptool resume runs/x" in out
+        assert "done at step 20; make it longer: ckptool resume runs/x --set train.steps=40\n" in out
         assert out.splitlines()[3].split() == ["step", "epoch", "loss", "val_acc", "size", "kept"]
         assert out.splitlines()[-1].split()[0] == "20"
         assert "newest, last" in out.splitlines()[-1]
