@@ -373,6 +373,7 @@ class Checkpoint:
     tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
     beside: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not listed, not written.
     part: of what it is only a part; None for a whole checkpoint (see `formats.parts`, which decides).
+    base: of a part of a file, the path that leads to it.
     """
 
     tree: Any
@@ -385,6 +386,7 @@ class Checkpoint:
     tensors_only: bool = False
     beside: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     part: PartOf | None = None
+    base: tuple[Any, ...] = ()
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]

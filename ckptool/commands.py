@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from itertools import count
 from typing import Any
 
@@ -44,6 +45,32 @@ _OPTIONS = {
     "prove": "processes=",
     "prune": "",
 }
+
+
+class Use(Enum):
+    """What an address means to a verb."""
+
+    CHANGES = "changed there; the whole file is written"
+    TAKES = "only that part is taken"
+    REFUSES = "the verb is about whole files"
+
+
+# What `FILE#ADDRESS` and `--at` mean to each verb that is given files. Training takes runs, which have no addresses.
+ADDRESSES = {
+    **dict.fromkeys(
+        ("strip-module", "add-module", "rename", "remap", "cast", "edit", "slim", "bake"),
+        Use.CHANGES,
+    ),
+    **dict.fromkeys(
+        (
+            *("inspect", "show", "diff", "verify", "doctor", "convert", "average"),
+            *("warm-start", "spec", "bundle", "unbundle"),
+        ),
+        Use.TAKES,
+    ),
+    **dict.fromkeys(("scan", "recover", "prune"), Use.REFUSES),
+}
+
 _FLAGS = {"out": "-o", "dir": "-d"}
 
 
@@ -178,8 +205,10 @@ _INNER_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pkl", ".safetensors"
 class Chain:
     """Fills in `FILE` and `OUT` so that each command works on what the one before it wrote, to a name that is not taken."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, at: str = "") -> None:
+        """at: the part of the file that the commands are about, for as long as what they write is the whole of it."""
         self.original = self.current = as_argument(file)
+        self.at = at
         self._taken: set[str] = set()
 
     def fill(self, command: Command) -> Command:
@@ -188,6 +217,7 @@ class Chain:
         for word, filled in zip(command, words, strict=True):
             if isinstance(word, Slot) and word.is_output:
                 self.current = filled
+                self.at = self.at if ADDRESSES.get(command[1]) is Use.CHANGES else ""
         return Command(words)
 
     def each(self, commands: Iterable[Words]) -> Iterator[Words]:
@@ -202,7 +232,8 @@ class Chain:
             return self._free(slot.suffix)
         if not slot.startswith("FILE"):
             return slot  # nobody but the user can
-        return f"{self.current}#{slot.address}" if slot.address else self.current
+        place = "/".join(part for part in (self.at, slot.address) if part)
+        return f"{self.current}#{place}" if place else self.current
 
     def _free(self, suffix: str | None) -> str:
         stem, own = parted(os.path.normpath(self.original) if self.original.endswith("/") else self.original)

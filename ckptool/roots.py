@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.arrays import with_tensors
@@ -49,6 +49,7 @@ class Root:
     """A part of a checkpoint and what it looks like. `detail`: more about it, for people (`Adam state for 12 parameters`).
 
     module: where the part is a whole pickled module; `node` is then its state dict, which stands nowhere in the tree.
+    base: where the tree that it was found in is in its file.
     """
 
     path: Path
@@ -56,10 +57,11 @@ class Root:
     kind: str
     detail: str = ""
     module: Object | None = None
+    base: Path = ()
 
     @property
     def address(self) -> str:
-        return address(self.path)
+        return address(self.base + self.path)
 
     @property
     def is_model(self) -> bool:
@@ -77,24 +79,27 @@ def is_optimizer(node: Any) -> bool:
 def find_roots(checkpoint: Checkpoint) -> list[Root]:
     """The parts of a checkpoint, in order: every model root and optimizer at any depth, and the top-level entries that hold none."""
     tree = checkpoint.tree
-    special = list(_special(tree))
+    special = list(_special(tree, checkpoint.base))
     if not isinstance(tree, dict) or any(root.path == () for root in special):
-        return special or [Root((), tree, PLAIN)]
+        return special or [Root((), tree, PLAIN, base=checkpoint.base)]
     below: dict[Any, list[Root]] = {}
     for root in special:
         below.setdefault(root.path[0], []).append(root)
     roots: list[Root] = []
     for key, value in tree.items():
-        roots += below.get(key) or [Root((key,), value, PLAIN)]
+        roots += below.get(key) or [Root((key,), value, PLAIN, base=checkpoint.base)]
     return roots
 
 
-def model_roots(checkpoint: Checkpoint, at: str | None = None) -> list[Root]:
-    """The model roots whose keys a verb may change: all, or the dictionary at the address `at`.
+def model_roots(checkpoint: Checkpoint, *, named: bool = False) -> list[Root]:
+    """The model roots whose keys a verb may change. named: of a part that was named, the dictionary itself if it has none.
 
-    Raises `UsageError` if there is none, if `at` is not a dictionary, or if one is a whole module, whose insides have no keys to change.
+    Raises `UsageError` if there is none, if the part is not a dictionary, or if one is a whole module, inside of which are no keys to
+    change.
     """
-    roots = _weights(checkpoint, at)
+    roots = [root for root in find_roots(checkpoint) if root.is_model]
+    if not roots:
+        roots = _weights(checkpoint, "" if named else None)
     if whole := [root for root in roots if root.module is not None]:
         where = str(checkpoint.source or "the checkpoint")
         place = f"#{printable(whole[0].address)}" if whole[0].path else ""
@@ -112,14 +117,7 @@ def model_roots(checkpoint: Checkpoint, at: str | None = None) -> list[Root]:
 def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> list[Root]:
     """The model roots, or what is at an address. arrays: of numpy arrays too, where there are no others."""
     if at is not None:
-        path, node = find(checkpoint.tree, at)
-        if isinstance(node, dict):
-            return [(arrays and _array_root(path, node)) or Root(path, node, WEIGHTS)]
-        if root := _whole_module(path, node):
-            return [root]
-        raise UsageError(
-            f"{printable(at) or 'the whole file'} is not a dictionary of tensors", f"It is {_article(node)}."
-        )
+        return _at_address(*find(checkpoint.tree, at), checkpoint.base, arrays=arrays)
     roots = [root for root in find_roots(checkpoint) if root.is_model]
     found = [] if roots else array_roots(checkpoint.tree)
     if not roots and not (arrays and found):
@@ -139,6 +137,19 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
             ),
         )
     return roots or found
+
+
+def _at_address(path: Path, node: Any, base: Path, *, arrays: bool) -> list[Root]:
+    """What an address names, as a set of weights, whatever it looks like."""
+    if isinstance(node, dict):
+        root = (arrays and _array_root(path, node)) or Root(path, node, WEIGHTS)
+        return [replace(root, base=base)]
+    if module := _whole_module(path, node):
+        return [replace(module, base=base)]
+    raise UsageError(
+        f"{printable(address(base + path)) or 'the whole file'} is not a dictionary of tensors",
+        f"It is {_article(node)}.",
+    )
 
 
 def one_root(checkpoint: Checkpoint, at: str | None = None) -> tuple[Root, str]:
@@ -234,8 +245,8 @@ def view_of(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(id(part.storage) for part in tensor.parts())
 
 
-def _special(tree: Any) -> Iterator[Root]:
-    """Model roots and optimizers, outermost first, without looking into what they hold."""
+def _special(tree: Any, base: Path = ()) -> Iterator[Root]:
+    """Model roots and optimizers, outermost first, without looking into what they hold. base: what leads to the tree."""
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
@@ -244,12 +255,12 @@ def _special(tree: Any) -> Iterator[Root]:
             continue
         seen.add(id(node))
         if isinstance(node, Object):
-            if root := _whole_module(path, node):
-                yield root
+            if root := _whole_module(base + path, node):
+                yield replace(root, path=path, base=base)
         elif is_optimizer(node):
-            yield Root(path, node, OPTIMIZER, optimizer_detail(node))
-        elif isinstance(node, dict) and _is_weights(path, node):
-            yield Root(path, node, _kind_at(path))
+            yield Root(path, node, OPTIMIZER, optimizer_detail(node), base=base)
+        elif isinstance(node, dict) and _is_weights(base + path, node):
+            yield Root(path, node, _kind_at(base + path), base=base)
         else:
             stack += reversed([((*path, key), value) for key, value in _containers(node)])
 

@@ -184,6 +184,71 @@ def _closest(word: str, there: list[str]) -> str | None:
 # Copies with changes -------------------------------------------------------------------------------------------------
 
 
+def replaced_at(tree: Any, path: Path, node: Any) -> Any:
+    """The tree with another node at `path`. What leads there is copied; everything else is the same objects as before.
+
+    Raises `UsageError` where the path goes by a name that only a module's state dict has.
+    """
+    for holder, segment in zip(reversed(holders(tree, path)), reversed(path), strict=True):
+        node = _with_part(holder, segment, node)
+    return node
+
+
+def holders(tree: Any, path: Path) -> list[Any]:
+    """The containers that lead to `path`, outermost first. Raises `UsageError` where it goes by a name of a state dict."""
+    found = [tree]
+    for depth, segment in enumerate(path):
+        below = [part for name, part in children(found[-1]) if name == segment]
+        if not below:
+            raise UsageError(
+                f"{printable(address(path))} is a name that the module's state dict would give a tensor",
+                "In the file it is an attribute of an object inside of it.",
+                f"Name what is there: ckptool show FILE#{printable(address(path[:depth]))}",
+            )
+        found.append(below[0])
+    return found[:-1]
+
+
+def _with_part(holder: Any, segment: Any, part: Any) -> Any:
+    """A copy of a container with another part under a segment that `children` gives for it."""
+    if isinstance(holder, dict):
+        if not isinstance(holder, OrderedDict):
+            return {**holder, segment: part}
+        if segment in holder:
+            return OrderedDict({**holder, segment: part}, holder.attributes)
+        return OrderedDict(holder, {**(holder.attributes or {}), segment: part})
+    if isinstance(holder, Set):
+        return Set(_with_item(holder.items, segment, part), holder.frozen)
+    if isinstance(holder, Object):
+        return _with_object_part(holder, segment, part)
+    return type(holder)(_with_item(holder, segment, part))
+
+
+def _with_item(items: Iterable[Any], index: int, item: Any) -> list[Any]:
+    return [item if number == index else old for number, old in enumerate(items)]
+
+
+def _with_object_part(node: Object, segment: Any, part: Any) -> Object:
+    made: Object = _empty(node)
+    for name in ("kwargs", "items", "elements", "state"):
+        setattr(made, name, getattr(node, name))
+    if segment in _CALL_PARTS:
+        setattr(made, _CALL_PARTS[segment], part)
+    elif segment in (node.items or {}):
+        made.items = {**(node.items or {}), segment: part}
+    elif type(segment) is int and segment < len(node.elements or ()):
+        made.elements = _with_item(node.elements or (), segment, part)
+    elif isinstance(node.state, dict):
+        made.state = _with_part(node.state, segment, part)
+    else:  # (__dict__, __slots__)
+        number = 1 if segment in node.state[1] else 0
+        made.state = tuple(_with_item(node.state, number, _with_part(node.state[number], segment, part)))
+    return made
+
+
+_CALL_PARTS = {"(callable)": "fn", "(args)": "args", "(kwargs)": "kwargs", "(state)": "state"}
+
+
 def rebuild(tree: Any, leaf: Leaf | None = None, replaced: Mapping[int, Any] | None = None) -> Any:
     """A copy of the tree in which `leaf` was applied to every tensor and storage, and containers were replaced by others.
 

@@ -12,6 +12,7 @@ import torch
 from ckptool.errors import UsageError
 from ckptool.formats import read
 from ckptool.roots import AVERAGE, OPTIMIZER, PLAIN, WEIGHTS, find_roots, model_roots, one_root
+from ckptool.verbs.opening import part_of
 from fixtures.make import PRODUCERS, make
 from tests.checkpoints import opened, saved, three_parts, weights
 
@@ -185,14 +186,16 @@ def test_every_top_level_entry_is_named(tmp_path: Path) -> None:
 def test_all_or_the_one_at_an_address(tmp_path: Path) -> None:
     checkpoint = opened({"G": MODEL, "D": OTHER, "norm": {"mean": LOSS}, "epoch": 1}, tmp_path)
     assert [root.address for root in model_roots(checkpoint)] == ["G", "D"]
-    assert [root.path for root in model_roots(checkpoint, "D")] == [("D",)]
-    assert [root.path for root in model_roots(checkpoint, "norm")] == [("norm",)]  # named, so taken
-    assert model_roots(checkpoint, "")[0].node is checkpoint.tree
+    for at in ("D", "norm"):  # named, so taken
+        (root,) = model_roots(part_of(checkpoint, at), named=True)
+        assert (root.path, root.address, root.node) == ((), at, checkpoint.tree[at])
+    within = model_roots(part_of(opened({"models": checkpoint.tree}, tmp_path), "models"), named=True)
+    assert [root.address for root in within] == ["models/G", "models/D"]
     for at, where in (("epoch", "of type int"), ("D/fc.bias", "a tensor")):
         with pytest.raises(UsageError, match=where):
-            model_roots(checkpoint, at)
+            model_roots(part_of(checkpoint, at), named=True)
     with pytest.raises(UsageError, match="there is no g") as caught:
-        model_roots(checkpoint, "g")
+        part_of(checkpoint, "g")
     assert "G" in str(caught.value)
 
 

@@ -15,7 +15,12 @@ from ckptool.errors import UsageError, printable
 @partial(writes, without=("--dir", "--in-place"))
 def average(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE…", help="Checkpoints of one model, two or more.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="FILE…",
+            help="Checkpoints of one model, two or more, or FILE#ADDRESS for a part of one.",
+            show_default=False,
+        ),
     ],
     target: Target,
     weights: Annotated[

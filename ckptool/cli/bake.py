@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptool.cli.answers import Answers
-from ckptool.cli.options import At, Files, Target, write_each, writes
+from ckptool.cli.options import ChangedFiles, ChangeTarget, write_each, writes
 
 
 class Form(str, Enum):
@@ -19,20 +19,19 @@ class Form(str, Enum):
 
 @writes
 def bake(
-    files: Files,
-    target: Target,
+    files: ChangedFiles,
+    target: ChangeTarget,
     spectral: Annotated[
         bool, typer.Option("--spectral", help="Fold spectral norm too, with its vectors as they are stored.")
     ] = False,
     form: Annotated[
         Form, typer.Option("--form", help="plain folds; old and new give weight norm its other names, exactly.")
     ] = Form.plain,
-    at: At = None,
 ) -> Answers:
     """Fold weight norm and pruning into plain weights."""
     from ckptool.verbs.bake import bake
 
     def write(file: str, out: str | None, **options: Any) -> Any:
-        return bake(file, out, at=at, spectral=spectral, form=form.value, **options)
+        return bake(file, out, spectral=spectral, form=form.value, **options)
 
     return write_each("bake", files, target, write)

@@ -10,44 +10,42 @@ from typing import Annotated, Any
 import typer
 
 from ckptool.cli.answers import Answers
-from ckptool.cli.options import At, Exclude, Files, Only, Part, Target, write_each, writes
+from ckptool.cli.options import At, ChangedFiles, ChangeTarget, Exclude, Files, Only, Part, Target, write_each, writes
 from ckptool.errors import UsageError, printable
 
 
 @writes
 def strip_module(
-    files: Files,
-    target: Target,
+    files: ChangedFiles,
+    target: ChangeTarget,
     prefix: Annotated[
         list[str] | None,
         typer.Option("--prefix", metavar="PREFIX", help="Take this off instead of the wrappers' own. Repeatable."),
     ] = None,
-    at: At = None,
     partial: Annotated[bool, typer.Option("--partial", help="Also where only some keys have module.")] = False,
 ) -> Answers:
     """Take the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed off the keys."""
     from ckptool.verbs.strip_module import strip_module
 
     def write(file: str, out: str | None, **options: Any) -> Any:
-        return strip_module(file, out, at=at, prefix=prefix or (), partial=partial, **options)
+        return strip_module(file, out, prefix=prefix or (), partial=partial, **options)
 
     return write_each("strip-module", files, target, write)
 
 
 @writes
 def add_module(
-    files: Files,
-    target: Target,
+    files: ChangedFiles,
+    target: ChangeTarget,
     prefix: Annotated[
         str, typer.Option("--prefix", metavar="PREFIX", help="What to put before every key.")
     ] = "module.",
-    at: At = None,
 ) -> Answers:
     """Put module. before the keys, as DataParallel does."""
     from ckptool.verbs.add_module import add_module
 
     def write(file: str, out: str | None, **options: Any) -> Any:
-        return add_module(file, out, at=at, prefix=prefix, **options)
+        return add_module(file, out, prefix=prefix, **options)
 
     return write_each("add-module", files, target, write)
 
@@ -58,13 +56,13 @@ def rename(
         list[str],
         typer.Argument(
             metavar="FILE|RULE",
-            help="Checkpoints, and rules 'OLD => NEW' for whole keys: * stands for anything, {n} for anything without a dot.",
+            help="Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules 'OLD => NEW' for whole keys: "
+            "* stands for anything, {n} for anything without a dot.",
             show_default=False,
         ),
     ],
-    target: Target,
+    target: ChangeTarget,
     rules: Annotated[str | None, typer.Option("--rules", metavar="FILE.yaml", help="More rules, from a file.")] = None,
-    at: At = None,
 ) -> Answers:
     """Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first rule that matches counts."""
     from ckptool.verbs.rename import rename
@@ -72,7 +70,7 @@ def rename(
     files, given = _files_and_rules(words, rules is not None)
 
     def write(file: str, out: str | None, **options: Any) -> Any:
-        return rename(file, given, out, rules_file=rules, at=at, **options)
+        return rename(file, given, out, rules_file=rules, **options)
 
     return write_each("rename", files, target, write)
 
@@ -107,8 +105,8 @@ def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[
 
 @writes
 def remap(
-    files: Files,
-    target: Target,
+    files: ChangedFiles,
+    target: ChangeTarget,
     to: Annotated[
         str | None, typer.Option("--to", metavar="DEVICE", help="The device for everything: cpu, cuda:0, …")
     ] = None,
@@ -130,30 +128,30 @@ def remap(
 
 @writes
 def cast(
-    files: Files,
-    target: Target,
+    files: ChangedFiles,
+    target: ChangeTarget,
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="DTYPE", help="bf16, f16, f32, float8_e4m3fn, …", show_default=False)
     ],
     only: Only = None,
     exclude: Exclude = None,
-    at: At = None,
 ) -> Answers:
     """Convert the floating tensors of the weights to another type, and say which lose values."""
     from ckptool.verbs.cast import cast
 
     def write(file: str, out: str | None, **options: Any) -> Any:
-        return cast(file, out, dtype=dtype, at=at, only=only or (), exclude=exclude or (), **options)
+        return cast(file, out, dtype=dtype, only=only or (), exclude=exclude or (), **options)
 
     return write_each("cast", files, target, write)
 
 
 @writes
 def edit(
-    files: Files,
-    target: Target,
+    files: ChangedFiles,
+    target: ChangeTarget,
     drop: Annotated[
-        list[str] | None, typer.Option("--drop", metavar="PATTERN", help="Leave out entries that match. Repeatable.")
+        list[str] | None,
+        typer.Option("--drop", metavar="PATTERN", help="Leave out entries that match, below the address. Repeatable."),
     ] = None,
     set: Annotated[
         list[str] | None, typer.Option("--set", metavar="PATH:=JSON", help="Set a plain value: epoch:=3. Repeatable.")
@@ -178,8 +176,8 @@ def edit(
 
 @writes
 def slim(
-    files: Files,
-    target: Target,
+    files: ChangedFiles,
+    target: ChangeTarget,
     dedup: Annotated[
         bool, typer.Option("--dedup", help="Store equal tensors once; ckptool gives each its own again.")
     ] = False,

@@ -35,7 +35,7 @@ def bundle(
         list[str] | None,
         typer.Argument(
             metavar="NAME=FILE|NAME:=JSON|FILE",
-            help="Members: files, parts of files (NAME=FILE#ADDRESS), plain values. Or one bundle to change.",
+            help="Members: files (NAME=FILE#ADDRESS for a part of one), plain values. Or one bundle to change.",
             show_default=False,
         ),
     ] = None,

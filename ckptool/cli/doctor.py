@@ -16,7 +16,12 @@ MAX_TEXT = 1 << 20
 
 
 def doctor(
-    file: Annotated[str | None, typer.Argument(metavar="FILE", help="What does not load.", show_default=False)] = None,
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE", help="What does not load, or FILE#ADDRESS for a part of it.", show_default=False
+        ),
+    ] = None,
     against: Annotated[
         str | None,
         typer.Option(

@@ -59,7 +59,12 @@ def _verified(
 
 
 def recover(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A cut or damaged checkpoint.", show_default=False)],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="A cut or damaged checkpoint; all of it, not FILE#ADDRESS.", show_default=False
+        ),
+    ],
     out: Out = None,
     fill_from: Annotated[
         str | None,

@@ -69,7 +69,9 @@ def show(
 
 
 def diff(
-    left: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or FILE#ADDRESS.", show_default=False)],
+    left: Annotated[
+        str, typer.Argument(metavar="A", help="A checkpoint, or FILE#ADDRESS for a part of it.", show_default=False)
+    ],
     right: Annotated[str, typer.Argument(metavar="B", help="Another.", show_default=False)],
     atol: Annotated[float, typer.Option("--atol", min=0, metavar="X", help="Values this close count as equal.")] = 0.0,
     rtol: Annotated[

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -15,8 +15,9 @@ from ckptool.cli.answers import Answer, Answers
 from ckptool.errors import CkptoolError, Conflict, UsageError, printable
 
 if TYPE_CHECKING:
-    from ckptool.verbs.saving import SaveOptions, Written
+    from ckptool.verbs.saving import Written
 
+# An address means one thing to all verbs of a kind (`verbs/opening.py`): those that read take the part, those that change a file act there.
 File = Annotated[
     str, typer.Argument(metavar="FILE", help="A checkpoint, or FILE#ADDRESS for a part of it.", show_default=False)
 ]
@@ -26,7 +27,25 @@ Files = Annotated[
 ]
 At = Annotated[
     str | None,
-    typer.Option("--at", metavar="ADDRESS", help="Only this part: state_dict/fc.weight. The same as FILE#ADDRESS."),
+    typer.Option(
+        "--at", metavar="ADDRESS", help="Take only this part: state_dict/fc.weight. The same as FILE#ADDRESS."
+    ),
+]
+ChangedFiles = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILE",
+        help="Checkpoints. FILE#ADDRESS changes only that part, and writes the whole file.",
+        show_default=False,
+    ),
+]
+ChangedAt = Annotated[
+    str | None,
+    typer.Option(
+        "--at",
+        metavar="ADDRESS",
+        help="Change only this part, and write the whole file. The same as FILE#ADDRESS.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Only = Annotated[
@@ -98,6 +117,11 @@ Container = Annotated[
     ),
 ]
 
+Extract = Annotated[
+    bool,
+    typer.Option("--extract", help="Write the part at the address alone, changed.", rich_help_panel=_OUTPUT),
+]
+
 
 @dataclass(frozen=True)
 class Target:
@@ -113,6 +137,21 @@ class Target:
     container: Container = None
     as_json: AsJson = False
 
+    def more(self) -> dict[str, Any]:
+        """The options that only some commands have."""
+        return {}
+
+
+@dataclass(frozen=True)
+class ChangeTarget(Target):
+    """The same for a command that changes files, at an address or as a whole."""
+
+    at: ChangedAt = None
+    extract: Extract = False
+
+    def more(self) -> dict[str, Any]:
+        return {"at": self.at, "extract": self.extract}
+
 
 Command = Callable[..., Answers]
 
@@ -122,23 +161,24 @@ def writes(command: Command, without: Sequence[str] = ()) -> Command:
 
     without: options that the command refuses, with a word on what to do instead; its help does not offer them.
     """
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "target"]
+    parameters = inspect.signature(command, eval_str=True).parameters
+    own, kind = [p for p in parameters.values() if p.name != "target"], parameters["target"].annotation
     taken = {name for p in own for meta in getattr(p.annotation, "__metadata__", ()) for name in _flags(meta)}
-    kinds = inspect.get_annotations(Target, eval_str=True)
+    kinds = get_type_hints(kind, include_extras=True)
     shared = [
         inspect.Parameter(
             f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_offered(kinds[f.name], without)
         )
-        for f in fields(Target)
+        for f in fields(kind)
         if not taken & set(_flags(kinds[f.name].__metadata__[0]))
     ]
 
     def run(**arguments: Any) -> Answers:
-        target = Target(**{p.name: arguments.pop(p.name) for p in shared})
+        target = kind(**{p.name: arguments.pop(p.name) for p in shared})
         return command(**arguments, target=target)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    offered = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
+    run.__signature__ = inspect.Signature(offered)  # type: ignore[attr-defined]
     run.__annotations__ = {}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
@@ -184,7 +224,7 @@ def _written(
 
     for number, (file, out) in enumerate(zip(files, outs, strict=True)):
         with progress_bar(f"{verb} {printable(os.path.basename(file))}") as progress:
-            options: SaveOptions = {
+            options: dict[str, Any] = {
                 "in_place": target.in_place,
                 "overwrite": target.force,
                 "dry_run": target.dry_run,
@@ -194,6 +234,7 @@ def _written(
                 "progress": progress,
                 "make_folder": target.folder is not None,
             }
+            options |= target.more()
             try:
                 report = write(file, out, **options)
             except CkptoolError as error:

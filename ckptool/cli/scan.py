@@ -13,7 +13,12 @@ from ckptool.cli.options import AsJson
 
 def scan(
     paths: Annotated[
-        list[str], typer.Argument(metavar="PATH", help="Folders of checkpoints, or checkpoints.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="PATH",
+            help="Folders of checkpoints, or checkpoints; whole ones, not FILE#ADDRESS.",
+            show_default=False,
+        ),
     ],
     latest_good: Annotated[
         bool, typer.Option("--latest-good", help="Only the newest checkpoint that is whole. Exit 1: there is none.")

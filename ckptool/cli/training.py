@@ -77,7 +77,9 @@ def resume(
 
 
 def prune(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The folder of a run, not FILE#ADDRESS.", show_default=False)
+    ],
     dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Show what would go, and delete nothing.")] = False,
     set: Set = None,
     as_json: AsJson = False,

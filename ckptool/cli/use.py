@@ -111,7 +111,9 @@ def spec(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="TARGET", help="A checkpoint, or file.py:factory, or pkg.module:factory.", show_default=False
+            metavar="TARGET",
+            help="A checkpoint, FILE#ADDRESS for a part of it, file.py:factory, or pkg.module:factory.",
+            show_default=False,
         ),
     ],
     at: At = None,

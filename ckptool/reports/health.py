@@ -17,6 +17,7 @@ from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
 from ckptool.reports.listing import Listing
 from ckptool.reports.targets import SPEC, Target
 from ckptool.roots import WEIGHTS, kinds_of, one_root
+from ckptool.tree import address
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
 
@@ -124,7 +125,7 @@ def of_checkpoint(
 
     against: the model that it is for.
     """
-    chain = Chain(file)
+    chain = Chain(file, address(checkpoint.base))
     findings = [
         *_of_container(found, file, bool(refused)),
         *_of_values(refused, found),

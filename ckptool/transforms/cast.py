@@ -62,7 +62,7 @@ def cast_roots(
     skipped: list[tuple[str, str]] = []
     for root in roots:
         for key, value in root.node.items():
-            place = address((*root.path, key))
+            place = address((*root.base, *root.path, key))
             if key not in keys:
                 continue
             if isinstance(value, TensorEntry) and value.dtype.is_float:

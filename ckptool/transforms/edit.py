@@ -44,7 +44,9 @@ def edit(
         tree = _with_array(tree, place, array)
     for place, value in (values or {}).items():
         tree = _with_value(tree, place, value)
-    return Edited(replace(checkpoint, tree=tree), dropped, tuple(values or ()), tuple(arrays or ()))
+    changed, above = replace(checkpoint, tree=tree), address(checkpoint.base)
+    named = [tuple(f"{above}/{place}" if above else place for place in places or ()) for places in (values, arrays)]
+    return Edited(changed, dropped, *named)
 
 
 def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
@@ -65,7 +67,7 @@ def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, 
             if hits:
                 used.update(hits)
                 found.setdefault(id(mapping), (mapping, set()))[1].add(key)
-                names.append(here)
+                names.append(address((*checkpoint.base, *path, key)))
                 gone.append((*path, key))
     if idle := [pattern for pattern in patterns if pattern not in used]:
         raise NoMatch(

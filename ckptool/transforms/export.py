@@ -12,7 +12,7 @@ from ckptool.errors import Conflict, Unsupported, listed, printable
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.roots import Root, beside_names
 from ckptool.transforms.select import selected
-from ckptool.tree import address
+from ckptool.tree import Path, address, children, holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,10 @@ def export(
     chosen = {
         key: value for key, value in root.node.items() if key in keys and isinstance(value, (TensorEntry, Composite))
     }
-    behind = [address((*root.path, key)) for key in root.node if key not in chosen] + siblings(checkpoint.tree, root)
-    behind += [address(path) for path, _ in beside_names(root)] if root.module is not None else []
+    here = root.base + root.path
+    behind = [address((*here, key)) for key in root.node if key not in chosen]
+    behind += [address(root.base + path) for path, _ in beside_names(root)] if root.module is not None else []
+    behind += siblings(checkpoint.tree, root.path, root.base)
     refuse_placeholders(checkpoint, chosen.items())
     if wrong := [f"{printable(key)} ({value.kind})" for key, value in chosen.items() if isinstance(value, Composite)]:
         raise Unsupported(
@@ -76,15 +78,14 @@ def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[
     return [Note("ties-copied", message)] if tied else []
 
 
-def siblings(tree: Any, root: Root) -> list[str]:
-    """The entries beside the root, and beside everything above it."""
-    behind: list[str] = []
-    node = tree
-    for depth, segment in enumerate(root.path):
-        others = node.keys() if isinstance(node, dict) else range(len(node))
-        behind += [address((*root.path[:depth], other)) for other in others if other != segment]
-        node = node[segment]
-    return behind
+def siblings(tree: Any, path: Path, base: Path = ()) -> list[str]:
+    """The entries beside what is at a path, and beside everything above it. base: where the tree is in its file."""
+    return [
+        address((*base, *path[:depth], other))
+        for depth, holder in enumerate(holders(tree, path))
+        for other, _ in children(holder)
+        if other != path[depth]
+    ]
 
 
 def _refuse_expanded(tensors: dict[str, TensorEntry], container: str) -> None:

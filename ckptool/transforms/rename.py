@@ -24,13 +24,18 @@ Rename = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """What a renaming did: the checkpoint, how many keys changed of how many, by root, and a few of them as examples."""
+    """What a renaming did: the checkpoint, how many keys changed of how many, by root, and the names that changed, old to new."""
 
     checkpoint: Checkpoint
     changed: int
     total: int
     roots: tuple[tuple[str, int, int], ...]
-    examples: tuple[tuple[str, str], ...]
+    names: dict[str, str]
+
+    @property
+    def examples(self) -> tuple[tuple[str, str], ...]:
+        """A few of the names."""
+        return tuple(self.names.items())[:3]
 
 
 # Prefixes ------------------------------------------------------------------------------------------------------------
@@ -155,7 +160,7 @@ def apply(
         for _, optimizer in optimizers(checkpoint.tree):
             replaced.update(_renamed_optimizer(optimizer, mapping))
         checkpoint = replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
-    return Renamed(checkpoint, total_changed, total, tuple(facts), tuple(mapping.items())[:3])
+    return Renamed(checkpoint, total_changed, total, tuple(facts), mapping)
 
 
 def _refuse_collisions(root: Root, names: dict[str, str]) -> None:

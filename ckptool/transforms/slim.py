@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, Literal, Storage, TensorEntry, row_major_strides
-from ckptool.errors import UsageError
+from ckptool.errors import UsageError, printable
 from ckptool.gather import row_major, subrange
 from ckptool.nodes import OrderedDict
 from ckptool.roots import optimizers
@@ -40,35 +40,40 @@ class Slimmed:
         return bool(self.dropped or self.compacted or self.twins)
 
 
-def slim(checkpoint: Checkpoint, *, dedup: bool = False, keep_optimizer: bool = False) -> Slimmed:
+def slim(
+    checkpoint: Checkpoint, *, dedup: bool = False, keep_optimizer: bool = False, kept: Iterable[Storage] = ()
+) -> Slimmed:
     """Drops optimizer state (unless it is kept) and the bytes that no tensor shows; with `dedup`, stores equal storages once.
+
+    kept: storages that are used elsewhere as well, and stay as they are.
 
     Equal storages stay separate for `ckptool.load`: they are marked as twins, and only share their place in the file. Reads no tensor data
     but to look for twins. Raises `UsageError` for a file that is nothing but an optimizer.
     """
     tree = checkpoint.tree
-    before = _bytes(tree)
-    tree, dropped = (tree, ()) if keep_optimizer else _without_optimizers(tree)
-    without = _bytes(tree)
-    tree, compacted = _compact(tree)
-    dense = _bytes(tree)
-    tree, twins, twin_bytes = with_twins(tree) if dedup else (tree, 0, 0)
+    others = frozenset(map(id, kept))
+    before = _bytes(tree, others)
+    tree, dropped = (tree, ()) if keep_optimizer else _without_optimizers(tree, checkpoint.base)
+    without = _bytes(tree, others)
+    tree, compacted = _compact(tree, others)
+    dense = _bytes(tree, others)
+    tree, twins, twin_bytes = with_twins(tree, others) if dedup else (tree, 0, 0)
     changed = replace(checkpoint, tree=tree)
     return Slimmed(changed, dropped, before - without, compacted, without - dense, twins, twin_bytes)
 
 
-def _bytes(tree: Any) -> int:
-    return sum(storage.nbytes for storage in storages(tree))
+def _bytes(tree: Any, others: Collection[int]) -> int:
+    return sum(storage.nbytes for storage in storages(tree) if id(storage) not in others)
 
 
 # Optimizers ----------------------------------------------------------------------------------------------------------
 
 
-def _without_optimizers(tree: Any) -> tuple[Any, tuple[str, ...]]:
+def _without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
     found = [path for path, _ in optimizers(tree)]
     if () in found:
         raise UsageError(
-            "the whole file is the state of an optimizer",
+            f"{printable(address(base)) or 'the whole file'} is the state of an optimizer",
             "Without it nothing would be left.",
             "Drop only what views leave behind: --keep-optimizer",
         )
@@ -77,7 +82,7 @@ def _without_optimizers(tree: Any) -> tuple[Any, tuple[str, ...]]:
         parent = _at(tree, path[:-1])
         gone.setdefault(id(parent), (parent, set()))[1].add(path[-1])
     replaced = {number: _left(parent, keys) for number, (parent, keys) in gone.items()}
-    return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(map(address, found))
+    return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(address(base + path) for path in found)
 
 
 def _at(tree: Any, path: Path) -> Any:
@@ -96,9 +101,9 @@ def _left(parent: Any, keys: set[Any]) -> Any:
 # Waste behind views --------------------------------------------------------------------------------------------------
 
 
-def _compact(tree: Any) -> tuple[Any, int]:
+def _compact(tree: Any, kept: Collection[int]) -> tuple[Any, int]:
     """The tree with every storage cut down to what its tensors show. Views that overlap go on sharing; the values stay."""
-    views = _plain_views(tree)
+    views = _plain_views(tree, kept)
     entries: dict[int, TensorEntry] = {}  # id of an entry -> the entry in its place
     count = 0
     for group in views.values():
@@ -110,10 +115,10 @@ def _compact(tree: Any) -> tuple[Any, int]:
     return rebuild(tree, lambda node: entries.get(id(node), node)), count
 
 
-def _plain_views(tree: Any) -> dict[int, list[TensorEntry]]:
-    """The tensors of each storage that only plain tensors use, each entry once."""
+def _plain_views(tree: Any, kept: Collection[int] = ()) -> dict[int, list[TensorEntry]]:
+    """The tensors of each storage that only plain tensors of the tree use, each entry once. kept: storages that others use, too."""
     views: dict[int, dict[int, TensorEntry]] = defaultdict(dict)
-    others: set[int] = set()
+    others = set(kept)
     for _, node in walk(tree):
         if isinstance(node, TensorEntry):
             views[id(node.storage)][id(node)] = node
@@ -193,9 +198,9 @@ def _placed(group: Sequence[TensorEntry], storage: Storage, shifts: dict[int, in
 # Equal bytes ---------------------------------------------------------------------------------------------------------
 
 
-def with_twins(tree: Any) -> tuple[Any, int, int]:
+def with_twins(tree: Any, kept: Collection[int] = ()) -> tuple[Any, int, int]:
     """The tree with equal storages on one piece of data, marked as twins; how many were given up, and their bytes."""
-    return as_twins(tree, equal(list(_candidates(tree))))
+    return as_twins(tree, equal(list(_candidates(tree, kept))))
 
 
 def as_twins(tree: Any, groups: Iterable[Sequence[Storage]]) -> tuple[Any, int, int]:
@@ -215,9 +220,9 @@ def as_twins(tree: Any, groups: Iterable[Sequence[Storage]]) -> tuple[Any, int, 
     return (map_storages(tree, shared) if data else tree), count, saved
 
 
-def _candidates(tree: Any) -> Iterator[tuple[Any, Storage]]:
+def _candidates(tree: Any, kept: Collection[int]) -> Iterator[tuple[Any, Storage]]:
     """Storages that plain tensors of one storage class use, with what has to agree before their bytes are looked at."""
-    for group in _plain_views(tree).values():
+    for group in _plain_views(tree, kept).values():
         storage = group[0].storage
         classes = {entry.dtype.storage for entry in group}
         if len(classes) == 1 and storage.nbytes >= MIN_TWIN and not storage.twin:

@@ -8,8 +8,9 @@ from ckptool.errors import UsageError
 from ckptool.prefixes import PEELED
 from ckptool.roots import model_roots
 from ckptool.transforms.rename import add
-from ckptool.verbs.opening import PathLike, open_to_change
-from ckptool.verbs.saving import SaveOptions, Written
+from ckptool.verbs.changing import ChangeOptions, begin_change
+from ckptool.verbs.opening import PathLike
+from ckptool.verbs.saving import Written
 from ckptool.verbs.strip_module import renamed_file
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ def add_module(
     *,
     at: str | None = None,
     prefix: str = PEELED,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[ChangeOptions],
 ) -> Written:
     """Puts `module.` (or `prefix`) before every key of all model weights in `file`, as DataParallel does: what `strip_module` undoes."""
     if not prefix:
         raise UsageError("the prefix is empty", "There would be nothing to add.")
-    opened = open_to_change(file, at)
-    renamed = add(opened.checkpoint, model_roots(opened.checkpoint, opened.at), prefix)
-    return renamed_file("add-module", opened.checkpoint, renamed, out, options, clean="no keys to rename")
+    change = begin_change("add-module", file, at, options)
+    renamed = add(change.part, model_roots(change.part, named=change.named), prefix)
+    return renamed_file(change, renamed, out, clean="no keys to rename")

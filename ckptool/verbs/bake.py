@@ -9,8 +9,9 @@ from ckptool.errors import NoMatch
 from ckptool.roots import model_roots
 from ckptool.transforms import bake as folding
 from ckptool.tree import rebuild
-from ckptool.verbs.opening import PathLike, open_to_change
-from ckptool.verbs.saving import SaveOptions, Written, save, written
+from ckptool.verbs.changing import ChangeOptions, begin_change
+from ckptool.verbs.opening import PathLike
+from ckptool.verbs.saving import Written, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -23,16 +24,16 @@ def bake(
     at: str | None = None,
     spectral: bool = False,
     form: str = "plain",
-    **options: Unpack[SaveOptions],
+    **options: Unpack[ChangeOptions],
 ) -> Written:
     """Folds weight norm and pruning into plain weights, in all model weights of a file or the part `at`.
 
     spectral: spectral norm too, with its vectors as they are stored.  form: `old` or `new` instead give weight norm its other names
     (`weight_g` or `parametrizations.weight.original0`), exactly. Raises `NoMatch` where there is nothing of the kind.
     """
-    opened = open_to_change(file, at)
-    checkpoint = opened.checkpoint
-    roots = model_roots(checkpoint, opened.at)
+    change = begin_change("bake", file, at, options)
+    checkpoint = change.part
+    roots = model_roots(checkpoint, named=change.named)
     baked = {id(root.node): folding.bake(root.node, spectral=spectral, form=form) for root in roots}
     folded = [each for found in baked.values() for each in found.folded]
     left = [each for found in baked.values() for each in found.left]
@@ -43,9 +44,9 @@ def bake(
         )
     tree = rebuild(checkpoint.tree, replaced={number: found.tree for number, found in baked.items()})
     changed = replace(checkpoint, tree=tree)
-    saved = save("bake", checkpoint, changed, out, options, changes=bool(folded))
+    saved = change.save(changed, out, changes=bool(folded))
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
     facts = {"folded": [each.weight for each in folded], "left": dict(left)}
     details = tuple(line for found in baked.values() for line in folding.told(found))
     summary = f"{len(folded):,} weight{'s' * (len(folded) != 1)} {word}"
-    return written("bake", checkpoint, saved, options, summary, facts=facts, details=details)
+    return written("bake", change.original, saved, change.options, summary, facts=facts, details=details)

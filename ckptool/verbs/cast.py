@@ -9,8 +9,9 @@ from ckptool.errors import printable
 from ckptool.given import several
 from ckptool.roots import model_roots
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
-from ckptool.verbs.opening import PathLike, open_to_change
-from ckptool.verbs.saving import SaveOptions, Written, save, written
+from ckptool.verbs.changing import ChangeOptions, begin_change
+from ckptool.verbs.opening import PathLike
+from ckptool.verbs.saving import SaveOptions, Written, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,7 +25,7 @@ def cast(
     at: str | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
-    **options: Unpack[SaveOptions],
+    **options: Unpack[ChangeOptions],
 ) -> Written:
     """Converts the floating tensors of all model weights in `file` to `dtype`, with the bits that torch's `tensor.to(dtype)` gives.
 
@@ -32,22 +33,24 @@ def cast(
     which tensors lost values, and the largest error; it can only after the values have passed, so not in a dry run.
     """
     target = parse_dtype(dtype)
-    opened = open_to_change(file, at)
-    roots = model_roots(opened.checkpoint, opened.at)
+    change = begin_change("cast", file, at, options)
     plan = cast_roots(
-        opened.checkpoint,
-        roots,
+        change.part,
+        model_roots(change.part, named=change.named),
         target,
         several(only),
         several(exclude),
     )
-    result = save("cast", opened.checkpoint, plan.checkpoint, out, options, changes=plan.tensors > 0)
+    result = change.save(plan.checkpoint, out, changes=plan.tensors > 0)
     if plan.tensors:
         summary = f"{plan.tensors:,} tensors cast to {target.name}, {plan.bytes_before:,} → {plan.bytes_after:,} bytes"
     else:
         summary = f"already clean: every floating tensor that was asked for is {target.name}"
-    details = (*_losses(plan, options), *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped))
-    return written("cast", opened.checkpoint, result, options, summary, facts=_facts(plan), details=details)
+    details = (
+        *_losses(plan, change.options),
+        *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped),
+    )
+    return written("cast", change.original, result, change.options, summary, facts=_facts(plan), details=details)
 
 
 def _losses(plan: Cast, options: SaveOptions) -> list[str]:

@@ -19,8 +19,8 @@ from ckptool.roots import Root, beside_names, find_roots, one_root
 from ckptool.transforms.export import export, lost_ties, siblings
 from ckptool.transforms.select import selected
 from ckptool.transforms.weights_only import weights_only as plain_values
-from ckptool.tree import address, find, tensors
-from ckptool.verbs.opening import Opened, PathLike, open_whole
+from ckptool.tree import address, tensors
+from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import SaveOptions, Written, check_options, save, written
 
 if TYPE_CHECKING:
@@ -62,23 +62,28 @@ def convert(
     check_options("convert", options)
     only, exclude = several(only), several(exclude)
     opened = open_whole(file, at, part=part)
+    taken, named = opened.taken, opened.at is not None
     made_plain: tuple[str, ...] = ()
     if weights_only:
-        opened, made_plain = _plain(opened)
+        taken, made_plain = _plain(taken)
     if shard_size is not None:
         options["container"] = _in_shards(out, options)
     name = options.get("container")
     container = by_name(name) if name else for_output(out, opened.checkpoint.container)
-    if tensors_only(container):
-        expected = _part(opened) if all else None
-        copies = ties == "copy" or not keeps_ties(container)
-        changed, summary, behind, notes = _to_tensors(opened, container, all, only, exclude, copies, materialize)
+    expected = None
+    if not tensors_only(container):
+        changed, summary, behind, notes = _to_pickle(taken, named, only, exclude, opened.path)
+    elif all:
+        _refuse_choice(container, opened.path, only, exclude)
+        changed, summary, behind, notes = _packed(taken)
+        expected = taken
     else:
-        expected = None
-        changed, summary, behind, notes = _to_pickle(opened, only, exclude)
+        copies = ties == "copy" or not keeps_ties(container)
+        changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies, materialize)
+    behind += siblings(opened.checkpoint.tree, taken.base)
     if shard_size is not None:
         changed = sharded.divided(changed, shard_size)
-    result = save("convert", opened.checkpoint, changed, out, options, expected=expected)
+    result = save("convert", opened.checkpoint, replace(changed, base=()), out, options, expected=expected)
     facts = {"tensors": sum(1 for _ in tensors(changed.tree)), "left_behind": behind}
     details = made_plain + tuple(f"left behind: {printable(name)}" for name in behind)
     return written("convert", opened.checkpoint, result, options, summary, facts=facts, details=details, notes=notes)
@@ -99,92 +104,90 @@ def _in_shards(out: PathLike, options: SaveOptions) -> str:
 Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
 
 
-def _plain(opened: Opened) -> tuple[Opened, tuple[str, ...]]:
+def _plain(part: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     """The part that was asked for with plain values only, and a line for each value that was changed or dropped."""
-    plain = plain_values(_part(opened))
+    plain = plain_values(part)
     changed = [f"converted {printable(place) or 'the top'}: {word}" for place, word in plain.converted]
     dropped = [f"dropped {printable(place) or 'the top'}: {word}" for place, word in plain.dropped]
-    return Opened(plain.checkpoint, None, opened.path), (*changed, *dropped)
+    return plain.checkpoint, (*changed, *dropped)
 
 
-def _to_tensors(
-    opened: Opened,
-    container: Format,
-    whole: bool,
-    only: Sequence[str],
-    exclude: Sequence[str],
-    copy_ties: bool,
-    materialize: bool,
-) -> Outcome:
-    """What a container of tensors alone gets: one set of weights, or the whole tree as safetensors can carry it."""
-    checkpoint = opened.checkpoint
-    if whole and container.NAME != "safetensors":
+def _refuse_choice(container: Format, path: str, only: Sequence[str], exclude: Sequence[str]) -> None:
+    """Raises `UsageError` for what the whole tree cannot be written to, and for a choice of its keys."""
+    if container.NAME != "safetensors":
         raise UsageError(
             f"--all writes safetensors, not {container.NAME}",
             "The whole tree is carried in the metadata of one safetensors file.",
             "For example: -o model.safetensors",
         )
-    if whole:
-        if only or exclude:
-            raise UsageError(
-                "--all keeps everything; --only and --exclude leave something out",
-                "",
-                Advice("Drop entries first: ", command("edit", opened.path, drop="ADDRESS", out=OUT)),
-            )
-        part = _part(opened)
-        packed = replace(carried.pack(part), beside=part.beside)  # what is beside cannot go along: `save` says so
-        return packed, f"the whole tree, {len(packed.tree):,} tensors; converting it back restores it", [], ()
-    if checkpoint.tensors_only and opened.at is None and isinstance(checkpoint.tree, dict):
-        root, remark = Root((), checkpoint.tree, "model weights"), ""
+    if only or exclude:
+        raise UsageError(
+            "--all keeps everything; --only and --exclude leave something out",
+            "",
+            Advice("Drop entries first: ", command("edit", path, drop="ADDRESS", out=OUT)),
+        )
+
+
+def _packed(part: Checkpoint) -> Outcome:
+    """The whole tree, as safetensors can carry it."""
+    packed = replace(carried.pack(part), beside=part.beside)  # what is beside cannot go along: `save` says so
+    return packed, f"the whole tree, {len(packed.tree):,} tensors; converting it back restores it", [], ()
+
+
+def _to_tensors(
+    part: Checkpoint,
+    named: bool,
+    container: Format,
+    only: Sequence[str],
+    exclude: Sequence[str],
+    copy_ties: bool,
+    materialize: bool,
+) -> Outcome:
+    """What a container of tensors alone gets: one set of weights."""
+    if part.tensors_only and not named and isinstance(part.tree, dict):
+        root, remark = Root((), part.tree, "model weights"), ""
     else:
-        root, remark = one_root(checkpoint, opened.at)
-    exported = export(
-        checkpoint, root, only, exclude, copy_ties=copy_ties, materialize=materialize, container=container.NAME
-    )
-    of = f" of {printable(root.address)}" if root.path else ""
+        root, remark = one_root(part, "" if named else None)
+    exported = export(part, root, only, exclude, copy_ties=copy_ties, materialize=materialize, container=container.NAME)
+    of = f" of {printable(root.address)}" if root.address else ""
     summary = f"{len(exported.checkpoint.tree):,} tensors{of}" + (f" ({remark})" if remark else "")
-    notes = (
-        exported.notes if keeps_ties(container) else (*exported.notes, *lost_ties(root.node, exported, container.NAME))
-    )
+    notes = exported.notes
+    if not keeps_ties(container):
+        notes = (*notes, *lost_ties(root.node, exported, container.NAME))
     return exported.checkpoint, summary, list(exported.left_behind), notes
 
 
-def _part(opened: Opened) -> Checkpoint:
-    return (
-        opened.checkpoint
-        if opened.at is None
-        else replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at)[1])
-    )
-
-
-def _to_pickle(opened: Opened, only: Sequence[str], exclude: Sequence[str]) -> Outcome:
-    checkpoint = _part(opened)
-    weights_only = bool(checkpoint.beside) and opened.at is None  # of a program, only its weights can be written
-    module = opened.at is not None and module_attributes(checkpoint.tree) is not None
-    if opened.at is not None:
-        refuse_placeholders(checkpoint, ((address(path), value) for path, value in tensors(checkpoint.tree)))
+def _to_pickle(part: Checkpoint, named: bool, only: Sequence[str], exclude: Sequence[str], path: str) -> Outcome:
+    weights_only = bool(part.beside) and not named  # of a program, only its weights can be written
+    module = named and module_attributes(part.tree) is not None
+    if named:
+        refuse_placeholders(part, ((address(place), value) for place, value in tensors(part.tree)))
     if not (only or exclude or weights_only or module):
-        return checkpoint, "everything, in a compact file", [], _module_notes(opened)
-    root, _ = one_root(opened.checkpoint, opened.at)
+        what = f"all of {printable(address(part.base))}" if part.base else "everything"
+        return part, f"{what}, in a compact file", [], _module_notes(part, path)
+    root, _ = one_root(part, "" if named else None)
+    here = root.base + root.path
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
-    behind = [printable(str(key)) for key in root.node if key not in keys]
-    if root.module is not None:
-        behind += [printable(address(path)) for path, _ in beside_names(root)]
-    elif weights_only:
-        behind += siblings(checkpoint.tree, root)
+    behind = [address((*here, key)) for key in root.node if key not in keys]
+    behind += [address(root.base + path) for path, _ in beside_names(root)] if root.module is not None else []
+    behind += siblings(part.tree, root.path, root.base)
     what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
-    summary = f"the {len(keys):,} tensors of {what}" if module or weights_only else "everything, in a compact file"
-    return replace(checkpoint, tree=_kept(root.node, keys), beside={}), summary, behind, ()
+    summary = f"the {len(keys):,} tensors of {what}" if module or weights_only else _chosen(root, keys)
+    return replace(part, tree=_kept(root.node, keys), beside={}), summary, behind, ()
 
 
-def _module_notes(opened: Opened) -> tuple[Note, ...]:
+def _chosen(root: Root, keys: set[str]) -> str:
+    return f"{len(keys):,} of {len(root.node):,} keys" + (f" of {printable(root.address)}" if root.address else "")
+
+
+def _module_notes(part: Checkpoint, path: str) -> tuple[Note, ...]:
     """What to type where whole modules were written as they were."""
-    found = [root for root in find_roots(_part(opened)) if root.module is not None]
+    found = [root for root in find_roots(part) if root.module is not None]
     if not found:
         return ()
     message = f"{found[0]} stays an object of its class; by the address of a module its weights alone are written"
-    place = address(found[0].path) or "/"
-    return (Note("whole-module", message, command("convert", f"{opened.path}#{place}", out="weights.pt")),)
+    place = found[0].address or "/"
+    return (Note("whole-module", message, command("convert", f"{path}#{place}", out="weights.pt")),)
 
 
 def _kept(node: dict[Any, Any], keys: set[str]) -> dict[Any, Any]:

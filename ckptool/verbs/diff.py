@@ -15,7 +15,6 @@ from ckptool.reports.diff import Diff
 from ckptool.reports.diff import diff as compare
 from ckptool.roots import Root, find_roots, one_root
 from ckptool.transforms.rename import strip
-from ckptool.tree import find
 from ckptool.verbs.opening import Opened, PathLike, open_file
 
 
@@ -51,7 +50,7 @@ def ignored(words: Iterable[str]) -> list[str]:
 
 def _comparable(a: Opened, b: Opened) -> tuple[tuple[Checkpoint, Checkpoint], tuple[str, ...]]:
     """The two trees to compare: what was named, the whole files, or the weights in each."""
-    left, right = _part(a), _part(b)
+    left, right = a.taken, b.taken
     remarks: list[str] = []
     if _whole_module(left.tree) != _whole_module(right.tree):  # one of them by its state dict: so the other, too
         left, right = (_weights_of(one, remarks) if _whole_module(one.tree) else one for one in (left, right))
@@ -81,12 +80,6 @@ def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as `strip_module` leaves it: `_metadata` and the optimizer's names follow the keys."""
     roots = [root for root in find_roots(checkpoint) if root.is_model and root.module is None]
     return strip(checkpoint, roots, partial=True).checkpoint if roots else checkpoint
-
-
-def _part(opened: Opened) -> Checkpoint:
-    if opened.at is None:
-        return opened.checkpoint
-    return replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at)[1])
 
 
 def _alike(left: Checkpoint, right: Checkpoint) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 
-from ckptool import formats
 from ckptool.errors import CkptoolError, FileProblem, UsageError
 from ckptool.reports.health import Diagnosis, of_checkpoint, of_error_text, of_problem
 from ckptool.reports.listing import listing
 from ckptool.transforms.weights_only import weights_only
-from ckptool.verbs.opening import PathLike
+from ckptool.verbs.opening import PathLike, open_file
 from ckptool.verbs.spec import find_target
 
 
@@ -27,7 +26,8 @@ def doctor(file: PathLike | None = None, *, against: PathLike | None = None, err
         raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
     target = find_target(against) if against is not None else None
     try:
-        checkpoint = formats.read(path)
+        opened = open_file(path)
+        checkpoint, path = opened.taken, opened.path
         plain = weights_only(checkpoint)
         refused = list(dict.fromkeys(what.split(" → ")[0] for _, what in (*plain.converted, *plain.dropped)))
         return of_checkpoint(checkpoint, listing(checkpoint), path, refused, target)

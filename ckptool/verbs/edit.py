@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import UsageError, listed, printable
 from ckptool.given import several
 from ckptool.transforms import edit as edits
-from ckptool.verbs.opening import PathLike, open_to_change
-from ckptool.verbs.saving import SaveOptions, Written, save, written
+from ckptool.verbs.changing import ChangeOptions, begin_change
+from ckptool.verbs.opening import PathLike
+from ckptool.verbs.saving import Written, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -22,12 +23,14 @@ def edit(
     drop: str | Sequence[str] = (),
     set: Mapping[str, Any] | None = None,
     tensor: Mapping[str, Any] | None = None,
-    **options: Unpack[SaveOptions],
+    at: str | None = None,
+    **options: Unpack[ChangeOptions],
 ) -> Written:
     """Drops entries, sets plain values, replaces the values of tensors.
 
     drop: patterns for addresses, or for keys of model weights.  set: address -> plain value (JSON's kinds).
     tensor: address -> numpy array or the path of a .npy file; shape and type must be the tensor's.
+    at: only there, and everything else is relative to it.
     """
     if not (drop or set or tensor):
         raise UsageError(
@@ -38,9 +41,9 @@ def edit(
     arrays = {
         place: edits.read_array(array) if isinstance(array, str) else array for place, array in (tensor or {}).items()
     }
-    opened = open_to_change(file)
-    done = edits.edit(opened.checkpoint, several(drop), set, arrays)
-    result = save("edit", opened.checkpoint, done.checkpoint, out, options)
+    change = begin_change("edit", file, at, options)
+    done = edits.edit(change.part, several(drop), set, arrays)
+    result = change.save(done.checkpoint, out)
     facts = {"dropped": list(done.dropped), "set": list(done.set), "replaced": list(done.replaced)}
     parts = [
         f"{len(names):,} {word}"
@@ -49,6 +52,5 @@ def edit(
     ]
     words = (("dropped", done.dropped), ("set", done.set), ("new values for", done.replaced))
     details = tuple(f"{word} {listed([printable(name) for name in names], 8)}" for word, names in words if names)
-    return written(
-        "edit", opened.checkpoint, result, options, f"entries: {', '.join(parts)}", facts=facts, details=details
-    )
+    summary = f"entries: {', '.join(parts)}"
+    return written("edit", change.original, result, change.options, summary, facts=facts, details=details)

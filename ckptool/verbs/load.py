@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from ckptool.tree import find
 from ckptool.verbs.opening import PathLike, open_whole
 
 
@@ -22,8 +20,4 @@ def load(path: PathLike, map_location: Any = "cpu", *, mmap: bool = True, part: 
     """
     from ckptool import bridge
 
-    opened = open_whole(path, part=part)
-    checkpoint = opened.checkpoint
-    if opened.at is not None:
-        checkpoint = replace(checkpoint, tree=find(checkpoint.tree, opened.at)[1], origin=None, discarded=())
-    return bridge.build(checkpoint, map_location, mmap=mmap)
+    return bridge.build(open_whole(path, part=part).taken, map_location, mmap=mmap)

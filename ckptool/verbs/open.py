@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ckptool.checkpoint import Checkpoint
-from ckptool.tree import find
 from ckptool.verbs.opening import PathLike, open_file
 
 
@@ -16,7 +13,4 @@ def open(file: PathLike) -> Checkpoint:
 
     Raises a `CkptoolError` for what is missing, damaged, ambiguous or no checkpoint.
     """
-    opened = open_file(file)
-    if opened.at is None:
-        return opened.checkpoint
-    return replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at)[1])
+    return open_file(file).taken

@@ -1,14 +1,16 @@
-"""`FILE#address`: which file, and which part of it."""
+"""`FILE#address`: which file, and which part of it. What that means to a verb stands in `commands.py`."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint
 from ckptool.commands import Advice, command
-from ckptool.errors import OnlyAPart, printable, quoted
+from ckptool.errors import OnlyAPart, UsageError, printable, quoted
+from ckptool.formats import recovered
+from ckptool.tree import find
 
 PathLike = str | os.PathLike[str]
 
@@ -20,6 +22,23 @@ class Opened:
     checkpoint: Checkpoint
     at: str | None
     path: str
+
+    @property
+    def taken(self) -> Checkpoint:
+        """What was named, as a checkpoint of its own. Raises `UsageError` where nothing is at the address."""
+        return self.checkpoint if self.at is None else part_of(self.checkpoint, self.at)
+
+
+def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
+    """The part of a checkpoint at an address; the whole for an empty one. Raises `UsageError` where nothing is there."""
+    path, node = find(checkpoint.tree, at)
+    if not path:
+        return checkpoint
+    metadata = {key: value for key, value in checkpoint.metadata.items() if key != recovered.KEY}
+    metadata |= recovered.of_part(checkpoint.metadata, path)
+    return replace(
+        checkpoint, tree=node, metadata=metadata, discarded=(), beside={}, base=(*checkpoint.base, *path), origin=None
+    )
 
 
 def open_file(file: PathLike, at: str | None = None) -> Opened:
@@ -79,3 +98,14 @@ def split(file: PathLike) -> tuple[str, str | None]:
             return name[:i], name[i + 1 :]
     path, _, place = name.partition("#")
     return path, place
+
+
+def refuse_address(verb: str, file: PathLike) -> None:
+    """Raises `UsageError` where a part of a file was named to a verb that is about whole files."""
+    path, place = split(file)
+    if place is not None and os.path.lexists(path):
+        raise UsageError(
+            f"{printable(os.fspath(file))} is a part of a file, and {verb} takes none",
+            "It is about files as a whole.",
+            f"Name the file: {printable(path)}",
+        )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptool.given import several
+from ckptool.verbs.opening import refuse_address
 from ckptool.verbs.training import PathLike, check_harness
 
 
@@ -26,6 +27,7 @@ def prune(run: PathLike, set: str | Sequence[str] = (), *, dry_run: bool = False
     Raises `Conflict` while the run is being written.
     """
     check_harness()
+    refuse_address("prune", run)
     from ckptool.training.runs import kept_of, opened_for_change
 
     opened = opened_for_change(os.fspath(run), several(set), write=not dry_run)

@@ -14,7 +14,7 @@ from ckptool.formats.salvage import LostRecord, Salvaged, salvage
 from ckptool.output import Progress, check_target, replace_file
 from ckptool.transforms.restore import Fill, LostTensor, fill, lost_tensors, restored
 from ckptool.tree import find, tensors
-from ckptool.verbs.opening import Opened, PathLike, open_file
+from ckptool.verbs.opening import Opened, PathLike, open_file, refuse_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ def recover(
     ever.  keep_unknown: pass calls of unknown functions on.
     Raises what opening the file raises where nothing can be told of it, and everything that writing raises.
     """
+    refuse_address("recover", file)
     source = open_input(file)
     target = _target(source, out, overwrite)
     damage = _damage(source)

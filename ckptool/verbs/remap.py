@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from ckptool.errors import UsageError, printable
 from ckptool.transforms import devices
-from ckptool.verbs.opening import PathLike, open_to_change
-from ckptool.verbs.saving import SaveOptions, Written, save, written
+from ckptool.verbs.changing import ChangeOptions, begin_change
+from ckptool.verbs.opening import PathLike
+from ckptool.verbs.saving import Written, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -20,18 +21,20 @@ def remap(
     *,
     to: str | None = None,
     moves: Mapping[str, str] | None = None,
-    **options: Unpack[SaveOptions],
+    at: str | None = None,
+    **options: Unpack[ChangeOptions],
 ) -> Written:
-    """Tags every storage of the file with the device `to`, as `torch.load(map_location=…)` would place it, or by `moves`, old to new.
+    """Tags every storage with the device `to`, as `torch.load(map_location=…)` would place it, or by `moves`, old to new.
 
+    at: only those of this part.
     The result loads without `map_location` on a machine that has the new device. (The container to write is told by `out`'s suffix.)
     Raises `UsageError` for a device that makes no sense, `NoMatch` where nothing is on a device of `moves`.
     """
     if to is None and not moves:
         raise UsageError("remap needs a device", "", "For example: --to cpu, or --map cuda:1=cuda:0")
-    opened = open_to_change(file)
-    done = devices.remap(opened.checkpoint, to, moves)
-    result = save("remap", opened.checkpoint, done.checkpoint, out, options, changes=done.changed > 0)
+    change = begin_change("remap", file, at, options)
+    done = devices.remap(change.part, to, moves)
+    result = change.save(done.checkpoint, out, changes=done.changed > 0)
     facts = {
         "changed": done.changed,
         "storages": done.total,
@@ -44,4 +47,4 @@ def remap(
         else f"already clean: every storage is on {where}"
     )
     details = tuple(f"{printable(old)} → {printable(new)}: {count:,} storages" for old, new, count in done.moves)
-    return written("remap", opened.checkpoint, result, options, summary, facts=facts, details=details)
+    return written("remap", change.original, result, change.options, summary, facts=facts, details=details)

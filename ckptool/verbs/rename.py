@@ -10,8 +10,9 @@ from ckptool.given import several
 from ckptool.roots import model_roots
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
-from ckptool.verbs.opening import PathLike, open_to_change
-from ckptool.verbs.saving import SaveOptions, Written
+from ckptool.verbs.changing import ChangeOptions, begin_change
+from ckptool.verbs.opening import PathLike
+from ckptool.verbs.saving import Written
 from ckptool.verbs.strip_module import renamed_file
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def rename(
     *,
     rules_file: str | None = None,
     at: str | None = None,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[ChangeOptions],
 ) -> Written:
     """Renames the keys of all model weights in `file` by rules `OLD => NEW`; for each key the first rule that matches counts.
 
@@ -40,6 +41,6 @@ def rename(
             "A rule is OLD => NEW.",
             "For example: ckptool rename FILE 'backbone.* => encoder.*' -o OUT",
         )
-    opened = open_to_change(file, at)
-    renamed = by_rules(opened.checkpoint, model_roots(opened.checkpoint, opened.at), parsed)
-    return renamed_file("rename", opened.checkpoint, renamed, out, options, clean="the rules leave every key as it is")
+    change = begin_change("rename", file, at, options)
+    renamed = by_rules(change.part, model_roots(change.part, named=change.named), parsed)
+    return renamed_file(change, renamed, out, clean="the rules leave every key as it is")

@@ -11,7 +11,7 @@ from ckptool.files import file_problem, open_input
 from ckptool.reports.calls import unknown_names
 from ckptool.reports.listing import listing
 from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned
-from ckptool.verbs.opening import PathLike
+from ckptool.verbs.opening import PathLike, refuse_address
 
 # What people call checkpoints; files of other names in a folder are counted, not opened.
 SUFFIXES = frozenset(
@@ -30,6 +30,7 @@ def scan(path: PathLike, *, full: bool = False, latest_only: bool = False) -> Sc
     Raises `FileProblem` where the path cannot be read, and for a single file whatever opening it raises.
     """
     name = os.fspath(path)
+    refuse_address("scan", name)
     if not os.path.isdir(name):
         row = _row(name, full, strict=True)
         return Scan(name, False, (row,), 0, row if row.is_good else None, "")

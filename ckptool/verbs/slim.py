@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
 from ckptool.transforms import slim as slimming
-from ckptool.verbs.opening import PathLike, open_to_change
-from ckptool.verbs.saving import SaveOptions, Written, save, written
+from ckptool.verbs.changing import ChangeOptions, begin_change
+from ckptool.verbs.opening import PathLike
+from ckptool.verbs.saving import Written, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -20,29 +21,30 @@ def slim(
     *,
     dedup: bool = False,
     keep_optimizer: bool = False,
-    **options: Unpack[SaveOptions],
+    at: str | None = None,
+    **options: Unpack[ChangeOptions],
 ) -> Written:
     """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor shows.
 
     dedup: storages with equal bytes are stored once; `ckptool.load` gives each its own memory again, stock `torch.load` ties them.
-    keep_optimizer: only the waste goes.
+    keep_optimizer: only the waste goes.  at: only there.
     Raises `UsageError` for `in_place` (the old bytes would stay) and for a file of optimizer state only.
     """
     if options.get("in_place", False):
         raise UsageError(
             "slim writes a new file", "Inside the old one, what was dropped would stay.", "For example: -o small.pt"
         )
-    opened = open_to_change(file)
-    done = slimming.slim(opened.checkpoint, dedup=dedup, keep_optimizer=keep_optimizer)
-    unused = [note for note in opened.checkpoint.notes if note.code in ("unused-record", "superseded-pickle")]
-    result = save("slim", opened.checkpoint, done.checkpoint, out, options, changes=done.changed or bool(unused))
+    change = begin_change("slim", file, at, options)
+    done = slimming.slim(change.part, dedup=dedup, keep_optimizer=keep_optimizer, kept=change.kept)
+    unused = [note for note in change.part.notes if note.code in ("unused-record", "superseded-pickle")]
+    result = change.save(done.checkpoint, out, changes=done.changed or bool(unused))
     parts = [
         f"{done.optimizer_bytes:,} bytes of optimizer state" if done.dropped else "",
         f"{done.waste_bytes:,} bytes behind views" if done.compacted else "",
         f"{done.twin_bytes:,} bytes stored twice" if done.twins else "",
         "records that nothing uses" if unused else "",
     ]
-    source = opened.checkpoint.source
+    source = change.original.source
     saved = (source.size if source else 0) - result.file_bytes
     left_out = ", ".join(part for part in parts if part)
     summary = f"{saved:,} bytes smaller, without {left_out}" if left_out else "nothing to leave out"
@@ -57,7 +59,7 @@ def slim(
     }
     details = (f"dropped {listed([printable(name) for name in done.dropped], 8)}",) if done.dropped else ()
     notes = (new_ties(done.twins, result.container),) if done.twins else ()
-    return written("slim", opened.checkpoint, result, options, summary, facts=facts, details=details, notes=notes)
+    return written("slim", change.original, result, change.options, summary, facts=facts, details=details, notes=notes)
 
 
 def new_ties(count: int, container: str) -> Note:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import printable
+from ckptool.checkpoint import Note
+from ckptool.errors import listed, printable
 from ckptool.given import several
-from ckptool.roots import model_roots
+from ckptool.roots import model_roots, optimizers
 from ckptool.transforms.rename import Renamed, strip
-from ckptool.verbs.opening import PathLike, open_to_change
-from ckptool.verbs.saving import SaveOptions, Written, save, written
+from ckptool.tree import address
+from ckptool.verbs.changing import Change, ChangeOptions, begin_change
+from ckptool.verbs.opening import PathLike
+from ckptool.verbs.saving import Written, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,31 +26,23 @@ def strip_module(
     at: str | None = None,
     prefix: str | Sequence[str] = (),
     partial: bool = False,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[ChangeOptions],
 ) -> Written:
     """Takes the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed off the keys of all model weights in `file`.
 
-    at: only in the dictionary at this address.  prefix: take these off instead.  partial: also where only some keys have `module.`.
+    at: only there.  prefix: take these off instead.  partial: also where only some keys have `module.`.
     A file without such prefixes is copied as it is. Raises `Conflict` where two keys would become one or only some carry the prefix,
     `NoMatch` where a named prefix is on no key.
     """
-    opened = open_to_change(file, at)
-    renamed = strip(
-        opened.checkpoint,
-        model_roots(opened.checkpoint, opened.at),
-        several(prefix),
-        partial=partial,
-    )
-    return renamed_file(
-        "strip-module", opened.checkpoint, renamed, out, options, clean="already clean: no wrapper prefix on any key"
-    )
+    change = begin_change("strip-module", file, at, options)
+    roots = model_roots(change.part, named=change.named)
+    renamed = strip(change.part, roots, several(prefix), partial=partial)
+    return renamed_file(change, renamed, out, clean="already clean: no wrapper prefix on any key")
 
 
-def renamed_file(
-    verb: str, original: Checkpoint, renamed: Renamed, out: PathLike | None, options: SaveOptions, clean: str
-) -> Written:
+def renamed_file(change: Change, renamed: Renamed, out: PathLike | None, clean: str) -> Written:
     """Saves a renaming and reports it: what all verbs on keys do last."""
-    result = save(verb, original, renamed.checkpoint, out, options, changes=renamed.changed > 0)
+    result = change.save(renamed.checkpoint, out, changes=renamed.changed > 0)
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     facts = {"changed": renamed.changed, "keys": renamed.total, "roots": roots}
     summary = f"{renamed.changed:,} of {renamed.total:,} keys renamed" if renamed.changed else clean
@@ -58,4 +52,19 @@ def renamed_file(
         if len(renamed.roots) > 1
     ]
     details += [f"{printable(old)} → {printable(new)}" for old, new in renamed.examples]
-    return written(verb, original, result, options, summary, facts=facts, details=tuple(details))
+    notes = tuple(_old_names(change, renamed))
+    return written(
+        change.verb, change.original, result, change.options, summary, facts=facts, details=tuple(details), notes=notes
+    )
+
+
+def _old_names(change: Change, renamed: Renamed) -> Iterator[Note]:
+    """The optimizers outside of the part that was changed, which call its parameters by their old names."""
+    old = renamed.names.keys()
+    for path, optimizer in optimizers(change.outside):
+        groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+        lists = [group[field] for group in groups for field in ("params", "param_names") if field in group]
+        names = [name for each in (*lists, optimizer["state"]) if isinstance(each, (list, dict)) for name in each]
+        if told := list(dict.fromkeys(name for name in names if type(name) is str and name in old)):
+            message = f"{printable(address(path))} is outside of what was changed and has the old names: "
+            yield Note("old-names", message + listed([printable(name) for name in told], 3))

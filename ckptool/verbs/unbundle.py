@@ -17,7 +17,6 @@ from ckptool.given import several
 from ckptool.nodes import OrderedDict
 from ckptool.output import check_folder, replace_folder
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
-from ckptool.tree import find
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
 from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import Saved, SaveOptions, Written, check_options, refuse_beside, verifier, written
@@ -46,7 +45,7 @@ def unbundle(
     check_options("unbundle", options)
     only = several(only)
     opened = open_whole(file, part=part)
-    checkpoint = replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at or "")[1])
+    checkpoint = opened.taken
     container = _container(checkpoint, options)
     refuse_beside(checkpoint, container)
     members = members_of(checkpoint)

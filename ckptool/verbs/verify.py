@@ -36,9 +36,9 @@ from ckptool.reports.verification import (
     non_finite,
 )
 from ckptool.roots import Root, one_root
-from ckptool.tree import storages, tensors
+from ckptool.tree import address, storages, tensors
 from ckptool.verbs.inspect import runnable
-from ckptool.verbs.opening import PathLike, split
+from ckptool.verbs.opening import PathLike, part_of, split
 
 if TYPE_CHECKING:
     from ckptool.formats.salvage import LostRecord, Salvaged
@@ -60,13 +60,14 @@ def verify(
 ) -> Verification:
     """Reads all of a checkpoint and reports everything that is wrong with it: checksums, headers, missing data.
 
-    Where a container stores no checksums the report says so. finite: also look for NaN and Inf.  digest: the digests of the tensors of one
-    set of weights (the only one, or the model beside its EMA; or the part `at`).  write_digest: keep them in this file.
-    against: compare with those kept in this file.  progress: told bytes as they are read.
+    Where a container stores no checksums the report says so. at: only the data of that part is read.  finite: also look for NaN and Inf.
+    digest: the digests of the tensors of one set of weights (the only one, or the model beside its EMA; or the part `at`).
+    write_digest: keep them in this file.  against: compare with those kept in this file.  progress: told bytes as they are read.
     Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where several sets of weights could be
     meant.
     """
     path, place = split(file)
+    named = at if at is not None else place
     source = open_input(path)
     kept = _kept(against) if against is not None else None
     if write_digest is not None:
@@ -75,15 +76,16 @@ def verify(
         checkpoint = formats.read_source(source)
     except _DAMAGE as error:
         return _damaged(path, source, error)
-    found = _checked(path, source, checkpoint, progress)
+    part = checkpoint if named is None else part_of(checkpoint, named)
+    found = _checked(path, source, part, progress)
     if finite:
-        values, unsearched = non_finite(checkpoint.tree)
+        values, unsearched = non_finite(part.tree)
         found = replace(found, non_finite=tuple(values), unsearched=tuple(unsearched))
     if not (digest or write_digest is not None or kept is not None):
         return found
     if found.problems:
         return found  # digests of damaged values would only be believed
-    root, remark = _root(checkpoint, at if at is not None else place)
+    root, remark = _root(checkpoint, named)
     digests = root_digests(root.node)
     notes: tuple[Note, ...] = ()
     if write_digest is not None:
@@ -119,7 +121,7 @@ def _root(checkpoint: Checkpoint, at: str | None) -> tuple[Root, str]:
 
 def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progress | None) -> Verification:
     problems = list(check_views(checkpoint))
-    archive = _archive(checkpoint)
+    archive = _archive(checkpoint) if not checkpoint.base else None
     everything = list(storages(checkpoint.tree))
     if archive is not None:
         problems += check_archive(archive, checkpoint.tree, progress)
@@ -132,7 +134,7 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
         extent = NONE if not checked else ALL if nbytes >= sum(storage.nbytes for storage in everything) else SOME
     problems += _not_intact(checkpoint)
     return Verification(
-        path,
+        f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,
         checkpoint.container,
         source.size,
         sum(1 for _ in tensors(checkpoint.tree)),

@@ -24,10 +24,8 @@ from tests.helpers import assert_same_objects, assert_same_tree, carry_out, load
 FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2".split()
 
 
-def casted(
-    checkpoint: Any, target: str, only: Sequence[str] = (), exclude: Sequence[str] = (), at: str | None = None
-) -> Cast:
-    return cast_roots(checkpoint, model_roots(checkpoint, at), by_name(target), only, exclude)
+def casted(checkpoint: Any, target: str, only: Sequence[str] = (), exclude: Sequence[str] = ()) -> Cast:
+    return cast_roots(checkpoint, model_roots(checkpoint), by_name(target), only, exclude)
 
 
 def assert_same_numbers(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -128,12 +126,6 @@ def test_only_and_exclude(tmp_path: Path) -> None:
     for options in ({"only": ["c.*"]}, {"exclude": ["c.*"]}):
         with pytest.raises(NoMatch, match=r"'c\.\*' matches no key"):
             casted(checkpoint, "bf16", **options)
-
-
-def test_at_one_root(tmp_path: Path) -> None:
-    checkpoint = opened({"G": {"a.w": torch.ones(1)}, "D": {"a.w": torch.ones(1)}}, tmp_path)
-    tree = casted(checkpoint, "f16", at="D").checkpoint.tree
-    assert (tree["G"]["a.w"].dtype.name, tree["D"]["a.w"].dtype.name) == ("f32", "f16")
 
 
 UNTOUCHED = "int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex32 complex64 complex128 bits8 float4_e2m1fn_x2".split()

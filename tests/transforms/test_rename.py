@@ -25,15 +25,15 @@ from tests.helpers import assert_same_tree
 from tests.transforms.stripping import stripped
 
 
-def renamed(value: Any, folder: Path, *rules: str, at: str | None = None) -> Renamed:
+def renamed(value: Any, folder: Path, *rules: str) -> Renamed:
     checkpoint = opened(value, folder)
-    return by_rules(checkpoint, model_roots(checkpoint, at), [parse_rule(rule) for rule in rules])
+    return by_rules(checkpoint, model_roots(checkpoint), [parse_rule(rule) for rule in rules])
 
 
 def keys_by(rules: list[str], *keys: str) -> list[str]:
     """The keys as rules rename them, without a checkpoint around."""
     checkpoint = Checkpoint(dict.fromkeys(keys, 0), "live")
-    done = by_rules(checkpoint, model_roots(checkpoint, ""), [parse_rule(rule) for rule in rules])
+    done = by_rules(checkpoint, model_roots(checkpoint, named=True), [parse_rule(rule) for rule in rules])
     return list(done.checkpoint.tree)
 
 
@@ -199,11 +199,6 @@ def test_row_15_rules_that_collide() -> None:
         keys_by(["a* => *"], "a")
 
 
-def test_at_one_root_only(tmp_path: Path) -> None:
-    done = renamed({"G": weights("a.w"), "D": weights("a.w")}, tmp_path, "a.* => b.*", at="D")
-    assert [list(done.checkpoint.tree[name]) for name in "GD"] == [["a.w"], ["b.w"]]
-
-
 keys = st.lists(st.text("abé._0", min_size=1, max_size=6), min_size=1, max_size=6, unique=True)
 
 
@@ -217,9 +212,9 @@ INJECTIVE = [
 
 @given(keys, st.sampled_from(INJECTIVE))
 def test_there_and_back_is_the_identity(names: list[str], rules: tuple[str, str]) -> None:
-    before = after = Checkpoint({"model": dict.fromkeys(names, 0), "epoch": 1}, "live")
+    before = after = Checkpoint(dict.fromkeys(names, 0), "live")
     for rule in rules:
-        after = by_rules(after, model_roots(after, "model"), [parse_rule(rule)]).checkpoint
+        after = by_rules(after, model_roots(after, named=True), [parse_rule(rule)]).checkpoint
     assert_same_tree(before, after)
 
 
@@ -231,9 +226,9 @@ def test_there_and_back_with_the_versions_of_modules(names: list[str], prefix: s
     above = {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
     metadata = OrderedDict({path: {"version": number} for number, path in enumerate(["", *sorted(above)])})
     state = OrderedDict(dict.fromkeys(names, 0), {"_metadata": metadata})
-    before = after = Checkpoint({"model": state}, "live")
+    before = after = Checkpoint(state, "live")
     for rule in (f"* => {prefix}*", f"{prefix}* => *"):
-        after = by_rules(after, model_roots(after, "model"), [parse_rule(rule)]).checkpoint
+        after = by_rules(after, model_roots(after, named=True), [parse_rule(rule)]).checkpoint
     assert_same_tree(before, after)
 
 
@@ -244,8 +239,8 @@ def shift(by: int) -> Callable[[str], str]:
 @given(keys)
 def test_a_function_and_its_inverse(names: list[str]) -> None:
     before = Checkpoint(dict.fromkeys(names, 0), "live")
-    there = apply(before, model_roots(before, ""), shift(1)).checkpoint
-    back = apply(there, model_roots(there, ""), shift(-1)).checkpoint
+    there = apply(before, model_roots(before, named=True), shift(1)).checkpoint
+    back = apply(there, model_roots(there, named=True), shift(-1)).checkpoint
     assert list(back.tree) == names and back.tree == before.tree
 
 
@@ -297,7 +292,7 @@ def test_an_idle_rule_of_a_file_is_named_with_its_line(tmp_path: Path) -> None:
     rules = rules_of("- a => b\n- x => y\n", tmp_path)
     checkpoint = Checkpoint({"a": 0}, "live")
     with pytest.raises(NoMatch, match=r"rules\.yaml, line 2"):
-        by_rules(checkpoint, model_roots(checkpoint, ""), rules)
+        by_rules(checkpoint, model_roots(checkpoint, named=True), rules)
 
 
 def test_a_rules_file_that_cannot_be_read(tmp_path: Path) -> None:

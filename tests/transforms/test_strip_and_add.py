@@ -196,10 +196,10 @@ def test_row_12_the_outermost_version_moves_along(tmp_path: Path) -> None:
 )
 def test_row_12_strip_of_add_is_the_identity(name: str, prefix: str, tmp_path: Path) -> None:
     checkpoint = opened(TRAPS[name](), tmp_path)
-    at = "" if name == "18-cyclic-dict" else None
-    added = add(checkpoint, model_roots(checkpoint, at), prefix).checkpoint
+    named = name == "18-cyclic-dict"
+    added = add(checkpoint, model_roots(checkpoint, named=named), prefix).checkpoint
     assert all(key.startswith(prefix) or key == "n_averaged" for key in added.tree)
-    assert_same_tree(checkpoint, strip(added, model_roots(added, at), [prefix]).checkpoint)
+    assert_same_tree(checkpoint, strip(added, model_roots(added, named=named), [prefix]).checkpoint)
 
 
 def test_strip_of_add_without_an_entry_for_the_outermost_module(tmp_path: Path) -> None:

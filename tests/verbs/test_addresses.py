@@ -1,0 +1,306 @@
+"""`FILE#ADDRESS` and `--at`: the same thing to every verb of a kind. Stock torch is the judge of what changed and what did not."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.cli import COMMANDS
+from ckptool.commands import ADDRESSES, Use
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
+from tests.checkpoints import saved, weights
+from tests.cli.conftest import run  # noqa: F401 (a fixture)
+from tests.helpers import assert_same_objects
+
+
+class Holder:
+    """Somebody's own class, with weights among its attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+def model(prefix: str = "module.") -> OrderedDict[str, torch.Tensor]:
+    """A state dict that every verb finds something to change in: a wrapper's prefix, weight norm, a slice, floats on another device."""
+    names: OrderedDict[str, Any] = OrderedDict()
+    names[f"{prefix}fc.weight_g"] = torch.rand(3, 1) + 1
+    names[f"{prefix}fc.weight_v"] = torch.randn(3, 4)
+    names[f"{prefix}fc.bias"] = torch.randn(1000)[10:13]
+    names[f"{prefix}n"] = torch.tensor(3)
+    names._metadata = OrderedDict({"": {"version": 1}, prefix.rstrip("."): {"version": 1}})  # type: ignore[attr-defined]
+    return names
+
+
+def training() -> dict[str, Any]:
+    """A checkpoint with weights at every kind of place."""
+    net = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return {
+        "state_dict": model(),
+        "ema_state_dict": model(),
+        "models": {"a/b": model(), "list": [model(), 5, (model(), "x")]},
+        "held": Holder(weights=model(), epoch=3),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 7,
+        0: {"module.a.weight": torch.ones(2)},
+    }
+
+
+PLACES: dict[str, tuple[Any, ...]] = {
+    "state_dict": ("state_dict",),
+    "models": ("models",),
+    "models/a~1b": ("models", "a/b"),
+    "models/list/0": ("models", "list", 0),
+    "models/list/2/0": ("models", "list", 2, 0),
+    "held/weights": ("held", "weights"),
+    "": (),
+}
+
+CHANGES: dict[str, Callable[..., Any]] = {
+    "strip-module": ckptool.strip_module,
+    "add-module": ckptool.add_module,
+    "rename": lambda *args, **options: ckptool.rename(args[0], ["*.bias => *.offset"], *args[1:], **options),
+    "remap": lambda *args, **options: ckptool.remap(*args, to="cuda:1", **options),
+    "cast": lambda *args, **options: ckptool.cast(*args, dtype="bf16", **options),
+    "edit": lambda *args, **options: ckptool.edit(*args, drop=["*.n"], **options),
+    "slim": ckptool.slim,
+    "bake": ckptool.bake,
+}
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=False, map_location="cpu")
+
+
+def without(tree: Any, path: tuple[Any, ...]) -> Any:
+    """The tree with nothing at a path."""
+    if not path:
+        return None
+    made = copy.copy(tree)
+    if isinstance(made, Holder):
+        made.__dict__[path[0]] = without(made.__dict__[path[0]], path[1:])
+    elif isinstance(made, tuple):
+        return tuple(without(part, path[1:]) if number == path[0] else part for number, part in enumerate(made))
+    else:
+        made[path[0]] = without(made[path[0]], path[1:])
+    return made
+
+
+def at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for segment in path:
+        tree = getattr(tree, segment) if isinstance(tree, Holder) else tree[segment]
+    return tree
+
+
+def cases() -> Iterator[Any]:
+    for verb in CHANGES:
+        for place in PLACES:
+            for way in ("out", "in_place", "dry_run", "extract"):
+                if not (verb == "slim" and way == "in_place"):
+                    yield pytest.param(verb, place, way, id=f"{verb}-{place or 'whole'}-{way}")
+
+
+def test_the_table_is_what_the_changing_verbs_are() -> None:
+    assert {verb for verb, use in ADDRESSES.items() if use is Use.CHANGES} == set(CHANGES)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return saved(training(), tmp_path_factory.mktemp("addresses") / "f.pt")
+
+
+@pytest.mark.parametrize(("verb", "place", "way"), list(cases()))
+def test_a_part_is_changed_as_a_file_of_it_would_be_and_nothing_else(
+    verb: str, place: str, way: str, original: Path, tmp_path: Path
+) -> None:
+    file, out, path = tmp_path / "f.pt", tmp_path / "out.pt", PLACES[place]
+    file.write_bytes(original.read_bytes())
+    before, change = load(file), CHANGES[verb]
+    options: dict[str, Any] = {way: True} if way != "out" else {}
+    try:
+        change(saved(at(before, path), tmp_path / "part.pt"), tmp_path / "expected.pt")
+    except CkptoolError as error:
+        with pytest.raises(type(error)):
+            change(f"{file}#{place}", None if way == "in_place" else out, **options)
+        assert not out.exists() and file.read_bytes() == original.read_bytes()
+        return
+    expected = load(tmp_path / "expected.pt")
+    done = change(f"{file}#{place}", None if way == "in_place" else out, **options)
+    if way != "in_place":
+        assert file.read_bytes() == original.read_bytes()
+    if way == "dry_run":
+        assert done.dry_run and not out.exists()
+        return
+    after = load(file if way == "in_place" else out)
+    if way == "extract":
+        assert_same_objects(expected, after)
+        return
+    assert_same_objects(expected, at(after, path))
+    assert_same_objects(without(before, path), without(after, path))
+    if way == "out":  # `at` is the same
+        change(file, tmp_path / "again.pt", at=place)
+        assert (tmp_path / "again.pt").read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize("verb", CHANGES)
+@pytest.mark.parametrize("place", ["nothing", "state_dict/nothing", "epoch/0", "models/list/9"])
+def test_where_nothing_is_nothing_is_written(verb: str, place: str, original: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no"):
+        CHANGES[verb](f"{original}#{place}", tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("verb", ["strip-module", "add-module", "rename", "cast", "bake"])
+@pytest.mark.parametrize("place", ["epoch", "state_dict/module.n", "held"])
+def test_what_has_no_keys_to_change_is_refused(verb: str, place: str, original: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not a dictionary of tensors") as caught:
+        CHANGES[verb](f"{original}#{place}", tmp_path / "out.pt")
+    assert place in str(caught.value) and not (tmp_path / "out.pt").exists()
+
+
+def test_a_file_that_exists_under_the_whole_name_wins(tmp_path: Path) -> None:
+    inner = {"b.pt": weights("module.a.w"), "c": weights("module.a.w")}
+    saved(inner, tmp_path / "a")
+    whole = saved(inner, tmp_path / "a#b.pt")
+    ckptool.strip_module(whole, tmp_path / "out.pt")
+    assert [list(part) for part in load(tmp_path / "out.pt").values()] == [["a.w"], ["a.w"]]
+
+
+def test_extract_needs_a_part_and_a_new_file(original: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no part was named"):
+        ckptool.strip_module(original, tmp_path / "out.pt", extract=True)
+    with pytest.raises(UsageError, match="both --extract and --in-place"):
+        ckptool.strip_module(f"{original}#state_dict", in_place=True, extract=True)
+    with pytest.raises(TypeError, match="extract"):
+        ckptool.convert(original, tmp_path / "out.pt", extract=True)  # type: ignore[call-arg]
+
+
+# What the part shares with the rest ----------------------------------------------------------------------------------
+
+
+def shared() -> dict[str, Any]:
+    w = torch.randn(6)
+    return {"a": {"module.x.w": w, "module.y.w": torch.randn(3)}, "b": {"module.x.w": w[:3], "module.n": 1}, "c": w}
+
+
+@pytest.mark.parametrize(
+    ("verb", "change"),
+    [
+        ("cast", CHANGES["cast"]),
+        ("remap", CHANGES["remap"]),
+        ("edit", lambda *args, **options: ckptool.edit(*args, tensor={"module.x.w": torch.ones(6).numpy()}, **options)),
+    ],
+)
+def test_what_would_change_a_tensor_outside_is_refused(verb: str, change: Any, tmp_path: Path) -> None:
+    file, out = saved(shared(), tmp_path / "f.pt"), tmp_path / "out.pt"
+    with pytest.raises(Conflict, match=r"a/module\.x\.w shares its storage with (b/module\.x\.w|c)"):
+        change(f"{file}#a", out)
+    assert not out.exists()
+    change(f"{file}#a", out, extract=True)  # nothing is outside of that
+    assert list(load(out)) == ["module.x.w", "module.y.w"]
+
+
+@pytest.mark.parametrize("verb", ["strip-module", "add-module", "slim"])
+def test_ties_across_the_border_stay(verb: str, tmp_path: Path) -> None:
+    file, out = saved(shared(), tmp_path / "f.pt"), tmp_path / "out.pt"
+    CHANGES[verb](f"{file}#b", out)
+    after = load(out)
+    names = {"strip-module": "x.w", "add-module": "module.module.x.w", "slim": "module.x.w"}
+    tied = (after["a"]["module.x.w"], after["b"][names[verb]], after["c"])
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tied}) == 1
+
+
+def test_a_container_that_stands_elsewhere_too_changes_only_at_the_address(tmp_path: Path) -> None:
+    both = weights("module.a.w")
+    file = saved({"a": both, "b": both}, tmp_path / "f.pt")
+    ckptool.strip_module(f"{file}#a", tmp_path / "out.pt")
+    after = load(tmp_path / "out.pt")
+    assert [list(part) for part in after.values()] == [["a.w"], ["module.a.w"]]
+    assert after["a"]["a.w"].data_ptr() == after["b"]["module.a.w"].data_ptr()
+    with pytest.raises(Conflict, match="shares its storage"):
+        ckptool.cast(f"{file}#a", tmp_path / "cast.pt", dtype="bf16")
+
+
+def test_what_holds_itself_is_refused(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"a": weights("module.a.w")}
+    tree["a"]["up"] = tree
+    with pytest.raises(UsageError, match="holds what it is itself a part of"):
+        ckptool.strip_module(f"{saved(tree, tmp_path / 'f.pt')}#a", tmp_path / "out.pt")
+
+
+def test_names_that_an_optimizer_outside_has_are_told(tmp_path: Path) -> None:
+    state = {"module.w": {"step": torch.tensor(1.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": ["module.w"]}]}
+    file = saved({"net": {"module.w": torch.ones(2)}, "optimizer": optimizer}, tmp_path / "f.pt")
+    done = ckptool.strip_module(f"{file}#net", tmp_path / "out.pt")
+    assert [note.code for note in done.notes] == ["old-names"] and "optimizer" in done.notes[0].message
+    assert_same_objects(load(file)["optimizer"], load(tmp_path / "out.pt")["optimizer"])
+    assert not ckptool.strip_module(file, tmp_path / "all.pt").notes
+    assert list(load(tmp_path / "all.pt")["optimizer"]["state"]) == ["w"]
+
+
+def test_edits_are_relative_to_the_address(original: Path, tmp_path: Path) -> None:
+    done = ckptool.edit(f"{original}#models", tmp_path / "out.pt", drop=["a~1b/*.bias"], set={"note": "x"})
+    assert done.facts["dropped"] == ["models/a~1b/module.fc.bias"] and done.facts["set"] == ["models/note"]
+    after = load(tmp_path / "out.pt")
+    assert "module.fc.bias" not in after["models"]["a/b"] and "module.fc.bias" in after["state_dict"]
+    assert after["models"]["note"] == "x" and "note" not in after
+    with pytest.raises(NoMatch):
+        ckptool.edit(f"{original}#models", tmp_path / "no.pt", drop=["models/*"])
+
+
+def test_slim_does_not_drop_the_part_that_it_was_given(original: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="optimizer is the state of an optimizer"):
+        ckptool.slim(f"{original}#optimizer", tmp_path / "out.pt")
+
+
+# Verbs that take the part, and those that refuse one -------------------------------------------------------------------
+
+
+def test_verify_reads_the_part(tmp_path: Path) -> None:
+    file = saved({"a": torch.arange(64.0), "b": torch.arange(64.0, 128.0)}, tmp_path / "f.pt")
+    data = bytearray(file.read_bytes())
+    at = bytes(data).index(torch.arange(64.0, 128.0).numpy().tobytes())
+    data[at + 5] ^= 1
+    file.write_bytes(bytes(data))
+    assert ckptool.verify(f"{file}#a").fine and ckptool.verify(f"{file}#a").tensors == 1
+    assert [problem.code for problem in ckptool.verify(file, at="b").problems] == ["checksum"]
+    assert not ckptool.verify(file).fine
+
+
+def test_doctor_is_about_the_part(original: Path) -> None:
+    whole = {finding.code for finding in ckptool.doctor(original).findings}
+    part = {finding.code for finding in ckptool.doctor(f"{original}#state_dict").findings}
+    assert "several-weights" in whole and "several-weights" not in part and "prefix-module" in part
+
+
+@pytest.mark.parametrize("verb", [verb for verb, use in ADDRESSES.items() if use is Use.REFUSES])
+def test_verbs_about_whole_files_refuse_an_address(verb: str, original: Path, run: Any) -> None:  # noqa: F811
+    words = [verb, f"{original}#state_dict", *(["-o", "x.pt"] if verb == "recover" else [])]
+    ran = run(*words)
+    assert ran.code == 2 and "takes none" in ran.err
+
+
+def test_every_verb_says_in_its_help_what_an_address_means(run: Any, monkeypatch: Any) -> None:  # noqa: F811
+    monkeypatch.setenv("COLUMNS", "300")
+    assert set(ADDRESSES) == set(COMMANDS) - {"train", "resume", "prove"}
+    says = {
+        Use.CHANGES: "FILE#ADDRESS changes only that part, and writes the whole file",
+        Use.TAKES: "#ADDRESS for a part",
+        Use.REFUSES: "not FILE#ADDRESS",
+    }
+    for verb, use in ADDRESSES.items():
+        text = " ".join(run(verb, "--help").out.replace("│", " ").split())
+        assert says[use] in text, verb
+        assert ("--extract" in text) == (use is Use.CHANGES), verb
