@@ -189,7 +189,7 @@ def test_all_or_the_one_at_an_address(tmp_path: Path) -> None:
     for at in ("D", "norm"):  # named, so taken
         (root,) = model_roots(part_of(checkpoint, at), named=True)
         assert (root.path, root.address, root.node) == ((), at, checkpoint.tree[at])
-    within = model_roots(part_of(opened({"models": checkpoint.tree}, tmp_path), "models"), named=True)
+    within = model_roots(part_of(opened({"models": {"G": MODEL, "D": OTHER}}, tmp_path), "models"), named=True)
     assert [root.address for root in within] == ["models/G", "models/D"]
     for at, where in (("epoch", "of type int"), ("D/fc.bias", "a tensor")):
         with pytest.raises(UsageError, match=where):
