@@ -15,7 +15,7 @@ from ckptool.files import Input, Source
 from ckptool.formats import recovered, zip_archive, zip_parts
 from ckptool.formats.npy_array import Budget, read_array, spelled
 from ckptool.formats.zip_layout import ZipLayout
-from ckptool.formats.zip_records import LOCAL
+from ckptool.formats.zip_records import END, LOCAL
 from ckptool.nodes import Object
 from ckptool.plain import summary
 
@@ -33,7 +33,7 @@ MAX_NAME = 0xFFFF - len(ENDING)
 def detect(head: bytes, source: Input) -> bool:
     """True for a zip whose first record is an array, and for one without records, as `numpy.savez` writes it of nothing."""
     if head[:4] == b"PK\x05\x06":
-        return source.size == zip_archive.END.size
+        return source.size == END.size
     name_at = LOCAL.size
     if head[:4] != b"PK\x03\x04" or len(head) < name_at or not isinstance(source, Source):
         return False
@@ -97,7 +97,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """
     arrays = _holdable(checkpoint.tree)
     if not arrays:
-        return Plan({"": [Literal(zip_parts.end_records(0, 0, 0)[-zip_archive.END.size :])]})
+        return Plan({"": [Literal(zip_parts.end_records(0, 0, 0)[-END.size :])]})
     layout, checks = ZipLayout(ALIGNMENT), []
     for name, (header, data, crc) in arrays.items():
         layout.add(name + ENDING, data, crc, header)

@@ -31,8 +31,8 @@ from ckptool.formats import recovered, twins, zip_archive, zip_parts
 from ckptool.formats.others import other_zip
 from ckptool.formats.zip_archive import Archive
 from ckptool.formats.zip_layout import ZipLayout
-from ckptool.formats.zip_names import leads_elsewhere
 from ckptool.formats.zip_records import Record
+from ckptool.formats.zip_remnants import guard
 from ckptool.gather import swapped
 from ckptool.nodes import Global
 from ckptool.pickles.builders import Builder
@@ -80,6 +80,7 @@ def read(source: Readable) -> Checkpoint:
     small = small_records(archive, root)
     storages = Storages(archive, root + "data/", big_endian=small["byteorder"] == "big")
     decoded = decoded_record(pickle, storages)
+    confirm_the_rest(archive)
     alignment = _alignment(source, small[".storage_alignment"])
     # Of a big-endian file nothing can be copied as it is: it is written as if it came from elsewhere.
     origin = None if storages.big_endian else Origin(archive, root, alignment)
@@ -115,10 +116,10 @@ def find_pickle(archive: Archive) -> Record:
     root = pickles[0].name.removesuffix("data.pkl")
     if f"{root}.data/extern_modules" in archive.records:
         raise other_zip(archive.source, archive.records)
-    if outside := [name for name in archive.records if not name.startswith(root) and not leads_elsewhere(name)]:
+    if outside := [name for name in archive.records if not name.startswith(root)]:
         raise Ambiguous(
             f"{archive.source} has records outside its folder {printable(root)}: {printable(outside[0])}",
-            "A checkpoint has one folder.",
+            "A checkpoint has one folder; torch refuses what has more, other readers do not.",
         )
     return pickles[0]
 
@@ -132,13 +133,26 @@ def _refuse_other_kinds(archive: Archive, root: str) -> None:
         )
 
 
+def confirm_the_rest(archive: Archive) -> None:
+    """Looks at the headers of the records that nothing has asked for: another reader may be asked for them."""
+    for record in archive.records.values():
+        if not record.is_used:
+            record.confirm()
+
+
 def small_records(archive: Archive, root: str) -> dict[str, str | None]:
     """The records of a word that say how an archive was written; raises `Corrupt` for an unknown byte order or version."""
     for record in archive.records.values():
         if record.name.count("/") == 1:
             record.confirm()  # under another name in its own header, it would say something to one reader alone
     small = {name: _small_record(archive, root + name) for name in _SMALL}
-    version = small["version"] or _small_record(archive, root + ".data/version")
+    version, other = small["version"], _small_record(archive, root + ".data/version")
+    if None not in (version, other) and version != other:
+        raise Ambiguous(
+            f"{archive.source} has two version records that disagree",
+            "Some versions of torch read the one, some the other.",
+        )
+    version = version or other
     if version is None:
         raise Corrupt(f"{archive.source}: it has no record {printable(root)}version", "torch refuses such a file.")
     if not version.isascii() or not version.isdigit() or not 1 <= int(version[:9]) <= MAX_VERSION:
@@ -369,7 +383,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
         if record.name != f"{origin.root}data.pkl":
             layout.zip.enter_moved(record, record.header)
     plan = layout.zip.finish()
-    return Plan(plan.files, keep=archive.end, guard=zip_archive.guard(archive.end_records), guard_every=GUARD_EVERY)
+    return Plan(plan.files, keep=archive.end, guard=guard(archive.end_records), guard_every=GUARD_EVERY)
 
 
 # torch looks for the end records in the last 69,562 bytes, Python's zipfile in the last 65,557.

@@ -20,6 +20,7 @@ from ckptool.files import Input, Readable, Source
 from ckptool.formats import zip_archive
 from ckptool.formats.torch_zip import (
     Storages,
+    confirm_the_rest,
     decoded_record,
     find_pickle,
     inflated_limit,
@@ -28,7 +29,7 @@ from ckptool.formats.torch_zip import (
 )
 from ckptool.formats.torch_zip import detect as is_zip
 from ckptool.formats.zip_archive import Archive
-from ckptool.formats.zip_records import FULL, Record
+from ckptool.formats.zip_records import END, END64, FULL, LOCATOR, Record
 from ckptool.modules import detached, walk_modules
 from ckptool.nodes import Global, Object, OrderedDict
 from ckptool.pickles.torch_objects import BUILDERS
@@ -45,14 +46,14 @@ def detect(head: bytes, source: Input) -> bool:
         return False
     tail_at = max(0, source.size - (1 << 16))
     tail = source.read(tail_at, source.size - tail_at)
-    end = tail.rfind(b"PK\x05\x06", 0, len(tail) - zip_archive.END.size + 4)
+    end = tail.rfind(b"PK\x05\x06", 0, len(tail) - END.size + 4)
     if end < 0:
         return False
     end += tail_at
-    size, at = zip_archive.END.unpack(source.read(end, zip_archive.END.size))[5:7]
-    end64 = end - zip_archive.LOCATOR.size - zip_archive.END64.size
+    size, at = END.unpack(source.read(end, END.size))[5:7]
+    end64 = end - LOCATOR.size - END64.size
     if FULL in (size, at) and end64 >= 0:
-        size, at = zip_archive.END64.unpack(source.read(end64, zip_archive.END64.size))[8:10]
+        size, at = END64.unpack(source.read(end64, END64.size))[8:10]
     fits = size <= zip_archive.MAX_DIRECTORY and at + size <= source.size
     return fits and MARK in source.read(at, size)
 
@@ -75,6 +76,7 @@ def read(source: Readable) -> Checkpoint:
             "torch.load and torch.jit.load would see two different things in it.",
         )
     program = _Program(archive, root, big_endian)
+    confirm_the_rest(archive)
     tree = _tree(decoded.root, program.classes())
     notes = (
         *_program_notes(program, tree),

@@ -20,11 +20,8 @@ from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
 from ckptool.files import Readable
 from ckptool.formats.zip_names import check_attributes, check_names, note_odd_entries, refuse_twins
-from ckptool.formats.zip_records import CENTRAL, FULL, FULL16, Record, extra_fields, wide_fields
-
-END = struct.Struct("<4s4H2IH")
-END64 = struct.Struct("<4sQ2H2I4Q")
-LOCATOR = struct.Struct("<4sIQI")
+from ckptool.formats.zip_records import CENTRAL, END, END64, FULL, FULL16, LOCATOR, Record, extra_fields, wide_fields
+from ckptool.formats.zip_remnants import check_copy, is_torn_guard, refuse_foreign_tail
 
 MAX_ENTRIES = 1_000_000
 MAX_DIRECTORY = 256 << 20
@@ -32,6 +29,7 @@ MAX_INFLATED = 1 << 30
 MAX_EDITS = 100  # in place, one on top of the other; a reader looks at every state
 _REFUSED_FLAGS = {0x0001: "encrypted", 0x0020: "patched", 0x0040: "strongly encrypted", 0x2000: "masked"}
 _OTHER_METHODS = {9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "zstd", 95: "XZ", 98: "PPMd", 99: "AES encryption"}
+_NEEDED, _UTF8 = 63, 0x0800  # the last version of the format; a flag
 _UNICODE_PATH = 0x7075  # Info-ZIP's extra field with another name for the record
 
 
@@ -70,6 +68,7 @@ def read_archive(source: Readable, *, twins: bool = False) -> Archive:
     if not twins:
         refuse_twins(archive)
     if archive.end != source.size:
+        refuse_foreign_tail(archive)
         archive.notes.append(
             Note(
                 "interrupted-edit",
@@ -80,6 +79,7 @@ def read_archive(source: Readable, *, twins: bool = False) -> Archive:
     _place_records(archive)
     if records := archive.by_offset():
         records[0].confirm()  # whatever the file begins with could be another file's head
+        records[-1].confirm()  # and what stands before the directory another archive's end
     return archive
 
 
@@ -141,7 +141,7 @@ def _find_end(source: Readable) -> int:
             f"The file was cut off: an archive ends at byte {tail_at + found + END.size:,}, but a record follows it.",
             source,
         )
-    if not _is_torn_guard(after, tail[: found + END.size]):
+    if not is_torn_guard(after, tail[: found + END.size]):
         raise Ambiguous(
             f"{source} has {len(after):,} bytes after the end of its zip archive",
             "Some readers would see another archive there.",
@@ -174,12 +174,6 @@ def _has_comment(tail: bytes, last: int) -> bool:
     return False
 
 
-def _is_torn_guard(after: bytes, before: bytes) -> bool:
-    """True for the beginning of one more copy of the end records, behind the hole that it was to protect; true for nothing at all."""
-    copy = after.lstrip(b"\0")
-    return len(copy) < END.size + LOCATOR.size and guard(before).startswith(copy)
-
-
 def _read_directory(source: Readable, end_at: int) -> Archive:
     """The archive whose end record is at `end_at`, its records not placed yet."""
     _, disk, directory_disk, here, count, size, offset, comment = END.unpack(source.read(end_at, END.size))
@@ -199,8 +193,8 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
         directory_end, records_end = offset + size, offset + size + END.size
     end_records = source.read(directory_end, records_end - directory_end)
     if records_end != end_at + END.size:
-        _check_copy(source, end_at, records_end, end_records, count, size)
-    if disk not in (0, FULL16) or directory_disk not in (0, FULL16):
+        check_copy(source, end_at, records_end, end_records, size)
+    if disk or directory_disk:
         raise _split(source)
     if here != count:
         raise Corrupt(f"{source}: the zip directory should have {count:,} entries, {here:,} of them in this file")
@@ -230,7 +224,7 @@ def _end64(source: Readable, end_at: int, locator: bytes, narrow: _Counts) -> tu
         what = f"{source}: the zip64 locator points to byte {at:,}, where there is no end record"
         raise _misplaced(source, moved, what)
     _, length, _, _, disk64, directory_disk, *wide = END64.unpack(raw)
-    if disk or disks > 1 or disk64 or directory_disk:
+    if disk or disks != 1 or disk64 or directory_disk:
         raise _split(source)
     if length != END64.size - 12:
         raise Corrupt(f"{source}: the zip64 end record at byte {at:,} is damaged")
@@ -258,46 +252,20 @@ def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
     return Corrupt(what, "Bytes were put into the archive or are missing from it, or its tables were damaged.")
 
 
-def _check_copy(source: Readable, end_at: int, records_end: int, end_records: bytes, count: int, size: int) -> None:
-    """The end record at `end_at` is a copy that an interrupted in-place edit put at the very end, and no other archive's own."""
-    if _ends_another(source, end_at, count, size):
-        raise Ambiguous(
-            f"{source} is two zip archives, one behind the other", "Some readers take the first, some the second."
-        )
-    tail = end_records[-LOCATOR.size - END.size :]
-    if records_end > end_at or source.read(end_at + END.size - len(tail), len(tail)) != tail:
-        raise Corrupt(
-            f"{source} has bytes between its zip directory and the end record",
-            "Bytes were put into the archive, or its tables were damaged.",
-        )
-
-
-def _ends_another(source: Readable, end_at: int, count: int, size: int) -> bool:
-    """True if the last end record, taken for a copy of the one before, has a directory of its own right before it."""
-    end64_at = end_at - LOCATOR.size - END64.size
-    if end64_at >= 0 and source.read(end64_at, 4) == b"PK\x06\x06":
-        return True
-    if count > MAX_ENTRIES or size > min(end_at, MAX_DIRECTORY):
-        return False
-    try:
-        _read_entries(Archive(source, 0, 0, b""), source.read(end_at - size, size), count)
-    except CkptoolError:
-        return False
-    return True
-
-
 def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
     unpack, fixed, records, at = CENTRAL.unpack_from, CENTRAL.size, archive.records, 0
     try:
         for _ in range(count):
-            sig, _, _, flags, method, _, _, crc, stored, size, n, m, k, disk, _, attributes, header = unpack(
+            sig, _, needed, flags, method, _, _, crc, stored, size, n, m, k, disk, _, attributes, header = unpack(
                 directory, at
             )
             name_at = at + fixed
             raw = directory[name_at : name_at + n]
-            if sig != b"PK\x01\x02" or disk or flags & 0x2061 or method not in (0, 8):
+            if sig != b"PK\x01\x02" or disk or flags & 0x2061 or method not in (0, 8) or needed & 0xFF > _NEEDED:
                 _refuse_entry(archive, sig, flags, method, disk, raw)
             name = str(raw, "utf-8")
+            if not flags & _UTF8 and not raw.isascii():
+                _check_spelling(archive, raw, directory[name_at + n : name_at + n + m])
             wide = FULL in (stored, size, header)
             if m or wide:
                 extra = directory[name_at + n : name_at + n + m]
@@ -341,14 +309,30 @@ def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, d
             f"{record} is compressed with method {method} ({_OTHER_METHODS[method]})",
             "Stored and deflated records are read.",
         )
-    raise Corrupt(f"{record} is stored by the unknown method {method}", "Stored and deflated records are read.")
+    if method not in (0, 8):
+        raise Corrupt(f"{record} is stored by the unknown method {method}", "Stored and deflated records are read.")
+    raise Unsupported(f"{record} asks for a reader of a later zip format", "PyTorch files never do.")
+
+
+def _check_spelling(archive: Archive, raw: bytes, extra: bytes) -> None:
+    """Raises `Ambiguous` for a name beyond ASCII that does not say that it is UTF-8: many readers take it for a DOS code page."""
+    if not any(kind == _UNICODE_PATH and content[5:] == raw for kind, content in extra_fields(extra)):
+        raise Ambiguous(
+            f"{archive.source}: the record name {printable(raw.decode())} does not say that it is UTF-8",
+            "torch and others would read two different names.",
+        )
 
 
 def _widened(
     archive: Archive, name: str, extra: bytes, size: int, stored: int, header: int, wide: bool
 ) -> tuple[int, int, int]:
     """Size, stored size and header with what an entry's extra field says of them."""
-    for kind, content in extra_fields(extra):
+    fields = extra_fields(extra)
+    if len(extra) - sum(4 + len(content) for _, content in fields) >= 4:
+        raise Corrupt(
+            f"{archive.source}: the record {printable(name)} has an extra field that is longer than its entry"
+        )
+    for kind, content in fields:
         if kind == _UNICODE_PATH and content[5:] != name.encode():
             raise Ambiguous(
                 f"{archive.source}: the record {printable(name)} has another name in its extra field",
@@ -443,9 +427,3 @@ def _edited_in_place(archive: Archive, depth: int) -> Archive | None:
             "Readers would disagree which of them it is.",
         )
     return earlier
-
-
-def guard(records: bytes) -> bytes:
-    """What of an archive's end records has to be the last thing in a file for readers to find the archive (22 or 42 bytes)."""
-    located = records[-LOCATOR.size - END.size :]
-    return located if located[:4] == b"PK\x06\x07" else records[-END.size :]

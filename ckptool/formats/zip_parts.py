@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import struct
 
-from ckptool.formats.zip_archive import END, END64, LOCATOR
-from ckptool.formats.zip_records import CENTRAL, DESCRIPTOR, DESCRIPTOR64, FULL, FULL16, LOCAL, Record
+from ckptool.formats.zip_records import (
+    CENTRAL,
+    DESCRIPTOR,
+    DESCRIPTOR64,
+    END,
+    END64,
+    FULL,
+    FULL16,
+    LOCAL,
+    LOCATOR,
+    Record,
+)
 
 
 def local_header(name: str, at: int, size: int, alignment: int) -> bytes:

@@ -23,13 +23,16 @@ from ckptool.files import Readable
 from ckptool.formats import zip_archive, zip_parts
 from ckptool.formats.checksums import checksums
 from ckptool.formats.torch_zip import inflated_limit
-from ckptool.formats.zip_archive import END, END64, LOCATOR, Archive
+from ckptool.formats.zip_archive import Archive
 from ckptool.formats.zip_records import (
     CENTRAL,
     DESCRIPTOR,
     DESCRIPTOR64,
+    END,
+    END64,
     FULL,
     LOCAL,
+    LOCATOR,
     Record,
     extra_fields,
     wide_fields,

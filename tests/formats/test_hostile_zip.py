@@ -28,7 +28,7 @@ from ckptool.errors import (
     Truncated,
 )
 from ckptool.formats import read, torch_zip
-from ckptool.formats.zip_archive import LOCATOR
+from ckptool.formats.zip_records import LOCATOR
 from tests.formats.zip_layouts import RECORDS, Entry, Layout, changed, honest, layouts, with_entry, with_more
 from tests.formats.zips import (
     DIRECTORY,

@@ -115,14 +115,14 @@ def test_row_22_records_pushed_across_4_gib_by_a_longer_pickle(tmp_path: Path) -
 def _places(plan: Any) -> dict[str, int]:
     """Where each record's header goes, by reading the plan's directory."""
     from ckptool.checkpoint import FileRange, Late
-    from ckptool.formats import zip_archive
+    from ckptool.formats.zip_records import CENTRAL
     from ckptool.output.sink import segments_of
 
     segments = segments_of(plan)
     directory = [s for s in segments if isinstance(s, Late)][-1].make()
     places, at = {}, 0
     while at < len(directory):
-        fields = zip_archive.CENTRAL.unpack_from(directory, at)
+        fields = CENTRAL.unpack_from(directory, at)
         n, m, offset = fields[10], fields[11], fields[16]
         name = directory[at + 46 : at + 46 + n].decode()
         extra = directory[at + 46 + n : at + 46 + n + m]

@@ -13,16 +13,16 @@ import torch
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.files import Source
 from ckptool.formats import read, zip_archive
-from ckptool.formats.zip_archive import END, Archive, read_archive
+from ckptool.formats.zip_archive import Archive, read_archive
 from ckptool.formats.zip_parts import moved_entry
-from ckptool.formats.zip_records import CENTRAL, LOCAL, Record
+from ckptool.formats.zip_records import CENTRAL, END, END64, LOCAL, LOCATOR, Record
 from tests.formats.zips import record_starts
 from tests.helpers import torch_bytes, written
 
 Edit = Callable[[bytes], bytes]
 FILE = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})
 END_AT = len(FILE) - END.size
-END64_AT = END_AT - zip_archive.LOCATOR.size - zip_archive.END64.size
+END64_AT = END_AT - LOCATOR.size - END64.size
 DIRECTORY = struct.unpack_from("<Q", FILE, END64_AT + 48)[0]
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from ckptool.formats.zip_archive import END, END64, LOCATOR
-from ckptool.formats.zip_records import CENTRAL, LOCAL
+from ckptool.formats.zip_records import CENTRAL, END, END64, LOCAL, LOCATOR
 from tests.formats.zips import FILE
 
 
