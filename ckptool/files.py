@@ -131,6 +131,10 @@ class Source:
         if _identity(os.fstat(self.fd)) != self._identity:
             raise self.changed()
 
+    def is_same(self, other: Source) -> bool:
+        """True if both are open on one file, by whatever names."""
+        return self is other or os.path.samestat(os.fstat(self.fd), os.fstat(other.fd))
+
     def is_at(self, path: str | os.PathLike[str]) -> bool:
         """True if `path` leads to this very file, by whatever name or link."""
         try:

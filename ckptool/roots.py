@@ -241,8 +241,15 @@ def kinds_of(roots: Iterable[Root]) -> list[str]:
 def view_of(tensor: Tensor) -> tuple[Any, ...]:
     """What two tensors have in common that are the same values of one storage."""
     if isinstance(tensor, TensorEntry):
-        return id(tensor.storage), tensor.dtype, tensor.shape, tensor.stride, tensor.offset
-    return tuple(id(part.storage) for part in tensor.parts())
+        lazily = tensor.flags[2:]  # a conjugate or negative view has other values
+        return id(tensor.storage), tensor.dtype, tensor.shape, tensor.stride, tensor.offset, lazily
+    parts = [view_of(part) if isinstance(part, TensorEntry) else id(part.storage) for part in tensor.parts()]
+    numbers = [arg for arg in tensor.made.args if type(arg) is int or (type(arg) is tuple and _all_numbers(arg))]
+    return tensor.kind, tensor.dtype, tensor.shape, *parts, *numbers
+
+
+def _all_numbers(values: tuple[Any, ...]) -> bool:
+    return all(type(value) is int for value in values)
 
 
 def _special(tree: Any, base: Path = ()) -> Iterator[Root]:

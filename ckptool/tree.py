@@ -311,7 +311,7 @@ class _Copier:
             stack.pop()
             if isinstance(source, Composite):
                 args = tuple(self.of(part) for part in source.made.args)
-                self.copies[id(top)] = rebuilt(Object(source.made.fn, args))
+                self.copies[id(top)] = rebuilt(Object(source.made.fn, args), source)
             else:
                 self.copies[id(top)] = tuple(self.of(part) for part in source)
         return self.copies[id(node)]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckptool.bridge.devices import Restorer
-from ckptool.bridge.storages import Storages
+from ckptool.bridge.storages import Storages, is_faking
 from ckptool.checkpoint import Checkpoint
 from ckptool.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
-from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, listed, printable
+from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed, printable
 from ckptool.graphs import After, Done, Made, Remake
 from ckptool.roots import find_roots
 from ckptool.tree import address, walk
@@ -88,10 +88,14 @@ class Builder:
         try:
             return make()
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
-            raise Corrupt(
-                f"torch cannot make {printable(repr(node))}",
-                printable(str(error).splitlines()[0])[:300] if str(error) else "",
-            ) from error
+            why = printable(str(error).splitlines()[0])[:300] if str(error) else ""
+            if is_faking():
+                raise Unsupported(
+                    f"torch cannot make {printable(repr(node))} under FakeTensorMode",
+                    why,
+                    "Load it outside of that mode.",
+                ) from error
+            raise Corrupt(f"torch cannot make {printable(repr(node))}", why) from error
 
     def parts(self, node: Any, args: tuple[Any, ...], make: Callable[..., Any]) -> After:
         """`make` called with the live arguments of a tensor; where one of them is refused, so is the tensor."""

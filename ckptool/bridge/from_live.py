@@ -98,7 +98,7 @@ class _TorchReader(Reader):
             found = self.storages[key] = Storage(data_of(storage), untyped.serialization.location_tag(storage))
             self.remake.alive.append(storage)
             self.dtypes[key] = dtype
-        elif (self.dtypes[key] or _BYTES) is not (dtype or _BYTES):
+        elif found.nbytes and (self.dtypes[key] or _BYTES) is not (dtype or _BYTES):
             names = [kind.torch if kind else "an untyped storage" for kind in (self.dtypes[key], dtype)]
             raise Conflict(
                 f"two tensors see one storage as {names[0]} and as {names[1]}",

@@ -26,14 +26,11 @@ def numpy_type(kind: plain.ArrayType) -> Any:
 
 
 def numpy_array(found: plain.Array) -> Any:
-    """A new array; the bytes were counted, and there are no Python objects in it."""
+    """A new array, in the byte order that it was saved in; the bytes were counted, and there are no Python objects in it."""
     import numpy
 
     kind = numpy_type(found.type)
     if not found.data:
         return numpy.zeros(found.shape, kind, order="F" if found.fortran else "C")
-    array = numpy.frombuffer(bytearray(bytes(found.data)), kind).reshape(
-        found.shape, order="F" if found.fortran else "C"
-    )
-    # numpy itself turns numbers of the other byte order when it loads them; fields of records stay as they are.
-    return array if found.type.fields else array.astype(kind.newbyteorder("="), copy=False)
+    array = numpy.frombuffer(bytearray(bytes(found.data)), kind)
+    return array.reshape(found.shape, order="F" if found.fortran else "C")

@@ -18,6 +18,11 @@ from ckptool.gather import fill
 _PIECE = 4 << 20
 
 
+def is_faking() -> bool:
+    """True under torch's `FakeTensorMode`, where tensors have no bytes."""
+    return untyped._guards.detect_fake_mode(None) is not None
+
+
 class Storages:
     """One torch storage for each storage of the tree, mapped or read when it is first asked for."""
 
@@ -35,6 +40,8 @@ class Storages:
     def _make(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         if self.restorer.meta:
             return cast(torch.UntypedStorage, untyped.UntypedStorage(storage.nbytes, device="meta"))
+        if is_faking():
+            return self._fake(storage)
         data = storage.data
         mapped = self.map_files and not storage.twin  # twins have one place in the file, and each its own memory
         if mapped and isinstance(data, FileRange) and data.length and data.offset % min(itemsize, 8) == 0:
@@ -44,6 +51,12 @@ class Storages:
         else:
             made = _in_memory(data, storage.crc)
         return self.restorer.restore(made, storage.location)
+
+    def _fake(self, storage: Storage) -> torch.UntypedStorage:
+        """A storage without bytes that knows which device its fake tensors say that they are on."""
+        made = untyped.UntypedStorage(storage.nbytes, device="meta")
+        made._fake_device = self.restorer.restore(untyped.UntypedStorage(0), storage.location).device
+        return cast(torch.UntypedStorage, made)
 
     def _map(self, source: Source) -> mapping.mmap:
         """The whole file, once, copy-on-write; every storage in it keeps it alive."""

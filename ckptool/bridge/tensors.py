@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,7 +15,10 @@ from ckptool.checkpoint import Composite, StorageRef, TensorEntry
 from ckptool.errors import BadTensor, Corrupt
 from ckptool.graphs import Done, Made, Of
 from ckptool.nodes import Object
-from ckptool.pickles.torch_objects import BUILDERS, check_view
+from ckptool.pickles.torch_objects import BUILDERS, REBUILD_JAGGED, check_view
+
+_JAGGED = "torch.nested._internal.nested_tensor.NestedTensor"
+_JAGGED_PARTS = {"values", "offsets", "lengths", "_ragged_idx", "_metadata_cache", "requires_grad"}
 
 
 def strided(builder: Builder, entry: TensorEntry) -> Made:
@@ -28,6 +31,8 @@ def _strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
     storage = builder.storages.get(entry.storage, entry.dtype.itemsize)
     made = torch.empty(0, dtype=torch_dtype(entry.dtype), device=storage.device)
     made.set_(storage, entry.offset, entry.shape, entry.stride)
+    if (device := getattr(storage, "_fake_device", None)) is not None:
+        cast(Any, made).fake_device = device
     flags = entry.flags
     if flags.conj or flags.neg:
         untyped._utils.set_tensor_metadata(made, {name: True for name in ("conj", "neg") if getattr(flags, name)})
@@ -53,6 +58,8 @@ def _rebuild(builder: Builder, node: Any, fn: Any, args: tuple[Any, ...]) -> Mad
 
 def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
     """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, viewed as a class of torch's, with attributes."""
+    if args[0] is REBUILD_JAGGED and str(args[1]) == _JAGGED:
+        return _jagged(builder, node, args[2][0])
     cls = TENSOR_CLASSES.get(str(args[1]))
     if cls is None:
         return builder.refuse(node, f"a tensor of the class {args[1]}")
@@ -64,6 +71,30 @@ def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
         return _with_attributes(builder, made, args[3] if len(args) == 4 else None)
 
     return builder.parts(node, (inner,), make)
+
+
+def _jagged(builder: Builder, node: Any, given: dict[Any, Any]) -> Made:
+    """A nested tensor of the jagged layout: of its values, the offsets of its parts and what torch keeps beside them."""
+    kept = given.get("_metadata_cache") or {}
+    if not isinstance(kept, dict) or not set(given) <= _JAGGED_PARTS:
+        return builder.refuse(node, "a jagged nested tensor with arguments that torch does not write")
+    parts = [_bare(part) for part in (*(given.get(name) for name in ("values", "offsets", "lengths")), *kept.values())]
+
+    def make(values: Any, offsets: Any, lengths: Any, *more: Any) -> Any:
+        from torch.nested._internal.nested_tensor import NestedTensor
+
+        rest = {name: given[name] for name in ("_ragged_idx", "requires_grad") if name in given}
+        cache = dict(zip(kept, more, strict=True))
+        return cast(Any, NestedTensor)(values, offsets, lengths=lengths, _metadata_cache=cache, **rest)
+
+    return builder.parts(node, tuple(parts), make)
+
+
+def _bare(part: Any) -> Any:
+    """A tensor without its attributes: on the parts of a nested tensor they are notes of torch's compiler, made anew when it runs."""
+    if isinstance(part, Composite) and REBUILD.get(str(part.made.fn)) is from_type:
+        return BUILDERS[part.made.args[0]](part.made.args[2])
+    return part
 
 
 def _with_attributes(builder: Builder, made: Any, state: Any) -> Any:

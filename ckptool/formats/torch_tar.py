@@ -37,7 +37,7 @@ from ckptool.pickles.legacy import (
     turned,
 )
 from ckptool.pickles.skeleton import decode_lazily, skeleton
-from ckptool.pickles.texts import python2_notes
+from ckptool.pickles.texts import nested_name_notes, python2_notes
 from ckptool.pickles.torch_objects import BUILDERS, MAX_RANK, check_view, storage_class
 
 NAME = "torch-tar"
@@ -72,7 +72,11 @@ def read(source: Source) -> Checkpoint:
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
     if tables.sources:
         metadata["sources"] = dict(tables.sources)
-    told = (*python2_notes(decoded.byte_strings), *source_notes(tables.sources))
+    told = (
+        *python2_notes(decoded.byte_strings),
+        *nested_name_notes(decoded.unreachable),
+        *source_notes(tables.sources),
+    )
     notes = (*told, *_notes(tables, little_endian, source.size - end))
     calls = (*info.discarded, *tables.discarded, *decoded.discarded)
     return Checkpoint(decoded.root, NAME, metadata, source, notes=notes, discarded=calls)

@@ -38,7 +38,7 @@ from ckptool.nodes import Global
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
-from ckptool.pickles.texts import python2_notes
+from ckptool.pickles.texts import nested_name_notes, python2_notes
 from ckptool.pickles.torch_objects import BUILDERS, storage_class
 from ckptool.tree import refuse_unknown_calls
 
@@ -84,7 +84,12 @@ def read(source: Readable) -> Checkpoint:
     alignment = _alignment(source, small[".storage_alignment"])
     # Of a big-endian file nothing can be copied as it is: it is written as if it came from elsewhere.
     origin = None if storages.big_endian else Origin(archive, root, alignment)
-    notes = (*archive.notes, *record_notes(archive, root, storages), *python2_notes(decoded.byte_strings))
+    notes = (
+        *archive.notes,
+        *record_notes(archive, root, storages),
+        *python2_notes(decoded.byte_strings),
+        *nested_name_notes(decoded.unreachable),
+    )
     metadata = {name: text for name, text in small.items() if text is not None}
     if (mark := _mark_in(archive, root)) is not None:
         metadata[recovered.KEY] = mark
@@ -249,12 +254,15 @@ class Storages:
         return ref
 
     def _known(self, key: str, location: str, dtype: DType | None) -> Storage | None:
-        """The storage that another storage class was given for the same record: uint8 and float8 views of one storage do that."""
+        """The storage that another storage class was given for the same record: uint8 and float8 views of one storage do that.
+
+        So do views of one storage without bytes, of any types.
+        """
         for refs in self.by_class.values():
             ref = refs.get(key)
             if ref is not None:
                 bytes_only = all(kind is None or kind.name == "u8" for kind in (ref.dtype, dtype))
-                if ref.storage.location != location or not bytes_only:
+                if ref.storage.location != location or not (bytes_only or ref.storage.nbytes == 0):
                     raise self._contradiction(key)
                 return ref.storage
         return None

@@ -20,6 +20,7 @@ from ckptool.pickles.tape import DAMAGED, Tape
 
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
 FREE_OPCODES = 1_000_000
+NESTED_NAMES = 4  # the protocol from which on a dot in a name leads into a class
 FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice the bytes of larger ones
 
 
@@ -27,7 +28,7 @@ FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice
 class Decoded:
     """A decoded pickle. `discarded`: unknown calls that it makes and throws away. `end`: the byte after its STOP.
 
-    byte_strings: how many texts of Python 2 in it are not UTF-8.
+    byte_strings: how many texts of Python 2 in it are not UTF-8.  unreachable: names of nested classes that its protocol cannot say.
     """
 
     root: Any
@@ -35,6 +36,7 @@ class Decoded:
     protocol: int
     end: int
     byte_strings: int = 0
+    unreachable: tuple[Global, ...] = ()
 
 
 def decode(
@@ -81,7 +83,8 @@ def decode(
         raise Corrupt(f"{name} refers to value {error}, which was not stored", DAMAGED) from None
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds text that is not UTF-8", DAMAGED) from None
-    return Decoded(root, maker.discarded(root), machine.protocol, tape.at, maker.byte_strings)
+    unreachable = tuple(maker.dotted) if machine.protocol < NESTED_NAMES else ()
+    return Decoded(root, maker.discarded(root), machine.protocol, tape.at, maker.byte_strings, unreachable)
 
 
 def _underflow() -> Corrupt:

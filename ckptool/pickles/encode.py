@@ -1,8 +1,8 @@
 """A tree to a pickle of protocol 2, byte for byte as Python's pickler writes what torch gives it.
 
 One difference is meant: equal texts are written once and referred to afterwards, whatever objects they were, so that the same
-tree always gives the same bytes. Protocol 2 is what every torch reads, `weights_only` included; the only thing that needs
-more is an object made with keyword arguments, which raises the protocol to 4.
+tree always gives the same bytes. Protocol 2 is what every torch reads, `weights_only` included. Three things need protocol 4: the name
+of a nested class (`Outer.Inner`), an object made with keyword arguments, and one that items are added to.
 
 Source of the conventions: Modules/_pickle.c (save_tuple, batch_list, batch_dict_exact, save_reduce).
 """
@@ -10,19 +10,22 @@ Source of the conventions: Modules/_pickle.c (save_tuple, batch_list, batch_dict
 from __future__ import annotations
 
 import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from typing import Any
 
-from ckptool.checkpoint import Composite, Flags, LongBytes, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Composite, LongBytes, Storage, StorageRef, TensorEntry
 from ckptool.dtypes import DType
 from ckptool.errors import Conflict, Unsupported
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.pickles.torch_objects import (
     ORDERED_DICT,
+    REBUILD_FROM_TYPE,
     REBUILD_PARAMETER,
     REBUILD_TENSOR_V2,
     REBUILD_TENSOR_V3,
+    TENSOR,
     UNTYPED_STORAGE,
 )
 
@@ -47,18 +50,23 @@ def encode(tree: Any, key_of: Callable[[Storage], str]) -> bytes:
 
     Raises `Unsupported` for a value that no checkpoint holds (a numpy array, a live tensor).
     """
-    return _Encoder(key_of).run(tree)
+    encoder = _Encoder(key_of)
+    data = encoder.run(tree)
+    return data if encoder.protocol == 2 else _Encoder(key_of, encoder.protocol).run(tree)
 
 
 class _Encoder:
-    def __init__(self, key_of: Callable[[Storage], str]) -> None:
+    """Writes one pickle. `protocol`: raised on the way where something needs it; then names have to be written by its rules."""
+
+    def __init__(self, key_of: Callable[[Storage], str], protocol: int = 2) -> None:
         self.key_of = key_of
         self.out = bytearray(b"\x80\x02")
         self.count = 0  # values memoized so far
         self.texts: dict[Any, bytes] = {}  # text, bytes or name -> the opcode that recalls it
         self.objects: dict[int, bytes] = {}  # id of a container -> the opcode that recalls it
         self.begun: dict[int, int] = {}  # id of a set -> how many objects were stored when it was begun
-        self.protocol = 2
+        self.protocol = protocol
+        self.names_as_in_python_3 = protocol > 2
         self.types: dict[int, DType | None] = {}  # id of a storage -> the element type it was first written with
 
     def run(self, tree: Any) -> bytes:
@@ -147,8 +155,11 @@ class _Encoder:
         recall = self.texts.get(name)
         if recall is not None:
             self.out += recall
-        else:
-            self._memoize_text(name, b"c" + name.module.encode() + b"\n" + name.name.encode() + b"\n")
+            return
+        if "." in name.name:
+            self.protocol = 4  # below it, a reader looks for an attribute that is called so, dot and all
+        module, attribute = in_python_3(name) if self.names_as_in_python_3 else (name.module, name.name)
+        self._memoize_text(name, b"c" + module.encode() + b"\n" + attribute.encode() + b"\n")
 
     def _bytes(self, value: bytes) -> None:
         key = (type(value), value)
@@ -171,23 +182,34 @@ class _Encoder:
 
     def _entry(self, entry: TensorEntry) -> None:
         out, flags = self.out, entry.flags
+        typed = entry.dtype.storage is not None
+        later = flags.requires_grad and not (
+            typed or flags.parameter
+        )  # `_rebuild_tensor_v3` cannot: pytorch's own files do not load
         if flags.parameter:
             self._global(REBUILD_PARAMETER)
-        typed = entry.dtype.storage is not None
+        if later:
+            self._global(REBUILD_FROM_TYPE)
+            out += b"("
         self._global(REBUILD_TENSOR_V2 if typed else REBUILD_TENSOR_V3)
-        out += b"("
-        out += b"("
+        if later:
+            self._global(TENSOR)
+        out += b"(("
         self._storage(entry.storage, entry.dtype if typed else None, opened=True)
         out += _integer(entry.offset)
         self._sizes(entry.shape)
         self._sizes(entry.stride)
-        out += b"\x88" if flags.requires_grad and not flags.parameter else b"\x89"
+        out += b"\x88" if flags.requires_grad and typed and not flags.parameter else b"\x89"
         self._no_hooks()
         if not typed:
             self._global(Global("torch", entry.dtype.torch))
         if flags.conj or flags.neg:
-            self._tensor_metadata(flags)
-        out += b"t" + self._put() + b"R"
+            self._true_by_name([name for name in ("conj", "neg") if getattr(flags, name)])
+        out += b"t" + self._put()
+        if later:
+            self._true_by_name(["requires_grad"])
+            out += b"t" + self._put()
+        out += b"R"
         if flags.parameter:
             out += self._put()
             out += b"\x88" if flags.requires_grad else b"\x89"
@@ -209,9 +231,12 @@ class _Encoder:
         return True
 
     def _refuse_two_types(self, storage: Storage, dtype: DType | None) -> None:
-        """torch reads every tensor of a storage with the type that it meets first; only bytes and untyped go together."""
+        """torch reads every tensor of a storage with the type that it meets first; only bytes and untyped go together.
+
+        A storage without bytes is none to torch: it makes a new one for each tensor.
+        """
         first = self.types[id(storage)]
-        if not all(kind is None or kind.name == "u8" for kind in (first, dtype)):
+        if storage.nbytes and not all(kind is None or kind.name == "u8" for kind in (first, dtype)):
             raise Conflict(
                 f"one storage is seen as {first or 'untyped'} and as {dtype or 'untyped'}",
                 "torch can neither save nor load that: it would read both as one type.",
@@ -230,8 +255,8 @@ class _Encoder:
         self._global(ORDERED_DICT)
         self.out += b")R" + self._put()
 
-    def _tensor_metadata(self, flags: Flags) -> None:
-        names = [name for name in ("conj", "neg") if getattr(flags, name)]
+    def _true_by_name(self, names: list[str]) -> None:
+        """A dictionary in which each of one or two names is true."""
         self.out += b"}" + self._put()
         self.out += b"(" * (len(names) > 1)
         for name in names:
@@ -395,6 +420,12 @@ class _Encoder:
         (bytearray, _bytearray),
         (LongBytes, _long),
     )
+
+
+def in_python_3(name: Global) -> tuple[str, str]:
+    """The module and name that Python 3 has for a name of Python 2: readers translate them only up to protocol 2."""
+    module = IMPORT_MAPPING.get(name.module, name.module)
+    return NAME_MAPPING.get((name.module, name.name), (module, name.name))
 
 
 _TUPLE = (b")", b"\x85", b"\x86", b"\x87", b"t")

@@ -39,7 +39,7 @@ from ckptool.nodes import Global, Object
 from ckptool.pickles.builders import PerPickle
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import decode_lazily, leaves, skeleton
-from ckptool.pickles.texts import python2_notes, whole
+from ckptool.pickles.texts import nested_name_notes, python2_notes, whole
 from ckptool.pickles.torch_objects import BUILDERS, LOAD_FROM_BYTES, StorageView, storage_class
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -123,6 +123,7 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> Stream:
         metadata["sources"] = dict(tables.sources)
     notes = [
         *python2_notes(decoded.byte_strings),
+        *nested_name_notes(decoded.unreachable),
         *source_notes(tables.sources),
         *_notes(little_endian, data.length - end, tables),
     ]
@@ -297,9 +298,8 @@ class _Tables:
         if first is None:
             first = self.roots[key] = _Root(StorageRef(Storage(_unplaced(size), location), dtype), numel)
         elif first.ref.dtype is not dtype:
-            if size != first.ref.storage.nbytes or not all(
-                t is None or t.name == "u8" for t in (dtype, first.ref.dtype)
-            ):
+            alike = not size or all(t is None or t.name == "u8" for t in (dtype, first.ref.dtype))
+            if size != first.ref.storage.nbytes or not alike:
                 raise _contradiction(key)
             first = _Root(StorageRef(first.ref.storage, dtype), numel)
         if location != first.ref.storage.location or numel != first.numel:

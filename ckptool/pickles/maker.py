@@ -29,7 +29,7 @@ MAX_KEY_DEPTH = 4
 class Maker:
     """Makes and changes the nodes of one pickle, and remembers which unknown calls there were."""
 
-    __slots__ = ("blobs", "builders", "byte_strings", "calls", "hashed", "limit", "tape")
+    __slots__ = ("blobs", "builders", "byte_strings", "calls", "dotted", "hashed", "limit", "tape")
 
     def __init__(self, tape: Tape, builders: Mapping[Global, Builder], limit: int, blobs: bool) -> None:
         self.tape = tape  # which errors say where they are on
@@ -38,13 +38,17 @@ class Maker:
         self.blobs = blobs  # whether some texts may still lie in the file
         self.byte_strings = 0  # texts of Python 2 that are not UTF-8
         self.calls: list[Object] = []
+        self.dotted: dict[Global, None] = {}  # names of nested classes
         self.hashed = 0  # parts of keys so far
 
     def name(self, module: str, attribute: str, pos: int) -> Global:
         """A name that pickles may have; it is never looked up."""
         if not (module.isprintable() and attribute.isprintable()):
             raise self.tape.corrupt(pos, f"the name {printable(module)[:200]}.{printable(attribute)[:200]}")
-        return Global(module, attribute)
+        name = Global(module, attribute)
+        if "." in attribute:
+            self.dotted[name] = None
+        return name
 
     def computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:
         """What to raise for a name that is no text."""

@@ -5,12 +5,20 @@ Nothing is copied before it is known to be there, and everything raised says at 
 
 from __future__ import annotations
 
+import re
+from math import isinf
 from typing import Any
 
 from ckptool.errors import Corrupt, LimitExceeded, Truncated, printable
 from ckptool.pickles.texts import MAX_STRING, python2_text, python2_unescaped
 
 MAX_INTEGER_BITS = 4_096
+# Numbers that all readers take for the same: of a leading zero, C's makes octal up to Python 3.13, and Python's own an error.
+_NUMBER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
+_TRUTHS = {"00": False, "+0": False, "-0": False, "01": True, "+1": True}
+_FLOAT = re.compile(
+    r"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE
+)
 FRAME_END = 0xFE  # no opcode of Python's: it stands behind the copy of a frame
 DAMAGED = "The pickle was damaged, or made to mislead."
 
@@ -128,20 +136,18 @@ class Tape:
         """The integer that a line spells."""
         if len(line) > MAX_INTEGER_BITS // 4:
             raise self.corrupt(pos, f"an integer of {len(line):,} digits")
-        try:
-            return int(line)
-        except ValueError:
-            raise self.corrupt(pos, f"{printable(line[:40])!r} where a number should be") from None
+        if _NUMBER.fullmatch(line) is None:
+            raise self.corrupt(pos, f"{printable(line[:40])!r} where a number should be")
+        return int(line)
 
     def scalar(self, op: int, line: str, pos: int) -> Any:
         """The number that a line of protocol 0 spells."""
-        if op == 0x49:  # INT, which also spells the booleans of protocol 0
-            return line == "01" if line in ("00", "01") else self.number(line, pos)
+        if op == 0x49:  # INT, which also spells the booleans of protocol 0: to C's reader, a 0 or 1 of two characters
+            return _TRUTHS[line] if line in _TRUTHS else self.number(line, pos)
         if op == 0x4C:  # LONG
             return self.number(line.removesuffix("L"), pos)
         if op == 0x46:  # FLOAT
-            try:
-                return float(line)
-            except ValueError:
-                raise self.corrupt(pos, f"{printable(line[:40])!r} where a number should be") from None
+            if _FLOAT.fullmatch(line) is None or (isinf(float(line)) and "inf" not in line.lower()):
+                raise self.corrupt(pos, f"{printable(line[:40])!r} where a number should be")
+            return float(line)
         raise AssertionError(op)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ckptool.checkpoint import Blob, Note
-from ckptool.errors import Corrupt, LimitExceeded
-from ckptool.nodes import ByteString
+from ckptool.commands import FILE, OUT, command
+from ckptool.errors import Corrupt, LimitExceeded, printable
+from ckptool.nodes import ByteString, Global
 
 MAX_STRING = 64 << 20
 
@@ -84,3 +86,12 @@ def python2_notes(count: int) -> list[Note]:
         return []
     what = f"{count:,} texts of Python 2 are not UTF-8: keys among them were read as latin-1, values are kept as bytes"
     return [Note("python2-text", what)]
+
+
+def nested_name_notes(names: Sequence[Global]) -> list[Note]:
+    """What to say about names of nested classes that stand in a pickle whose protocol has no way to say them."""
+    if not names:
+        return []
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    what = f"the name {printable(str(names[0]))}{more} has a dot, which pickles below protocol 4 cannot say: loading fails there"
+    return [Note("nested-name", what, command("convert", FILE, out=OUT))]

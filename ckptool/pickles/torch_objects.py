@@ -8,18 +8,18 @@ torch/_tensor.py, torch 0.4 to 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import NO_FLAGS, Blob, Composite, Flags, Literal, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Literal, Storage, StorageRef, TensorEntry
 from ckptool.dtypes import BY_STORAGE, BY_TORCH, DType
 from ckptool.errors import BadTensor
-from ckptool.nodes import Global, Object, OrderedDict, Set, check_collisions, is_hashable
+from ckptool.nodes import Global, Object, OrderedDict
 from ckptool.pickles.builders import PerPickle
 from ckptool.pickles.invariants import check_compressed, check_coordinates, check_quantization
-from ckptool.pickles.skeleton import encoded
-from ckptool.pickles.texts import key_text
+from ckptool.pickles.plain_values import ORDERED_DICT as ORDERED_DICT
+from ckptool.pickles.plain_values import PLAIN_BUILDERS
 
 MAX_RANK = 64
 MOST = (1 << 63) - 1  # what a size, a stride and a number of elements may be
@@ -29,7 +29,9 @@ _DAMAGED = "The pickle contradicts itself: it was damaged, or made to mislead."
 REBUILD_TENSOR_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 REBUILD_TENSOR_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
-ORDERED_DICT = Global("collections", "OrderedDict")
+REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+REBUILD_JAGGED = Global("torch.nested._internal.nested_tensor", "_rebuild_njt")
+TENSOR = Global("torch", "Tensor")
 UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 SIZE = Global("torch", "Size")
 LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
@@ -297,6 +299,8 @@ def _from_type(args: tuple[Any, ...]) -> Any:
     """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, and the class that its result is viewed as."""
     if len(args) not in (3, 4) or type(args[1]) is not Global or type(args[2]) is not tuple:
         return None
+    if args[0] is REBUILD_JAGGED:
+        return _jagged(args[2])
     builder = BUILDERS.get(args[0]) if type(args[0]) is Global and args[0].module == "torch._utils" else None
     inner = builder(args[2]) if builder is not None else NotImplemented
     if not _tensor_like(inner):
@@ -308,6 +312,28 @@ def _from_type(args: tuple[Any, ...]) -> Any:
         "torch.nn.parameter.Buffer",
     )
     return ("with attributes" if plain else f"{args[1]}"), inner.dtype, inner.shape
+
+
+def _jagged(args: tuple[Any, ...]) -> Any:
+    """`_rebuild_njt({"values": …, "offsets": …, …})`: a nested tensor of the jagged layout."""
+    values = args[0].get("values") if len(args) == 1 and isinstance(args[0], dict) else None
+    return ("nested jagged", values.dtype, None) if isinstance(values, (TensorEntry, Composite)) else None
+
+
+def _with_grad(args: tuple[Any, ...]) -> Any:
+    """What `_rebuild_from_type_v2` makes of a plain tensor whose only attribute is that it requires gradients: that tensor.
+
+    So are those written whose own call cannot say it (torch 2.13: "a leaf Variable that requires grad is being used in place").
+    """
+    if (
+        len(args) != 4
+        or args[1] is not TENSOR
+        or args[3] != {"requires_grad": True}
+        or args[0] is not REBUILD_TENSOR_V3
+    ):
+        return _FROM_TYPE[1](args)
+    made = _rebuild_tensor_v3(args[2]) if type(args[2]) is tuple else NotImplemented
+    return replace(made, flags=made.flags._replace(requires_grad=True)) if type(made) is TensorEntry else made
 
 
 def _quantized(args: tuple[Any, ...]) -> Any:
@@ -366,80 +392,7 @@ def _device_cpu_tensor(args: tuple[Any, ...]) -> Any:
     return ("device", args[0].dtype, args[0].shape) if len(args) == 4 and _tensor_like(args[0]) else None
 
 
-# Plain values --------------------------------------------------------------------------------------------------------
-
-
-def _ordered_dict(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]:
-    def build(args: tuple[Any, ...]) -> Any:
-        if not args:
-            return OrderedDict()
-        pairs = args[0]  # Python 2 gave the items as a list of pairs
-        if len(args) != 1 or not isinstance(pairs, list):
-            return NotImplemented
-        spend(8 * len(pairs))
-        if not all(isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[0], (str, int, bytes)) for p in pairs):
-            return NotImplemented
-        check_collisions(pair[0] for pair in pairs)
-        made = OrderedDict((key_text(pair[0]), pair[1]) for pair in pairs)
-        return made if len(made) == len(pairs) else NotImplemented
-
-    return build
-
-
-def _set(frozen: bool) -> Callable[[Callable[[int], None]], Callable[[tuple[Any, ...]], Any]]:
-    def make(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]:
-        def build(args: tuple[Any, ...]) -> Any:
-            if len(args) != 1 or not isinstance(args[0], (list, tuple)):
-                return NotImplemented
-            spend(2 * len(args[0]))
-            return Set(list(args[0]), frozen) if all(map(is_hashable, args[0])) else NotImplemented
-
-        return build
-
-    return make
-
-
-def _complex(args: tuple[Any, ...]) -> Any:
-    return complex(*args) if len(args) == 2 and all(type(a) is float for a in args) else NotImplemented
-
-
-def _latin1_bytes(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]:
-    """`_codecs.encode(text, "latin1")`: how protocol 2 spells bytes. Any other codec stays a call."""
-
-    def build(args: tuple[Any, ...]) -> Any:
-        if len(args) != 2 or type(args[0]) not in (str, Blob) or args[1] not in ("latin1", "latin-1"):
-            return NotImplemented
-        if type(args[0]) is Blob:
-            spend(args[0].data.length)
-            return (encoded(args[0]) if args[0].kind == "text" else None) or NotImplemented
-        spend(len(args[0]))
-        try:
-            return args[0].encode("latin-1")
-        except UnicodeEncodeError:
-            return NotImplemented
-
-    return build
-
-
-def _bytes(args: tuple[Any, ...]) -> Any:
-    return NotImplemented if args else b""
-
-
-def _bytearray(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]:
-    encode = _latin1_bytes(spend)
-
-    def build(args: tuple[Any, ...]) -> Any:
-        if not args:
-            return bytearray()
-        data = args[0] if len(args) == 1 else encode(args)
-        if type(data) is Blob:
-            return Blob(data.data, "bytearray", data.of or data) if data.kind == "bytes" else NotImplemented
-        if type(data) is not bytes:
-            return NotImplemented
-        spend(len(data))
-        return bytearray(data)
-
-    return build
+# All together --------------------------------------------------------------------------------------------------------
 
 
 def _reconstructor(args: tuple[Any, ...]) -> Any:
@@ -455,20 +408,21 @@ def _reconstructor(args: tuple[Any, ...]) -> Any:
     return NotImplemented
 
 
+_FROM_TYPE = _composite("_rebuild_from_type_v2", _from_type, "torch._tensor")
+
 BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     Global("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     REBUILD_TENSOR_V2: _rebuild_tensor_v2,
     REBUILD_TENSOR_V3: _rebuild_tensor_v3,
     REBUILD_PARAMETER: _rebuild_parameter,
-    ORDERED_DICT: PerPickle(_ordered_dict),
-    Global("_codecs", "encode"): PerPickle(_latin1_bytes),
+    **PLAIN_BUILDERS,
     LOAD_FROM_BYTES: PerPickle(_nested_streams),
     **_TENSOR_CLASSES,
     **{Global(module, "__newobj__"): _newobj for module in ("copyreg", "copy_reg")},
     **dict(
         (
             _composite("_rebuild_parameter_with_state", _parameter_with_state),
-            _composite("_rebuild_from_type_v2", _from_type, "torch._tensor"),
+            (_FROM_TYPE[0], _with_grad),
             _composite("_rebuild_from_type_v2", _from_type, "torch.tensor"),
             _composite("_rebuild_from_type", _from_type, "torch._tensor"),
             _composite("_rebuild_from_type", _from_type, "torch.tensor"),
@@ -483,17 +437,16 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
             _composite("_rebuild_device_tensor_from_cpu_tensor", _device_cpu_tensor),
         )
     ),
-    **{Global(module, "set"): PerPickle(_set(False)) for module in ("builtins", "__builtin__")},
-    **{Global(module, "frozenset"): PerPickle(_set(True)) for module in ("builtins", "__builtin__")},
-    **{Global(module, "complex"): _complex for module in ("builtins", "__builtin__")},
-    **{Global(module, "bytes"): _bytes for module in ("builtins", "__builtin__")},
-    **{Global(module, "bytearray"): PerPickle(_bytearray) for module in ("builtins", "__builtin__")},
     **{Global(module, "_reconstructor"): _reconstructor for module in ("copyreg", "copy_reg")},
 }
 
 
-def rebuilt(made: Object) -> Composite:
-    """The composite of a rebuild call whose arguments were replaced (other storages, another location)."""
+def rebuilt(made: Object, before: Composite | None = None) -> Composite:
+    """The composite of a rebuild call whose arguments were replaced (other storages, another location); `before`: the one that it was."""
+    if (
+        before is not None and made.args[0] is REBUILD_JAGGED
+    ):  # its parts are in a dictionary, which may not be filled yet
+        return Composite(made, before.kind, before.dtype, before.shape)
     value = BUILDERS[made.fn](made.args)
     if not isinstance(value, Composite):
         raise BadTensor(f"{made.name}: its arguments no longer make a tensor")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from ckptool.checkpoint import LongBytes
@@ -90,8 +92,26 @@ def element(kind: ArrayType, raw: bytes) -> Any:
     return raw.rstrip(b"\0") if kind.code[0] == "S" else NotImplemented
 
 
-def array_type(node: Any, depth: int = 0) -> ArrayType:
+def _in_words(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same function, which raises `Corrupt` where a description is not built as numpy builds them."""
+
+    @wraps(read)
+    def reading(node: Any) -> Any:
+        try:
+            return read(node)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+            raise Corrupt("a numpy array whose description makes no sense", "No numpy writes it.") from None
+
+    return reading
+
+
+@_in_words
+def array_type(node: Any) -> Any:
     """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and what numpy cannot hold plainly."""
+    return _array_type(node, 0)
+
+
+def _array_type(node: Any, depth: int) -> ArrayType:
     if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype" or not node.args or depth > 8:
         raise Unsupported(
             "a numpy type that is not known", "Only numbers, texts, dates, bytes and records of them are read."
@@ -127,7 +147,7 @@ def _fields(state: tuple[Any, ...], size: int, depth: int) -> tuple[tuple[str, A
         return ()
     found = []
     for name in names:
-        kind, offset = array_type(fields[name][0], depth + 1), fields[name][1]
+        kind, offset = _array_type(fields[name][0], depth + 1), fields[name][1]
         if type(name) is not str or type(offset) is not int or offset < 0 or offset + kind.itemsize > size:
             raise Corrupt("a numpy record whose fields lie outside of it")
         found.append((name, kind, offset))
@@ -145,6 +165,7 @@ def _unit(state: tuple[Any, ...]) -> tuple[str, int]:
     return unit, count
 
 
+@_in_words
 def array(node: Object) -> Any:
     """The `Array` that an object stands for; `NotImplemented` if it is no plain numpy array. Raises `Corrupt` where sizes disagree."""
     called, state = canonical(node.fn), node.state
@@ -153,6 +174,7 @@ def array(node: Object) -> Any:
         and node.args
         and canonical(node.args[0]) == "numpy.ndarray"
         and type(state) is tuple
+        and len(state) in (4, 5)  # with and without a version in front
     ):
         shape, kind, fortran, data = state[-4:]
     elif called == "numpy.core.numeric._frombuffer" and len(node.args) == 4 and state is MISSING:
@@ -176,6 +198,7 @@ def _python2_bytes(data: Any) -> Any:
     return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
 
 
+@_in_words
 def scalar(node: Object) -> Any:
     """The type and bytes of a numpy scalar, as an `Array` without dimensions; `NotImplemented` for anything else."""
     if canonical(node.fn) != "numpy.core.multiarray.scalar" or len(node.args) != 2:

@@ -54,7 +54,7 @@ def same_bytes(a: Data, b: Data) -> bool:
     """True if both hold the same bytes; stops at the first difference."""
     if a.length != b.length:
         return False
-    if isinstance(a, FileRange) and isinstance(b, FileRange) and a.file is b.file and a.offset == b.offset:
+    if isinstance(a, FileRange) and isinstance(b, FileRange) and a.offset == b.offset and a.file.is_same(b.file):
         return True
     if isinstance(a, Literal) and isinstance(b, Literal):
         return a.content == b.content

@@ -15,7 +15,8 @@ from ckptool.arrays import array_entry
 from ckptool.checkpoint import Checkpoint, Composite, Data, Literal, LongBytes, StorageRef, Tensor, TensorEntry
 from ckptool.errors import Conflict, UsageError, printable
 from ckptool.gather import without_repeats
-from ckptool.nodes import Object, OrderedDict, Set
+from ckptool.nodes import Global, Object, OrderedDict, Set
+from ckptool.pickles.encode import in_python_3
 from ckptool.plain import canonical, summary
 from ckptool.prefixes import without_wrappers
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
@@ -322,7 +323,7 @@ def _shape_of(node: Any) -> Any:
     if isinstance(node, Set):
         return "set", node.frozen, len(node.items)
     if isinstance(node, Object):
-        return "object", canonical(node.fn) or node.name, node.how
+        return "object", canonical(_in_python_3(node.fn)) or node.name, node.how
     return None
 
 
@@ -360,7 +361,12 @@ def _same_plain(a: Any, b: Any) -> bool:
         return a.hex() == b.hex() or (a != a and b != b)
     if isinstance(a, complex):
         return _same_plain(a.real, b.real) and _same_plain(a.imag, b.imag)
-    return a is b or bool(a == b)
+    return _in_python_3(a) is _in_python_3(b) or bool(a == b)
+
+
+def _in_python_3(value: Any) -> Any:
+    """A name as Python 3 spells it, whatever the protocol that it was written in; anything else as it is."""
+    return Global(*in_python_3(value)) if type(value) is Global else value
 
 
 def _long_data(value: Any) -> Data | None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, PartOf, StorageRef, TensorEntry
-from ckptool.errors import CkptoolError
+from ckptool.commands import Advice, command, input_of
+from ckptool.errors import CkptoolError, Corrupt, listed, printable
+from ckptool.files import Source
 from ckptool.formats.checksums import checksums
-from ckptool.formats.zip_archive import Archive
+from ckptool.formats.zip_archive import Archive, read_archive
 from ckptool.formats.zip_records import Record
 from ckptool.gather import any_order, chunks
 from ckptool.reports.digests import Compared, Digests, readable_bytes
@@ -98,6 +100,30 @@ class Verification:
 
 
 # Checksums ------------------------------------------------------------------------------------------------------------
+
+
+def archive_of(checkpoint: Checkpoint) -> Archive | None:
+    """The zip that a checkpoint's file is, as it was read, so that its records are those of the tree; None for a part of it."""
+    source = checkpoint.source
+    if checkpoint.base or not isinstance(source, Source) or source.read(0, min(2, source.size)) != b"PK":
+        return None
+    known = getattr(checkpoint.origin, "archive", None)
+    return known if isinstance(known, Archive) else read_archive(source, twins=True)
+
+
+def refuse_damaged(checkpoint: Checkpoint) -> None:
+    """Raises `Corrupt`, naming the tensors, where the file of a checkpoint does not match the checksums that are stored in it."""
+    archive = archive_of(checkpoint)
+    problems = list(check_archive(archive, checkpoint.tree)) if archive else check_storages(checkpoint.tree)[0]
+    if not problems:
+        return
+    first, names = problems[0], [printable(name) for problem in problems for name in problem.tensors]
+    about = f", the data of {listed(names, 3)}" if names else ""
+    raise Corrupt(
+        f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{about}",
+        "Its bytes changed after they were written, and what is made of them is no better.",
+        Advice("See all of it: ", command("verify", input_of(checkpoint.source))),
+    )
 
 
 def check_archive(archive: Archive, tree: Any, progress: Progress | None = None) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from ckptool.commands import Advice, command
 from ckptool.dtypes import by_name
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
 from ckptool.nodes import OrderedDict
+from ckptool.roots import view_of
 from ckptool.transforms.dtypes import rounded
 from ckptool.values import CHUNK, numbers, resolve, scratch
 
@@ -86,7 +87,7 @@ def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: S
         else:
             # Names that are one tensor in every file stay one.
             entries = [node[key] for node in nodes]
-            view = tuple((id(e.storage), e.offset, e.shape, e.stride) for e in entries)
+            view = tuple(view_of(entry) for entry in entries)
             if view not in made:
                 made[view] = _mean(entries, weights, ahead)
             tree[key] = replace(made[view], flags=value.flags._replace(conj=False, neg=False))

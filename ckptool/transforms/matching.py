@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Composite, Note, Tensor, TensorEntry
+from ckptool.checkpoint import Composite, Note, StorageRef, Tensor, TensorEntry
 from ckptool.dtypes import DType
 from ckptool.errors import Conflict, NoMatch, UsageError, listed, printable
 from ckptool.gather import row_major
@@ -228,7 +228,7 @@ def _fit(draft: _Draft, name: str, on_mismatch: str) -> None:
     """Decides what becomes of a pair: loaded as it is, in part, or not."""
     expected, key = draft.target.tensors[name], draft.pairs[name]
     tensor = draft.tensors[key]
-    about = _misfit(tensor, expected)
+    about = _misfit(tensor, expected, (draft.target.values or {}).get(name))
     if about == "shape" and isinstance(tensor, TensorEntry) and (tensor.shape, expected.shape) == ((1,), ()):
         tensor, about = replace(tensor, shape=(), stride=()), ""  # as torch before 0.4 saved numbers
         draft.notes.append(Note("zero-dim", f"{printable(key)} [1] taken as []"))
@@ -248,15 +248,33 @@ def _fit(draft: _Draft, name: str, on_mismatch: str) -> None:
     draft.chosen[name] = Chosen(key, tensor, part)
 
 
-def _misfit(tensor: Tensor, expected: Expected) -> str:
-    """What keeps a tensor from going where it is expected; the empty text if nothing does."""
+def _misfit(tensor: Tensor, expected: Expected, there: Any) -> str:
+    """What keeps a tensor from going where it is expected; the empty text if nothing does. there: the target's own, if it has one."""
     if tensor.shape is None or expected.shape is None:
-        return "kind"
+        fits = isinstance(tensor, Composite) and isinstance(there, Composite) and _same_layout(tensor, there)
+        return "" if fits else "kind"
     if conversion(tensor.dtype, expected.dtype) is None:
         return "dtype"
     if isinstance(tensor, Composite) and tensor.dtype is not expected.dtype:
         return "dtype"
     return "" if tensor.shape == expected.shape else "shape"
+
+
+def _same_layout(a: Composite, b: Composite) -> bool:
+    """True for two tensors of parts (nested ones) whose parts have the same sizes; those are data themselves, and few."""
+    parts, others = list(a.parts()), list(b.parts())
+    if (a.kind, a.dtype, len(parts)) != (b.kind, b.dtype, len(others)):
+        return False
+    return all(_same_size(one, other) for one, other in zip(parts, others, strict=True))
+
+
+def _same_size(one: TensorEntry | StorageRef, other: TensorEntry | StorageRef) -> bool:
+    if one.dtype is not other.dtype or type(one) is not type(other):
+        return False
+    if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
+        return one.storage.nbytes == other.storage.nbytes
+    sizes = one.dtype.kind == "int"
+    return one.shape == other.shape and (not sizes or same_bytes(row_major(one), row_major(other)))
 
 
 def _part(tensor: Tensor, expected: Expected, on_mismatch: str) -> tuple[int, ...] | None:

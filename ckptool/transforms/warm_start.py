@@ -38,6 +38,7 @@ def filled(target: Target, chosen: dict[str, Chosen]) -> Filled:
             "Name a target that has values: --against CHECKPOINT or --against file.py:factory",
         )
     made: dict[str, Tensor] = {}  # by the first name of each tensor
+    flagged: dict[tuple[str, int], Tensor] = {}
     items: dict[str, Any] = {}
     for name in target.values or target.tensors:
         expected = target.tensors.get(name)
@@ -47,7 +48,11 @@ def filled(target: Target, chosen: dict[str, Chosen]) -> Filled:
         first = expected.tied_to or name
         if first not in made:
             made[first] = _loaded(target, expected, chosen[name])
-        items[name] = made[first]
+        base = (target.values or {}).get(name)
+        place = (first, id(base))  # what is one object in the target stays one
+        if place not in flagged:
+            flagged[place] = _flagged(made[first], base)
+        items[name] = flagged[place]
     attributes = {"_metadata": target.metadata} if target.metadata is not None else None
     tree = map_storages(OrderedDict(_apart(items, target), attributes), _on_cpu)
     return Filled(tree, tuple(own))
@@ -67,6 +72,13 @@ def _loaded(target: Target, expected: Expected, choice: Chosen) -> Tensor:
         tensor = _partly(first_part(tensor, choice.part), expected.dtype, base, expected)
     else:
         tensor = converted(tensor, expected.dtype)
+    return tensor
+
+
+def _flagged(tensor: Tensor, base: Any) -> Tensor:
+    """The tensor as a parameter, or requiring gradients, where the target's own is; its values may be conjugate or negative views."""
+    if isinstance(tensor, Composite):
+        return tensor
     flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
     return replace(tensor, flags=Flags(flags.requires_grad, flags.parameter, *tensor.flags[2:]))
 
@@ -85,23 +97,51 @@ def _partly(part: TensorEntry, dtype: DType, base: Any, expected: Expected) -> T
 
 
 def _apart(items: dict[str, Any], target: Target) -> dict[str, Any]:
-    """Tensors that are two in the target get storages of their own, without what else was in the checkpoint's."""
-    holders: dict[int, set[str]] = {}
+    """Tensors that are two in the target get storages of their own, without what else was in the checkpoint's.
+
+    Where the target's lie in one storage just so (views that overlap), so do these.
+    """
+    holders: dict[int, list[str]] = {}
     for name, value in items.items():
-        if isinstance(value, TensorEntry) and (expected := target.tensors.get(name)) is not None:
-            holders.setdefault(id(value.storage), set()).add(expected.tied_to or name)
+        if isinstance(value, TensorEntry) and name in target.tensors:
+            holders.setdefault(id(value.storage), []).append(name)
     made: dict[str, TensorEntry] = {}
+    again: dict[int, TensorEntry] = {}
     apart = dict(items)
-    for name, value in items.items():
-        expected = target.tensors.get(name)
-        if not isinstance(value, TensorEntry) or expected is None or value is (target.values or {}).get(name):
+    for names in holders.values():
+        if _laid_out_alike(names, items, target):
             continue
-        first = expected.tied_to or name
-        if first not in made:
-            own = len(holders[id(value.storage)]) == 1 and value.span() == (0, value.storage.nbytes)
-            made[first] = value if own else _own(value)
-        apart[name] = made[first]
+        alone = len({target.tensors[name].tied_to or name for name in names}) == 1
+        for name in names:
+            value, first = items[name], target.tensors[name].tied_to or name
+            if value is (target.values or {}).get(name):
+                continue
+            if first not in made:
+                own = alone and value.span() == (0, value.storage.nbytes)
+                made[first] = value if own else _own(value)
+            if id(value) not in again:
+                again[id(value)] = replace(made[first], flags=value.flags)
+            apart[name] = again[id(value)]
     return apart
+
+
+def _laid_out_alike(names: list[str], items: dict[str, Any], target: Target) -> bool:
+    """True if the target's tensors of these names see one storage of the same size in the same way."""
+    bases = [(target.values or {}).get(name) for name in names]
+    if (
+        not all(isinstance(base, TensorEntry) for base in bases)
+        or len({id(base.storage) for base in bases if base}) != 1
+    ):
+        return False
+    return all(
+        (base.storage.nbytes, *_layout(base)) == (items[name].storage.nbytes, *_layout(items[name]))
+        for name, base in zip(names, bases, strict=True)
+        if base is not None
+    )
+
+
+def _layout(entry: TensorEntry) -> tuple[Any, ...]:
+    return entry.dtype, entry.shape, entry.stride, entry.offset
 
 
 def _own(value: TensorEntry) -> TensorEntry:

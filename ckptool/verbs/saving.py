@@ -26,12 +26,14 @@ from ckptool.output import Progress, append_in_place, check_folder, check_target
 from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.reports.diff import Diff, diff
+from ckptool.reports.verification import refuse_damaged
 
 
 class SaveOptions(TypedDict, total=False):
     """in_place: change the input itself.  overwrite: an existing output is replaced.  dry_run: report the plan, write nothing.
 
-    verify: re-read the output and compare every tensor before it takes its name.  keep_unknown: pass calls of unknown functions on.
+    verify: check the stored checksums of the input, then re-read the output and compare every tensor before it takes its name.
+    keep_unknown: pass calls of unknown functions on.
     container: the container to write, instead of the one that the suffix of the output stands for.  progress: told bytes done and in all.
     make_folder: the folder of the output is made if there is none.
     """
@@ -106,6 +108,8 @@ def save(
             "Nothing is written unless one is named.",
             "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place",
         )
+    if options.get("verify", False) and not options.get("dry_run", False):
+        refuse_damaged(original)
     if out is None:
         if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
@@ -202,7 +206,8 @@ def _save_in_place(
             raise FileProblem(
                 f"cannot change {source}: no permission to write to it", "It is as it was.", "Write a new file with -o."
             )
-        verify = verifier(changed) if options.get("verify", False) else None
+        # The old records were checked before, and stay where they are.
+        verify = verifier(changed, checksums=False) if options.get("verify", False) else None
 
         def confirm(path: str) -> None:
             for given in inputs:
@@ -274,19 +279,29 @@ def _make_folder(target: str, options: SaveOptions) -> None:
         make_folder(os.path.dirname(target))
 
 
-def verifier(expected: Checkpoint) -> Any:
-    """Re-reads what was written and compares every tensor and entry with what was meant."""
+def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
+    """Re-reads what was written and compares every tensor and entry with what was meant, and its data with its checksums if asked to."""
 
     def verify(path: str) -> None:
         written = formats.read(path)
         found = diff(expected, written)
-        if not found.same:
+        problem = "" if found.same else _first(found)
+        if not problem and (names := unreadable_names(written)) and not unreadable_names(expected):
+            problem = names
+        if problem:
             raise VerifyFailed(
-                f"what was written to {printable(path)} is not what was meant: {_first(found)}",
+                f"what was written to {printable(path)} is not what was meant: {problem}",
                 "The disk or the memory may be failing. The output was not kept.",
             )
+        if checksums:
+            refuse_damaged(written)
 
     return verify
+
+
+def unreadable_names(checkpoint: Checkpoint) -> str:
+    """What the checkpoint's notes say of names that torch cannot find; empty where it finds them all."""
+    return next((note.message for note in checkpoint.notes if note.code == "nested-name"), "")
 
 
 def _first(found: Diff) -> str:

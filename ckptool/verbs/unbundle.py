@@ -16,6 +16,7 @@ from ckptool.formats import Format, bundle_json, recovered
 from ckptool.given import several
 from ckptool.nodes import OrderedDict
 from ckptool.output import check_folder, replace_folder
+from ckptool.reports.verification import refuse_damaged
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
 from ckptool.verbs.opening import PathLike, open_whole
@@ -121,6 +122,8 @@ def _save(
         check_folder(folder, overwrite=overwrite, replaceable=replaceable)
         return Saved(folder, container.NAME, "new folder", plan.nbytes, plan.nbytes)
     inputs: list[Input] = [checkpoint.source] if checkpoint.source is not None else []
+    if options.get("verify", False):
+        refuse_damaged(checkpoint)
     notes = replace_folder(
         plan,
         folder,

@@ -19,8 +19,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.files import Input, Source, open_input
-from ckptool.formats import parts, recovered, zip_archive
-from ckptool.formats.zip_archive import Archive
+from ckptool.formats import parts, recovered
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
 from ckptool.reports.verification import (
@@ -30,6 +29,7 @@ from ckptool.reports.verification import (
     Problem,
     Progress,
     Verification,
+    archive_of,
     check_archive,
     check_storages,
     check_views,
@@ -121,7 +121,7 @@ def _root(checkpoint: Checkpoint, at: str | None) -> tuple[Root, str]:
 
 def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progress | None) -> Verification:
     problems = list(check_views(checkpoint))
-    archive = _archive(checkpoint) if not checkpoint.base else None
+    archive = archive_of(checkpoint)
     everything = list(storages(checkpoint.tree))
     if archive is not None:
         problems += check_archive(archive, checkpoint.tree, progress)
@@ -147,15 +147,6 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
         fixes=_fixes(path, source, problems),
         part=checkpoint.part,
     )
-
-
-def _archive(checkpoint: Checkpoint) -> Archive | None:
-    """The zip that a file is, as it was read, so that its records are those of the tree."""
-    source = checkpoint.source
-    if not isinstance(source, Source) or source.read(0, min(2, source.size)) != b"PK":
-        return None
-    known = getattr(checkpoint.origin, "archive", None)
-    return known if isinstance(known, Archive) else zip_archive.read_archive(source)
 
 
 def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:

@@ -140,7 +140,7 @@ def test_other_arrays_are_what_a_pickle_has_for_them(kind: str, tmp_path: Path) 
     assert isinstance(node, Object) and array_entry(node) is None and plain(node) == array(node)
     ckptool.save(checkpoint, tmp_path / "b.pt")
     loaded = ckptool.load(tmp_path / "b.pt")
-    assert loaded.dtype == given.dtype.newbyteorder("=") or given.dtype.fields or kind == "big-endian texts"
+    assert loaded.dtype == given.dtype
     assert loaded.shape == given.shape and loaded.tolist() == given.tolist()
     import torch
 
