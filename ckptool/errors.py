@@ -36,11 +36,13 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from ckptool.spelling import in_python
+
 
 class CkptoolError(Exception):
     """Something that ckptool could not do, told in three parts.
 
-    `what` happened, with the path and the thing; `why`, what it means; `fix`, what to type or do next.
+    `what` happened, with the path and the thing; `why`, what it means; `fix`, what to type or do next, as on the command line.
     `exit_code` is what the command line ends with.
     """
 
@@ -54,7 +56,8 @@ class CkptoolError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        return "\n".join(part for part in (self.what, self.why, self.fix) if part)
+        """The three parts for people who write Python: options are called as the arguments that they are there."""
+        return "\n".join(in_python(part) for part in (self.what, self.why, self.fix) if part)
 
     def within(self, place: str) -> CkptoolError:
         """The same error, saying where it happened when its first part does not yet."""

@@ -261,7 +261,7 @@ class Folder:
                     self.names.append(entry.name)
                     if len(self.names) > MAX_FILES:
                         raise LimitExceeded(f"{self} holds more than {MAX_FILES:,} files", "Name a file in it.")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise file_problem(error, self.path, "read") from error
         self.names.sort()
 

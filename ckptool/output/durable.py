@@ -50,7 +50,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
             raise FileProblem(
                 f"cannot write {printable(path)}: it names a folder, which is not there",
                 "A file was to be written there.",
-                "Name a file, or use -d for the folder, which is made.",
+                "Name a file.",
             ) from None
         return real
     except (OSError, ValueError) as error:
@@ -59,7 +59,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
         raise FileProblem(
             f"cannot write {printable(path)}: it is a folder",
             "A file was to be written there.",
-            "Name a file in it, or use -d for the folder.",
+            "Name a file in it.",
         )
     if not stat.S_ISREG(status.st_mode):
         raise FileProblem(
@@ -70,7 +70,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
         raise OutputExists(
             f"{printable(path)} exists already",
             "It was left as it is.",
-            "Overwrite it: -f (in Python overwrite=True), or choose another name.",
+            "Overwrite it: -f, or choose another name.",
         )
     return real
 

@@ -430,7 +430,7 @@ def _ways(on_mismatch: str) -> str:
         return "slice cuts what is larger in every dimension. Fill up what is smaller: --on-mismatch pad; keep the target's: skip"
     if on_mismatch == "pad":
         return "pad fills up what is smaller in every dimension. Cut what is larger: --on-mismatch slice; keep the target's: skip"
-    return "Keep the target's: --on-mismatch skip; cut or fill up: --on-mismatch slice, pad"
+    return "Keep the target's: --on-mismatch skip; cut or fill up: --on-mismatch slice or --on-mismatch pad"
 
 
 def _no_match(report: LoadReport) -> list[Refusal]:

@@ -50,7 +50,7 @@ def strip(
     become one; `NoMatch` where a named prefix is on no key; `UsageError` for an empty prefix.
     """
     if "" in prefixes:
-        raise UsageError("the prefix is empty", "There would be nothing to take off.", "For example: --prefix model.")
+        raise UsageError("the prefix is empty", "There would be nothing to take off.", "For example: --prefix 'model.'")
     for root in roots:
         names = [name for name in _names(root) if name != COUNTER]
         for prefix in prefixes or (PEELED,):

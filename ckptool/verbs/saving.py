@@ -106,7 +106,7 @@ def save(
         raise UsageError(
             f"{verb} needs a place to write to" if out is None else f"{verb} was given both an output and --in-place",
             "Nothing is written unless one is named.",
-            "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place",
+            "A new file: -o OUT; the file itself: --in-place",
         )
     if options.get("verify", False) and not options.get("dry_run", False):
         refuse_damaged(original)

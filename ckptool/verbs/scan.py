@@ -93,9 +93,17 @@ def _files(folder: str) -> Iterator[str | None]:
                     yield entry.path
                 elif not entry.name.startswith("."):
                     below.append(entry.path)
-            elif entry.is_file():
+            elif _is_file(entry):
                 yield entry.path if _is_named_like_one(entry.name) else None
         stack.extend(reversed(below))
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """True for a file, or a link to one; a link that leads to itself is none."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
 
 
 def _is_named_like_one(name: str) -> bool:

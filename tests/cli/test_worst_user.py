@@ -1,0 +1,348 @@
+"""Every option of every command, as its worst user gives it: never a traceback, a hang, another exit code, or a file half written.
+
+The commands and their options are the program's own, so that a new one is tried, too. A seeded part is tried in the normal run.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from ckptool.cli import COMMANDS, main
+from tests.cli.options import Option, options_of
+from tests.training.small import MLP
+
+HARNESS = ("train", "resume", "prove", "prune")
+LONG = ("--exhaustive", "--processes")  # of `prove`: they take their time when all is well
+SECONDS = 10
+
+# A command line of each command that ends well, with the output that it writes.
+PLAIN = {
+    "inspect": "m.pt",
+    "show": "m.pt#epoch",
+    "diff": "m.pt n.pt",
+    "verify": "m.pt",
+    "doctor": "m.pt",
+    "scan": "there",
+    "strip-module": "m.pt -o out.pt",
+    "add-module": "m.pt -o out.pt",
+    "rename": "m.pt,*weight => *w,-o,out.pt",
+    "remap": "m.pt --to cpu -o out.pt",
+    "cast": "m.pt --dtype bf16 -o out.pt",
+    "edit": "m.pt --drop epoch -o out.pt",
+    "slim": "m.pt -o out.pt",
+    "convert": "m.pt -o out.safetensors",
+    "recover": "m.pt -o out.pt",
+    "bundle": "a=m.pt b=n.pt -o out.pt",
+    "unbundle": "g.pt -d out",
+    "average": "m.pt n.pt -o out.pt",
+    "bake": "m.pt -o out.pt",
+    "warm-start": "m.pt --against n.pt -o out.pt",
+    "spec": "m.pt -o out.json",
+    "train": "run.yaml",
+    "resume": "run",
+    "prove": "run.yaml --steps 2 --kills 1",
+    "prune": "run",
+}
+# For an option that takes a value: words that are no sense, other sense, too much sense.
+VALUES = (
+    *("", " ", "m.pt", "out.pt", "there", ".", "..", "missing.pt", "missing/out.pt", "m.pt/x", "there/", "text.txt"),
+    *(
+        "a\nb.pt",
+        "\x1b[31mred.pt",
+        'it\'s "so".pt',
+        "-x.pt",
+        "--",
+        "模型é.pt",
+        "\udcff.pt",
+        "\u202eflip.pt",
+        "x" * 300,
+        "a\0b",
+    ),
+    *("0", "-1", "3", "1.5", "nan", "inf", "-inf", "1e999", "9" * 5000, "true", "0x10", "1_000"),
+    *(
+        "a=b",
+        "=",
+        "a:=1",
+        "a:={",
+        "epoch:=NaN",
+        "a:=" + "[" * 3000,
+        "m.pt#",
+        "m.pt#sd",
+        "#",
+        "sd/a.weight",
+        "sd/a.weight=v.npy",
+    ),
+    *(
+        "*",
+        "re:(",
+        "re:.*",
+        "[",
+        "{n}",
+        "a => b",
+        "* => x",
+        "=>",
+        "sd/*",
+        "cpu",
+        "cuda:0=cpu",
+        "meta",
+        "bf16",
+        "i8",
+        "safetensors",
+    ),
+    *(
+        "5GB",
+        "0B",
+        "-5GB",
+        "1e3",
+        "5 XB",
+        "device,dtype",
+        ",",
+        ",,",
+        "0.5,0.5",
+        ":",
+        "0:1,:",
+        "...",
+        "::0",
+        "file.py:build",
+    ),
+    *(
+        "link.pt",
+        "loop.pt",
+        "broken.pt",
+        "pipe",
+        "/dev/null",
+        "/proc/self/mem",
+        "/dev/full",
+        "s3://a/b",
+        "-",
+        "~",
+        "v.npy",
+        "rules.yaml",
+    ),
+    *("train.steps=3", "train.steps=", "nonsense=1", "optim=3", "save.every=-1", "device=tpu", "run.yaml", "run"),
+)
+
+
+class Stuck(BaseException):
+    """A command that takes too long."""
+
+
+def _stuck(number: int, frame: object) -> NoReturn:
+    raise Stuck
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small files of all kinds, and a run."""
+    folder = tmp_path_factory.mktemp("worst") / "made"
+    folder.mkdir()
+    state = {"module.a.weight": torch.arange(6.0).reshape(2, 3), "module.a.bias": torch.zeros(2)}
+    torch.save({"sd": state, "epoch": 3}, folder / "m.pt")
+    torch.save({"sd": {key: value + 1 for key, value in state.items()}, "epoch": 4}, folder / "n.pt")
+    torch.save({"G": nn.Linear(3, 2).state_dict(), "D": nn.Linear(2, 1).state_dict(), "epoch": 3}, folder / "g.pt")
+    (folder / "there").mkdir()
+    shutil.copy(folder / "m.pt", folder / "there" / "one.pt")
+    (folder / "text.txt").write_text("some words\n")
+    (folder / "rules.yaml").write_text("- 'module.* => x.*'\n")
+    numpy.save(folder / "v.npy", numpy.ones((2, 3), "f4"))
+    os.symlink("m.pt", folder / "link.pt")
+    os.symlink("loop.pt", folder / "loop.pt")
+    os.symlink("nowhere.pt", folder / "broken.pt")
+    os.mkfifo(folder / "pipe")
+    config = {**MLP, "run": "run", "train": {"steps": 2}, "eval": {"every": 2}, "save": {"every": 1}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        assert main(["train", "run.yaml", "-q"]) == 0
+    finally:
+        os.chdir(here)
+    return folder
+
+
+@pytest.fixture
+def folder(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place of its own for every try; what `..` would write stays below the test's."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"RuntimeError: size mismatch for fc.weight")))
+    for name in ("CKPTOOL_DEBUG", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    here = os.getcwd()
+    yield tmp_path
+    os.chdir(here)
+
+
+def fresh(small: Path, folder: Path) -> Path:
+    """A copy of the files below `folder`, in which the command is run."""
+    place = folder / "a" / "b"
+    os.chdir(folder)
+    shutil.rmtree(folder / "a", ignore_errors=True)
+    place.mkdir(parents=True)
+    subprocess.run(["cp", "-a", f"{small}/.", str(place)], check=True)
+    os.chdir(place)
+    return place
+
+
+def contents(place: Path) -> dict[str, bytes | str]:
+    found: dict[str, bytes | str] = {}
+    for path in sorted(place.parent.rglob("*")):
+        name = str(path.relative_to(place.parent))
+        found[name] = (
+            "" if path.is_dir() else path.read_bytes() if path.is_file() and not path.is_symlink() else "other"
+        )
+    return found
+
+
+def options(command: str) -> list[Option]:
+    return [option for option in options_of(command) if option.flag not in LONG]
+
+
+def words_of(command: str) -> list[str]:
+    text = PLAIN[command]
+    return text.split("," if "," in text else None)
+
+
+def given(option: Option, value: str) -> list[str]:
+    """The option as it is typed. Joined by `=`, a value may begin with a dash."""
+    return (
+        [option.flag]
+        if option.is_flag
+        else [f"{option.flag}={value}"]
+        if value.startswith("-")
+        else [option.flag, value]
+    )
+
+
+def without(words: list[str], option: Option) -> list[str]:
+    """The words without this option and its value."""
+    short = {"--out": "-o", "--dir": "-d"}.get(option.flag, "")
+    for flag in (option.flag, short):
+        if flag and flag in words:
+            at = words.index(flag)
+            words = words[:at] + words[at + (1 if option.is_flag else 2) :]
+    return words
+
+
+def tries(rng: random.Random | None = None, count: int = 0) -> Iterator[tuple[str, ...]]:
+    """Command lines: all with one value in the place of one option or argument; or so many at random, with several."""
+    if rng is None:
+        for command in COMMANDS:
+            for option in options(command):
+                for value in ("",) if option.is_flag else VALUES:
+                    yield (command, *_with(command, option, value))
+        return
+    for _ in range(count):
+        command = rng.choice([name for name in COMMANDS if name not in HARNESS] * 3 + list(HARNESS))
+        known = options(command)
+        words = words_of(command)
+        for option in rng.sample(known, min(rng.choice((1, 1, 1, 2, 3)), len(known))):
+            words = _with(command, option, rng.choice(option.choices or VALUES) if rng.random() < 0.9 else "", words)
+        yield (command, *words)
+
+
+def _with(command: str, option: Option, value: str, words: list[str] | None = None) -> list[str]:
+    words = words_of(command) if words is None else words
+    if option.flag:
+        return without(words, option) + given(option, value)
+    return [value if value[:1] != "-" or value == "-" else f"./{value}", *words[1:]]
+
+
+def problem_of(command: tuple[str, ...], small: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is wrong with how a command line ends; empty where nothing is."""
+    place = fresh(small, folder)
+    before = contents(place)
+    capsys.readouterr()
+    signal.alarm(SECONDS)
+    try:
+        code: Any = main(command)
+    except Stuck:
+        return "hangs"
+    except BaseException as error:  # noqa: BLE001 (that is what is looked for)
+        return f"raises {type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+    out, err = capsys.readouterr()
+    told = out + err
+    if code not in ((0, 1, 2, 3, 130, 143) if command[0] in HARNESS else (0, 1, 2)):
+        return f"ends with {code}"
+    for word in (
+        "Traceback",
+        "bug in ckptool",
+        "error[bug]",
+        "Value error",
+        "Possible options",
+        "Invalid value",
+        "Errno",
+    ):
+        if word in told and not ("Traceback" in word and "user-code" in told):
+            return f"says {word!r}: {told[:300]}"
+    if raw := {c for c in told if not c.isprintable()} - {"\n"}:
+        return f"prints {raw!r}"
+    if code == 2 and not told.strip():
+        return "says nothing"
+    after = contents(place)
+    if left := [name for name in after if "/.ckptool-" in f"/{name}"]:
+        return f"leaves {left}"
+    if code == 2 and command[0] not in HARNESS and after != before:
+        changed = sorted(name for name in after.keys() | before.keys() if after.get(name) != before.get(name))
+        return f"changes {changed} though it ends with 2: {told[:300]}"
+    return ""
+
+
+def _all_tried(
+    commands: Iterator[tuple[str, ...]], small: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> int:
+    was = signal.signal(signal.SIGALRM, _stuck)
+    wrong, count = [], 0
+    try:
+        for command in commands:
+            count += 1
+            if problem := problem_of(command, small, folder, capsys):
+                shown = " ".join(word if len(word) < 80 else f"{word[:40]}…" for word in map(repr, command))
+                wrong.append(f"{shown}\n    {problem}")
+    finally:
+        signal.signal(signal.SIGALRM, was)
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:40])
+    return count
+
+
+def test_a_seeded_part_of_what_the_worst_user_types(
+    small: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _all_tried(tries(random.Random(9), 400), small, folder, capsys) == 400
+
+
+@pytest.mark.soak
+def test_all_that_the_worst_user_types(small: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _all_tried(tries(), small, folder, capsys) > 5_000
+
+
+@pytest.mark.soak
+def test_many_combinations_of_what_the_worst_user_types(
+    small: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _all_tried(tries(random.Random(10), 10_000), small, folder, capsys)
+
+
+def test_every_command_has_a_line_that_ends_well(small: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(PLAIN) == set(COMMANDS)
+    for command in COMMANDS:
+        if command not in ("prove", "prune"):
+            fresh(small, folder)
+            if command == "train":
+                shutil.rmtree("run")
+            assert main([command, *words_of(command)]) in (0, 1), capsys.readouterr()

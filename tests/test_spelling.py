@@ -1,0 +1,157 @@
+"""Messages name options as the command line has them; what Python shows names the arguments that they are there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.cli import COMMANDS, main
+from ckptool.errors import CkptoolError
+from ckptool.spelling import NAMES, SWITCHES, VALUED, in_python
+from ckptool.verbs.saving import SaveOptions
+from tests.cli.options import options_of
+
+FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
+COMMAND = re.compile(r"(?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*")
+OTHERS = re.compile(r"^(gzip|bzip2|xz|zstd|lz4|unzip|mkdir) -|: (head|zip|ls) -")  # programs with options of their own
+# What only a shell needs: how much is printed, and how.
+SHELL_ONLY = {"--json", "--sort", "--depth", "--stat", "--name-only", "--init", "--schema", "--all", "--add"}
+
+
+def arguments_of(command: str) -> set[str]:
+    function = getattr(ckptool, command.replace("-", "_"))
+    known = inspect.signature(function).parameters
+    return {*known, *(SaveOptions.__annotations__ if "options" in known else ())}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_spelling_in_python_that_its_function_takes(command: str) -> None:
+    for option in options_of(command):
+        if not option.flag or option.flag in SHELL_ONLY or option.flag in ("--quiet", "--dir", "--exhaustive"):
+            continue
+        assert option.flag in (SWITCHES if option.is_flag else VALUED), option
+        name = NAMES.get(option.flag, option.flag.lstrip("-").replace("-", "_"))
+        if option.flag == "--to" and command != "remap":
+            name = "container"
+        if (command, name) in (("train", "dry_run"), ("verify", "container")):  # a function of its own; none
+            continue
+        if (command, option.flag) == ("warm-start", "--optimizer"):
+            name = "optimizer"
+        assert name in arguments_of(command), (option, name)
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Every text of a module, docstrings excepted."""
+    tree = ast.parse(path.read_text())
+    homes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = {id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, homes) and isinstance(n.body[0], ast.Expr)}
+    inner = {id(value) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for value in n.values}
+    for node in ast.walk(tree):
+        if id(node) in docs or id(node) in inner:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        elif isinstance(node, ast.JoinedStr):
+            parts = (str(v.value) if isinstance(v, ast.Constant) else "X" for v in node.values)
+            yield node.lineno, "".join(parts)
+
+
+def test_no_message_of_the_library_keeps_an_option_of_the_command_line() -> None:
+    home = Path(ckptool.__file__).parent
+    wrong = []
+    for path in sorted(home.rglob("*.py")):
+        place = path.relative_to(home)
+        if place.parts[0] in ("cli", "render", "training") or place.name in ("spelling.py", "commands.py"):
+            continue
+        for line, text in messages(path):
+            if " " in text and FLAG.search(COMMAND.sub("", in_python(text))) and not OTHERS.search(text):
+                wrong.append(f"{place}:{line}: {in_python(text)}")
+    allowed = "inspect --json"
+    assert not [each for each in wrong if allowed not in each]
+
+
+def test_the_spellings() -> None:
+    for typed, python in {
+        "Overwrite it: -f, or choose another name.": "Overwrite it: overwrite=True, or choose another name.",
+        "Keep the target's: --on-mismatch skip": "Keep the target's: on_mismatch='skip'",
+        "go on without --optimizer": "go on without optimizer=True",
+        "--all keeps everything; --only and --exclude do not": "all=True keeps everything; only and exclude do not",
+        "For example: --drop 'optimizer*', --set epoch:=3": "For example: drop=['optimizer*'], set={'epoch': 3}",
+        "--to cpu, or --map cuda:1=cuda:0": "to='cpu', or moves={'cuda:1': 'cuda:0'}",
+        "--to safetensors": "container='safetensors'",
+        "See: ckptool inspect FILE --all; or --exclude NAME": "See: ckptool inspect FILE --all; or exclude=[NAME]",
+        "Start another: --set run=OTHER": "Start another: set=['run=OTHER']",
+        "For example: --ema 0.999": "For example: ema=0.999",
+        "--rename 'a => b'": "rename=['a => b']",
+        "a well-known half-way house of -1 to -3": "a well-known half-way house of -1 to -3",
+        "ulimit -a": "ulimit -a",
+    }.items():
+        assert in_python(typed) == python
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    state = {"module.a": torch.ones(2), "b": torch.ones(3)}
+    torch.save({"sd": state, "ema": state, "epoch": 1}, "two.pt")
+    torch.save({"sd": {"module.a": torch.ones(2)}, "epoch": 1}, "one.pt")
+    torch.save({"a": torch.ones(3), "b": torch.ones(1).expand(10_000)}, "flat.pt")
+    torch.save({"w": torch.zeros(2, 2), "x": torch.nn.Linear}, "odd.pt")
+    shutil.copy("one.pt", "there.pt")
+    return tmp_path
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "exists": lambda: ckptool.strip_module("one.pt", "there.pt"),
+    "the input": lambda: ckptool.strip_module("one.pt", "one.pt"),
+    "nowhere": lambda: ckptool.strip_module("one.pt"),
+    "both": lambda: ckptool.strip_module("one.pt", "x.pt", in_place=True),
+    "some keys": lambda: ckptool.strip_module("two.pt", "x.pt", at="sd"),
+    "no prefix": lambda: ckptool.strip_module("one.pt", "x.pt", prefix="zzz."),
+    "empty prefix": lambda: ckptool.strip_module("one.pt", "x.pt", prefix=""),
+    "two roots": lambda: ckptool.convert("two.pt", "x.safetensors", at="epoch"),
+    "no rule": lambda: ckptool.rename("one.pt", [], "x.pt"),
+    "not a rule": lambda: ckptool.rename("one.pt", "a", "x.pt"),
+    "no match": lambda: ckptool.rename("one.pt", "a => b", "x.pt"),
+    "no device": lambda: ckptool.remap("one.pt", "x.pt"),
+    "bad device": lambda: ckptool.remap("one.pt", "x.pt", to="gpu"),
+    "nothing to edit": lambda: ckptool.edit("one.pt", "x.pt"),
+    "nothing to drop": lambda: ckptool.edit("one.pt", "x.pt", drop="zzz"),
+    "shards": lambda: ckptool.convert("one.pt", "x.pt", shard_size="5GB"),
+    "all and only": lambda: ckptool.convert("one.pt", "x.safetensors", all=True, only="a"),
+    "expanded": lambda: ckptool.convert("flat.pt", "x.safetensors"),
+    "in place to another": lambda: ckptool.cast("one.pt", dtype="bf16", in_place=True, container="npz"),
+    "one to average": lambda: ckptool.average(["one.pt"], "x.pt"),
+    "decay": lambda: ckptool.average(["one.pt", "one.pt"], "x.pt", ema=3),
+    "slim in place": lambda: ckptool.slim("one.pt", in_place=True),
+    "unbundle": lambda: ckptool.unbundle("one.pt"),
+    "recover": lambda: ckptool.recover("one.pt", "there.pt"),
+    "digest": lambda: ckptool.verify("one.pt", write_digest="there.pt"),
+    "spec": lambda: ckptool.spec("one.pt", "there.pt"),
+    "load_into": lambda: ckptool.load_into(torch.nn.Linear(2, 2), "flat.pt"),
+    "remote": lambda: ckptool.convert("one.pt", "s3://a/b.safetensors"),
+    "stdout": lambda: ckptool.convert("one.pt", "-"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_error_in_python_advises_arguments(name: str, folder: Path) -> None:
+    with pytest.raises(CkptoolError) as caught:
+        CALLS[name]()
+    assert not FLAG.search(COMMAND.sub("", str(caught.value))), str(caught.value)
+
+
+def test_the_same_error_on_the_command_line_advises_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["strip-module", "one.pt", "-o", "there.pt"]) == 2
+    assert "Overwrite it: -f, or" in capsys.readouterr().err
+    with pytest.raises(CkptoolError, match="overwrite=True"):
+        ckptool.strip_module("one.pt", "there.pt")
