@@ -22,10 +22,7 @@ NAMES = {
     "--from": "from_folder",
     "--latest-good": "latest_only",
 }
-SWITCHES = frozenset(
-    "-f -n --force --all --dedup --digest --dry-run --exhaustive --finite --full --in-place --keep-optimizer --keep-unknown --latest-good"
-    " --materialize --optimizer --partial --quick --spectral --stats --strict --verify --weights-only".split()
-)
+SHELL = frozenset("--help --init --json --schema --version".split())  # what only a shell needs
 VALUED = frozenset(
     "-o -d --out --dir --against --at --atol --drop --dtype --ema --error --exclude --fill-from --form --from --ignore --kills --map"
     " --min-loaded --on-mismatch --only --prefix --processes --rename --resume --rtol --rules --seed --set --shard-size --slice --steps"
@@ -56,10 +53,10 @@ def _translated(text: str) -> str:
 def _argument(match: re.Match[str]) -> str:
     flag, value = match[1], match[2]
     name = NAMES.get(flag, flag.lstrip("-").replace("-", "_"))
-    if flag in SWITCHES:
-        return f"{name}=True" + (f" {value}" if value is not None else "")
-    if flag not in VALUED:
+    if flag in SHELL or (not flag.startswith("--") and flag not in NAMES):
         return match[0]
+    if flag not in VALUED:
+        return f"{name}=True" + (f" {value}" if value is not None else "")
     if flag == "--to" and (value is None or not _DEVICE.match(value)):
         name = "container"
     return name if value is None else f"{name}={_literal(flag, value)}"

@@ -27,7 +27,7 @@ from tests.cli.options import Option, options_of
 from tests.training.small import MLP
 
 HARNESS = ("train", "resume", "prove", "prune")
-LONG = ("--exhaustive", "--processes")  # of `prove`: they take their time when all is well
+LONG = ("--exhaustive", "--processes", "--steps", "--kills")  # of `prove`: they take their time when all is well
 SECONDS = 10
 
 # A command line of each command that ends well, with the output that it writes.
