@@ -36,6 +36,7 @@ _DEVICE = re.compile(r"'?(cpu|cuda|mps|xpu|meta|DEVICE)\b")
 _WORDS = "auto|copy|cpu|error|must|never|new|none|npz|old|pad|plain|record|safetensors|sharded|skip|slice"
 _VALUE = rf"'[^']*'|(?:{_WORDS})\b|(?=[^\s;]*[^\sa-z;,.)])[^\s;,)]*[^\s;,.:)]"
 _OPTION = re.compile(rf"(?<![\w'-])(--?[a-z][a-z-]*)(?:[ =]({_VALUE}))?")
+_FOLDER = re.compile(r"(?<!\S)-d\b")
 _COMMAND = re.compile(r"((?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*)")
 
 
@@ -46,7 +47,11 @@ def in_python(text: str) -> str:
 
 
 def _translated(text: str) -> str:
-    pieces = _COMMAND.split(text)
+    clauses = text.split("; ")
+    kept = [
+        clause for clause in clauses if not _FOLDER.search(clause)
+    ] or clauses  # most functions write no several files
+    pieces = _COMMAND.split("; ".join(kept))
     return "".join(piece if number % 2 else _OPTION.sub(_argument, piece) for number, piece in enumerate(pieces))
 
 

@@ -84,6 +84,8 @@ def test_no_message_of_the_library_keeps_an_option_of_the_command_line() -> None
 def test_the_spellings() -> None:
     for typed, python in {
         "Overwrite it: -f, or choose another name.": "Overwrite it: overwrite=True, or choose another name.",
+        "Name a file; or use -d for the folder": "Name a file",
+        "For example: -d gan2": "For example: folder='gan2'",
         "Keep the target's: --on-mismatch skip": "Keep the target's: on_mismatch='skip'",
         "go on without --optimizer": "go on without optimizer=True",
         "--all keeps everything; --only and --exclude do not": "all=True keeps everything; only and exclude do not",

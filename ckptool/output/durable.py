@@ -50,7 +50,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
             raise FileProblem(
                 f"cannot write {printable(path)}: it names a folder, which is not there",
                 "A file was to be written there.",
-                "Name a file.",
+                "Name a file; or use -d for the folder, which is made.",
             ) from None
         return real
     except (OSError, ValueError) as error:
@@ -59,7 +59,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
         raise FileProblem(
             f"cannot write {printable(path)}: it is a folder",
             "A file was to be written there.",
-            "Name a file in it.",
+            "Name a file in it; or use -d for the folder.",
         )
     if not stat.S_ISREG(status.st_mode):
         raise FileProblem(
