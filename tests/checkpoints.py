@@ -10,6 +10,7 @@ import torch
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
+from ckptool.spelling import in_python
 from tests.helpers import torch_bytes, written
 
 
@@ -31,5 +32,5 @@ def weights(*names: str) -> dict[str, torch.Tensor]:
 def three_parts(error: CkptoolError) -> tuple[str, str]:
     """An error's code and what happened; fails where it does not also say what that means or what to do."""
     assert error.what and (error.why or error.fix), error
-    assert str(error) == "\n".join(part for part in (error.what, error.why, error.fix) if part)
+    assert str(error) == "\n".join(in_python(part) for part in (error.what, error.why, error.fix) if part)
     return error.code, error.what
