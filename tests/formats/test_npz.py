@@ -306,7 +306,7 @@ def test_expanded_views_are_asked_about(tmp_path: Path) -> None:
 
 
 def test_all_is_for_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--all writes safetensors, not npz"):
+    with pytest.raises(UsageError, match="all=True writes safetensors, not npz"):
         ckptool.convert(saved(weights("a.weight"), tmp_path / "a.pt"), tmp_path / "a.npz", all=True)
 
 

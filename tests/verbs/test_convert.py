@@ -225,7 +225,7 @@ def test_a_part_with_all_that_it_holds(tmp_path: Path) -> None:
 def test_all_leaves_nothing_out(tmp_path: Path) -> None:
     file = make("dp.pt", tmp_path)
     for options in ({"only": ["*"]}, {"exclude": ["*.bias"]}):
-        with pytest.raises(UsageError, match="--all keeps everything"):
+        with pytest.raises(UsageError, match="all=True keeps everything"):
             ckptool.convert(file, tmp_path / "out.safetensors", all=True, **options)
 
 

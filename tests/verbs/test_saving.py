@@ -126,7 +126,7 @@ def test_one_place_to_write_to(verb: str, file: Path, tmp_path: Path) -> None:
 
 @in_place
 def test_in_place_keeps_the_container(verb: str, file: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--in-place keeps the container"):
+    with pytest.raises(UsageError, match="in_place=True keeps the container"):
         VERBS[verb](file, in_place=True, container="safetensors")
     assert len(contents(tmp_path)) == 1
 

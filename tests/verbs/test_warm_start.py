@@ -316,7 +316,7 @@ def test_strict_does_not_pass_over_what_is_skipped(tmp_path: Path) -> None:
     [
         ("pad", 9, "Cut what is larger: --on-mismatch slice"),
         ("slice", 2, "Fill up what is smaller: --on-mismatch pad"),
-        ("error", 9, "cut or fill up: --on-mismatch slice, pad"),
+        ("error", 9, "cut or fill up: --on-mismatch slice or --on-mismatch pad"),
     ],
 )
 def test_the_advice_for_a_shape_is_another_than_what_was_tried(
