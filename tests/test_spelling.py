@@ -17,7 +17,7 @@ import ckptool
 from ckptool.cli import COMMANDS, main
 from ckptool.errors import CkptoolError
 from ckptool.spelling import NAMES, VALUED, in_python
-from ckptool.verbs.saving import SaveOptions
+from ckptool.verbs import saving
 from tests.cli.options import options_of
 
 FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
@@ -32,7 +32,8 @@ SHELL_ONLY = {"--json", "--sort", "--depth", "--stat", "--name-only", "--init", 
 def arguments_of(command: str) -> set[str]:
     function = getattr(ckptool, command.replace("-", "_"))
     known = inspect.signature(function).parameters
-    return {*known, *(SaveOptions.__annotations__ if "options" in known else ())}
+    more = re.search(r"Unpack\[(\w+)\]", str(known["options"].annotation)) if "options" in known else None
+    return {*known, *(getattr(saving, more[1]).__annotations__ if more else ())}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
