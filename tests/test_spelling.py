@@ -17,7 +17,7 @@ import ckptool
 from ckptool.cli import COMMANDS, main
 from ckptool.errors import CkptoolError
 from ckptool.spelling import NAMES, VALUED, in_python
-from ckptool.verbs import saving
+from ckptool.verbs import changing, saving
 from tests.cli.options import options_of
 
 FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
@@ -33,7 +33,10 @@ def arguments_of(command: str) -> set[str]:
     function = getattr(ckptool, command.replace("-", "_"))
     known = inspect.signature(function).parameters
     more = re.search(r"Unpack\[(\w+)\]", str(known["options"].annotation)) if "options" in known else None
-    return {*known, *(getattr(saving, more[1]).__annotations__ if more else ())}
+    return {
+        *known,
+        *(getattr(changing if more[1] == "ChangeOptions" else saving, more[1]).__annotations__ if more else ()),
+    }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -64,7 +67,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
         elif isinstance(node, ast.JoinedStr):
-            parts = (str(v.value) if isinstance(v, ast.Constant) else "X" for v in node.values)
+            parts = (str(v.value) if isinstance(v, ast.Constant) else "x" for v in node.values)
             yield node.lineno, "".join(parts)
 
 

@@ -101,7 +101,7 @@ def _refuse_extract(verb: str, opened: Opened, extract: bool, options: SaveOptio
         raise UsageError(
             f"{verb} was to write a part alone, and no part was named",
             "The whole file is written without --extract.",
-            f"Name it: {verb} FILE#ADDRESS --extract -o OUT",
+            f"Name it: ckptool {verb} FILE#ADDRESS --extract -o OUT",
         )
     if extract and options.get("in_place", False):
         raise UsageError(
