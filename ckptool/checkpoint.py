@@ -204,7 +204,7 @@ class TensorEntry:
 
     def __repr__(self) -> str:
         kind = "parameter" if self.flags.parameter else "tensor"
-        place = "" if self.location == "cpu" else f" on {self.location}"
+        place = "" if self.location == "cpu" else f" on {printable(self.location)}"
         return f"<{kind} {self.dtype.name}{list(self.shape)}{place}>"
 
 
@@ -271,7 +271,7 @@ class Composite:
 
     def __repr__(self) -> str:
         shape = "" if self.shape is None else list(self.shape)
-        return f"<{self.kind} tensor {self.dtype or ''}{shape}>"
+        return f"<{printable(self.kind)} tensor {self.dtype or ''}{shape}>"
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ckptool.errors import LimitExceeded
+from ckptool.errors import LimitExceeded, printable
 
 
 class Global:
@@ -39,7 +39,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
     def __repr__(self) -> str:
-        return f"<name {self}>"
+        return f"<name {printable(str(self))}>"
 
 
 _GLOBALS: WeakValueDictionary[tuple[str, str], Global] = WeakValueDictionary()
@@ -130,7 +130,7 @@ class Object:
         raise KeyError(key)
 
     def __repr__(self) -> str:
-        return f"<{self.name}>"
+        return f"<{printable(self.name)}>"
 
 
 def is_hashable(value: Any) -> bool:

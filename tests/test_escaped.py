@@ -1,0 +1,271 @@
+"""Whatever a file calls things: no control character of it reaches a terminal, a notebook or a log, on any way out."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import shlex
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+import ckptool
+from ckptool.checkpoint import Checkpoint, Literal, Storage, StorageRef, TensorEntry
+from ckptool.cli import COMMANDS, main
+from ckptool.dtypes import by_name
+from ckptool.errors import CkptoolError
+from ckptool.formats import torch_zip
+from ckptool.nodes import Global, Object, OrderedDict, Set
+from ckptool.output import replace_file
+from ckptool.tree import walk
+
+# ESC, BEL, backspace, carriage return, C1's CSI, DEL, bidi marks, separators of lines, an invisible space, half of a surrogate pair.
+ODD = (
+    "\x1b[31m",
+    "\x07",
+    "\x08",
+    "\r",
+    "\x9b31m",
+    "\x7f",
+    "\u202e",
+    "\u2066",
+    "\u2028",
+    "\u200b\u200e",
+    "\ufeff",
+    "\n",
+    "\x00",
+    "\udcff",
+)
+
+
+def raw(text: str) -> list[str]:
+    """The characters that should have been escaped; lines and columns may be the program's own."""
+    return sorted({c for c in text if not c.isprintable() and c not in "\n\t"})
+
+
+class Evil:
+    """Gives texts with one odd thing each, in turn."""
+
+    def __init__(self, without: str = "") -> None:
+        self.odd = itertools.cycle(odd for odd in ODD if not set(odd) & set(without))
+        self.count = 0
+
+    def __call__(self, word: str) -> str:
+        self.count += 1
+        return f"{word}{next(self.odd)}{self.count}"
+
+
+def tensor(evil: Evil, size: int = 3, **changes: Any) -> TensorEntry:
+    data = numpy.arange(size, dtype=numpy.float32).tobytes()
+    return TensorEntry(Storage(Literal(data), evil("cuda")), by_name("f32"), (size,), (1,), **changes)
+
+
+def thing(evil: Evil, how: str = "call", name: Global | None = None) -> Object:
+    made = Object(name or Global("mod", "Class"), (evil("argument"), 1), how)
+    made.state = {evil("attribute"): evil("value")}
+    return made
+
+
+def torch_file(path: Path, evil: Evil) -> Path:
+    """A checkpoint in which every text that a torch zip can hold is odd."""
+    weights = OrderedDict(
+        {f"module.{evil('w')}": tensor(evil) for _ in ODD}, {"_metadata": {evil("m"): {"version": 1}}}
+    )
+    tree = {
+        "state_dict": weights,
+        evil("model"): {evil("w"): tensor(evil), evil("layer") + ".weight": tensor(evil)},
+        evil("key"): [
+            evil("text"),
+            {evil("a"): evil("b")},
+            Set([evil("item")]),
+            evil("bytes").encode("utf-8", "surrogatepass"),
+        ],
+        "object": thing(evil, "new"),
+        "name": Global("mod", "name"),
+        "storage": StorageRef(Storage(Literal(b"abcd"), evil("cpu")), by_name("u8")),
+        (evil("tuple"), 1): thing(evil),
+        "optimizer": {
+            "state": {0: {"step": tensor(evil, 1)}},
+            "param_groups": [{"params": [0], evil("lr"): 1, "name": evil("group")}],
+        },
+    }
+    replace_file(torch_zip.write(Checkpoint(tree, torch_zip.NAME), keep_unknown=True), path, overwrite=True)
+    return path
+
+
+def names_file(path: Path, evil: Evil) -> Path:
+    """An object of a class with an odd name: no such file is read."""
+    tree = {"w": tensor(evil), "object": thing(evil, name=Global(evil("module"), evil("Class")))}
+    replace_file(torch_zip.write(Checkpoint(tree, torch_zip.NAME), keep_unknown=True), path, overwrite=True)
+    return path
+
+
+def plain_file(path: Path, evil: Evil) -> Path:
+    """Weights alone, which every verb takes."""
+    replace_file(
+        torch_zip.write(Checkpoint({f"module.{evil('w')}": tensor(evil) for _ in ODD}, torch_zip.NAME)),
+        path,
+        overwrite=True,
+    )
+    return path
+
+
+def safetensors_file(path: Path, evil: Evil) -> Path:
+    header: dict[str, Any] = {
+        evil("w"): {"dtype": "F32", "shape": [1], "data_offsets": [4 * n, 4 * n + 4]} for n in range(len(ODD))
+    }
+    header["__metadata__"] = {evil("key"): evil("value") for _ in ODD} | {"format": evil("pt")}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4 * len(ODD)))
+    return path
+
+
+def npz_file(path: Path, evil: Evil) -> Path:
+    array = io.BytesIO()
+    numpy.save(array, numpy.ones(2, numpy.float32))
+    with zipfile.ZipFile(path, "w") as archive:
+        for _ in ODD:
+            archive.writestr(evil("w") + ".npy", array.getvalue())
+    return path
+
+
+def index_file(path: Path, evil: Evil) -> Path:
+    """An index of shards that are not there."""
+    path = path.with_suffix(".index.json")
+    path.write_text(
+        json.dumps({"metadata": {evil("k"): evil("v")}, "weight_map": {evil("w"): evil("shard") for _ in ODD}})
+    )
+    return path
+
+
+def broken_file(path: Path, evil: Evil) -> Path:
+    """A zip whose records have odd names, and nothing else."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for _ in ODD:
+            archive.writestr(f"{evil('folder')}/{evil('record')}", b"x")
+    return path
+
+
+# Halves of surrogate pairs and NULs cannot be spelt in some of the containers.
+FILES: dict[str, Callable[[Path], Path]] = {
+    "torch": lambda folder: torch_file(folder / "torch.pt", Evil()),
+    "plain": lambda folder: plain_file(folder / "plain.pt", Evil("\udcff")),
+    "names": lambda folder: names_file(folder / "names.pt", Evil("\udcff\n")),
+    "safetensors": lambda folder: safetensors_file(folder / "s.safetensors", Evil("\udcff")),
+    "npz": lambda folder: npz_file(folder / "n.npz", Evil("\udcff\0")),
+    "index": lambda folder: index_file(folder / "model", Evil("\udcff\0")),
+    "broken": lambda folder: broken_file(folder / "broken.pt", Evil("\udcff\0")),
+}
+COMMAND_LINES = {
+    "inspect": ("inspect FILE --all", "inspect FILE --stats --json", "inspect FILE --depth 9"),
+    "show": ("show FILE#state_dict", "show FILE", "show FILE#0"),
+    "diff": ("diff FILE OTHER", "diff OTHER FILE --json", "diff FILE#state_dict OTHER"),
+    "verify": ("verify FILE", "verify FILE --json"),
+    "doctor": ("doctor FILE", "doctor FILE --json", "doctor FILE --against OTHER"),
+    "scan": ("scan FILE", "scan FILE --json", "scan FOLDER"),
+    "strip-module": (
+        "strip-module FILE -n",
+        "strip-module FILE -o OUT.pt --keep-unknown",
+        "strip-module FILE -n --json",
+    ),
+    "add-module": ("add-module FILE -n", "add-module FILE -o OUT.pt"),
+    "rename": ("rename FILE '* => x.*' -n --keep-unknown", "rename FILE '* => x' -n", "rename FILE nothing=>at.all -n"),
+    "remap": ("remap FILE --to cpu -n --keep-unknown", "remap FILE --map cuda:1=cpu -n"),
+    "cast": ("cast FILE --dtype bf16 -n --keep-unknown", "cast FILE --dtype f16 -o OUT.pt"),
+    "edit": ("edit FILE --drop '*' -n --keep-unknown", "edit FILE --set nothing:=1 -n", "edit FILE --set w=1 -n"),
+    "slim": ("slim FILE -n --keep-unknown", "slim FILE -o OUT.pt --dedup"),
+    "convert": (
+        "convert FILE -o OUT.safetensors",
+        "convert FILE --all -o OUT.safetensors",
+        "convert FILE --weights-only -o OUT.pt -f",
+    ),
+    "recover": ("recover FILE -o OUT.pt",),
+    "bundle": ("bundle -o OUT.pt a=FILE b=OTHER",),
+    "unbundle": ("unbundle FILE -d OUT.d", "unbundle FILE -d OUT.d -n"),
+    "average": ("average FILE OTHER -o OUT.pt", "average FILE FILE -o OUT.pt -n"),
+    "bake": ("bake FILE -n",),
+    "warm-start": ("warm-start FILE --against OTHER", "warm-start OTHER --against FILE --json"),
+    "spec": ("spec FILE -o OUT.spec.json", "spec FILE"),
+    "train": (),
+    "resume": ("resume FILE",),
+    "prove": ("prove FILE",),
+    "prune": ("prune FILE -n",),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("odd")
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_program_prints_no_control_character_of_a_file(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert set(COMMAND_LINES) == set(COMMANDS)
+    file, other = FILES[kind](folder), plain_file(folder / "other.pt", Evil("\udcff"))
+    wrong = []
+    for number, line in enumerate(itertools.chain(*COMMAND_LINES.values())):
+        words = shlex.split(
+            line.replace("OUT", f"{folder}/{kind}{number}").replace("FILE", str(file)).replace("OTHER", str(other))
+        )
+        words = [word.replace("FOLDER", str(folder)) for word in words]
+        capsys.readouterr()
+        code = main(words)
+        out, err = capsys.readouterr()
+        wrong += [(line, raw(text), text) for text in (out, err) if raw(text)]
+        assert code in (0, 1, 2, 3) and "[bug]" not in err, (line, err)
+        if "--json" in words:
+            json.loads(out)
+    assert not wrong, "\n".join(f"{line}: {found}: {text[:500]!r}" for line, found, text in wrong)
+
+
+def answers(file: Path, other: Path) -> Iterator[tuple[str, Any]]:
+    """What the library gives of a file, or raises."""
+    calls: dict[str, Callable[[], Any]] = {
+        "open": lambda: ckptool.open(file),
+        "inspect": lambda: ckptool.inspect(file),
+        "show": lambda: ckptool.show(file),
+        "diff": lambda: ckptool.diff(file, other),
+        "verify": lambda: ckptool.verify(file),
+        "doctor": lambda: ckptool.doctor(file),
+        "scan": lambda: ckptool.scan(file),
+        "strip_module": lambda: ckptool.strip_module(file, file.with_suffix(".out.pt"), dry_run=True),
+        "convert": lambda: ckptool.convert(file, file.with_suffix(".out.safetensors"), dry_run=True),
+        "slim": lambda: ckptool.slim(file, file.with_suffix(".out.pt"), dry_run=True, keep_unknown=True),
+        "cast": lambda: ckptool.cast(file, file.with_suffix(".out.pt"), dtype="bf16", dry_run=True, keep_unknown=True),
+        "rename": lambda: ckptool.rename(file, ["* => x"], file.with_suffix(".out.pt"), dry_run=True),
+        "remap": lambda: ckptool.remap(file, file.with_suffix(".out.pt"), to="cpu", dry_run=True),
+        "warm_start": lambda: ckptool.warm_start(file, against=other),
+        "spec": lambda: ckptool.spec(file),
+        "load": lambda: ckptool.load(file),
+        "recover": lambda: ckptool.recover(file, file.with_suffix(".out.pt"), dry_run=True),
+    }
+    for name, call in calls.items():
+        try:
+            yield name, call()
+        except CkptoolError as error:
+            yield f"{name}'s error", error
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_no_text_of_an_object_has_a_control_character_of_a_file(kind: str, folder: Path) -> None:
+    file, other = FILES[kind](folder), plain_file(folder / "other.pt", Evil("\udcff"))
+    wrong = []
+    for name, answer in answers(file, other):
+        texts = {"repr": repr(answer), "str": str(answer), "format": f"{answer}"}
+        if hasattr(answer, "_repr_html_"):
+            texts["html"] = answer._repr_html_()
+        if isinstance(answer, Checkpoint):
+            for number, (_, node) in enumerate(walk(answer.tree)):
+                if not isinstance(node, str):
+                    texts |= {f"repr of {number}": repr(node), f"str of {number}": str(node)}
+            texts |= {f"note {note.code}": f"{note.message} {note!r}" for note in answer.notes}
+        wrong += [f"{name}: {what}: {raw(text)}: {text[:300]!r}" for what, text in texts.items() if raw(text)]
+    assert not wrong, "\n".join(wrong)
