@@ -25,13 +25,18 @@ def blamed() -> Iterator[None]:
         raise
     except (MemoryError, RecursionError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if (told := _told(error)) is None:
             raise
         raise told from error
 
 
-def _told(error: Exception) -> CkptoolError | None:
+def took_part(error: BaseException) -> bool:
+    """True where a file of the user's is in the traceback."""
+    return any(_is_theirs(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _told(error: BaseException) -> CkptoolError | None:
     """The error in words; None for one that ckptool itself raised."""
     frames = traceback.extract_tb(error.__traceback__)
     what = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])[:200]}"

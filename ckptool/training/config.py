@@ -5,6 +5,7 @@ Every class is a section of the file. Unknown keys are errors; `configfile.py` s
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -162,8 +163,10 @@ class Stop(Section):
     @classmethod
     def _seconds(cls, value: Any) -> Any:
         units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-        if isinstance(value, str) and value[-1:] in units:
-            return float(value[:-1]) * units[value[-1]]
+        if isinstance(value, str) and (found := re.fullmatch(r"([0-9]+\.?[0-9]*) *([smhd])", value)):
+            return float(found[1]) * units[found[2]]
+        if isinstance(value, str):
+            raise ValueError(f"should be a number of seconds, or a time like 90s, 30m, 2h or 1d (it is {value[:40]!r})")
         return value
 
 

@@ -13,41 +13,29 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ckptool.errors import Conflict, UsageError, printable
+from ckptool.errors import Conflict, UsageError, printable, quoted
 from ckptool.files import read_small_text
 from ckptool.training.config import Config
+from ckptool.training.layout import is_run
+from ckptool.training.plain_values import Place, dotted, loaded, plain
 
-Place = tuple[Any, ...]
 MAX_FILE = 1 << 20
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number, which PyYAML takes for a text."""
-
-
-_Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
 
 
 def read(path: str, changes: Sequence[str] = ()) -> Config:
     """The configuration in a file, with `KEY=VALUE` changes. Raises `UsageError` naming the line of everything that is wrong."""
+    if is_run(path):
+        raise UsageError(
+            f"{printable(path)} is a run, not a configuration",
+            "It was started before.",
+            f"Go on with it: ckptool resume {quoted(path)}",
+        )
     return parsed(read_small_text(path, "a configuration", MAX_FILE), path, changes)
 
 
 def parsed(text: str, path: str, changes: Sequence[str] = ()) -> Config:
     """The configuration in a text; `path` is what to call it in errors."""
-    try:
-        root = yaml.compose(text, Loader=_Loader)
-        lines = dict(_lines(root)) if root is not None else {}
-        values = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{printable(path)}:{mark.line + 1}" if mark else printable(path)
-        raise UsageError(
-            f"{where}: not valid YAML: {printable(getattr(error, 'problem', None) or str(error))}"
-        ) from None
+    values, lines = loaded(text, printable(path))
     if not isinstance(values, dict):
         raise UsageError(
             f"{printable(path)} is not a configuration",
@@ -61,7 +49,7 @@ def parsed(text: str, path: str, changes: Sequence[str] = ()) -> Config:
 
 def changed(values: dict[str, Any], changes: Sequence[str], path: str = "the configuration") -> Config:
     """The configuration that a dictionary makes, with `KEY=VALUE` changes."""
-    made = json.loads(json.dumps(values))
+    made = plain(values)
     for change in changes:
         _set(made, *assignment(change))
     return checked(made, path)
@@ -78,32 +66,6 @@ def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = 
             "\n".join([*(wrong if len(wrong) > 1 else ()), "Nothing was started."]),
             "All keys with what they mean: ckptool train --init",
         ) from None
-
-
-def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
-    """The line of every key. Raises `MarkedYAMLError` for one that is there twice, of which YAML would take the last."""
-    stack: list[tuple[yaml.Node, Place]] = [(node, place)]
-    seen: set[int] = set()
-    known: set[Place] = set()
-    while stack:
-        node, place = stack.pop()
-        if id(node) in seen:
-            continue  # an alias
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    continue  # which the loader refuses
-                here = (*place, key.value)
-                if here in known:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value} is there twice", problem_mark=key.start_mark)
-                known.add(here)
-                yield here, key.start_mark.line + 1
-                stack.append((value, here))
-        elif isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                yield (*place, index), value.start_mark.line + 1
-                stack.append((value, (*place, index)))
 
 
 def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Place, int]) -> list[str]:
@@ -141,20 +103,42 @@ def _told(place: Place, problems: Sequence[Any]) -> str:
     if first["type"] == "missing":
         return f"{key} is missing"
     words = ", or ".join(dict.fromkeys(map(_words, problems)))
-    plain = first["type"] != "value_error" and not isinstance(first.get("input"), (dict, list))
-    given = f" (it is {printable(repr(first.get('input')))})" if plain else ""
+    shown = first["type"] != "value_error" and not isinstance(first.get("input"), (dict, list))
+    given = f" (it is {printable(repr(first.get('input')))[:80]})" if shown else ""
     return f"{key + ': ' if key else ''}{words}{given}"
 
 
+_WORDS = {
+    "int": "should be a whole number",
+    "float": "should be a number",
+    "finite": "should be a number",
+    "bool": "should be true or false",
+    "string": "should be a text",
+    "list": "should be a list",
+    "model": "should be a section, of KEY: VALUE lines",
+    "dict": "should be a section, of KEY: VALUE lines",
+}
+_LIMITS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
 def _words(problem: Any) -> str:
-    if problem["type"] in ("model_type", "dict_type"):
-        return "should be a section, of KEY: VALUE lines"
-    words: str = problem["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
-    return words.split(", unable to")[0]
-
-
-def dotted(place: Sequence[Any]) -> str:
-    return ".".join(map(str, place))
+    """What is wrong, in words of ours: those that pydantic has are about its own types."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in _LIMITS:
+        key, words = _LIMITS[kind]
+        return f"should be {words} {context[key]:g}"
+    if kind == "literal_error":
+        return f"should be {context['expected']}"
+    if kind == "string_pattern_mismatch":
+        return "should be the name of a file that ends with .json or .json.gz"
+    return _WORDS.get(kind.partition("_")[0], "cannot be this")
 
 
 def _keys_at(place: Place) -> list[str]:
@@ -189,11 +173,11 @@ def assignment(text: str) -> tuple[Place, Any]:
         raise UsageError(
             f"--set {printable(text)!r} sets nothing", "It is written KEY=VALUE.", "For example: --set train.steps=3000"
         )
+    place = tuple(int(part) if re.fullmatch("[0-9]{1,6}", part) else part for part in key.strip().split("."))
     try:
-        parsed_value = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError:
-        raise UsageError(f"--set {printable(text)!r}: the value is not YAML") from None
-    return tuple(int(part) if part.isdigit() else part for part in key.strip().split(".")), parsed_value
+        return place, loaded(value, "its value")[0]
+    except UsageError as error:
+        raise UsageError(f"--set {printable(text)!r}: the value is not YAML", f"{error.what}.") from None
 
 
 def _set(values: Any, place: Place, value: Any) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ckptool.errors import UsageError
+from ckptool.errors import UsageError, printable
 from ckptool.training import datasets
 from ckptool.training.config import Data
 from ckptool.training.named import called, load_named
@@ -58,7 +58,13 @@ class Samples:
     @property
     def about(self) -> dict[str, Any]:
         """What the data set says about itself for models that ask: sizes, classes."""
-        return dict(getattr(self.dataset, "about", {}))
+        found = getattr(self.dataset, "about", {})
+        if not isinstance(found, dict):
+            raise UsageError(
+                f"data: the attribute about of {printable(self.settings.name)} is {type(found).__name__}, not a dictionary",
+                "It gives models their sizes by name: {'inputs': [4], 'classes': 3}.",
+            )
+        return found
 
     def batches(self, batch: int, drop_last: bool) -> int:
         """The steps of an epoch."""
@@ -190,7 +196,8 @@ def load_data(settings: Data, seed: int) -> Samples:
         raise UsageError(
             f"data: {settings.name} made {type(made).__name__}, which is no Dataset", "It has no length, or no items."
         )
-    return Samples(made, settings, seed)
+    samples: Samples = called(Samples, "data", settings.name, made, settings, seed)
+    return samples
 
 
 # Collating -----------------------------------------------------------------------------------------------------------

@@ -115,21 +115,30 @@ def _made(name: str) -> Any:
     routines = [key for key in dir(kind) if inspect.isroutine(inspect.getattr_static(kind, key))]
     others = [key for key in routines if not key.startswith("_")]
     for other in others if there else ():
-        near = difflib.get_close_matches(other, METHODS, 1, cutoff=0.8)
-        if other not in METHODS and near and near[0] not in there:
+        near = _meant(other, 0.75)
+        if near and near not in there:
             raise UsageError(
                 f"hooks: {printable(name)} has a method {printable(other)}, which would never be called",
                 f"The methods of a hook are {', '.join(METHODS)}.",
-                f"Did you mean {near[0]}? If not, begin its name with an underscore.",
+                f"Did you mean {near}? If not, begin its name with an underscore.",
             )
     if not there:
-        meant = [near[0] for other in others if (near := difflib.get_close_matches(other, METHODS, 1, cutoff=0.5))]
+        meant = next(filter(None, (_meant(other, 0.5) for other in others)), None)
         raise UsageError(
             f"hooks: {printable(name)} made {type(hook).__name__}, of whose methods none would be called",
             f"The methods of a hook are {', '.join(METHODS)}.",
-            f"Did you mean {meant[0]}?" if meant else "",
+            f"Did you mean {meant}?" if meant else "",
         )
     return hook
+
+
+def _meant(name: str, cutoff: float) -> str | None:
+    """The method of a hook that a name was probably meant to be."""
+    if name in METHODS:
+        return None
+    bare = name.removeprefix("on_")
+    swapped = [method for method in METHODS if sorted(method) == sorted(bare)]
+    return next(iter(swapped or difflib.get_close_matches(bare, METHODS, 1, cutoff)), None)
 
 
 class GradNorm:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptool.errors import UsageError, listed, printable
+from ckptool.errors import RunFailed, UsageError, listed, printable
 from ckptool.training.config import Config
 from ckptool.training.split import Pipeline, device_here, place
 
@@ -80,11 +80,12 @@ def world_of(config: Config) -> Iterator[World]:
 
     Raises `UsageError` where `ddp` is not started by torchrun, or something else is.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+    processes = _number("WORLD_SIZE", "1")
+    launched = processes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     if config.strategy != "ddp":
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if processes > 1:
             raise UsageError(
-                f"torchrun started {os.environ['WORLD_SIZE']} processes, but strategy is {config.strategy}",
+                f"torchrun started {processes} processes, but strategy is {config.strategy}",
                 "Each would train the whole model and write to the same folder.",
                 "Say so: --set strategy=ddp",
             )
@@ -92,16 +93,47 @@ def world_of(config: Config) -> Iterator[World]:
         return
     device = device_of(config.device)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", _number("LOCAL_RANK", "0"))
         torch.cuda.set_device(device)
-    # Without torchrun it is one process, which needs nobody to meet it.
-    store: Any = torch.distributed
-    alone: dict[str, Any] = {} if launched else {"store": store.HashStore(), "rank": 0, "world_size": 1}
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+    if launched and _number("RANK", "0") >= processes:
+        raise UsageError(
+            f"this process has RANK {_number('RANK', '0')}, of {processes} processes",
+            "Ranks begin with 0; torchrun sets them.",
+            "Start all processes with one torchrun.",
+        )
+    _meet(device, launched)
     try:
         yield World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device, True)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _number(name: str, default: str) -> int:
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise UsageError(
+            f"{name} is {printable(text)!r} in the environment, which is not a number",
+            "torchrun sets it for each process that it starts.",
+            f"Without torchrun: unset {name}",
+        )
+    return int(text)
+
+
+def _meet(device: torch.device, launched: bool) -> None:
+    """Joins the processes of a run; without torchrun it is one, which needs nobody. Raises `RunFailed` where they do not meet."""
+    store: Any = torch.distributed
+    alone: dict[str, Any] = {} if launched else {"store": store.HashStore(), "rank": 0, "world_size": 1}
+    try:
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+    except (RuntimeError, ValueError, OSError) as error:
+        place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise RunFailed(
+            f"the processes of this run could not meet: {printable(str(error).partition(chr(10))[0])}",
+            f"They meet at {printable(place)}, as torchrun sets it. Nothing was trained."
+            if launched
+            else "Nothing was trained.",
+            "Start all of them: torchrun --nproc-per-node 2 --no-python ckptool train run.yaml; or one: --set strategy=single",
+        ) from error
 
 
 def placed(model: nn.Module, config: Config, world: World) -> nn.Module:

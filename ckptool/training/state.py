@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptool.errors import Conflict
+from ckptool.training.blame import took_part
 from ckptool.training.optim import forward_to, load_optimizer
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
         try:
             model.load_state_dict(_part(tree, key_of("model", name, alone), where))
         except RuntimeError as error:
+            if took_part(error):
+                raise
             raise Conflict(
                 f"{where}: the weights do not fit the model: {error}", "It is a checkpoint of another model."
             ) from error

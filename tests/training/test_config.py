@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptool.errors import Conflict, FileProblem, UsageError
+from ckptool.errors import Conflict, FileProblem, LimitExceeded, UsageError
 from ckptool.training import configfile
 from ckptool.training.config import Config
 from ckptool.training.example import EXAMPLE
@@ -40,11 +43,11 @@ def refused(text: str, *changes: str) -> str:
         ("profile: {wiat: 3}", "run.yaml:3: unknown key profile.wiat; did you mean profile.wait?"),
         ("zzz: 3", "run.yaml:3: unknown key zzz"),
         ("data: {batch: 0}", "run.yaml:3: data.batch: should be greater than 0 (it is 0)"),
-        ("data: {batch: many}", "run.yaml:3: data.batch: should be a valid integer (it is 'many')"),
+        ("data: {batch: many}", "run.yaml:3: data.batch: should be a whole number (it is 'many')"),
         ("data:", "run.yaml:3: data: should be a section, of KEY: VALUE lines (it is None)"),
         (
             "deterministic: maybe",
-            "run.yaml:3: deterministic: should be a valid boolean, or should be 'warn' (it is 'maybe')",
+            "run.yaml:3: deterministic: should be true or false, or should be 'warn' (it is 'maybe')",
         ),
         ("models:\n  main: {freeze: [{match: a}]}", "run.yaml:4: models.main.freeze.0.until is missing"),
         ("optim: {main: {clip: {}}}", "run.yaml:3: optim.main.clip: give norm or value, one of the two"),
@@ -131,7 +134,7 @@ def test_any_key_can_be_set() -> None:
         ("=3", "--set '=3' sets nothing"),
         ("seed", "--set 'seed' sets nothing"),
         ("seed=[", "--set 'seed=[': the value is not YAML"),
-        ("hooks.3=x", "run.yaml: hooks: should be a valid list"),
+        ("hooks.3=x", "run.yaml: hooks: should be a list"),
     ],
 )
 def test_a_change_that_cannot_be(change: str, told: str) -> None:
@@ -141,6 +144,100 @@ def test_a_change_that_cannot_be(change: str, told: str) -> None:
 def test_what_is_written_is_read_again() -> None:
     made = parsed(EXAMPLE)
     assert configfile.parsed(configfile.written(made), "run.yaml") == made
+
+
+# Values that no configuration can have -----------------------------------------------------------------------------
+
+LAUGHS = (
+    "[&a [1,1,1,1,1,1,1,1,1,1], "
+    + ", ".join(f"&{n} [{','.join(['*' + b] * 10)}]" for b, n in pairwise("abcdefg"))
+    + "]"
+)
+ODD_YAML = [
+    *("9" * 5000, "-" + "9" * 5000, "0x" + "f" * 9000, "!!int x", "!!int ''", "!!float x", "!!bool x", "!!timestamp x"),
+    *(
+        "!!timestamp 2024-13-45",
+        "!!binary x",
+        "!!binary aGk=",
+        "!!set {a, b}",
+        "!!omap [a: 1]",
+        "!!null x",
+        "2024-13-45",
+    ),
+    *(
+        "&a [*a]",
+        "&a {x: *a}",
+        "[" * 3000,
+        "{a: " * 3000,
+        "[" * 300 + "]" * 300,
+        "{[1]: 2}",
+        "? {}",
+        "*b",
+        "\x00",
+        "\x1b",
+    ),
+    *("!!python/name:os.system ''", "<<: 3", "12:99:99", ".nan", "-.inf", "1e999", LAUGHS),
+]
+PLACES = ("seed", "run", "data", "data.name", "data.args.x", "models.main.freeze", "optim.main.lr", "stop.after")
+
+
+@pytest.mark.parametrize("odd", ODD_YAML, ids=range(len(ODD_YAML)))
+def test_odd_yaml_is_taken_or_told_with_its_line(odd: str) -> None:
+    """In a file, and as the value of a key; never another error than one with words."""
+    for place in PLACES:
+        *above, last = place.split(".")
+        indents = "".join(f"{'  ' * depth}{key}:\n" for depth, key in enumerate(above))
+        text = f"{indents}{'  ' * len(above)}{last}: {odd}\n"
+        for trial in (lambda text=text: parsed(text), lambda place=place: config(f"{place}={odd}")):
+            try:
+                made = trial()
+            except UsageError as error:
+                assert not LEAKS.search(str(error)), error
+            else:
+                json.dumps(made.dumped())
+
+
+LEAKS = re.compile(
+    r"(?i)value error|input |pydantic|parse|instance|valid (integer|number|string|list|dict|bool)|pattern|convert"
+)
+WRONG: list[Any] = [
+    *(None, True, -1, 0, 0.5, 10**30, "x", "", [], ["x"], [3], {}, {"x": 1}, [[1]], float("nan"), float("inf"), "3x"),
+    *("1h30m", "²", [None], {"main": None}, {"main": {"name": 3}}),
+]
+
+
+def leaves(values: Any, place: str = "") -> list[str]:
+    if not isinstance(values, dict) or not values:
+        return [place]
+    return [found for key, item in values.items() for found in leaves(item, f"{place}.{key}" if place else key)]
+
+
+def test_wrong_values_are_told_in_words_of_ours() -> None:
+    """Every key of the example, given every kind of value."""
+    every = parsed(EXAMPLE).dumped()
+    places = {*leaves(every), *every, "optim.main.clip", "optim.main.schedule"}
+    for place in sorted(places):
+        for value in WRONG:
+            values = json.loads(json.dumps(every))
+            configfile._set(values, tuple(place.split(".")), value)
+            try:
+                configfile.checked(values, "run.yaml")
+            except UsageError as error:
+                assert not LEAKS.search(str(error)), error
+
+
+def test_a_configuration_that_is_a_run_or_is_too_long(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "run.yaml").write_text("run: x\n")
+    with pytest.raises(UsageError, match="is a run, not a configuration") as raised:
+        configfile.read(str(tmp_path / "run"))
+    assert "ckptool resume" in str(raised.value.fix)
+    (tmp_path / "long").write_text("run: x\n" + "# more\n" * 200_000)
+    with pytest.raises(LimitExceeded, match="larger than a configuration can be"):
+        configfile.read(str(tmp_path / "long"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is a pipe, not a configuration"):
+        configfile.read(str(tmp_path / "pipe"))
 
 
 # What may change ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,276 @@
+"""Whatever the user's own code raises or returns, in whichever phase of a run, is told as theirs, with the place; exit 2 and no bug."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptool import cli
+from ckptool.cli.problems import Bug, in_words
+from ckptool.errors import CkptoolError, RunFailed, UsageError, UserCodeFailed
+from ckptool.training import loop
+from ckptool.training.hooks import METHODS, Hooks
+from ckptool.training.start import start
+from tests.training.small import config
+
+# Everything of a user's that a run calls, each with the place of its fault.
+OWN = """
+import torch
+from torch import nn
+from ckptool.training.tasks import Task, Phase, classify
+from ckptool.training.datasets import IN_THE_BOX
+
+def fault(place, value=None):
+    if place == PLACE:
+        FAULT
+    return value
+
+class Model(nn.Sequential):
+    def __init__(self, inputs, classes):
+        super().__init__(nn.Linear(inputs[0], classes))
+        fault("model")
+    def forward(self, x):
+        return fault("forward", super().forward(x))
+    def train(self, mode=True):
+        fault("train" if mode else "eval")
+        return super().train(mode)
+    def get_extra_state(self):
+        return fault("get_extra_state", 3)
+    def set_extra_state(self, state):
+        fault("set_extra_state")
+    def _apply(self, function, *more):
+        fault("to")
+        return super()._apply(function, *more)
+
+class Data:
+    made = IN_THE_BOX["blobs"](samples=60, inputs=4)
+    @property
+    def about(self):
+        return fault("about", self.made.about)
+    def __len__(self):
+        return fault("len", len(self.made))
+    def __getitem__(self, index):
+        return fault("getitem", self.made[index])
+
+def data():
+    return fault("data", Data())
+def collate(samples):
+    return fault("collate", torch.utils.data.default_collate(samples))
+def init(model):
+    return fault("init")
+def task():
+    fault("task")
+    made = classify()
+    def loss(models, batch):
+        return fault("loss", made.phases[0].loss(models, batch))
+    def evaluate(models, batches):
+        return fault("evaluate", made.evaluate(models, batches))
+    return Task([Phase("main", loss)], evaluate)
+
+class Hook:
+    def __init__(self): fault("hook")
+    def attach(self, trainer):
+        fault("attach")
+        trainer.optimizers["main"].register_step_post_hook(lambda *given: fault("optimizer"))
+        trainer.models["main"][0].weight.register_hook(lambda grad: fault("backward", grad))
+    def after_backward(self, trainer, model): return fault("after_backward", {"a": 1})
+    def after_step(self, trainer): fault("after_step")
+    def facts(self): return fault("facts", {"b": torch.ones(1)})
+    def logged(self, trainer, fact): fault("logged")
+    def ended(self, trainer): fault("ended")
+"""
+PLACES = [line.split('fault("')[1].split('"')[0] for line in OWN.splitlines() if 'fault("' in line] + ["eval"]
+KINDS = ("LookupError", "ValueError", "RuntimeError", "OSError", "SystemExit")
+ODD = [
+    "None",
+    "3",
+    "'text'",
+    "[1, 2]",
+    "object()",
+    "{'x': None}",
+    "{'x': 'y'}",
+    "{'x': [1]}",
+    "torch.ones(3)",
+    "{3}",
+    "lambda: 0",
+]
+
+
+def owned(path: Path, place: str, fault: str) -> dict[str, Any]:
+    file = path / "own.py"
+    file.write_text(OWN.replace("PLACE", repr(place)).replace("FAULT", fault))
+    return {
+        "models": {"main": {"name": f"{file}:Model", "init": f"{file}:init"}},
+        "data": {"name": f"{file}:data", "collate": f"{file}:collate", "batch": 8},
+        "task": f"{file}:task",
+        "hooks": [f"{file}:Hook"],
+        "train": {"steps": 4},
+        "log": {"every": 1},
+        "eval": {"every": 2},
+    }
+
+
+def told(path: Path, place: str, fault: str) -> CkptoolError | None:
+    """What is told of a run in which something of the user's has a fault; None where it goes well."""
+    sections = owned(path, place, fault)
+    try:
+        start(config(run=path / "run", **sections))
+        if place == "set_extra_state":
+            start(config("train.steps=6", run=path / "run", **sections), resume="auto")
+    except Exception as error:  # noqa: BLE001  as the command line does
+        return in_words(error)
+    return None
+
+
+@pytest.mark.parametrize("place", sorted(set(PLACES)))
+def test_what_is_raised_anywhere(tmp_path: Path, place: str) -> None:
+    kind = random.Random(place).choice(KINDS)
+    found = told(tmp_path, place, f"raise {kind}('lost')")
+    assert isinstance(found, UserCodeFailed), found
+    assert found.exit_code == 2
+    assert "lost" in found.what
+    assert str(tmp_path / "own.py") in str(found)
+
+
+RETURNS = {"data", "len", "about", "collate", "forward", "loss", "evaluate", "after_backward", "facts", "getitem"}
+
+
+def test_what_is_returned_anywhere(tmp_path: Path) -> None:
+    """Some of it does; what does not is never called a bug of ckptool's."""
+    dice = random.Random(4)
+    for number, place in enumerate(sorted(RETURNS)):
+        for odd in dice.sample(ODD, 3):
+            path = tmp_path / f"{number}-{ODD.index(odd)}"
+            path.mkdir()
+            assert not isinstance(told(path, place, f"return {odd}"), Bug), (place, odd)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("place", sorted(RETURNS))
+def test_everything_that_is_returned(tmp_path: Path, place: str) -> None:
+    for number, odd in enumerate(ODD):
+        (tmp_path / str(number)).mkdir()
+        assert not isinstance(told(tmp_path / str(number), place, f"return {odd}"), Bug), odd
+
+
+def test_what_is_no_number_is_named(tmp_path: Path) -> None:
+    found = told(tmp_path, "facts", "return {'x': None}")
+    assert isinstance(found, UsageError)
+    assert "own.py:Hook gave None for x, which is not a number" in found.what
+
+
+def test_an_optimizer_that_refuses_its_gradients(tmp_path: Path) -> None:
+    """torch's own words, and no claim that ckptool is broken."""
+    text = {"name": "text", "args": {"length": 4, "samples": 20}, "batch": 4}
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\ndef model(vocabulary):\n"
+        "    return nn.Sequential(nn.Embedding(vocabulary, 4, sparse=True), nn.Linear(4, vocabulary))\n"
+    )
+    model = {"main": {"name": f"{tmp_path / 'own.py'}:model"}}
+    with pytest.raises(UserCodeFailed, match=r"optim: adamw raised RuntimeError: .*sparse gradients"):
+        start(config(run=tmp_path / "run", data=text, models=model, task="lm"))
+
+
+@pytest.mark.parametrize(
+    ("body", "raised"),
+    [("{}['x']", KeyError), ("torch.zeros(2) @ torch.zeros(3)", RuntimeError), ("torch.nn.functional.embedding(3, 2)", RunFailed)],
+)  # fmt: skip
+def test_ckptools_own_errors_stay_bugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, raised: Any) -> None:
+    """What torch raises inside itself is told; what is raised by a line of ckptool's is not hidden."""
+    made: dict[str, Any] = {"torch": torch}
+    exec(compile(f"def broken(*given):\n    {body}\n", loop.__file__, "exec"), made)
+    monkeypatch.setattr(loop, "one_step", made["broken"])
+    with pytest.raises(raised) as found:
+        start(config(run=tmp_path / "run"))
+    assert isinstance(in_words(found.value), Bug) is (raised is not RunFailed)
+
+
+# Hooks whose methods would never be called ----------------------------------------------------------------------------
+
+
+def misspelt(name: str, dice: random.Random) -> str:
+    at = dice.randrange(1, len(name) - 1)
+    swapped = name[:at] + name[at + 1] + name[at] + name[at + 2 :]
+    ways = [name[:at] + name[at + 1 :], name[:at] + name[at] + name[at:], name + "s", "on_" + name, swapped]
+    return dice.choice(ways)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_misspelt_method_is_told_with_the_right_name(tmp_path: Path, method: str, alone: bool) -> None:
+    dice = random.Random(method)
+    for number in range(6):
+        wrong = misspelt(method, dice)
+        if wrong in METHODS:
+            continue
+        other = next(each for each in ("logged", "attach") if each != method)
+        more = "" if alone else f"    def {other}(self, *a):\n        pass\n"
+        (tmp_path / f"own{number}.py").write_text(f"class Own:\n    def {wrong}(self, *a):\n        pass\n{more}")
+        with pytest.raises(UsageError, match=r"would (never )?be called") as raised:
+            Hooks([f"{tmp_path / f'own{number}.py'}:Own"])
+        assert f"Did you mean {method}?" in raised.value.fix, wrong
+
+
+def test_helpers_of_a_hook_are_its_own(tmp_path: Path) -> None:
+    text = "class Own:\n    def facts(self):\n        return self.fact()\n    def fact(self):\n        return {}\n"
+    (tmp_path / "own.py").write_text(text + "def nothing():\n    pass\n")
+    Hooks([f"{tmp_path / 'own.py'}:Own"])
+    with pytest.raises(UsageError, match="made NoneType, of whose methods none would be called"):
+        Hooks([f"{tmp_path / 'own.py'}:nothing"])
+
+
+# Processes that do not meet ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"WORLD_SIZE": "two"},
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2", "RANK": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "70000"},
+        {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"},
+    ],
+    ids=["no number", "no rank", "no such rank", "no such host", "port taken"],
+)
+def test_processes_that_cannot_meet(tmp_path: Path, given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text("run: x\ntrain: {steps: 1}\nstrategy: ddp\ndata: {name: blobs}\ndevice: cpu\n")
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        given = {key: str(taken.getsockname()[1]) if value == "taken" else value for key, value in given.items()}
+        done = subprocess.run(
+            [sys.executable, "-c", "import sys; from ckptool import cli; sys.exit(cli.main(sys.argv[1:]))", "train", "run.yaml"],
+            capture_output=True, text=True, check=False, timeout=100,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2]), **given},
+        )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "bug" not in done.stderr
+    said = ("the processes of this run could not meet", "WORLD_SIZE is 'two'", "has RANK 5, of 2 processes")
+    assert any(words in done.stderr for words in said), done.stderr
+
+
+# A configuration in Python --------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("value", [Net, Net(2, 2), torch.ones(2), len, {1, 2}, object(), b"x", 1j, float], ids=str)
+def test_a_value_that_no_configuration_can_hold_is_named(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"models\.main\.") as raised:
+        config(models={"main": {"name": value}})
+    with pytest.raises(UsageError, match=r"models\.main\.args\.x"):
+        config(models={"main": {"name": "mlp", "args": {"x": value}}})
+    if value is Net:
+        assert f"{Net.__module__}:Net" in raised.value.fix
