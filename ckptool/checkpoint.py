@@ -361,6 +361,11 @@ class PartOf:
     whole: str = ""
     index: str = ""
 
+    @property
+    def is_complete(self) -> bool:
+        """True for a folder all of whose members are there and whole: a checkpoint that is not joined here."""
+        return self.kind == "members" and self.number == self.count
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:

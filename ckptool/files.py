@@ -285,6 +285,13 @@ class Folder:
             found = self._files[name] = Source(os.path.join(self.path, name))
         return found
 
+    def adopt(self, name: str, source: Input) -> None:
+        """Counts a file or folder below it, which was opened by itself, among its own."""
+        if isinstance(source, Folder):
+            self._files |= {f"{name}/{inner}": file for inner, file in source.files.items()}
+        else:
+            self._files[name] = source
+
     def missing(self, names: Iterable[str]) -> list[str]:
         """Those of the names that are not in it, sorted. A name that could lead elsewhere raises `Corrupt`."""
         absent = set(names).difference(self.names)

@@ -165,3 +165,93 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "ungathered": (ungathered, "weights without values"),
     "flattened": (flattened, "what one rank saved"),
 }
+
+
+def trainer_folder(folder: Path, ranks: int = 1, step: int = 500) -> Path:
+    """What transformers' Trainer saves at a step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = weights("fc.weight", "fc.bias")
+    save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
+    state = {
+        number: {"step": torch.tensor(3.0), "exp_avg": value, "exp_avg_sq": value}
+        for number, value in enumerate(model.values())
+    }
+    save({"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, folder / "optimizer.pt")
+    save({"last_epoch": step, "_step_count": step + 1}, folder / "scheduler.pt")
+    for rank in range(ranks):
+        name = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
+        save({"cpu": torch.get_rng_state(), "python": (3, (1, 2, 3), None)}, folder / name)
+    save({"output_dir": "runs"}, folder / "training_args.bin")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": 1.0, "log_history": []}))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def accelerate_folder(folder: Path) -> Path:
+    """What `Accelerator.save_state` saves of one model on one process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights("fc.weight"), folder / "model.safetensors", metadata={"format": "pt"})
+    save({"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "optimizer.bin")
+    save({"last_epoch": 3}, folder / "scheduler.bin")
+    save({"generator": torch.get_rng_state()}, folder / "sampler.bin")
+    save({"step": 3, "torch_manual_seed": torch.get_rng_state()}, folder / "random_states_0.pkl")
+    return folder
+
+
+def pipeline_folder(folder: Path) -> Path:
+    """A diffusers pipeline of two models, a scheduler and a tokenizer."""
+    index = {
+        "_class_name": "Pipeline",
+        "safety_checker": [None, None],
+        "unet": ["diffusers", "UNet"],
+        "vae": ["diffusers", "VAE"],
+    }
+    index |= {"scheduler": ["diffusers", "DDIM"], "tokenizer": ["transformers", "CLIPTokenizer"]}
+    for name in ("unet", "vae"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text("{}")
+        save_file(
+            weights(f"{name}.weight"), folder / name / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"}
+        )
+    for name in ("scheduler", "tokenizer"):
+        (folder / name).mkdir()
+        (folder / name / f"{name}_config.json").write_text("{}")
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def sentence_folder(folder: Path) -> Path:
+    """A model of sentence-transformers: a transformer, its pooling, and a dense layer."""
+    (folder / "1_Pooling").mkdir(parents=True)
+    (folder / "2_Dense").mkdir()
+    save_file(weights("embeddings.weight"), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    save_file(weights("linear.weight"), folder / "2_Dense" / "model.safetensors", metadata={"format": "pt"})
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": "m"} for i, path in enumerate(("", "1_Pooling", "2_Dense"))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return folder
+
+
+def ranks_folder(folder: Path) -> Path:
+    """Each of two ranks' file, by the names that say so."""
+    for rank in range(2):
+        save({"lr_scheduler": {"last_epoch": 3}}, folder / f"extra_state_world_size_2_rank_{rank}.pt")
+        save(weights("fc.weight"), folder / f"model_world_size_2_rank_{rank}.pt")
+    return folder
+
+
+# Folders of members, each with how many it has, and a member without which it is not complete.
+FOLDERS: dict[str, tuple[Callable[[Path], Path], int, str]] = {
+    "trainer": (trainer_folder, 6, "optimizer.pt"),
+    "trainer of two ranks": (lambda f: trainer_folder(f, 2), 7, "rng_state_0.pth"),
+    "accelerate": (accelerate_folder, 5, "random_states_0.pkl"),
+    "diffusers": (pipeline_folder, 2, "vae/diffusion_pytorch_model.safetensors"),
+    "sentence-transformers": (sentence_folder, 2, "2_Dense/model.safetensors"),
+    "zero-3": (zero_folder, 4, "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    "zero-2": (lambda f: zero_folder(f, 2), 3, "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    "megatron": (megatron_folder, 2, "mp_rank_00/model_optim_rng.pt"),
+    "ranks": (ranks_folder, 4, "model_world_size_2_rank_1.pt"),
+}
+WITH_WEIGHTS = ("trainer", "trainer of two ranks", "accelerate", "sentence-transformers")

@@ -16,11 +16,16 @@ from ckptool.errors import OnlyAPart
 from tests.cli.conftest import run as run  # a fixture
 from tests.part_files import (
     DISTRIBUTED,
+    FOLDERS,
     MADE,
+    WITH_WEIGHTS,
+    accelerate_folder,
     megatron_folder,
+    pipeline_folder,
     save,
     saved_by_two_ranks,
     sharded_folder,
+    trainer_folder,
     weights,
     zero_folder,
 )
@@ -189,3 +194,135 @@ def test_a_replica_is_whole(ranks: Path) -> None:
 def test_empty_shares_of_ranks_are_not_called_unused(ranks: Path) -> None:
     assert not [note for note in ckptool.inspect(ranks / "dcp").notes if note.code == "unused-record"]
     assert ckptool.verify(ranks / "dcp").fine
+
+
+# Folders of several files ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_of_members_is_one_line_and_says_how_many_are_whole(
+    kind: str, tmp_path: Path, run: Callable[..., object]
+) -> None:
+    make, count, member = FOLDERS[kind]
+    folder = make(tmp_path / "step-500")
+    row = f"{count:,} of {count:,} members" if kind not in WITH_WEIGHTS else f"{count:,} members"
+    for place in (folder, tmp_path):
+        (file,) = ckptool.scan(place).files
+        assert (file.path, file.state) == (str(folder), "good"), file
+    assert row in run("scan", str(tmp_path)).out
+    assert run("scan", str(folder), "--latest-good", "-q").out == f"{folder}\n"
+    assert run("verify", str(folder)).code == 0
+    for verb in ("inspect", "show", "scan"):
+        assert run(verb, str(folder)).code == 0
+    path = folder / member
+    path.write_bytes(path.read_bytes()[:-60])
+    found = run("scan", str(folder))
+    assert found.code == 1 and f"{count - 1:,} of {count:,} members" in found.out, found.out
+    assert (run("scan", str(folder), "--latest-good", "-q").code, run("verify", str(folder)).code) == (1, 1)
+    inspected = run("inspect", str(folder))
+    assert (
+        inspected.code == 0
+        and f"{count - 1:,} of {count:,} members" in inspected.out
+        and member.split("/")[0] in inspected.out
+    )
+    before = state_of(tmp_path)
+    for verb, words in TAKES[:5]:
+        found = run(verb, str(folder), *(word.replace("{file}", str(folder)) for word in words))
+        assert found.code == 2 and "error[part]" in found.err, (verb, words, found)
+    with pytest.raises(OnlyAPart):
+        ckptool.load(folder)
+    assert state_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in FOLDERS if kind not in ("accelerate", "sentence-transformers", "trainer")]
+)
+def test_a_missing_member_is_named(kind: str, tmp_path: Path, run: Callable[..., object]) -> None:
+    make, count, member = FOLDERS[kind]
+    folder = make(tmp_path / "step-500")
+    (folder / member).unlink()
+    if kind == "diffusers":
+        shutil.rmtree(folder / "vae")
+    found = run("inspect", str(folder))
+    assert (
+        found.code == 0 and f"{count - 1:,} of {count:,} members" in found.out and member.split("/")[0] in found.out
+    ), found
+    assert run("verify", str(folder)).code == 0
+    assert run("scan", str(tmp_path), "--latest-good").code == 1
+
+
+def test_weights_of_a_whole_folder_are_converted_as_ever(tmp_path: Path, run: Callable[..., object]) -> None:
+    folder = trainer_folder(tmp_path / "checkpoint-500")
+    assert run("convert", str(folder), "-o", str(tmp_path / "w.safetensors")).code == 0
+    (folder / "optimizer.pt").write_bytes(b"PK")
+    assert run("convert", str(folder), "-o", str(tmp_path / "x.safetensors")).code == 2
+    assert run("convert", str(folder), "--part", "-o", str(tmp_path / "x.safetensors")).code == 0
+    assert run("convert", str(folder / "model.safetensors"), "-o", str(tmp_path / "y.safetensors")).code == 0
+
+
+def test_the_newest_complete_checkpoint_is_the_latest_good(tmp_path: Path, run: Callable[..., object]) -> None:
+    for step in (100, 200, 300):
+        trainer_folder(tmp_path / f"checkpoint-{step}", step=step)
+    (tmp_path / "checkpoint-300" / "optimizer.pt").write_bytes(b"PK")
+    save({"model": weights("fc.weight"), "step": 200}, tmp_path / "step-200.pt")
+    assert run("scan", str(tmp_path), "--latest-good", "-q").out == f"{tmp_path / 'checkpoint-200'}\n"
+
+
+def test_a_folder_that_is_a_checkpoint_holds_others_too(tmp_path: Path) -> None:
+    save_file(weights("fc.weight"), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save(weights("fc.weight"), tmp_path / "best.pt")
+    trainer_folder(tmp_path / "checkpoint-500")
+    found = {file.path: file.state for file in ckptool.scan(tmp_path).files}
+    assert found == dict.fromkeys(
+        (str(tmp_path / name) for name in ("model.safetensors", "best.pt", "checkpoint-500")), "good"
+    )
+
+
+def test_what_lies_beside_weights_is_never_the_latest_good(tmp_path: Path, run: Callable[..., object]) -> None:
+    whole = trainer_folder(tmp_path / "whole")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        shutil.move(whole / name, tmp_path / name)
+    shutil.rmtree(whole)
+    shutil.move(accelerate_folder(tmp_path / "other") / "random_states_0.pkl", tmp_path / "random_states_0.pkl")
+    shutil.rmtree(tmp_path / "other")
+    found = run("scan", str(tmp_path), "--latest-good", "-q")
+    assert (found.code, found.out) == (1, "")
+    save(weights("fc.weight"), tmp_path / "model.pt")
+    assert run("scan", str(tmp_path), "--latest-good", "-q").out == f"{tmp_path / 'model.pt'}\n"
+
+
+def test_a_variant_is_read_where_there_is_nothing_else(tmp_path: Path, run: Callable[..., object]) -> None:
+    folder = sharded_folder(tmp_path / "m", variant="fp16")
+    assert len(ckptool.open(folder).tree) == 6
+    assert len(ckptool.open(folder / "model.safetensors.index.fp16.json").tree) == 6
+    assert ckptool.open(folder / "model.fp16-00002-of-00003.safetensors").part.label == "shard 2 of 3"
+    (file,) = ckptool.scan(folder).files
+    assert file.state == "good"
+
+
+def test_two_formats_of_one_model_are_two_lines(tmp_path: Path) -> None:
+    save_file(weights("fc.weight"), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save(weights("fc.weight"), tmp_path / "pytorch_model.bin")
+    assert [file.state for file in ckptool.scan(tmp_path).files] == ["good", "good"]
+
+
+def test_what_torch_alone_joins_is_named_and_not_called_damaged(ranks: Path, run: Callable[..., object]) -> None:
+    for verb in ("inspect", "verify", "convert"):
+        found = run(verb, str(ranks / "tables"), *(("-o", "out.pt") if verb == "convert" else ()))
+        assert found.code == 2 and "use_collectives=False" in found.err and "error[unsupported]" in found.err, found
+    assert run("inspect", str(ranks / "pieces")).code == run("verify", str(ranks / "pieces")).code == 0
+    assert ckptool.open(ranks / "pieces").part.label == "2 of 2 members"
+    piece = next((ranks / "pieces").glob("shard-00002-*"))
+    assert ckptool.open(piece).part.label == "rank 1 of 2"
+
+
+def test_folders_that_lead_back_to_themselves_end(tmp_path: Path, run: Callable[..., object]) -> None:
+    folder = tmp_path / "loop"
+    pipeline_folder(folder)
+    save(weights("a.weight"), folder / "x.bin")
+    shutil.rmtree(folder / "unet")
+    (folder / "unet").symlink_to(folder, target_is_directory=True)
+    for verb in ("inspect", "verify", "scan"):
+        assert run(verb, str(folder)).code in (0, 1, 2)
+    found = run("inspect", str(folder))
+    assert "1 of 2 members" in found.out and "unet" in found.out

@@ -19,6 +19,7 @@ from ckptool.errors import Truncated, UsageError, listed, printable
 from ckptool.files import Input, Source, open_input, unchanged
 from ckptool.formats import (
     dcp,
+    members,
     npy,
     npz,
     parts,
@@ -60,6 +61,7 @@ class Format(Reader, Protocol):
 FORMATS: tuple[Reader, ...] = (
     sharded,
     dcp,  # its table is a pickle, its files begin as zips
+    members,
     npz,
     torchscript,
     torch_zip,
@@ -87,7 +89,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 def read_source(source: Input) -> Checkpoint:
     """The same of what is open already."""
-    return parts.with_part(read_alone(source))
+    return parts.with_part(read_alone(source), source)
 
 
 def read_alone(source: Input) -> Checkpoint:

@@ -40,6 +40,7 @@ METADATA = ".metadata"
 SUFFIX = ".distcp"
 MAX_METADATA = 256 << 20
 MAX_RANK = 64
+_TABLE = re.compile(r"__\d{1,7}\.metadata")
 _RANK = re.compile(r"__(\d{1,7})_")
 
 Key = tuple[str, tuple[int, ...] | None]  # a name, and the offsets of a chunk; None for an object
@@ -65,6 +66,8 @@ def read(source: Input) -> Checkpoint:
     """
     folder = source if isinstance(source, Folder) else Folder(os.path.dirname(source.path), shown=source.path)
     if METADATA not in folder:
+        if tables := [name for name in folder.names if _TABLE.fullmatch(name)]:
+            raise _tables(folder, tables)
         raise Truncated(
             f"{folder} holds {SUFFIX} files and no {METADATA}",
             "It is written last: the run was stopped while it saved, or the file was not copied along.",
@@ -84,6 +87,14 @@ def read(source: Input) -> Checkpoint:
     metadata = {"version": version} if type(version) is str else {}
     return Checkpoint(
         _nested(folder, values, paths), NAME, metadata, folder, None, tuple(notes), tuple(shelf.discarded)
+    )
+
+
+def _tables(folder: Folder, tables: list[str]) -> Unsupported:
+    return Unsupported(
+        f"{folder} has a table for each of {len(tables):,} ranks ({listed([printable(name) for name in tables], 2)}), and none for all",
+        "torch.distributed.checkpoint saved it with use_collectives=False; such tables are not put together here.",
+        "With torch: load it on as many ranks as saved it, and save it with use_collectives=True",
     )
 
 

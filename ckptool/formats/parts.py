@@ -21,26 +21,19 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, TensorEntry
 from ckptool.commands import command
 from ckptool.errors import OnlyAPart, listed, printable
-from ckptool.files import Folder
-from ckptool.formats.shards import NUMBERED
+from ckptool.files import Folder, Input
+from ckptool.formats import members
+from ckptool.formats.members import LAYER, MODEL_PARALLEL, MODEL_STATES, OF_WORLD, PIECES, STATES
+from ckptool.formats.shards import INDEX, NUMBERED
 from ckptool.nodes import Global, Object, Set
 
-RANK, SHARD, PLACEHOLDERS, MEMBERS = "rank", "shard", "placeholders", "members"
+RANK, SHARD, PLACEHOLDERS = "rank", "shard", "placeholders"
 CODE = "part"
 
 MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
 MAX_INDEX = 16 << 20
-INDEX = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[\w-]+)?\.json")
 
-# Names that tell a rank. Those of the second list say so by themselves: nothing else is called that.
 _RANK_IN_NAME = re.compile(r"(?:^|[-_.])rank[-_]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE)
-_WORLD_AND_RANK = re.compile(r"_world_size_(?P<world>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt")
-_ZERO = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>[\d_]+?)_(?P<what>optim|model)_states\.pt"
-)
-_LAYER = re.compile(r"layer_(?P<layer>\d+)(?:_expert_(?P<expert>\d+))?(?:-model|_mp_rank)_[\d_-]*model_states\.pt")
-_MODEL_PARALLEL = re.compile(r"mp_rank_(?P<rank>\d+(?:_\d+)*)_model_states\.pt")
-_MEGATRON = re.compile(r"mp_rank_(?P<rank>\d\d(?:_\d\d\d){0,2})")
 _CONSOLIDATED = re.compile(r"consolidated\.(?P<rank>\d\d)\.(?:pth|pt|safetensors)")
 
 _DISTRIBUTED = ("DTensor", "ShardedTensor")
@@ -48,17 +41,20 @@ _WEIGHT_NAMES = ("weight", "bias")
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
 
 
-def with_part(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, saying of what it is a part if it is one, with a note of it."""
-    part = checkpoint.part or _part_of(checkpoint)
+def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
+    """The checkpoint, saying of what it is a part if it is one, with a note of it. opened: what was named, a file or a folder."""
+    part = checkpoint.part or part_of(checkpoint)
+    if part is None and isinstance(opened, Folder):
+        part = members.state_of(Folder(opened.path))
     if part is None:
         return checkpoint
-    fix = command("inspect", part.whole) if part.whole else ()
+    fix = command("inspect", part.whole) if part.whole and part.kind != members.MEMBERS else ()
     note = Note(CODE, f"{part.label}: {part.meaning}", fix)
     return replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
 
 
-def _part_of(checkpoint: Checkpoint) -> PartOf | None:
+def part_of(checkpoint: Checkpoint) -> PartOf | None:
+    """Of what a file is a part, by its tree, its name and what lies beside it; None for a whole checkpoint."""
     facts = _facts_of(checkpoint.tree)
     source = checkpoint.source
     path = (source.shown if isinstance(source, Folder) else source.path) if source is not None else ""
@@ -69,6 +65,7 @@ def _part_of(checkpoint: Checkpoint) -> PartOf | None:
         _share(facts, beside)
         or _of_zero(checkpoint.tree, facts, beside)
         or _of_model_parallel(checkpoint.tree, beside)
+        or _piece(checkpoint, beside)
         or _shard(checkpoint.tree, beside)
         or _placeholders(facts, beside)
     )
@@ -260,7 +257,7 @@ def _note_ranks(facts: _Facts, rank: Any, world: Any) -> None:
 
 def _share(facts: _Facts, beside: _Beside) -> PartOf | None:
     """What one rank saved of tensors that several ranks share."""
-    named = _WORLD_AND_RANK.search(beside.name)
+    named = OF_WORLD.fullmatch(beside.name)
     found = named or _RANK_IN_NAME.search(os.path.splitext(beside.name)[0])
     rank = int(found["rank"]) if found else facts.rank
     world = int(named["world"]) if named else facts.world
@@ -289,9 +286,9 @@ def _ranked(rank: int | None, world: int | None, meaning: str) -> PartOf:
 def _of_zero(tree: Any, facts: _Facts, beside: _Beside) -> PartOf | None:
     """A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those."""
     top = tree if isinstance(tree, dict) else {}
-    named = _ZERO.fullmatch(beside.name)
+    named = STATES.fullmatch(beside.name)
     optimizer = top.get("optimizer_state_dict")
-    if (named and named["what"] == "optim") or (isinstance(optimizer, dict) and "partition_count" in optimizer):
+    if (named and "optim" in named["rest"]) or (isinstance(optimizer, dict) and "partition_count" in optimizer):
         count = optimizer.get("partition_count") if isinstance(optimizer, dict) else None
         world = _most(count)
         meaning = "a share of the optimizer's state and of the weights in f32, as ZeRO divides them; the model is in the files together"
@@ -303,7 +300,7 @@ def _of_zero(tree: Any, facts: _Facts, beside: _Beside) -> PartOf | None:
         return PartOf(PLACEHOLDERS, label, meaning, rank, world if type(world) is int else None)
     if named:
         return _ranked(int(named["rank"]), None, "one of the files of a ZeRO checkpoint, which is all of them together")
-    if layer := _LAYER.fullmatch(beside.name):
+    if layer := LAYER.fullmatch(beside.name):
         label = f"layer {int(layer['layer'])}" + (f", expert {int(layer['expert'])}" if layer["expert"] else "")
         return PartOf(SHARD, label, "DeepSpeed saves each layer of a pipeline, and each expert, to a file of its own")
     return None
@@ -318,17 +315,17 @@ def _most(count: Any) -> int | None:
 def _of_model_parallel(tree: Any, beside: _Beside) -> PartOf | None:
     """One of the files over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama)."""
     top = tree if isinstance(tree, dict) else {}
-    if found := _MODEL_PARALLEL.fullmatch(beside.name):
-        return _one_of(found["rank"], beside.matching(_MODEL_PARALLEL), top.get("mp_world_size"))
+    if found := MODEL_STATES.fullmatch(beside.name):
+        return _one_of(found["rank"], beside.matching(MODEL_STATES), top.get("mp_world_size"))
     if found := _CONSOLIDATED.fullmatch(beside.name):
         return _one_of(found["rank"], beside.matching(_CONSOLIDATED), None)
-    found, world = _MEGATRON.fullmatch(beside.parent), _megatron_world(top)
+    found, world = MODEL_PARALLEL.fullmatch(beside.parent), _megatron_world(top)
     if found is None:
         meaning = "model parallelism divides the weights over several files, and this is one of them"
         return _ranked(None, world, meaning) if world is not None and world > 1 else None
     above = os.path.dirname(os.path.abspath(beside.path))
-    others = [name for name in _names_in(os.path.dirname(above)) if _MEGATRON.fullmatch(name)]
-    return _one_of(found["rank"], others, world)
+    others = [name for name in _names_in(os.path.dirname(above)) if MODEL_PARALLEL.fullmatch(name)]
+    return _one_of(found["rank"] + found["rest"], others, world)
 
 
 def _one_of(rank: str, others: list[str], world: Any) -> PartOf | None:
@@ -348,6 +345,16 @@ def _megatron_world(top: dict[Any, Any]) -> int | None:
         return None
     sizes = [args.attributes.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
     return prod(size for size in sizes if type(size) is int and size > 0)
+
+
+def _piece(checkpoint: Checkpoint, beside: _Beside) -> PartOf | None:
+    """A rank's pieces of tensors, as `HuggingFaceStorageWriter(save_distributed=True)` writes them."""
+    if "DCP_SHARDING_INFO" not in checkpoint.metadata:
+        return None
+    named = PIECES.fullmatch(beside.name)
+    ranks = {found["rank"] for name in beside.matching(PIECES) if (found := PIECES.fullmatch(name))}
+    meaning = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"
+    return _ranked(int(named["rank"]) - 1 if named else None, len(ranks) or None, meaning)
 
 
 def _shard(tree: Any, beside: _Beside) -> PartOf | None:

@@ -8,6 +8,7 @@ index and shards must agree on every name. A folder with an index stands for it;
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,13 +20,14 @@ from ckptool.errors import (
     Corrupt,
     LimitExceeded,
     NotACheckpoint,
+    OnlyAPart,
     Unsupported,
     listed,
     printable,
 )
 from ckptool.files import Folder, Input, Source
 from ckptool.formats import recovered, safetensors
-from ckptool.formats.shards import NUMBERED, Origin, append, divided, size_in_bytes, write
+from ckptool.formats.shards import INDEX, NUMBERED, Origin, append, divided, size_in_bytes, write
 from ckptool.formats.strict_json import parse_object
 from ckptool.nodes import OrderedDict
 
@@ -35,17 +37,10 @@ NAME = "sharded"
 SUFFIXES: tuple[str, ...] = ()  # it is a folder
 TENSORS_ONLY = True
 
-INDEXES = (".safetensors.index.json", ".bin.index.json")
-SINGLE = (
-    "model.safetensors",
-    "pytorch_model.bin",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.bin",
-    "pytorch_lora_weights.safetensors",
-    "consolidated.safetensors",
-    "consolidated.00.pth",
+# `model.safetensors.index.fp16.json` and `model.fp16.safetensors` are a variant beside, or in place of, the usual ones.
+SINGLE = re.compile(
+    r"(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_weights|consolidated)"
+    r"(?P<variant>\.[A-Za-z0-9_]+)?\.(?:safetensors|bin)|consolidated\.00\.pth"
 )
 MAX_INDEX = 100_000_000
 HEAD = 512
@@ -53,15 +48,36 @@ HEAD = 512
 
 def detect(head: bytes, source: Input) -> bool:
     if isinstance(source, Folder):
-        return bool(_found(source, INDEXES) or _found(source, SINGLE) or any(map(NUMBERED.fullmatch, source.names)))
+        return bool(candidates(source)) or any(map(_is_shard, source.names))
     start = head.lstrip()
-    return start.startswith(b"{") and (source.path.endswith(INDEXES) or b'"weight_map"' in head)
+    return start.startswith(b"{") and (_is_index(source.path) or b'"weight_map"' in head)
 
 
-def _found(folder: Folder, endings: tuple[str, ...]) -> list[str]:
-    """The names in a folder that are, or (where the endings begin with a dot) end as, one of these."""
-    whole = not endings[0].startswith(".")
-    return [name for name in folder.names if (name in endings if whole else name.endswith(endings))]
+def candidates(folder: Folder) -> list[str]:
+    """The names in a folder of which one stands for it: its indexes, else its single files; variants where there is nothing else."""
+    indexes = [name for name in folder.names if _is_index(name)]
+    usual = [name for name in indexes if name.endswith(".index.json")]
+    singles = {name: found for name in folder.names if (found := SINGLE.fullmatch(name))}
+    plain = [name for name, found in singles.items() if not found["variant"]]
+    variants = indexes or list(singles)
+    return usual or plain or ([] if ".metadata" in folder else variants)
+
+
+def belonging(folder: Folder) -> set[str]:
+    """The names in a folder that belong to what stands for it: its indexes and all shards, or its single files."""
+    found = candidates(folder)
+    if not found or _is_index(found[0]):
+        return {name for name in folder.names if _is_index(name) or _is_shard(name)}
+    return {name for name in folder.names if SINGLE.fullmatch(name)}
+
+
+def _is_index(path: str) -> bool:
+    return INDEX.fullmatch(os.path.basename(path)) is not None
+
+
+def _is_shard(name: str) -> bool:
+    """True for a name with a number among several. Those that begin with `shard-` are pieces of tensors, and are not joined here."""
+    return NUMBERED.fullmatch(name) is not None and not name.startswith("shard-")
 
 
 def read(source: Input) -> Checkpoint:
@@ -72,7 +88,7 @@ def read(source: Input) -> Checkpoint:
     """
     if isinstance(source, Source):
         return _read_index(Folder(os.path.dirname(source.path), shown=source.path), os.path.basename(source.path))
-    found = _found(source, INDEXES) or _found(source, SINGLE)
+    found = candidates(source)
     if ".metadata" in source and found:
         found.append(".metadata")
     if len(found) > 1:
@@ -83,7 +99,7 @@ def read(source: Input) -> Checkpoint:
         )
     if not found:
         raise _no_index(source)
-    if found[0].endswith(INDEXES):
+    if _is_index(found[0]):
         return _read_index(source, found[0])
     return _opened(source.open(found[0]))
 
@@ -94,15 +110,9 @@ def _opened(source: Source) -> Checkpoint:
     return formats.read_alone(source)
 
 
-def _no_index(folder: Folder) -> Corrupt | Unsupported:
-    shards = [name for name in folder.names if NUMBERED.fullmatch(name)]
-    if any(name.startswith("shard-") for name in shards):
-        return Unsupported(
-            f"{folder} was written by torch.distributed.checkpoint as safetensors, and not consolidated",
-            "Its tensors are in pieces, which only torch puts together.",
-            "With torch: torch.distributed.checkpoint.HuggingFaceStorageWriter(..., enable_consolidation=True)",
-        )
-    return Corrupt(
+def _no_index(folder: Folder) -> OnlyAPart:
+    shards = [name for name in folder.names if _is_shard(name)]
+    return OnlyAPart(
         f"{folder} holds shards and no index: {listed([printable(name) for name in shards], 2)}",
         "Which tensors make up the checkpoint, and whether all of its files are there, is only said in *.index.json.",
         "Copy the index too; or name one shard, which is read by itself.",

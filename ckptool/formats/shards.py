@@ -15,6 +15,7 @@ from ckptool.nodes import OrderedDict
 from ckptool.tree import storages
 
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
+INDEX = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json")
 DEFAULT_SIZE = 5_000_000_000  # of a shard, in bytes, as the hub's savers have it
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

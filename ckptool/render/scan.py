@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckptool.errors import listed, printable
 from ckptool.render.json import Json, part_json
 from ckptool.render.style import PLAIN, Style, columns, counted, size
+from ckptool.reports.scan import MEMBER
 
 if TYPE_CHECKING:
     from ckptool.reports.calls import Call
@@ -55,8 +56,8 @@ def _latest(found: Scan) -> str:
 
 
 def _summary(found: Scan, style: Style) -> str:
-    head = f"{style.bold(printable(found.path))}: {counted(len(found.files), 'checkpoint')}"
-    bad = sum(1 for file in found.files if not file.is_good)
+    head = f"{style.bold(printable(found.path))}: {counted(sum(file.state != MEMBER for file in found.files), 'checkpoint')}"
+    bad = sum(1 for file in found.files if not file.is_good and file.state != MEMBER)
     if bad:
         head += f", {style.red(f'{bad:,} not good')}"
     if found.others:
@@ -70,7 +71,8 @@ def _table(found: Scan, style: Style) -> list[str]:
     now = time.time()
     rows = [("file", "state", "step", "epoch", "size", "age", "what")]
     for file in found.files:
-        about = ", ".join((*file.holds, *file.notes)) if file.is_good else file.problem
+        whole = [file.part.label] if file.part else [f"{file.members + 1:,} members"] if file.members else []
+        about = ", ".join((*whole, *file.holds, *file.notes)) if file.is_good else file.problem
         rows.append(
             (
                 _relative(found, file),
@@ -86,7 +88,10 @@ def _table(found: Scan, style: Style) -> list[str]:
     shown = [style.fit(line) for line in lines]
     return [
         style.dim(head),
-        *(line if file.is_good else style.red(line) for line, file in zip(shown, found.files, strict=True)),
+        *(
+            line if file.is_good or file.state == MEMBER else style.red(line)
+            for line, file in zip(shown, found.files, strict=True)
+        ),
     ]
 
 
@@ -145,6 +150,7 @@ def _file_json(file: ScannedFile) -> Json:
         "state": file.state,
         "problem": file.problem or None,
         "part": part_json(file.part),
+        "members": file.members,
         "container": file.container or None,
         "step": file.step,
         "epoch": file.epoch,

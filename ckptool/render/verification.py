@@ -47,7 +47,14 @@ def _verdict(found: Verification, style: Style) -> str:
             f"{counted(found.checked, 'record')} checked against {'its' if found.checked == 1 else 'their'} checksums{which}"
         )
     about = ", ".join(facts)
-    whole = f"fine, and only a part: {printable(found.part.label)}" if found.part else "fine"
+    what = "" if found.part is None else printable(found.part.label)
+    whole = (
+        f"fine: {what}"
+        if found.part and found.part.is_complete
+        else f"fine, and only a part: {what}"
+        if what
+        else "fine"
+    )
     if found.problems:
         recovered = all(problem.code == "recovered-file" for problem in found.problems)
         word = "recovered, not intact" if recovered else "damaged"

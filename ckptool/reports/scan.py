@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartOf
 from ckptool.errors import CkptoolError
+from ckptool.files import Folder
+from ckptool.formats import members
 from ckptool.nodes import Object
 from ckptool.reports.calls import Call
 from ckptool.reports.listing import Listing
 from ckptool.roots import kinds_of
 from ckptool.tree import children
 
-GOOD, PART = "good", "part"
+GOOD, PART, MEMBER = "good", "part", "member"
 
 # Where training scripts keep how far they have come: the keys, the most exact first, then what stands in file names.
 _STEP_KEYS = (
@@ -39,8 +41,9 @@ _EPOCH_IN_NAME = re.compile(r"(?:epoch|ep)[-_=]?0*(\d{1,9})(?!\d)", re.IGNORECAS
 class ScannedFile:
     """One checkpoint of a folder.
 
-    state: `good`, `part` (whole bytes of an incomplete checkpoint), or the code of the error that opening or verifying it gave, with its
-    sentence in `problem`.  part: of what it is only a part.
+    state: `good`, `part` (whole bytes of an incomplete checkpoint), `member` (what lies beside weights: optimizer, random states), or the
+    code of the error that opening or verifying it gave; in `problem` the sentence.  part: of what it is only a part.
+    members: how many files lie beside its weights.
     step, epoch: how far the training was; None where neither the file nor its name says.  bytes: its size.  modified: seconds since 1970.
     holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know.
     """
@@ -57,6 +60,7 @@ class ScannedFile:
     notes: tuple[str, ...]
     calls: tuple[Call, ...]
     part: PartOf | None = None
+    members: int = 0
 
     @property
     def is_good(self) -> bool:
@@ -77,19 +81,38 @@ class Scan:
     @property
     def findings(self) -> int:
         """Files that are not good, or whose pickles would call what ckptool does not know. Of one file that was named, only the latter."""
-        return sum(1 for file in self.files if (not file.is_good and self.is_folder) or file.calls)
+        return sum(1 for file in self.files if (file.state not in (GOOD, MEMBER) and self.is_folder) or file.calls)
 
 
-def scanned(path: str, checkpoint: Checkpoint, found: Listing, calls: Iterable[Call]) -> ScannedFile:
-    """The row of a checkpoint that was opened."""
+def scanned(
+    path: str,
+    checkpoint: Checkpoint,
+    found: Listing,
+    calls: Iterable[Call],
+    said: Mapping[str, Any] | None = None,
+    beside: int = 0,
+) -> ScannedFile:
+    """The row of a checkpoint that was opened. said: how far the training was, as a file beside it has it.  beside: members
+    of its folder."""
     size, modified = _size_of(path)
-    step, epoch = progress_of(checkpoint.tree, os.path.basename(path))
+    if isinstance(checkpoint.source, Folder):
+        size = checkpoint.source.size
+    step, epoch = progress_of({**said, "": checkpoint.tree} if said else checkpoint.tree, os.path.basename(path))
     holds = tuple(kinds_of(found.roots))
-    notes = tuple(dict.fromkeys(note.code for note in found.notes if note.code != "unsafe-global"))
-    part = checkpoint.part
-    state, problem = (GOOD, "") if part is None else (PART, f"{part.label}: {part.meaning}")
-    row = (checkpoint.container, step, epoch, size, modified, holds, notes, tuple(calls), part)
+    said_elsewhere = ("unsafe-global", PART)
+    notes = tuple(dict.fromkeys(note.code for note in found.notes if note.code not in said_elsewhere))
+    state, problem = _state(path, checkpoint, found)
+    row = (checkpoint.container, step, epoch, size, modified, holds, notes, tuple(calls), checkpoint.part, beside)
     return ScannedFile(path, state, problem, *row)
+
+
+def _state(path: str, checkpoint: Checkpoint, found: Listing) -> tuple[str, str]:
+    part = checkpoint.part
+    if part is not None and not part.is_complete:
+        return PART, f"{part.label}: {part.meaning}"
+    if members.BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not any(root.is_model for root in found.roots):
+        return MEMBER, "what belongs beside weights, and is no checkpoint by itself"
+    return GOOD, ""
 
 
 def damaged(path: str, error: CkptoolError) -> ScannedFile:
@@ -139,13 +162,18 @@ def _named(node: Any) -> Iterator[tuple[str, Any]]:
 def latest_good(files: Iterable[ScannedFile]) -> tuple[ScannedFile | None, str]:
     """The newest good file, and how that was told: by step where every one has it, else by epoch, else by time.
 
-    A copy or a download changes times, so what the files themselves say goes first.
+    A copy or a download changes times, so what the files themselves say goes first; of two of the same step, the one that holds more.
     """
     good = [file for file in files if file.is_good]
     if not good:
         return None, ""
     if all(file.step is not None for file in good):
-        return max(good, key=lambda file: (file.step or 0, file.modified)), "step"
+        return max(good, key=lambda file: (file.step or 0, *_richness(file))), "step"
     if all(file.epoch is not None for file in good):
-        return max(good, key=lambda file: (file.epoch or 0, file.modified)), "epoch"
+        return max(good, key=lambda file: (file.epoch or 0, *_richness(file))), "epoch"
     return max(good, key=lambda file: file.modified), "time"
+
+
+def _richness(file: ScannedFile) -> tuple[int, int, float]:
+    """How much there is in a checkpoint: kinds of contents and members, then bytes; the newer one where that is the same."""
+    return len(file.holds) + file.members, file.bytes, file.modified

@@ -9,7 +9,9 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint
 from ckptool.commands import Advice, command
 from ckptool.errors import OnlyAPart, UsageError, printable, quoted
-from ckptool.formats import recovered
+from ckptool.files import Source
+from ckptool.formats import members, recovered
+from ckptool.formats.members import MEMBERS
 from ckptool.tree import find
 
 PathLike = str | os.PathLike[str]
@@ -62,7 +64,13 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
     found = checkpoint.part
     if found is None or part:
         return
-    take = "take this part as it is: --part (in Python: part=True)"
+    take = "take it as it is: --part (in Python: part=True)"
+    if found.kind == MEMBERS:
+        raise OnlyAPart(
+            f"{printable(found.whole)} is a folder, of which {found.label} are there and whole",
+            f"{found.meaning[:1].upper()}{found.meaning[1:]}.",
+            f"Name one of its files: {quoted(_member(checkpoint))}; or {take}",
+        )
     raise OnlyAPart(
         f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {found.label}",
         f"{found.meaning[:1].upper()}{found.meaning[1:]}.",
@@ -72,13 +80,27 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
     )
 
 
+def _member(checkpoint: Checkpoint) -> str:
+    """One file of a folder: its weights, or the first."""
+    if isinstance(checkpoint.source, Source):
+        return checkpoint.source.path
+    folder = checkpoint.part.whole if checkpoint.part is not None else ""
+    return os.path.join(folder, next(iter(checkpoint.source.files), "") if checkpoint.source is not None else "")
+
+
 def open_to_change(file: PathLike, at: str | None = None) -> Opened:
     """The same for a verb that changes keys, types or entries: not of one shard, which has to go on fitting to its index.
 
-    Raises `OnlyAPart` for a file that the index beside it names.
+    Raises `OnlyAPart` for a file that the index beside it names, and for a folder of files that are not joined.
     """
     opened = open_file(file, at)
     found = opened.checkpoint.part
+    if opened.checkpoint.container == members.NAME:
+        raise OnlyAPart(
+            f"{opened.checkpoint.source} is a folder of {len(opened.checkpoint.tree):,} files, each a checkpoint or a part of one",
+            "Several files are not changed as one. Nothing was written.",
+            f"Name one of them: {quoted(_member(opened.checkpoint))}",
+        )
     if found is not None and found.index:
         raise OnlyAPart(
             f"{opened.checkpoint.source} is {found.label} of {printable(os.path.join(found.whole, found.index))}",

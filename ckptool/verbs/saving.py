@@ -21,7 +21,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.files import Folder, Input
-from ckptool.formats import Format, no_collection
+from ckptool.formats import Format, members, no_collection
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
@@ -268,9 +268,10 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
     if not os.path.isdir(target):
         return set()
     try:
-        source = formats.read(target).source
+        found = formats.read(target)
     except CkptoolError:
         return set()
+    source = found.source if found.container != members.NAME else None  # several checkpoints are not replaced by one
     return set(source.files) if isinstance(source, Folder) else {os.path.basename(source.path)} if source else set()
 
 

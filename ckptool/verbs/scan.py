@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from ckptool import formats
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, printable
-from ckptool.files import file_problem, open_input
+from ckptool.files import Folder, file_problem, open_input
+from ckptool.formats import members, sharded
 from ckptool.reports.calls import unknown_names
 from ckptool.reports.listing import listing
 from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned
@@ -57,7 +58,11 @@ def _row(path: str, full: bool, strict: bool) -> ScannedFile:
         if strict:
             raise
         return damaged(path, error)
-    return scanned(path, checkpoint, found, unknown_names(checkpoint))
+    if not os.path.isdir(path):
+        return scanned(path, checkpoint, found, unknown_names(checkpoint))
+    layout = members.layout_of(Folder(path), beside=checkpoint.container != members.NAME)
+    count = len(layout.names) if layout is not None else 0
+    return scanned(path, checkpoint, found, unknown_names(checkpoint), members.step_of(path), count)
 
 
 def _verify(path: str) -> None:
@@ -71,7 +76,7 @@ def _verify(path: str) -> None:
 
 
 def _files(folder: str) -> Iterator[str | None]:
-    """The checkpoints below a folder in order of their names; None for each file that is none by its name. Links are not followed."""
+    """The checkpoints of a folder and below it, in order of names; None for each file that is none by its name. Links are not followed."""
     count = 0
     stack = [folder]
     while stack:
@@ -83,15 +88,17 @@ def _files(folder: str) -> Iterator[str | None]:
             if here == folder:
                 raise file_problem(error, here, "read") from error
             continue
+        count += len(inside)
+        if count > MAX_FILES:
+            raise UsageError(f"{printable(folder)} holds more than {MAX_FILES:,} files", "Name a folder below it.")
+        own, claimed = _checkpoints_of(here, is_top=here == folder)
+        yield from own
         below: list[str] = []
         for entry in inside:
-            count += 1
-            if count > MAX_FILES:
-                raise UsageError(f"{printable(folder)} holds more than {MAX_FILES:,} files", "Name a folder below it.")
+            if entry.name in claimed:
+                continue
             if entry.is_dir(follow_symlinks=False):
-                if is_checkpoint_folder(entry.path):
-                    yield entry.path
-                elif not entry.name.startswith("."):
+                if not entry.name.startswith(".") or is_checkpoint_folder(entry.path):
                     below.append(entry.path)
             elif _is_file(entry):
                 yield entry.path if _is_named_like_one(entry.name) else None
@@ -104,6 +111,19 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return entry.is_file()
     except OSError:
         return False
+
+
+def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
+    """What of a folder is one checkpoint (as a rule the folder itself), and the names in it that belong to that."""
+    if not is_checkpoint_folder(path):
+        return [], set()
+    folder = Folder(path)
+    candidates = sharded.candidates(folder)
+    claimed = sharded.belonging(folder) | members.claimed(folder)
+    alone = is_top and len(claimed) == 1  # a file among others
+    if len(candidates) > 1 or (alone and candidates):
+        return [os.path.join(path, name) for name in candidates], claimed
+    return [path], claimed
 
 
 def _is_named_like_one(name: str) -> bool:

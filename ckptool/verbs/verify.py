@@ -18,8 +18,8 @@ from ckptool.errors import (
     Truncated,
     printable,
 )
-from ckptool.files import Input, Source, open_input
-from ckptool.formats import parts, recovered
+from ckptool.files import Folder, Input, Source, open_input
+from ckptool.formats import members, parts, recovered
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
 from ckptool.reports.verification import (
@@ -78,6 +78,8 @@ def verify(
         return _damaged(path, source, error)
     part = checkpoint if named is None else part_of(checkpoint, named)
     found = _checked(path, source, part, progress)
+    if isinstance(source, Folder) and named is None:
+        found = _with_members(found, source, checkpoint, progress)
     if finite:
         values, unsearched = non_finite(part.tree)
         found = replace(found, non_finite=tuple(values), unsearched=tuple(unsearched))
@@ -147,6 +149,36 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
         fixes=_fixes(path, source, problems),
         part=checkpoint.part,
     )
+
+
+def _with_members(
+    found: Verification, folder: Folder, checkpoint: Checkpoint, progress: Progress | None
+) -> Verification:
+    """The same with everything that is wrong with the members of a folder, each of which is read as a file of its own."""
+    joined = checkpoint.container != members.NAME
+    layout = members.layout_of(folder, beside=joined)
+    if layout is None:
+        return found
+    problems = list(found.problems) if joined else []
+    for name in layout.names:
+        problems += [
+            replace(problem, record=f"{name}: {problem.record}" if problem.record else name)
+            for problem in _of_member(folder, name, progress)
+        ]
+    return replace(found, problems=tuple(problems), fixes=() if problems else found.fixes)
+
+
+def _of_member(folder: Folder, name: str, progress: Progress | None) -> tuple[Problem, ...]:
+    path = os.path.join(folder.path, name)
+    try:
+        if name.endswith(".json"):
+            members.read_json(folder, name)
+            return ()
+        if os.path.isdir(path):
+            return _checked(path, Folder(path), members.open_member(folder, name), progress).problems
+        return verify(path, progress=progress).problems
+    except CkptoolError as error:
+        return (Problem(error.code, error.what, error.why),)
 
 
 def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:

@@ -1,0 +1,352 @@
+"""`folder`: a folder of several files that together are a training checkpoint or a pipeline, its members, which are not joined here.
+
+What is a member is told by the names that one program writes. Where the weights stand for the folder (an index, `model.safetensors`, a
+folder of torch.distributed.checkpoint) the folder is read as those, and its other members are only looked at: whether each is whole.
+
+Source: transformers/trainer.py (`_save_checkpoint`: weights, optimizer, scheduler, random states, and `trainer_state.json` last),
+accelerate/checkpointing.py (random states last), deepspeed/runtime/engine.py, megatron/training/checkpointing.py, diffusers
+(`model_index.json`), sentence-transformers (`modules.json`), verl (`*_world_size_W_rank_R.pt`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, PartOf
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, listed, printable
+from ckptool.files import Folder, Input, Source, open_input
+from ckptool.formats.strict_json import parse_object
+
+NAME = "folder"
+MEMBERS = "members"
+MAX_MEMBERS = 512  # of a folder, each of which is opened
+MAX_JSON = 16 << 20
+
+# Files beside weights. What they hold belongs to one checkpoint and is none by itself.
+BESIDE_WEIGHTS = re.compile(
+    r"(?:optimizer|scheduler|scaler|sampler)(?:_\d+)?\.(?:pt|bin)|dl_state_dict(?:_\d+)?\.bin|rng_state(?:_\d+)?\.pth"
+    r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|training_args\.bin|trainer_state\.json|model_\d+\.safetensors"
+    r"|pytorch_model_\d+\.bin|common\.pt|meta\.pt|distrib_optim\.pt"
+)
+_TRAINING = re.compile(r"optimizer|scheduler|rng_state|random_states|trainer_state|sampler|common\.pt|meta\.pt")
+_FOLDERS = re.compile(r"global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+|pytorch_model")
+_WITH_WEIGHTS = ("global_step", "pytorch_model")
+
+STATES = re.compile(
+    r"(?P<set>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_(?P<rest>[\d_]+(?:optim|model)_states)\.pt"
+)
+MODEL_STATES = re.compile(r"(?P<set>)mp_rank_(?P<rank>\d+)(?P<rest>(?:_\d+)*_model_states)\.pt")
+LAYER = re.compile(r"layer_(?P<layer>\d+)(?:_expert_(?P<expert>\d+))?(?:-model|_mp_rank)_[\d_-]*model_states\.pt")
+OF_WORLD = re.compile(r"(?P<set>.+_world_size_(?P<world>\d{1,6})_rank_)(?P<rank>\d{1,6})(?P<rest>)\.pt")
+FSDP_RANKS = re.compile(r"(?P<set>(?:pytorch_model_fsdp|optimizer)_\d+_rank)(?P<rank>\d{1,6})(?P<rest>)\.bin")
+PIECES = re.compile(r"(?P<set>shard-)(?P<rank>\d{5})-(?P<rest>model-\d{5}-of-\d{5})\.safetensors")
+MODEL_PARALLEL = re.compile(r"(?P<set>mp_rank_)(?P<rank>\d\d)(?P<rest>(?:_\d\d\d){0,2})")
+_RANKED = re.compile(r"(?P<set>rng_state_|random_states_)(?P<rank>\d+)(?P<rest>)\.(?:pth|pkl)")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a folder holds. kind: what it is, for people.  names: its members that are there (`mp_rank_00/model_optim_rng.pt`).
+
+    missing: those that it says or shows it once had.  beside: they are beside weights that stand for the folder.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    beside: bool = False
+
+
+_OF_A_CHECKPOINT = re.compile(r"latest|zero_to_\w+\.py|.*\.distcp|(?:__\d+)?\.metadata")
+
+
+def detect(head: bytes, source: Input) -> bool:
+    return isinstance(source, Folder) and layout_of(source) is not None
+
+
+def layout_of(folder: Folder, *, beside: bool = False) -> Layout | None:
+    """The members of a folder; None where it has none. beside: its weights were found, and stand for it."""
+    return next((found for find in _KINDS if (found := find(folder, beside)) is not None), None)
+
+
+def read(source: Folder) -> Checkpoint:
+    """A folder whose members are checkpoints of their own, or parts of one that are not joined here: each under its name.
+
+    Raises `LimitExceeded` for more than 512 members; a member that cannot be read is left out, and counted as not whole.
+    """
+    layout = layout_of(source)
+    assert layout is not None
+    tree: dict[Any, Any] = {}
+    wrong: dict[str, str] = {}
+    world = 1
+    for name, found in opened(source, layout):
+        if problem := _problem(found):
+            wrong[name] = problem
+        if isinstance(found, Checkpoint):
+            tree[name] = found.tree
+            world = max(world, _world(found))
+            if found.source is not None:
+                source.adopt(name, found.source)
+    if not tree:
+        raise Corrupt(
+            f"{source} is {layout.kind}, and none of its {len(layout.names):,} files can be read",
+            f"The first: {wrong[layout.names[0]]}",
+            "Take an earlier checkpoint.",
+        )
+    layout = replace(layout, missing=tuple(dict.fromkeys((*layout.missing, *_lacking(layout, world)))))
+    return Checkpoint(tree, NAME, {}, source, part=_counted(source, layout, wrong))
+
+
+def _world(found: Checkpoint) -> int:
+    """How many ranks a rank's file says that there are."""
+    from ckptool.formats.parts import RANK, part_of
+
+    part = found.part or part_of(found)
+    return part.count or 1 if part is not None and part.kind == RANK else 1
+
+
+def _lacking(layout: Layout, world: int) -> Iterator[str]:
+    """The files of ranks that are not there, of a world of this size."""
+    for pattern in (STATES, OF_WORLD, FSDP_RANKS):
+        yield from _gaps(layout.names, pattern, world)
+    ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
+    yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world))
+
+
+def state_of(folder: Folder) -> PartOf | None:
+    """Whether the members beside the weights of a folder are all there and whole: None where they are, or where there are none."""
+    layout = layout_of(folder, beside=True)
+    if layout is None:
+        return None
+    wrong = {name: problem for name, found in opened(folder, layout) if (problem := _problem(found))}
+    return _counted(folder, layout, wrong) if wrong or layout.missing else None
+
+
+def _problem(found: Checkpoint | CkptoolError) -> str:
+    """Why a member is not whole; empty where it is, which a rank's share is as a member."""
+    if isinstance(found, CkptoolError):
+        return found.what
+    part = found.part
+    return part.meaning if part is not None and part.kind == MEMBERS and not part.is_complete else ""
+
+
+def _counted(folder: Folder, layout: Layout, wrong: dict[str, str]) -> PartOf:
+    """How many of the members are there and whole, and what is the matter with the others."""
+    count = len(layout.names) + len(layout.missing) + layout.beside
+    whole = len(layout.names) - len(wrong) + layout.beside
+    problems = [
+        what.replace(printable(os.path.join(folder.path, name)), printable(name)) for name, what in wrong.items()
+    ]
+    problems += [f"{printable(name)} is missing" for name in layout.missing]
+    meaning = f"{layout.kind}; " + (
+        listed(problems, 3) if problems else "its files are all there, and are not joined here"
+    )
+    return PartOf(MEMBERS, f"{whole:,} of {count:,} members", meaning, whole, count, folder.path)
+
+
+def opened(folder: Folder, layout: Layout) -> Iterator[tuple[str, Checkpoint | CkptoolError]]:
+    """Every member with what is in it, or with why it cannot be read."""
+    if len(layout.names) > MAX_MEMBERS:
+        raise LimitExceeded(
+            f"{folder} is {layout.kind} of {len(layout.names):,} files",
+            f"At most {MAX_MEMBERS:,} are opened.",
+            "Name one of them.",
+        )
+    for name in layout.names:
+        try:
+            yield name, open_member(folder, name)
+        except CkptoolError as error:
+            yield name, error
+
+
+def open_member(folder: Folder, name: str) -> Checkpoint:
+    """What is in a member. Raises `Corrupt` for one whose own members are folders again, and what opening it raises."""
+    from ckptool import formats
+
+    if name.endswith(".json"):
+        return Checkpoint(read_json(folder, name), "json")
+    source = open_input(os.path.join(folder.path, name))
+    inside = layout_of(source) if isinstance(source, Folder) else None
+    if isinstance(source, Folder) and inside is not None and any(_is_folder(source, each) for each in inside.names):
+        raise Corrupt(f"{source} holds folders of checkpoints, and is in one", "A link may lead back to where it is.")
+    return formats.read_alone(source)
+
+
+def read_json(folder: Folder, name: str) -> dict[str, Any]:
+    """The members of a JSON file in the folder; raises `Corrupt` for one that was cut off."""
+    source = Source(os.path.join(folder.path, name))
+    if source.size > MAX_JSON:
+        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_JSON:,} are read.")
+    return parse_object(source.read(0, source.size), str(source))
+
+
+# The kinds of folders --------------------------------------------------------------------------------------------------
+
+
+def _ranks(folder: Folder, beside: bool) -> Layout | None:
+    """Files that each rank saved for itself."""
+    for patterns, kind in (
+        ((STATES, MODEL_STATES, LAYER), "a DeepSpeed checkpoint"),
+        ((OF_WORLD,), "a checkpoint of which each rank saved its share"),
+        ((FSDP_RANKS,), "a checkpoint of which each rank saved its share"),
+        ((PIECES,), "a checkpoint that torch.distributed.checkpoint wrote as safetensors, in pieces"),
+    ):
+        names = [name for name in folder.names if any(pattern.fullmatch(name) for pattern in patterns)]
+        if names and not beside:
+            more = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name)]
+            missing = [*_gaps(names, patterns[0]), *_gaps(names, patterns[-1]), *_without_model(names)]
+            return Layout(kind, (*names, *more), tuple(dict.fromkeys(missing)))
+    return None
+
+
+def _gaps(names: Iterable[str], pattern: re.Pattern[str], world: int = 0) -> list[str]:
+    """The names that ranks lack which others of the same set have: up to the highest, or to the size of the world, where that is known."""
+    sets: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        if (found := pattern.fullmatch(name)) and "rank" in pattern.groupindex:
+            sets.setdefault((found["set"], found["rest"]), {})[int(found["rank"])] = name
+            world = max(world, int(found["rank"]) + 1, int(found.groupdict().get("world") or 0))
+    missing = []
+    for ranks in sets.values():
+        example = next(iter(ranks.values()))
+        place = pattern.fullmatch(example)
+        assert place is not None
+        first = 1 if pattern is PIECES else 0
+        for rank in range(first, min(world, MAX_MEMBERS)):
+            if rank not in ranks:
+                width = len(place["rank"]) if place["rank"].startswith("0") else 1
+                missing.append(f"{example[: place.start('rank')]}{rank:0{width}}{example[place.end('rank') :]}")
+    return missing
+
+
+def _without_model(names: list[str]) -> list[str]:
+    """The model's file of ZeRO, where only the shares of its optimizer are there."""
+    states = any(name.endswith("_optim_states.pt") for name in names)
+    return (
+        ["mp_rank_00_model_states.pt"] if states and not any(name.endswith("model_states.pt") for name in names) else []
+    )
+
+
+def _model_parallel(folder: Folder, beside: bool) -> Layout | None:
+    """Megatron's legacy layout: a folder for each rank."""
+    ranks = [name for name in folder.names if MODEL_PARALLEL.fullmatch(name) and _is_folder(folder, name)]
+    inside = [f"{rank}/{name}" for rank in ranks for name in _names_in(folder, rank) if name.endswith(".pt")]
+    if not inside or beside:
+        return None
+    missing = [f"{rank}/" for rank in (*_gaps(ranks, MODEL_PARALLEL), *(r for r in ranks if not _names_in(folder, r)))]
+    return Layout("a Megatron checkpoint", tuple(inside), tuple(missing))
+
+
+def _pipeline(folder: Folder, beside: bool) -> Layout | None:
+    """A diffusers pipeline: `model_index.json` names its components, each in a folder of its own."""
+    table = _table(folder, "model_index.json")
+    if table is None or beside:
+        return None
+    names, missing = [], []
+    for name, value in table.items():
+        if name.startswith("_") or not isinstance(value, list) or len(value) != 2 or value[0] is None or "/" in name:
+            continue
+        inside = set(_names_in(folder, name)) if _is_folder(folder, name) else set()
+        if any(_is_weights(file) for file in inside):
+            names.append(name)
+        elif not inside or "config.json" in inside:  # what has weights has this; schedulers and tokenizers have others
+            missing.append(name)
+    return Layout("a diffusers pipeline", tuple(names), tuple(missing)) if names else None
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin"))
+
+
+def _training(folder: Folder, beside: bool) -> Layout | None:
+    """What transformers' Trainer and accelerate save beside weights; and the modules of sentence-transformers."""
+    names = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name) and not _is_folder(folder, name)]
+    sets = [name for name in folder.names if _FOLDERS.fullmatch(name) and _is_set(folder, name)]
+    modules = list(_modules(folder))
+    there = [*names, *sets, *(name for name, present in modules if present == "weights")]
+    missing = [*_gaps(names, _RANKED), *(name for name, present in modules if not present), *_written_last(names)]
+    if beside:
+        known = bool(sets or modules) or any(map(_TRAINING.match, names))
+    else:  # people call files optimizer.pt, too; these are what the programs alone write
+        known = bool(sets) or any(name.startswith(("trainer_state", "random_states_")) for name in names)
+        if not any(name.startswith(_WITH_WEIGHTS) for name in sets):
+            missing.append("pytorch_model_fsdp_0" if sets else "model.safetensors")
+    return Layout(_kind_of(names, bool(modules)), tuple(there), tuple(missing), beside) if known else None
+
+
+def _is_set(folder: Folder, name: str) -> bool:
+    return any(each.endswith((".distcp", ".metadata", "_states.pt")) for each in _names_in(folder, name))
+
+
+def _kind_of(names: list[str], modules: bool) -> str:
+    if any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names):
+        return "a checkpoint of transformers' Trainer"
+    return "a model of sentence-transformers" if modules else "a training checkpoint in several files"
+
+
+def _written_last(names: list[str]) -> list[str]:
+    """The file that a program writes last, where it wrote those before: else it was stopped while it saved."""
+    if "optimizer.pt" in names and "training_args.bin" in names and "trainer_state.json" not in names:
+        return ["trainer_state.json"]
+    if "optimizer.bin" in names and not any(name.startswith("random_states_") for name in names):
+        return ["random_states_0.pkl"]
+    return []
+
+
+def _modules(folder: Folder) -> Iterator[tuple[str, str]]:
+    """The modules in folders of their own that sentence-transformers lists, and what is there: weights, something, or nothing."""
+    table = _table(folder, "modules.json", list)
+    for module in table if isinstance(table, list) else ():
+        path = module.get("path") if isinstance(module, dict) else None
+        if type(path) is str and path and "/" not in path.strip("/") and path not in (".", ".."):
+            inside = _names_in(folder, path.strip("/"))
+            has = any(_is_weights(name) for name in inside)
+            yield path.strip("/"), "weights" if has else "files" if inside else ""
+
+
+_KINDS: tuple[Callable[[Folder, bool], Layout | None], ...] = (_ranks, _model_parallel, _pipeline, _training)
+
+
+def _table(folder: Folder, name: str, kind: type = dict) -> Any:
+    """A JSON file of the folder; None where there is none, or where it is something else."""
+    import json
+
+    if name not in folder:
+        return None
+    try:
+        with open(os.path.join(folder.path, name), "rb") as file:
+            table = json.loads(file.read(MAX_JSON))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return table if isinstance(table, kind) else None
+
+
+def _is_folder(folder: Folder, name: str) -> bool:
+    return os.path.isdir(os.path.join(folder.path, name))
+
+
+def _names_in(folder: Folder, name: str) -> list[str]:
+    try:
+        return sorted(os.listdir(os.path.join(folder.path, name)))
+    except OSError:
+        return []
+
+
+def claimed(folder: Folder) -> set[str]:
+    """The names in a checkpoint's folder that belong to it: its index and shards, the ranks' files, its members."""
+    layout = layout_of(folder, beside=True) or layout_of(folder)
+    names = {name.partition("/")[0] for name in (layout.names if layout is not None else ())}
+    return names | {name for name in folder.names if _OF_A_CHECKPOINT.fullmatch(name) or BESIDE_WEIGHTS.fullmatch(name)}
+
+
+def step_of(folder: str) -> dict[str, Any]:
+    """What a Trainer says of how far it was: `{"global_step": 500, "epoch": 1.0}`; empty where none does."""
+    try:
+        found = _table(Folder(folder), "trainer_state.json")
+    except CkptoolError:
+        return {}
+    return {key: value for key, value in (found or {}).items() if key in ("global_step", "epoch")}
