@@ -32,7 +32,7 @@ _OPTIONS = {
     "cast": "out! at= dtype=",
     "edit": "out! drop=",
     "slim": "out! keep_optimizer",
-    "convert": "out! at= all weights_only only= exclude= to= shard_size=",
+    "convert": "out! at= all weights_only only= exclude= ties= to= shard_size=",
     "recover": "out!",
     "bundle": "out! drop=",
     "unbundle": "dir!",
@@ -210,6 +210,7 @@ class Chain:
         self.original = self.current = as_argument(file)
         self.at = at
         self._taken: set[str] = set()
+        self._suffix: str | None = None  # of what was written last, where that is another than the input's
 
     def fill(self, command: Command) -> Command:
         """The command for the file as the commands before left it."""
@@ -236,14 +237,24 @@ class Chain:
         return f"{self.current}#{place}" if place else self.current
 
     def _free(self, suffix: str | None) -> str:
-        stem, own = parted(os.path.normpath(self.original) if self.original.endswith("/") else self.original)
+        self._suffix = suffix or self._suffix
+        stem, own = parted(_beside(self.original))
         own = "" if own.endswith(".index.json") else own  # what is written for an index is a folder
         for number in count(1):
-            name = f"{stem}.fixed{number if number > 1 else ''}{own if suffix is None else suffix}"
+            name = f"{stem}.fixed{number if number > 1 else ''}{own if self._suffix is None else self._suffix}"
             if name not in self._taken and not os.path.lexists(name):
                 break
         self._taken.add(name)
         return name
+
+
+def _beside(path: str) -> str:
+    """The path, such that what is put behind it lies beside the file or folder: that of `runs/` and of `.` does."""
+    if os.path.basename(path) in ("", ".", ".."):
+        path = os.path.normpath(path)
+        last = os.path.basename(path)
+        return os.path.join(path, "..", os.path.basename(os.path.abspath(path))) if last in (".", "..") else path
+    return path
 
 
 def parted(path: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@
     ├── UsageError                  the request makes no sense               usage
     ├── NoMatch                     a rule or prefix named matches nothing   no-match        exit 1
     ├── FileProblem                 the system refused a file operation      io
+    │   ├── BrokenLink              a link that leads to nothing             broken-link
     │   ├── FileChanged             the input changed while it was read      file-changed
     │   └── DiskFull                not enough room for the output           disk-full
     ├── NotACheckpoint              the bytes are something else             not-a-checkpoint
@@ -81,6 +82,12 @@ class FileProblem(CkptoolError):
     """The operating system refused: missing, a folder, no permission, a read error."""
 
     code = "io"
+
+
+class BrokenLink(FileProblem):
+    """The name is a link, and what it leads to is not there."""
+
+    code = "broken-link"
 
 
 class FileChanged(FileProblem):

@@ -17,6 +17,7 @@ from itertools import islice
 
 from ckptool.commands import Advice, Command, command, other_program
 from ckptool.errors import (
+    BrokenLink,
     CkptoolError,
     Corrupt,
     FileChanged,
@@ -400,6 +401,8 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
     if isinstance(error, FileNotFoundError) and (elsewhere := refused_place(path, doing != "read")):
         return elsewhere
     name = printable(os.fspath(path))
+    if getattr(error, "errno", None) == errno.ENOENT and os.path.islink(path):
+        return _broken_link(os.fspath(path), doing)
     number = getattr(error, "errno", None)
     reason = os.strerror(number) if number else str(error)
     fix = ""
@@ -416,6 +419,16 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
             else f"There is no folder {printable(folder)} either."
         )
     return FileProblem(f"cannot {doing} {name}: {reason}", why, fix)
+
+
+def _broken_link(path: str, doing: str) -> BrokenLink:
+    return BrokenLink(
+        f"cannot {doing} {printable(path)}: it is a link to {printable(os.readlink(path))}, which is not there",
+        "Hubs keep files as links into a cache: what it led to was deleted or not copied along, or lies on another machine.",
+        Advice(
+            "See where it leads: ", other_program("ls -l", path), "; then download the file again, or copy with cp -L."
+        ),
+    )
 
 
 def _meant(folder: str, name: str | bytes) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, Note, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, Literal, Note, Storage, TensorEntry
 from ckptool.dtypes import BY_TORCH
 from ckptool.errors import Conflict, MissingExtra, Unsupported, UsageError, listed, printable
 from ckptool.gather import verify
@@ -24,6 +24,7 @@ from ckptool.transforms.matching import Chosen, Matching, match, wishes_of
 from ckptool.transforms.optimizer_state import Carried, carried
 from ckptool.transforms.rename import apply
 from ckptool.transforms.select import matcher
+from ckptool.transforms.torch_versions import COUNTER
 from ckptool.tree import map_storages
 from ckptool.user_code import called, own
 from ckptool.verbs.opening import open_whole, refuse_part
@@ -155,7 +156,13 @@ def target_of_code(name: str) -> Target:
     told = {key: kinds.get(key) or _kind(key, value) for key, value in tensors.items()}
     expected = _expected(tensors, told)
     metadata = {path: dict(facts) for path, facts in getattr(state, "_metadata", {}).items()} or None
-    return Target(name, MODULE, expected, bool(kinds), _values(state), metadata)
+    wrapper = _prefix_of(made, model) if isinstance(made, nn.Module) else ""
+    return Target(name, MODULE, expected, bool(kinds), _values(state), metadata, wrapper=wrapper)
+
+
+def _prefix_of(outer: nn.Module, inner: nn.Module) -> str:
+    """What the wrappers around a model put before its names."""
+    return next((f"{name}." for name, module in outer.named_modules() if module is inner and name), "")
 
 
 def _kind(name: str, tensor: torch.Tensor) -> str:
@@ -218,7 +225,7 @@ def load_into(
     slots = _slots(bare)
     target = _target(slots, type(bare).__name__)
     whole, root, remark = _weights(checkpoint, at, part)
-    plan = match(root, str(whole.source or "the checkpoint"), target, wishes, remark)
+    plan = _with_counters(match(root, str(whole.source or "the checkpoint"), target, wishes, remark), slots)
     plan = replace(plan, report=_with_device_facts(plan, bare, slots, wishes.missing, assign))
     moved = _for_optimizer(optimizer, whole, root, target, plan, slots, assign) if optimizer is not None else None
     if moved is not None:
@@ -247,6 +254,19 @@ def _weights(
     return checkpoint, *one_root(checkpoint, at)
 
 
+def _with_counters(plan: Matching, slots: Mapping[str, _Slot]) -> Matching:
+    """The plan with zeros for the counters that an older file does not have, where the model's own are on the meta device."""
+    names = [
+        name for name in plan.report.supplied if slots[name].tensor.device.type == "meta" and name.endswith(COUNTER)
+    ]
+    zeros = {
+        name: Chosen(name, TensorEntry(Storage(Literal(bytes(8)), "cpu"), BY_TORCH["int64"], (), (), 0))
+        for name in names
+    }
+    supplied = tuple(name for name in plan.report.supplied if name not in zeros)
+    return replace(plan, chosen={**plan.chosen, **zeros}, report=replace(plan.report, supplied=supplied))
+
+
 def _with_device_facts(
     plan: Matching, model: nn.Module, slots: Mapping[str, _Slot], missing: Sequence[str] | None, assign: bool | None
 ) -> LoadReport:
@@ -259,7 +279,11 @@ def _with_device_facts(
         )
     allowed = [matcher(pattern) for pattern in missing or ()]
     partly = [name for name, choice in plan.chosen.items() if choice.part is not None and name in on_meta]
-    empty = [name for name in not_loaded(report) if name in on_meta and not any(matches(name) for matches in allowed)]
+    empty = [
+        name
+        for name in (*not_loaded(report), *report.supplied)
+        if name in on_meta and not any(matches(name) for matches in allowed)
+    ]
     if report.loaded and (left := [printable(name) for name in (*partly, *empty)]):
         fix = "Give them values yourself, and allow it: missing='PATTERN'"
         found.append(Refusal("meta-missing", f"on the meta device, and without values after it: {listed(left)}", fix))

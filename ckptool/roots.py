@@ -77,17 +77,21 @@ def is_optimizer(node: Any) -> bool:
 
 
 def find_roots(checkpoint: Checkpoint) -> list[Root]:
-    """The parts of a checkpoint, in order: every model root and optimizer at any depth, and the top-level entries that hold none."""
+    """The parts of a checkpoint, in order: every model root and optimizer at any depth, and what lies beside them on the way there."""
     tree = checkpoint.tree
-    special = list(_special(tree, checkpoint.base))
-    if not isinstance(tree, dict) or any(root.path == () for root in special):
-        return special or [Root((), tree, PLAIN, base=checkpoint.base)]
-    below: dict[Any, list[Root]] = {}
-    for root in special:
-        below.setdefault(root.path[0], []).append(root)
+    special = {root.path: root for root in _special(tree, checkpoint.base)}
+    if () in special or not isinstance(tree, (dict, list, tuple)) or not (special or isinstance(tree, dict)):
+        return list(special.values()) or [Root((), tree, PLAIN, base=checkpoint.base)]
+    above = {path[:length] for path in special for length in range(len(path))} | {()}
     roots: list[Root] = []
-    for key, value in tree.items():
-        roots += below.get(key) or [Root((key,), value, PLAIN, base=checkpoint.base)]
+    stack: list[tuple[Path, Any]] = [((), tree)]
+    while stack:
+        path, node = stack.pop()
+        if path in above:
+            below = node.items() if isinstance(node, dict) else enumerate(node)
+            stack += reversed([((*path, key), value) for key, value in below])
+        else:
+            roots.append(special.get(path) or Root(path, node, PLAIN, base=checkpoint.base))
     return roots
 
 
@@ -100,6 +104,7 @@ def model_roots(checkpoint: Checkpoint, *, named: bool = False) -> list[Root]:
     roots = [root for root in find_roots(checkpoint) if root.is_model]
     if not roots:
         roots = _weights(checkpoint, "" if named else None)
+    roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
     if whole := [root for root in roots if root.module is not None]:
         where = str(checkpoint.source or "the checkpoint")
         place = f"#{printable(whole[0].address)}" if whole[0].path else ""
@@ -215,8 +220,7 @@ def _arrays_in(root: Root) -> int:
 
 def _array_root(path: Path, node: dict[Any, Any]) -> Root | None:
     """The root of a dictionary of which at least half are numpy arrays, and none a tensor."""
-    other = any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path)
-    if other or not all(type(key) is str for key in node):
+    if _is_other(path) or not all(type(key) is str for key in node):
         return None
     if any(isinstance(value, (TensorEntry, Composite)) for value in node.values()):
         return None
@@ -252,7 +256,18 @@ def _all_numbers(values: tuple[Any, ...]) -> bool:
     return all(type(value) is int for value in values)
 
 
+# The entries by which Lightning's WeightAveraging says that `state_dict` is the average, and where the weights are that are trained.
+_AVERAGED_BY_LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
+
+
 def _special(tree: Any, base: Path = ()) -> Iterator[Root]:
+    """Model roots and optimizers, outermost first; the kind of one may follow from what lies beside it."""
+    averaged = isinstance(tree, dict) and all(key in tree for key in _AVERAGED_BY_LIGHTNING)
+    for root in _found(tree, base):
+        yield replace(root, kind=AVERAGE) if averaged and base + root.path == ("state_dict",) else root
+
+
+def _found(tree: Any, base: Path) -> Iterator[Root]:
     """Model roots and optimizers, outermost first, without looking into what they hold. base: what leads to the tree."""
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), tree)]
@@ -262,7 +277,7 @@ def _special(tree: Any, base: Path = ()) -> Iterator[Root]:
             continue
         seen.add(id(node))
         if isinstance(node, Object):
-            if root := _whole_module(base + path, node):
+            if not _is_other(base + path) and (root := _whole_module(base + path, node)):
                 yield replace(root, path=path, base=base)
         elif is_optimizer(node):
             yield Root(path, node, OPTIMIZER, optimizer_detail(node), base=base)
@@ -291,15 +306,21 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
         return False
     members = {key: value for key, value in node.items() if not key.endswith("_extra_state")}
     tensor_keys = [key for key, value in members.items() if isinstance(value, (TensorEntry, Composite))]
-    if not tensor_keys or 2 * len(tensor_keys) < len(members):
-        return False
-    if any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path):
-        return False
     dotted = any("." in key for key in tensor_keys)
+    if not tensor_keys or (2 * len(tensor_keys) < len(members) and not dotted):
+        return False
+    if _is_other(path):
+        return False
     nested = sum(1 for value in members.values() if isinstance(value, (dict, list, tuple)) and _holds_tensors(value))
     if nested and not (dotted and nested < len(tensor_keys)):
         return False  # a few tensors beside the weights: random states, a loss, class weights
     return _looks_like_weights(path, tensor_keys)
+
+
+def _is_other(path: Path) -> bool:
+    """True where a name on the way says that it is no weights: `callbacks`, `hyper_parameters`; an average among callbacks is some."""
+    average = bool(path) and isinstance(path[-1], str) and bool(_AVERAGE_WORDS.search(path[-1]))
+    return not average and any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path)
 
 
 def _looks_like_weights(path: Path, names: Iterable[str]) -> bool:

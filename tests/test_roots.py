@@ -177,7 +177,14 @@ def test_deep_optimizers_are_found(tmp_path: Path) -> None:
 def test_every_top_level_entry_is_named(tmp_path: Path) -> None:
     value = {"epoch": 1, "model": MODEL, 7: [1], None: "x", "models": {"a": OTHER, "config": {}}}
     found = find_roots(opened(value, tmp_path))
-    assert [root.path for root in found] == [("epoch",), ("model",), (7,), (None,), ("models", "a")]
+    assert [root.path for root in found] == [
+        ("epoch",),
+        ("model",),
+        (7,),
+        (None,),
+        ("models", "a"),
+        ("models", "config"),
+    ]
 
 
 # Choosing ------------------------------------------------------------------------------------------------------------

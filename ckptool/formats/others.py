@@ -11,9 +11,10 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
 
-from ckptool.commands import Advice, command, other_program
+from ckptool.commands import Advice, command, other_program, parted
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable, quoted
 from ckptool.files import Folder, Input, Readable, Source
+from ckptool.formats import tar_archive
 
 # name, and the program that unpacks it to its standard output
 _COMPRESSED = {
@@ -50,6 +51,7 @@ _OTHER_FILES = {
     b"SQLite format 3\0": "an SQLite database",
     b"#!": "a script",
 }
+_WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".th"})  # of checkpoints inside of archives
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
 _READS = "ckptool reads what torch.save and safetensors write."
 MAX_ZEROS = 1 << 20
@@ -103,12 +105,23 @@ def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
         if head.startswith(magic):
             return NotACheckpoint(f"{source} is {name}, whatever its name says")
     if head[257:262] == b"ustar":
-        return Unsupported(
-            f"{source} is a tar archive, not one of torch's",
-            "The checkpoint may be inside.",
-            Advice("See what is in it: ", other_program("tar tf", source.path)),
-        )
+        return _tar(source)
     return None
+
+
+def _tar(source: Source) -> CkptoolError:
+    """A tar archive that torch did not write; with the checkpoint that is inside, if there is one."""
+    inside = [
+        name for name in tar_archive.paths(source) if os.path.splitext(name)[1] in _WEIGHTS and name.isprintable()
+    ]
+    what = f"{source} is a tar archive, not one of torch's"
+    if not inside:
+        list_it = other_program("tar tf", source.path)
+        return Unsupported(what, "No checkpoint is named in it.", Advice("See what is in it: ", list_it))
+    name = f"{parted(source.path)[0]}.unpacked{os.path.splitext(inside[0])[1]}"
+    unpack = other_program("tar xOf", source.path, inside[0], into=name)
+    held = f"It holds {listed([printable(each) for each in inside], 4)}."
+    return Unsupported(what, held, Advice("Take it out: ", unpack))
 
 
 def _other_model(head: bytes, source: Source) -> CkptoolError | None:
@@ -182,7 +195,7 @@ _ZIPS = (
 
 def _ordinary_zip(source: Readable, names: set[str]) -> CkptoolError:
     what = next((f"is {what}" for name, what in _ZIPS if name in names), "is a zip archive")
-    inside = sorted(name for name in names if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".safetensors")))
+    inside = sorted(name for name in names if os.path.splitext(name)[1] in _WEIGHTS)
     held = (
         f"It holds {listed(list(map(printable, inside)), 4)}."
         if inside

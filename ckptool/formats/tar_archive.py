@@ -53,12 +53,17 @@ def is_tar(head: bytes) -> bool:
 
 def names(source: Source) -> list[str]:
     """The last parts of the names in an archive, as far as its headers can be read; to tell what it is."""
+    return [path.rpartition("/")[2] for path in paths(source)]
+
+
+def paths(source: Source) -> list[str]:
+    """The names of the files in an archive, as far as its headers can be read."""
     found: list[str] = []
     at = 0
     try:
         while len(found) < MAX_HEADERS and at + BLOCK <= source.size and (header := _header(source, at)) is not None:
             if header.kind == "0":
-                found.append(header.name.rpartition("/")[2])
+                found.append(header.name)
             at = header.end
     except (Corrupt, Truncated):
         pass

@@ -38,7 +38,7 @@ from ckptool.nodes import Global
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
-from ckptool.pickles.texts import nested_name_notes, python2_notes
+from ckptool.pickles.texts import nested_name_notes, protocol_notes, python2_notes
 from ckptool.pickles.torch_objects import BUILDERS, storage_class
 from ckptool.tree import refuse_unknown_calls
 
@@ -89,6 +89,7 @@ def read(source: Readable) -> Checkpoint:
         *record_notes(archive, root, storages),
         *python2_notes(decoded.byte_strings),
         *nested_name_notes(decoded.unreachable),
+        *protocol_notes(decoded.protocol),
     )
     metadata = {name: text for name, text in small.items() if text is not None}
     if (mark := _mark_in(archive, root)) is not None:

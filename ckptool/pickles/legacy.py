@@ -39,7 +39,7 @@ from ckptool.nodes import Global, Object
 from ckptool.pickles.builders import PerPickle
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import decode_lazily, leaves, skeleton
-from ckptool.pickles.texts import nested_name_notes, python2_notes, whole
+from ckptool.pickles.texts import nested_name_notes, protocol_notes, python2_notes, whole
 from ckptool.pickles.torch_objects import BUILDERS, LOAD_FROM_BYTES, StorageView, storage_class
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -124,6 +124,7 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> Stream:
     notes = [
         *python2_notes(decoded.byte_strings),
         *nested_name_notes(decoded.unreachable),
+        *protocol_notes(decoded.protocol),
         *source_notes(tables.sources),
         *_notes(little_endian, data.length - end, tables),
     ]

@@ -80,6 +80,14 @@ def key_text(key: Any) -> Any:
     return key.decode("latin-1") if type(key) is ByteString else key
 
 
+def protocol_notes(protocol: int) -> list[Note]:
+    """What to say about a pickle of protocol 4 or 5: torch/_weights_only_unpickler.py knows none of their opcodes."""
+    if protocol < 4:
+        return []
+    what = f"pickled with protocol {protocol}, which torch.load(weights_only=True) does not read"
+    return [Note("pickle-protocol", what, command("convert", FILE, out=OUT))]
+
+
 def python2_notes(count: int) -> list[Note]:
     """What to say about so many texts of Python 2 that are not UTF-8."""
     if not count:

@@ -9,7 +9,8 @@ from ckptool.render.json import Json
 from ckptool.render.style import PLAIN, Style
 
 if TYPE_CHECKING:
-    from ckptool.reports.health import Diagnosis, Finding
+    from ckptool.reports.findings import Finding
+    from ckptool.reports.health import Diagnosis
 
 
 def health_text(found: Diagnosis, *, style: Style = PLAIN) -> str:
@@ -27,6 +28,11 @@ def health_text(found: Diagnosis, *, style: Style = PLAIN) -> str:
             number += 1
             lines.append(f"  {number}. {style.cyan(printable(fix))}{_program(fix)}")
         lines += [f"  {printable(finding.advice)}"] if finding.advice else []
+    if found.unread:
+        lines += [
+            "",
+            f"Names, shapes and tables were read, the tensors' data was not: {style.cyan(printable(found.unread))}",
+        ]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -45,6 +51,7 @@ def health_json(found: Diagnosis) -> Json:
         "file": found.file or None,
         "is": found.is_a or None,
         "loads": found.loads,
+        "unread": found.unread or None,
         "findings": [_finding_json(finding) for finding in found.findings],
     }
 

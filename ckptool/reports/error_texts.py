@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ckptool.commands import FILE, FOLDER, MODEL, OUT, OUT_SAFETENSORS, Advice, Command, Slot, command
+from ckptool.commands import FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, Slot, command
 
 MAX_TEXT = 100_000  # characters of a message that are looked at
 
@@ -110,7 +110,8 @@ KNOWN: tuple[KnownError, ...] = (
         advice="Or load with map_location='cpu'. For another GPU: --to cuda:0.",
     ),
     _known(
-        r"don't know how to (restore|determine) (data )?location|(mps|xpu|hpu|npu) .*(not available|is not (built|compiled))",
+        r"don't know how to (restore|determine) (data )?location|storage device not recognized|MPS backend|"
+        r"(mps|xpu|hpu|npu) .*(not available|is not (built|compiled))",
         "device-location",
         "The tensors are tagged with a device that this torch does not know.",
         _CPU,
@@ -133,6 +134,32 @@ KNOWN: tuple[KnownError, ...] = (
         "numpy-values",
         "Numpy numbers or arrays were saved beside the weights; their names changed between numpy 1 and 2, and weights_only refuses them.",
         _PLAIN,
+    ),
+    _known(
+        r"dict-like, got <class ['\"](list|tuple)|['\"](list|tuple)['\"] object has no attribute ['\"](items|keys|copy|get)",
+        "nested-weights",
+        "The file is a list, of several models or of tensors, and not a state dict.",
+        _INSPECT,
+        advice="It shows what is in the list; in Python: model.load_state_dict(loaded[0]) for the first.",
+    ),
+    _known(
+        r"dict-like, got <class ['\"](torch\.\w*Tensor|torch\.nn\.parameter|NoneType|int|float|str|numpy)",
+        "no-weights",
+        "The file is no state dict: a single tensor, or another value.",
+        _INSPECT,
+    ),
+    _known(
+        r"expected torch\.Tensor or Tensor-like object from checkpoint but received",
+        "not-a-tensor",
+        "An entry of the state dict is no tensor: a list, a number or an array was saved in its place.",
+        _INSPECT,
+        _DOCTOR,
+    ),
+    _known(
+        r"not in a subdirectory: \S+\.npy|invalid load key,? ['\"]?\\x93",
+        "numpy-archive",
+        "The file is numpy's (.npz, .npy), which torch.load does not read.",
+        command("convert", FILE, out=OUT_PT),
     ),
     _known(
         r"dict-like, got <class|has no attribute ['\"](copy|keys|items)['\"]$|got an? (unexpected )?\S*Module.{0,20} instead of a state",
@@ -211,7 +238,7 @@ KNOWN: tuple[KnownError, ...] = (
         advice=Advice("Copy it again; else look for the newest whole one: ", _LATEST),
     ),
     _known(
-        r"Unsupported operand 149|Unsupported operand 1(40|42|43|48)|Detected pickle protocol",
+        r"Unsupported operand (149|14[0-8]|150)\b|Detected pickle protocol",
         "pickle-protocol",
         "The pickle was written with protocol 4 or 5, which weights_only does not read.",
         _ANEW,
@@ -219,8 +246,16 @@ KNOWN: tuple[KnownError, ...] = (
     _known(
         r"legacy \.tar format|filename ['\"]?(storages|tensors|pickle)['\"]? not found",
         "legacy-tar",
-        "The file is of torch before 0.1.10, a tar archive.",
-        _ANEW,
+        "The file is a tar archive: of torch before 0.1.10, or one that a checkpoint was packed in.",
+        _DOCTOR,
+        advice="It says which, and what to type.",
+    ),
+    _known(
+        r"Unsupported operand \d+",
+        "not-a-checkpoint",
+        "The file is none of torch.save's: safetensors or another container under its name, or damaged at its beginning.",
+        _DOCTOR,
+        advice="It says what the file is.",
     ),
     _known(
         r"mmap can only be used|mmap.*_use_new_zipfile_serialization",

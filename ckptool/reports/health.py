@@ -4,47 +4,38 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
+from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Chain, Command, command
 from ckptool.errors import CkptoolError, listed, printable
 from ckptool.formats.parts import CODE as PART
-from ckptool.prefixes import COUNTER, without_wrappers, wrappers
+from ckptool.prefixes import wrappers
 from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
+from ckptool.reports.findings import Finding, Found
+from ckptool.reports.fits import Way, best_root, find_way, of_target
+from ckptool.reports.layouts import mains, of_layout
 from ckptool.reports.listing import Listing
-from ckptool.reports.targets import SPEC, Target
-from ckptool.roots import WEIGHTS, kinds_of, one_root
+from ckptool.reports.scan import ScannedFile
+from ckptool.reports.targets import Target
+from ckptool.roots import kinds_of
 from ckptool.tree import address
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One reason why a checkpoint does not load, or loads as something else than one expects.
-
-    says: the message that people see.  blocks: stock `torch.load` (or the model of `--against`) refuses it here or on another machine.
-    fixes: command lines that can be run as they stand, in order; each is ckptool's unless its first word is another program.
-    """
-
-    code: str
-    what: str
-    says: str = ""
-    blocks: bool = True
-    fixes: tuple[str, ...] = ()
-    advice: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a file is, and what is the matter with it. `file` is empty where only an error text was given."""
+    """What a file is, and what is the matter with it. `file` is empty where only an error text was given.
+
+    unread: the command that reads the data of the tensors, which was not looked at; empty where nothing was opened.
+    """
 
     file: str
     is_a: str
     findings: tuple[Finding, ...]
+    unread: str = ""
 
     @property
     def loads(self) -> bool:
@@ -91,6 +82,23 @@ def of_problem(error: CkptoolError, file: str) -> Diagnosis:
     return Diagnosis(file, "", (Finding(error.code, printable(what), said, True, fixes, printable(advice)),))
 
 
+def of_folder(error: CkptoolError, folder: str, is_run: bool, newest: ScannedFile | None) -> Diagnosis:
+    """A folder that is no checkpoint itself: a run, or several checkpoints. newest: the latest good one in it."""
+    if newest is None and not is_run:
+        return of_problem(error, folder)
+    code, what = "folder-of-checkpoints", "it is a folder of checkpoints, and not one itself; the commands name one"
+    look = command("scan", folder)
+    if is_run:
+        code, what, look = (
+            "run",
+            "it is the folder of a run, not a checkpoint; its checkpoints are in it",
+            command("inspect", folder),
+        )
+    fixes = [look] + ([command("doctor", newest.path)] if newest is not None else [])
+    said = "IsADirectoryError: [Errno 21] Is a directory"
+    return Diagnosis(folder, "", (Finding(code, what, said, True, tuple(map(str, fixes))),))
+
+
 _SAID = {
     "truncated": "PytorchStreamReader failed reading zip archive: failed finding central directory; or: unexpected EOF",
     "not-a-checkpoint": "invalid load key; or: Weights only load failed … Unsupported operand",
@@ -126,17 +134,22 @@ def of_checkpoint(
     against: the model that it is for.
     """
     chain = Chain(file, address(checkpoint.base))
+    candidates = mains(found)
+    chosen = best_root(candidates, against) if against is not None else None
+    way = find_way(chosen, against) if chosen is not None and against is not None else None
     findings = [
         *_of_container(found, file, bool(refused)),
         *_of_values(refused, found),
-        *_of_notes(found.notes),
-        *_of_modules(found),
-        *_of_layout(found),
-        *(_of_target(checkpoint, against) if against is not None else ()),
+        *_of_notes(found.notes, way),
+        *(_of_modules(found) if way is None or way.unwraps else ()),
+        *of_layout(found, chosen, alone=against is None),
+        *(of_target(chosen, against, way) if chosen is not None and against is not None and way is not None else ()),
     ]
     if found.part is not None:  # no verb that writes takes a part, so none of those mends it
         findings = [(each, fixes if each.code == PART else ()) for each, fixes in findings if each.code != "folder"]
-    return Diagnosis(file, _is_a(found), tuple(_filled(finding, fixes, chain) for finding, fixes in _ordered(findings)))
+    unread = str(command("verify", file))
+    filled = tuple(_filled(finding, fixes, chain) for finding, fixes in _ordered(findings))
+    return Diagnosis(file, _is_a(found), filled, unread)
 
 
 def _filled(finding: Finding, fixes: tuple[Command, ...], chain: Chain) -> Finding:
@@ -145,12 +158,25 @@ def _filled(finding: Finding, fixes: tuple[Command, ...], chain: Chain) -> Findi
     return replace(finding, fixes=lines, advice=advice)
 
 
-Found = tuple[Finding, tuple[Command, ...]]
+# What is done first: the container, then values, then names all over the file; then the part, and names in it; then what is only better.
+_ORDER = (
+    "misnamed torchscript numpy-archive legacy-tar bare-pickle folder pickle-protocol",
+    "unsafe-global",
+    "prefix-module prefix-compiled",
+    "cuda-location device-location",
+    "nested-weights",
+    "unnamed-weights no-weights not-a-tensor averaged-counter several-weights prefix",
+    "tied-weights keys-differ shape-mismatch",
+)
+_STAGES = {code: stage for stage, codes in enumerate(_ORDER) for code in codes.split()}
 
 
 def _ordered(findings: Iterable[Found]) -> list[Found]:
-    """What blocks goes first; commands of later findings work on what the earlier ones wrote, and none is there twice."""
-    ordered, seen = sorted(findings, key=lambda found: not found[0].blocks), set[tuple[Command, ...]]()
+    """In the order in which things are done; commands of later findings work on what the earlier ones wrote, and none is there twice."""
+    ordered, seen = (
+        sorted(findings, key=lambda found: _STAGES.get(found[0].code, len(_ORDER))),
+        set[tuple[Command, ...]](),
+    )
     told: list[Found] = []
     for finding, fixes in ordered:
         if not fixes or fixes not in seen:
@@ -176,9 +202,16 @@ def _of_container(found: Listing, file: str, values: bool) -> Iterator[Found]:
             Finding("misnamed", what, "invalid load key; or: Weights only load failed … Unsupported operand"),
             (convert,),
         )
-    elif kind != "safetensors" and suffix in (".safetensors", ".sft"):
+    elif kind not in ("safetensors", "npz") and suffix in (".safetensors", ".sft"):
         says = "Error while deserializing header: HeaderTooLarge"
-        yield Finding("misnamed", f"it is a {kind} file, though its name ends in {printable(suffix)}", says), (convert,)
+        weights_alone = any(root.path == () and root.is_model for root in found.roots)
+        as_named = (
+            convert if weights_alone else _to_file()
+        )  # the suffix's own container holds one set of weights and nothing else
+        yield (
+            Finding("misnamed", f"it is a {kind} file, though its name ends in {printable(suffix)}", says),
+            (as_named,),
+        )
     if kind == "torchscript":
         says = "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``"
         weights = any(root.is_model for root in found.roots)
@@ -197,6 +230,13 @@ def _of_container(found: Listing, file: str, values: bool) -> Iterator[Found]:
     elif kind in ("dcp", "sharded"):
         what = "it is a folder of several files, which torch.load does not read"
         yield Finding("folder", what, "IsADirectoryError: [Errno 21] Is a directory", kind == "dcp"), (_to_file(),)
+    elif kind in ("npz", "npy"):
+        what = "it is numpy's file of arrays, which neither torch.load nor load_file reads"
+        says = "file in archive is not in a subdirectory; or: invalid load key, '\\x93'"
+        yield (
+            Finding("numpy-archive", what, says),
+            ((_to_file(),) if any(root.is_model for root in found.roots) else ()),
+        )
     elif kind == "pickle":
         says = "Invalid magic number; corrupt file? or: Unsupported operand 149"
         plain = command("convert", FILE, weights_only=True, out=OUT_PT)
@@ -236,14 +276,40 @@ _NOTES = {
 }  # fmt: skip
 
 
-def _of_notes(notes: Iterable[Note]) -> Iterator[Found]:
+def _of_notes(notes: Iterable[Note], way: Way | None) -> Iterator[Found]:
+    """The notes on the file. way: how it becomes what the model wants, where that is known; then a wrapper's prefix may be right."""
     seen: set[str] = set()
     for note in notes:
-        if note.code == "unsafe-global" or note.code in seen:
+        wrapped = note.code in ("prefix-module", "prefix-compiled")
+        if note.code == "unsafe-global" or note.code in seen or (wrapped and way is not None and not way.unwraps):
             continue  # said among the values
         seen.add(note.code)
+        if note.code == "ties-recorded":
+            yield _tied(note, way)
+            continue
         says, blocks = _NOTES.get(note.code, ("", False))
+        if wrapped and way is None and "--partial" in note.fix:
+            yield _partly_wrapped(note, says)
+            continue
         yield Finding(note.code, note.message, says, blocks), ((note.fix,) if isinstance(note.fix, Command) else ())
+
+
+def _tied(note: Note, way: Way | None) -> Found:
+    """Ties that only the metadata tells: `load_file` gives one name of each, and a strict `load_state_dict` misses the others."""
+    says = 'Missing key(s) in state_dict: "lm_head.weight"'
+    advice = "Or in Python: safetensors.torch.load_model(model, FILE)"
+    return Finding("tied-weights", note.message, says, way is not None, advice=advice), (
+        command("convert", FILE, ties="copy", out=OUT),
+    )
+
+
+def _partly_wrapped(note: Note, says: str) -> Found:
+    """Only some keys begin with `module.`: a submodule of that name, or wrapped ones among others. Only the model tells."""
+    strip = note.fix if isinstance(note.fix, Command) else Command()
+    advice = Advice(
+        "A submodule may be called module; with --against MODEL the model decides. If it is a wrapper: ", strip
+    )
+    return Finding(note.code, note.message, says, False, advice=advice), ()
 
 
 def _of_modules(found: Listing) -> Iterator[Found]:
@@ -253,102 +319,3 @@ def _of_modules(found: Listing) -> Iterator[Found]:
         what = f"the model was pickled inside a wrapper: the keys of its state dict begin with {listed(sorted(kinds))}"
         says = _NOTES["prefix-module"][0]
         yield Finding("prefix-module", what, says), (command("strip-module", FILE, out=OUT),)
-
-
-def _of_layout(found: Listing) -> Iterator[Found]:
-    """Weights that are an entry of the file, or several: `load_state_dict` takes neither file as it is."""
-    models = [root for root in found.roots if root.is_model]
-    mains = [root for root in models if root.kind == WEIGHTS] or models
-    if found.container == "torchscript" or not isinstance(found.tree, dict):
-        return
-    if not mains or not all(root.path for root in models):
-        return
-    root = mains[0]
-    inside = f"checkpoint{''.join(f'[{segment!r}]' for segment in root.path)}"
-    take = command("convert", FILE / root.address, out=OUT)
-    others = [printable(str(key)) for key in found.tree if key != root.path[0]]
-    if len(mains) > 1:
-        names = listed([printable(each.address) for each in mains], 4)
-        what = f"it holds {len(mains):,} sets of weights, and a model takes one: {names}"
-        says = f'Unexpected key(s) in state_dict: "{printable(str(root.path[0]))}"'
-        advice = f"And so on for each. Or in Python: model.load_state_dict({inside})"
-        yield Finding("several-weights", what, says, False, advice=advice), (take,)
-    elif others:
-        what = f"the weights are the entry {printable(root.address)}, beside {listed(others, 3)}"
-        says = f'Unexpected key(s) in state_dict: "{others[0]}"'
-        advice = f"Or in Python: model.load_state_dict({inside})"
-        yield Finding("nested-weights", what, says, False, advice=advice), (take,)
-
-
-# Against the model that it is for ------------------------------------------------------------------------------------
-
-
-def _of_target(checkpoint: Checkpoint, target: Target) -> Iterator[Found]:
-    ours, theirs, name = _weights(checkpoint), target.tensors, target.name
-    missing, extra = [k for k in theirs if k not in ours], [k for k in ours if k not in theirs]
-    if missing or extra:
-        yield _naming(ours, theirs, missing, extra, name)
-    shapes = [
-        f"{printable(key)} {_shape(ours[key])} against {_shape(theirs[key])}"
-        for key in ours
-        if key in theirs and ours[key].shape != theirs[key].shape
-    ]
-    if shapes:
-        what = f"{len(shapes):,} tensors have another shape than in {printable(name)}: {listed(shapes, 3)}"
-        says = "size mismatch for …: copying a param with shape … from checkpoint"
-        start = command("warm-start", FILE, against=name, on_mismatch="skip", out=OUT)
-        advice = f"It takes what fits, and the values of {printable(name)} for the rest."
-        fits = any(key in theirs and ours[key].shape == theirs[key].shape for key in ours)
-        if target.kind == SPEC or not fits:  # a spec has no values to fill up with
-            yield Finding("shape-mismatch", what, says), ()
-        else:
-            yield Finding("shape-mismatch", what, says, advice=advice), (start,)
-
-
-def _naming(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], missing: Sequence[str], extra: Sequence[str], name: str
-) -> Found:
-    says = "Missing key(s) in state_dict: … Unexpected key(s) in state_dict: …"
-    bare = {without_wrappers(key) for key in ours}
-    if bare == set(theirs):
-        return Finding(
-            "prefix-module", f"its keys carry a wrapper's prefix, those of {printable(name)} do not", says
-        ), (command("strip-module", FILE, out=OUT),)
-    for longer, shorter, verb in ((ours, theirs, "strip-module"), (theirs, ours, "add-module")):
-        prefix = _common_prefix(longer, shorter)
-        if prefix:
-            which = "its keys begin" if longer is ours else f"the keys of {printable(name)} begin"
-            rename = command(verb, FILE, prefix=prefix, out=OUT)
-            return Finding("prefix", f"{which} with {printable(prefix)}, the others do not", says), (rename,)
-    parts = [
-        f"{len(names):,} {word} ({listed([printable(key) for key in names], 2)})"
-        for word, names in (("are missing", missing), ("are unexpected", extra))
-        if names
-    ]
-    what = f"of {len(theirs):,} keys of {printable(name)} {' and '.join(parts)}"
-    advice = Advice("What fits, and rules for other names: ", command("warm-start", FILE, against=name))
-    return Finding("keys-differ", what, says, advice=advice), ()
-
-
-def _common_prefix(longer: Mapping[str, Any], shorter: Mapping[str, Any]) -> str:
-    """What every key of one has before a key of the other; the empty text where there is no such thing."""
-    if not shorter or len(longer) != len(shorter):
-        return ""
-    key = next(iter(longer))
-    for end in (i + 1 for i, c in enumerate(key) if c == "."):
-        if {key[:end] + name for name in shorter} == set(longer):
-            return key[:end]
-    return ""
-
-
-def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
-    root = one_root(checkpoint)[0]
-    return {
-        key: value
-        for key, value in root.node.items()
-        if type(key) is str and key != COUNTER and isinstance(value, (TensorEntry, Composite))
-    }
-
-
-def _shape(tensor: Any) -> str:
-    return str(list(tensor.shape)) if tensor.shape is not None else "[?]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -42,6 +42,7 @@ class Target:
     kind: `checkpoint`, `module` or `spec`.  kinds_known: parameters and buffers are told apart by the module itself, not by their names.
     values: everything under its name, tensors and the rest, to fill up what another file does not have; None where there are none (a spec).
     metadata: the state dict's `_metadata`.  checkpoint: what it was read from.  remarks: choices that were made, in words.
+    wrapper: the prefix that the wrapper of a live model puts before its names, which are here without it.
     """
 
     name: str
@@ -52,9 +53,26 @@ class Target:
     metadata: dict[str, Any] | None = None
     checkpoint: Checkpoint | None = None
     remarks: tuple[str, ...] = field(default=())
+    wrapper: str = ""
 
     def __repr__(self) -> str:
         return f"<target {printable(self.name)}: {len(self.tensors):,} names>"
+
+    @property
+    def as_it_loads(self) -> Target:
+        """The same under the names that `load_state_dict` of the wrapped model wants."""
+        if not self.wrapper:
+            return self
+        tensors = {
+            self.wrapper + name: replace(
+                expected,
+                name=self.wrapper + name,
+                tied_to=None if expected.tied_to is None else self.wrapper + expected.tied_to,
+            )
+            for name, expected in self.tensors.items()
+        }
+        values = None if self.values is None else {self.wrapper + name: value for name, value in self.values.items()}
+        return replace(self, tensors=tensors, values=values, wrapper="")
 
     @property
     def unique(self) -> list[Expected]:

@@ -98,6 +98,7 @@ class LoadReport:
 
     loaded: what is loaded, each tensor once.  tied: names that are loaded through another name of the same tensor, as (name, that one).
     missing: names of the target that are not loaded.  unexpected: names that only the checkpoint has.
+    supplied: names that an older torch did not save, and that torch gives a value of its own.
     excluded: names of the target that were not to be loaded.  elements, total: of the target's values, each tensor once.
     normalised: what was done to names and shapes unasked.
     suggestions: rules that would make more of it fit.  refused: why the plan is not accepted; empty where it is.
@@ -125,6 +126,7 @@ class LoadReport:
     output: Any = None
     rules_file: str = ""
     applied: bool = field(default=False)
+    supplied: tuple[str, ...] = ()
 
     @property
     def accepted(self) -> bool:

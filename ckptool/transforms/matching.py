@@ -17,6 +17,7 @@ from ckptool.dtypes import DType
 from ckptool.errors import Conflict, NoMatch, UsageError, listed, printable
 from ckptool.gather import row_major
 from ckptool.given import several
+from ckptool.nodes import OrderedDict
 from ckptool.prefixes import COUNTER, without_wrappers, wrappers
 from ckptool.reports.compare import same_bytes
 from ckptool.reports.targets import Expected, Target, kind_by_name, tie_groups
@@ -38,6 +39,7 @@ from ckptool.roots import Root, view_of
 from ckptool.transforms.conversion import EXACT, LOSSY, conversion, losses
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from ckptool.transforms.select import selected
+from ckptool.transforms.torch_versions import Accepted, accepted
 
 if TYPE_CHECKING:
     from ckptool.transforms.suggest import Suggestion
@@ -98,6 +100,9 @@ class _Draft:
     notes: list[Note] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     left: set[str] = field(default_factory=set)  # names that were not to be loaded
+    supplied: list[str] = field(
+        default_factory=list
+    )  # names that torch's own modules give a value where an older file has none
 
 
 def match(root: Root, source: str, target: Target, wishes: Wishes, remark: str = "") -> Matching:
@@ -122,6 +127,7 @@ def match(root: Root, source: str, target: Target, wishes: Wishes, remark: str =
         del tensors[COUNTER], draft.names[COUNTER]
         draft.notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is no weight"))
     _pair(draft)
+    _as_torch_accepts(draft, root.node.metadata if isinstance(root.node, OrderedDict) else None)
     _leave(draft, wishes)
     for name in target.tensors:
         if name in draft.pairs:
@@ -201,6 +207,27 @@ def _pair(draft: _Draft) -> None:
         draft.notes += [
             Note("prefix", f"{printable(prefix)} taken off {count:,} {side}") for prefix, count in counts.items()
         ]
+
+
+def _as_torch_accepts(draft: _Draft, metadata: Any) -> None:
+    """Does with an older state dict what the modules of torch do when they load it."""
+    taken = {*draft.pairs.values()}
+    missing = [name for name in draft.target.tensors if name not in draft.pairs]
+    free: dict[str, str] = {}
+    for key, name in draft.names.items():
+        if key not in taken:
+            free[without_wrappers(name)] = free[name] = key
+    found = accepted(draft.pairs, missing, free, metadata) if missing else Accepted()
+    draft.pairs.update(found.pairs)
+    draft.supplied = found.supplied
+    for key in found.dropped:
+        del draft.tensors[key], draft.names[key]
+    if found.pairs:
+        shown = listed([f"{printable(key)} → {printable(name)}" for name, key in found.pairs.items()], 2)
+        draft.notes.append(Note("older-names", f"names of an older torch taken as it takes them: {shown}"))
+    if found.supplied:
+        shown = listed([printable(name) for name in found.supplied], 2)
+        draft.notes.append(Note("supplied", f"an older torch did not save them, and torch supplies them: {shown}"))
 
 
 def _by_bare(names: list[str]) -> dict[str, str]:
@@ -356,7 +383,7 @@ def _change(fact: Loaded, tensor: TensorEntry, new: DType, exact: bool, read: bo
 
 def _report(draft: _Draft, root: Root, source: str, wishes: Wishes) -> LoadReport:
     target = draft.target
-    met = {*draft.chosen, *(fact.target for fact in draft.mismatched)}
+    met = {*draft.chosen, *draft.supplied, *(fact.target for fact in draft.mismatched)}
     missing = [e for name, e in target.tensors.items() if name not in met and name not in draft.left]
     taken = {*draft.pairs.values()}
     unexpected = [key for key in draft.names if key not in taken]
@@ -377,6 +404,7 @@ def _report(draft: _Draft, root: Root, source: str, wishes: Wishes) -> LoadRepor
         tuple(draft.notes),
         _suggested(draft),
         (),
+        supplied=tuple(name for name in draft.supplied if name not in draft.chosen and name not in draft.left),
     )
     return replace(report, refused=(*draft.refused, *_refusals(report, wishes)))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 
-from ckptool.errors import CkptoolError, FileProblem, UsageError
-from ckptool.reports.health import Diagnosis, of_checkpoint, of_error_text, of_problem
+from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, UsageError
+from ckptool.reports.health import Diagnosis, of_checkpoint, of_error_text, of_folder, of_problem
 from ckptool.reports.listing import listing
+from ckptool.training.layout import is_run
 from ckptool.transforms.weights_only import weights_only
 from ckptool.verbs.opening import PathLike, open_file
+from ckptool.verbs.scan import scan
 from ckptool.verbs.spec import find_target
 
 
@@ -24,14 +26,18 @@ def doctor(file: PathLike | None = None, *, against: PathLike | None = None, err
         return of_error_text(error, path)
     if not path:
         raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
-    target = find_target(against) if against is not None else None
+    target = find_target(against).as_it_loads if against is not None else None
     try:
         opened = open_file(path)
         checkpoint, path = opened.taken, opened.path
         plain = weights_only(checkpoint)
         refused = list(dict.fromkeys(what.split(" → ")[0] for _, what in (*plain.converted, *plain.dropped)))
         return of_checkpoint(checkpoint, listing(checkpoint), path, refused, target)
-    except FileProblem:
-        raise
+    except FileProblem as problem:
+        if not os.path.islink(path):
+            raise
+        return of_problem(problem, path)
     except CkptoolError as problem:
+        if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
+            return of_folder(problem, path, is_run(path), scan(path).latest)
         return of_problem(problem, path)

@@ -123,7 +123,7 @@ def run(fix: tuple[str, ...], file: Path, out: Path) -> None:
     """Carries out a note's command by the function of its name, with the options that it has."""
     assert fix[0] == "ckptool"
     verb = getattr(ckptool, fix[1].replace("-", "_"))
-    words = [{"{file}": file, "{out}": out}.get(word, word) for word in fix[2:]]
+    words = [{"FILE": file, "OUT": out}.get(word, word) for word in fix[2:]]
     assert words.pop(0) == file and words.pop(words.index("-o") + 1) == out
     words.remove("-o")
     options: dict[str, Any] = {}

@@ -1,0 +1,115 @@
+"""What torch's own modules accept of state dicts that older versions of them saved.
+
+Source: the `_load_from_state_dict` and load hooks of torch 2.13 (nn/modules/batchnorm.py, nn/utils/spectral_norm.py,
+nn/utils/parametrizations.py, ao/nn/intrinsic/qat/modules/conv_fused.py, ao/quantization/observer.py). A module tells the version of what
+it loads by `_metadata`; a state dict without it (safetensors, a plain dictionary) is of the oldest. Here modules are known by the names
+that they give their parameters and buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+COUNTER = "num_batches_tracked"  # of BatchNorm and InstanceNorm, since version 2 (torch 0.4.1)
+_FUSED = {
+    "weight": "gamma",
+    "bias": "beta",
+    "running_mean": "running_mean",
+    "running_var": "running_var",
+    COUNTER: COUNTER,
+}
+
+
+@dataclass(slots=True)
+class Accepted:
+    """pairs: names of the model -> keys of the checkpoint that torch renames to them.
+
+    supplied: names that torch gives a value of its own.  dropped: keys that torch takes out.
+    """
+
+    pairs: dict[str, str] = field(default_factory=dict)
+    supplied: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+
+
+def accepted(pairs: Mapping[str, str], missing: Collection[str], free: Mapping[str, str], metadata: Any) -> Accepted:
+    """What torch makes of the names that a model misses in an older state dict.
+
+    pairs: name of the model -> the checkpoint's key that it gets.  free: names without a counterpart -> their keys.
+    metadata: the state dict's `_metadata`, None where it has none.
+    """
+    done = Accepted()
+    for name in missing:
+        module, _, last = name.rpartition(".")
+        if last in ("original0", "original1"):
+            _weight_norm(done, name, free)
+        elif module.rpartition(".")[2] == "bn" and last in _FUSED:
+            _fused(done, name, free, metadata)
+        if name in done.pairs:
+            continue
+        if last == COUNTER:
+            beside = pairs.get(_sibling(name, "running_mean")) or done.pairs.get(_sibling(name, "running_mean"))
+            if beside is not None and _version(metadata, beside) < 2:
+                done.supplied.append(name)
+        elif last == "eps":
+            beside = pairs.get(_sibling(name, "min_val"))
+            if beside is not None and _version(metadata, beside) < 2:
+                done.supplied.append(name)
+        elif last.endswith("_v"):
+            _spectral_norm(done, name, pairs, free, metadata)
+    return done
+
+
+def also_newer(extra: Collection[str], theirs: Collection[str], metadata: Any) -> list[str]:
+    """Of names that a checkpoint as the model does not have, those that the model of today does: counters of its older BatchNorms."""
+    return [
+        name
+        for name in extra
+        if name.rpartition(".")[2] == COUNTER
+        and _sibling(name, "running_mean") in theirs
+        and _version(metadata, _sibling(name, "running_mean")) < 2
+    ]
+
+
+def _sibling(name: str, last: str) -> str:
+    module, dot, _ = name.rpartition(".")
+    return module + dot + last
+
+
+def _version(metadata: Any, key: str) -> int:
+    """The version that the module of a key had when it was saved; 0 where nothing says it."""
+    facts = metadata.get(key.rpartition(".")[0]) if isinstance(metadata, Mapping) else None
+    version = facts.get("version") if isinstance(facts, Mapping) else None
+    return version if type(version) is int else 0
+
+
+def _weight_norm(done: Accepted, name: str, free: Mapping[str, str]) -> None:
+    """`weight_g`, `weight_v` of torch before 2.1 for what `parametrizations.weight_norm` calls `original0`, `original1`."""
+    parts = name.split(".")
+    if len(parts) >= 3 and parts[-3] == "parametrizations":
+        old = ".".join([*parts[:-3], parts[-2]])
+        if f"{old}_g" in free and f"{old}_v" in free:
+            done.pairs[name] = free[f"{old}_g" if parts[-1] == "original0" else f"{old}_v"]
+
+
+def _fused(done: Accepted, name: str, free: Mapping[str, str], metadata: Any) -> None:
+    """`gamma`, `beta` and statistics beside the convolution, for the `bn` that quantization-aware training fuses with it."""
+    module, _, last = name.rpartition(".")
+    outer = module.removesuffix("bn")
+    if f"{outer}gamma" in free and f"{outer}{_FUSED[last]}" in free and _version(metadata, free[f"{outer}gamma"]) < 2:
+        done.pairs[name] = free[f"{outer}{_FUSED[last]}"]
+
+
+def _spectral_norm(done: Accepted, name: str, pairs: Mapping[str, str], free: Mapping[str, str], metadata: Any) -> None:
+    """The second vector of `nn.utils.spectral_norm`, which torch before 1.0 did not save; it saved the weight itself."""
+    weight = name.removesuffix("_v")
+    if not (f"{weight}_orig" in pairs and f"{weight}_u" in pairs and weight in free):
+        return
+    module, _, last = pairs[f"{weight}_orig"].removesuffix("_orig").rpartition(".")
+    facts = metadata.get(module) if isinstance(metadata, Mapping) else None
+    versions = facts.get("spectral_norm") if isinstance(facts, Mapping) else None
+    if not (isinstance(versions, Mapping) and versions.get(f"{last}.version")):
+        done.supplied.append(name)
+        done.dropped.append(free[weight])
