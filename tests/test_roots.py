@@ -168,7 +168,9 @@ def test_layout(name: str, tmp_path: Path) -> None:
 
 def test_deep_optimizers_are_found(tmp_path: Path) -> None:
     found = find_roots(opened({"trainer": {"parts": [ADAM, [ADAM]]}}, tmp_path))
-    assert [(root.address, root.detail) for root in found] == [("trainer/parts/0", "Adam state for 1 parameter")]
+    assert [(root.address, root.detail) for root in found if root.kind == OPTIMIZER] == [
+        ("trainer/parts/0", "Adam state for 1 parameter")
+    ]
     twice = {"a": ADAM, "b": {**ADAM, "state": {}}}
     kinds = [(root.address, root.kind) for root in find_roots(opened(twice, tmp_path))]
     assert kinds == [("a", OPTIMIZER), ("b", OPTIMIZER)]

@@ -23,7 +23,16 @@ from torch import nn
 
 import ckptool
 from ckptool.cli import main
-from ckptool.errors import CkptoolError, Corrupt, FileProblem, NotACheckpoint, Truncated, Unsupported, UsageError
+from ckptool.errors import (
+    BrokenLink,
+    CkptoolError,
+    Corrupt,
+    FileProblem,
+    NotACheckpoint,
+    Truncated,
+    Unsupported,
+    UsageError,
+)
 from ckptool.formats import read
 from tests.formats.zips import with_record
 from tests.helpers import torch_bytes, written
@@ -290,7 +299,7 @@ def test_row_014_links_and_names(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     refused(tmp_path / "loop", FileProblem, "leads to itself")
-    refused(tmp_path / "dangling", FileProblem, "No such file")
+    refused(tmp_path / "dangling", BrokenLink, "it is a link to", "is not there")
     refused(tmp_path / "no\nsuch\x1b[31m.pt", FileProblem, r"no\nsuch\x1b[31m.pt")
     refused(tmp_path / ("x" * 300), FileProblem, "longer than this file system")
     refused(Path(f"{tmp_path}/nul\0l"), FileProblem)
