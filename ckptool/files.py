@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 
@@ -65,10 +65,12 @@ class Source:
     def __repr__(self) -> str:
         return f"Source({self.path!r})"
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
-            with suppress(OSError):  # it was only read
-                os.close(self.fd)
+            try:  # noqa: SIM105 (when the interpreter ends, this module's names may be gone: builtins stay)
+                close(self.fd)
+            except OSError:  # it was only read
+                pass
 
     @property
     def file(self) -> Source:

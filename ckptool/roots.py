@@ -50,6 +50,7 @@ class Root:
 
     module: where the part is a whole pickled module; `node` is then its state dict, which stands nowhere in the tree.
     base: where the tree that it was found in is in its file.
+    arrays: where the part is a dictionary of numpy arrays, that dictionary; `node` then has tensors in their places.
     """
 
     path: Path
@@ -58,6 +59,7 @@ class Root:
     detail: str = ""
     module: Object | None = None
     base: Path = ()
+    arrays: dict[Any, Any] | None = None
 
     @property
     def address(self) -> str:
@@ -228,7 +230,7 @@ def _array_root(path: Path, node: dict[Any, Any]) -> Root | None:
     count = sum(isinstance(value, TensorEntry) for value in made.values())
     if not count or 2 * count < len(made):
         return None
-    return Root(path, made, _kind_at(path), f"{count:,} numpy array{'s' * (count != 1)}")
+    return Root(path, made, _kind_at(path), f"{count:,} numpy array{'s' * (count != 1)}", arrays=node)
 
 
 def beside_names(root: Root) -> list[tuple[Path, Tensor]]:

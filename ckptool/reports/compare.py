@@ -52,6 +52,8 @@ class ValueDifference:
 
 def same_bytes(a: Data, b: Data) -> bool:
     """True if both hold the same bytes; stops at the first difference."""
+    if a is b:
+        return True
     if a.length != b.length:
         return False
     if isinstance(a, FileRange) and isinstance(b, FileRange) and a.offset == b.offset and a.file.is_same(b.file):

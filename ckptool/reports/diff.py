@@ -26,6 +26,8 @@ IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_
 # What a safetensors file cannot say; two of a kind that can are compared in it.
 _ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
 
+ARRAY = "numpy array"
+
 # What "same" rests on; the weakest that some tensor was called the same by.
 BYTES, CHECKSUMS, VALUES, TOLERANCE = "bytes", "stored checksums", "values", "values within the tolerance"
 
@@ -104,12 +106,12 @@ def diff(
         raise UsageError(f"there is nothing called {unknown[0]!r} to ignore", f"There are: {', '.join(IGNORABLE)}.")
     pickled = not (left.tensors_only or right.tensors_only)
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
-    comparer = _Comparer(skipped, atol, rtol, quick, statistics)
+    comparer = _Comparer(skipped, pickled, atol, rtol, quick, statistics)
     found = comparer.compare(left.tree, right.tree, base)
     ties = () if "ties" in skipped or not pickled else tuple(_tie_changes(left.tree, right.tree, comparer))
     order = () if "order" in skipped or not pickled else tuple(found.order)
     same = not (found.changed or found.only_left or found.only_right or ties or order)
-    not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES)
+    not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
     tolerance = TOLERANCE if atol or rtol else VALUES
     evidence = tolerance if comparer.close else CHECKSUMS if comparer.trusted else BYTES
     names = [str(c.source) if c.source else c.container for c in (left, right)]
@@ -132,7 +134,11 @@ def diff(
 
 
 class _Comparer:
-    def __init__(self, skipped: set[str], atol: float, rtol: float, quick: bool, statistics: bool) -> None:
+    def __init__(
+        self, skipped: set[str], pickled: bool, atol: float, rtol: float, quick: bool, statistics: bool
+    ) -> None:
+        self.pickled = pickled  # both containers tell numpy arrays from tensors
+        self.mixed = False  # one stood for the other, where a container cannot
         self.skipped, self.atol, self.rtol, self.quick, self.statistics = skipped, atol, rtol, quick, statistics
         self.trusted = False
         self.close = False  # bytes that differ were called the same
@@ -150,8 +156,13 @@ class _Comparer:
 
     def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
         """Compares two nodes; gives the pairs of parts that are still to be compared."""
-        if arrays := self._arrays(a, b):
-            self._tensors(path, *arrays, counted=isinstance(a, TensorEntry) or isinstance(b, TensorEntry))
+        if arrays := _arrays(a, b):
+            kinds = [ARRAY if isinstance(node, Object) else "tensor" for node in (a, b)]
+            mixed = kinds[0] != kinds[1]
+            self.mixed |= mixed
+            self._tensors(
+                path, *arrays, "tensor" in kinds, {"kind": (kinds[0], kinds[1])} if mixed and self.pickled else {}
+            )
         elif isinstance(a, (TensorEntry, Composite)) and isinstance(b, (TensorEntry, Composite)):
             self._tensors(path, a, b)
         elif isinstance(a, StorageRef) and isinstance(b, StorageRef):
@@ -162,14 +173,6 @@ class _Comparer:
                 yield from self._containers(path, a, b)
         elif not _same_plain(a, b) and not self._same_parameter(path, a, b):
             self._change(path, a, b, {"value": (a, b)})
-
-    def _arrays(self, a: Any, b: Any) -> tuple[TensorEntry, TensorEntry] | None:
-        """Pickled numpy arrays as tensors; one beside a tensor only where a container has no word for the difference."""
-        kinds = [isinstance(node, TensorEntry) for node in (a, b)]
-        if not any(isinstance(node, Object) for node in (a, b)) or (any(kinds) and "strides" not in self.skipped):
-            return None
-        one, other = (node if is_tensor else array_entry(node) for node, is_tensor in zip((a, b), kinds, strict=True))
-        return (one, other) if one is not None and other is not None else None
 
     def _same_parameter(self, path: Path, a: Any, b: Any) -> bool:
         """True for an optimizer's names of one parameter where prefixes do not count."""
@@ -226,14 +229,14 @@ class _Comparer:
                     self.bare[id(part)] = part
                 yield _comparable(key, counts), (segment, part)
 
-    def _tensors(self, path: Path, a: Tensor, b: Tensor, counted: bool = True) -> None:
-        """Compares two tensors; what stands under several names only once."""
+    def _tensors(self, path: Path, a: Tensor, b: Tensor, counted: bool = True, kinds: _Aspects | None = None) -> None:
+        """Compares two tensors; what stands under several names only once. kinds: where they differ before that."""
         self.found.tensors += counted
         check_names(self.found.tensors, len(self.compared))
         key = (id(a), id(b))
         known = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
-        if known[0]:
-            self.found.changed.append(Change(path, a, b, known[0], known[1]))
+        if known[0] or kinds:
+            self.found.changed.append(Change(path, a, b, {**(kinds or {}), **known[0]}, known[1]))
         else:
             self.found.equal += counted
 
@@ -296,7 +299,9 @@ class _Comparer:
         return same_view and a.storage.data is b.storage.data
 
     def _same_composites(self, a: Composite, b: Composite) -> bool:
-        inner = _Comparer(self.skipped | {"order", "device"}, self.atol, self.rtol, self.quick, self.statistics)
+        inner = _Comparer(
+            self.skipped | {"order", "device"}, self.pickled, self.atol, self.rtol, self.quick, self.statistics
+        )
         found = inner.compare(a.made, b.made, ())
         self.trusted |= inner.trusted
         self.close |= inner.close
@@ -312,6 +317,14 @@ def _without_wrapper_modules(metadata: dict[Any, Any]) -> dict[Any, Any]:
         without_wrappers(f"{path}.weight").rpartition(".")[0] if type(path) is str else path: value
         for path, value in metadata.items()
     }
+
+
+def _arrays(a: Any, b: Any) -> tuple[TensorEntry, TensorEntry] | None:
+    """Pickled numpy arrays, of which one may be a tensor, as tensors; None where neither is an array."""
+    if not any(isinstance(node, Object) for node in (a, b)):
+        return None
+    one, other = (node if isinstance(node, TensorEntry) else array_entry(node) for node in (a, b))
+    return (one, other) if one is not None and other is not None else None
 
 
 def _shape_of(node: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import printable
-from ckptool.files import unchanged
+from ckptool.files import Folder, Source, unchanged
 from ckptool.given import several
 from ckptool.modules import module_attributes
 from ckptool.reports.diff import Diff
@@ -36,11 +37,21 @@ def diff(
     """
     ignore = ignored(several(ignore))
     a, b = open_file(left), open_file(right)
+    if _is_one_file(a, b):
+        b = replace(b, checkpoint=a.checkpoint)  # then what is the same in it is known to be, unread
     parts, remarks = _comparable(a, b)
     if "prefix" in ignore:
         parts = _unwrapped(parts[0]), _unwrapped(parts[1])
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         return compare(*parts, atol=atol, rtol=rtol, ignore=ignore, quick=quick, statistics=stat, remarks=remarks)
+
+
+def _is_one_file(a: Opened, b: Opened) -> bool:
+    """True for one file or folder under two names; not where somebody puts another in its place meanwhile."""
+    one, other = a.checkpoint.source, b.checkpoint.source
+    if isinstance(one, Source) and isinstance(other, Source):
+        return one.is_same(other)
+    return isinstance(one, Folder) and isinstance(other, Folder) and os.path.samefile(one.path, other.path)
 
 
 def ignored(words: Iterable[str]) -> list[str]:
@@ -73,7 +84,7 @@ def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     remarks += [remark] if remark else []
     remarks += [f"compared {printable(root.address)} of {checkpoint.source}"] if root.path else []
     remarks += [f"compared the state dict of the {root.detail} in {checkpoint.source}"] if root.module else []
-    return replace(checkpoint, tree=root.node)
+    return replace(checkpoint, tree=root.node if root.arrays is None else root.arrays)
 
 
 def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:

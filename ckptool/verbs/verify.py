@@ -88,6 +88,10 @@ def verify(
     if found.problems:
         return found  # digests of damaged values would only be believed
     root, remark = _root(checkpoint, named)
+    if root.arrays is not None:
+        remark = (
+            f"{remark}; " * bool(remark) + f"{root.detail}, whose digests are those of tensors with the same values"
+        )
     digests = root_digests(root.node)
     notes: tuple[Note, ...] = ()
     if write_digest is not None:

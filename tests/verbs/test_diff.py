@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import pickle
+import zipfile
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import ckptool
 from ckptool.errors import UsageError
+from ckptool.files import Source
 from fixtures.make import make
 from tests.checkpoints import saved, weights
+from tests.formats.zip_mutants import rezipped, without_checksums
 
 
 def test_a_file_and_its_copy(tmp_path: Path) -> None:
@@ -81,3 +89,93 @@ def test_optimizers_are_compared(tmp_path: Path) -> None:
     ckptool.edit(file, tmp_path / "out.pt", set={"optimizer_state_dict/param_groups/0/lr": 0.5})
     (change,) = ckptool.diff(file, tmp_path / "out.pt").changed
     assert change.address == "optimizer_state_dict/param_groups/0/lr" and change.aspects["value"][1] == 0.5
+
+
+# One file under two names -----------------------------------------------------------------------------------------------
+
+
+def big(path: Path, kind: str) -> Path:
+    """A file of a megabyte of numbers that cannot be compared as one range of it: turned, expanded, compressed, in another byte order."""
+    w = torch.arange(1 << 17, dtype=torch.float32).reshape(256, 512)
+    value = {"w": w, "turned": w.t(), "part": w[:, ::2], "array": numpy.asfortranarray(w.numpy()).astype(">f4")}
+    if kind == "legacy":
+        torch.save(value, path, _use_new_zipfile_serialization=False)
+    elif kind == "no checksums":
+        path.write_bytes(without_checksums({"w": w, "turned": w.t()}))
+    else:
+        saved(value, path)
+        if kind == "deflated":
+            path.write_bytes(rezipped(path.read_bytes(), zipfile.ZIP_DEFLATED))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["plain", "legacy", "no checksums", "deflated"])
+@pytest.mark.parametrize("options", [{}, {"quick": True}, {"stat": False}, {"atol": 1.0}], ids=str)
+def test_a_file_is_known_to_be_itself_without_reading_it(
+    kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = big(tmp_path / "a.pt", kind)
+    os.link(path, tmp_path / "hard.pt")
+    (tmp_path / "soft.pt").symlink_to(path)
+    read: list[int] = []
+    for name in ("read", "read_into"):
+        real = getattr(Source, name)
+
+        def counting(self: Source, offset: int, wanted: Any, real: Any = real) -> Any:
+            read.append(wanted if isinstance(wanted, int) else len(wanted))
+            return real(self, offset, wanted)
+
+        monkeypatch.setattr(Source, name, counting)
+    ckptool.open(path)
+    tables = sum(read)  # and pickles
+    for other in ("a.pt", "hard.pt", "soft.pt"):
+        read.clear()
+        assert ckptool.diff(path, tmp_path / other, **options).same
+        assert sum(read) <= 2 * tables + 10_000, (other, sum(read), tables)
+
+
+def test_parts_of_one_file_are_still_compared(tmp_path: Path) -> None:
+    path = saved({"a": weights("x"), "b": {"x": weights("x")["x"] + 1}}, tmp_path / "in.pt")
+    assert not ckptool.diff(f"{path}#a", f"{path}#b", quick=True).same and ckptool.diff(f"{path}#a", f"{path}#a").same
+
+
+# Arrays and tensors -----------------------------------------------------------------------------------------------------
+
+ARRAYS = {
+    "torch": saved,
+    "legacy": lambda value, path: torch.save(value, path, _use_new_zipfile_serialization=False),
+    "pickle": lambda value, path: path.write_bytes(pickle.dumps(value)),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("left", "right"), list(itertools.product(ARRAYS, ARRAYS)))
+def test_an_array_is_no_tensor_where_both_files_can_say_so(left: str, right: str, nested: bool, tmp_path: Path) -> None:
+    """Whichever is on the left, and also where one of the files is taken for a bare set of weights and the other is not."""
+    tensor = {"w": torch.arange(6.0).reshape(2, 3), "v": torch.ones(2, dtype=torch.int64)}
+    array = {name: part.numpy() for name, part in tensor.items()}
+    wrap = (lambda value: {"model": value, "epoch": 1}) if nested else (lambda value: value)
+    a, b, same = tmp_path / "a", tmp_path / "b", tmp_path / "same"
+    ARRAYS[left](wrap(array), a)
+    ARRAYS[right](wrap(tensor), b)
+    ARRAYS[right](wrap(array), same)
+    for ignore in ((), ("strides",), ("device", "order")):
+        found = ckptool.diff(a, b, ignore=ignore)
+        assert {change.address.rpartition("/")[2]: change.aspects for change in found.changed} == {
+            name: {"kind": ("numpy array", "tensor")} for name in tensor
+        }
+        found = ckptool.diff(b, a, ignore=ignore)
+        assert not found.same and found.changed[0].aspects == {"kind": ("tensor", "numpy array")}
+        assert ckptool.diff(a, same, ignore=ignore).same
+
+
+def test_where_a_container_has_no_word_for_arrays_that_is_not_compared(tmp_path: Path) -> None:
+    array = saved({"w": numpy.ones(3, numpy.float32)}, tmp_path / "array.pt")
+    tensor = saved({"w": torch.ones(3)}, tmp_path / "tensor.pt")
+    ckptool.convert(tensor, tmp_path / "t.safetensors")
+    found = ckptool.diff(array, tmp_path / "t.safetensors")
+    assert found.same and "arrays" in found.not_compared
+    assert "arrays" not in ckptool.diff(tensor, tmp_path / "t.safetensors").not_compared
+    digests = [ckptool.verify(path, digest=True) for path in (array, tensor)]
+    assert digests[0].digests == digests[1].digests  # which say nothing of that: the report does
+    assert "1 numpy array" in digests[0].remark and not digests[1].remark

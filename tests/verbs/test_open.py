@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,16 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         with pytest.raises(CkptoolError) as caught:
             ckptool.open(tmp_path / name)
         assert caught.value.code == code, caught.value
+
+
+def test_a_file_that_is_still_open_when_the_interpreter_ends_makes_no_noise(tmp_path: Path) -> None:
+    """Where a library keeps the main module alive, Python first empties the modules, and then the checkpoint goes."""
+    path = saved(weights("w"), tmp_path / "x.pt")
+    code = (
+        "import ckptool, ckptool.files, sys\n"
+        "opened = ckptool.open(sys.argv[1])\n"
+        "for name in list(vars(ckptool.files)): vars(ckptool.files)[name] = None\n"
+        "del opened\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
