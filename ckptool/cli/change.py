@@ -165,7 +165,7 @@ def edit(
     from ckptool.transforms.edit import parse_assignment
     from ckptool.verbs.edit import edit
 
-    values = dict(parse_assignment(text) for text in set or ())
+    values = _once("--set", [parse_assignment(text) for text in set or ()])
     arrays = _pairs(tensor or (), "=", "--tensor", "--tensor state_dict/fc.bias=bias.npy")
 
     def write(file: str, out: str | None, **options: Any) -> Any:
@@ -253,14 +253,21 @@ def convert(
 
 def _pairs(texts: Sequence[str], separator: str, option: str, example: str) -> dict[str, str]:
     """`OLD=NEW` as a dictionary; the last `=` separates, so that addresses may have one."""
-    pairs: dict[str, str] = {}
+    pairs: list[tuple[str, str]] = []
     for text in texts:
         old, found, new = text.rpartition(separator)
         if not (found and old and new):
             raise UsageError(
                 f"{option} {printable(text)!r} has no two sides", "It is written OLD=NEW.", f"For example: {example}"
             )
-        if old in pairs:
-            raise UsageError(f"{option} was given {printable(old)!r} twice", "Only one of them can be meant.")
-        pairs[old] = new
-    return pairs
+        pairs.append((old, new))
+    return _once(option, pairs)
+
+
+def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dictionary; raises `UsageError` for what was given twice."""
+    names = [name for name, _ in pairs]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            raise UsageError(f"{option} was given {printable(name)!r} twice", "Only one of them can be meant.")
+    return dict(pairs)

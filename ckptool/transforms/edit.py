@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, Composite, Literal, Storage, TensorEntry, row_major_strides
 from ckptool.errors import Conflict, NoMatch, UsageError, printable
 from ckptool.nodes import Object, OrderedDict
 from ckptool.roots import find_roots
+from ckptool.transforms.losses import lost_tensors
 from ckptool.transforms.select import matcher
-from ckptool.tree import Path, address, find, map_storages, rebuild, tensors, walk
+from ckptool.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
 
 if TYPE_CHECKING:
     import numpy
@@ -58,17 +60,17 @@ def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, 
     models = {id(root.node) for root in find_roots(checkpoint) if root.is_model}
     gone: list[Path] = []
     for path, node in walk(checkpoint.tree):
-        mapping = node.items if isinstance(node, Object) else node
-        if not isinstance(mapping, dict) or any(path[: len(above)] == above for above in gone):
+        if any(path[: len(above)] == above for above in gone):
             continue
-        for key in mapping:
-            here = address((*path, key))
-            hits = [p for p, matches in matchers if matches(here) or (id(node) in models and matches(str(key)))]
-            if hits:
-                used.update(hits)
-                found.setdefault(id(mapping), (mapping, set()))[1].add(key)
-                names.append(address((*checkpoint.base, *path, key)))
-                gone.append((*path, key))
+        for mapping in _mappings(node):
+            for key in mapping:
+                here = address((*path, key))
+                hits = [p for p, matches in matchers if matches(here) or (id(node) in models and matches(str(key)))]
+                if hits:
+                    used.update(hits)
+                    found.setdefault(id(mapping), (mapping, set()))[1].add(key)
+                    names.append(address((*checkpoint.base, *path, key)))
+                    gone.append((*path, key))
     if idle := [pattern for pattern in patterns if pattern not in used]:
         raise NoMatch(
             f"nothing matches {printable(idle[0])!r}",
@@ -77,6 +79,21 @@ def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, 
         )
     replaced = {number: _without(mapping, keys) for number, (mapping, keys) in found.items()}
     return rebuild(checkpoint.tree, replaced=replaced), tuple(names)
+
+
+def droppable(tree: Any, path: Path) -> Path:
+    """The path itself, or that of the nearest thing around it that can be dropped; empty where there is none."""
+    around = holders(tree, path)
+    depths = (depth for depth in reversed(range(len(path))) if any(path[depth] in m for m in _mappings(around[depth])))
+    return path[: next(depths, -1) + 1]
+
+
+def _mappings(node: Any) -> list[dict[Any, Any]]:
+    """The dictionaries whose entries stand right below a node: itself; the items and attributes of an object."""
+    if not isinstance(node, Object):
+        return [node] if isinstance(node, dict) else []
+    states = node.state if isinstance(node.state, tuple) else (node.state,)
+    return [mapping for mapping in (node.items, *states) if isinstance(mapping, dict)]
 
 
 def _without(mapping: dict[Any, Any], keys: set[Any]) -> dict[Any, Any]:
@@ -89,24 +106,44 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     place, separator, value = text.partition(":=")
     try:
         if separator and place:
-            return place, json.loads(value)
-    except ValueError as error:
+            return place, json.loads(value, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
         raise UsageError(
-            f"{printable(value)!r} is not JSON: {error}",
-            "A text needs quotes within the shell's.",
+            f"{printable(value)!r} is not JSON: {printable(str(error))}",
+            "A text needs quotes within the shell's, and a name stands in an object once.",
             f"""For example: '{printable(place)}:="text"'""",
         ) from None
     raise UsageError(f"{printable(text)!r} sets nothing", "It is written PATH:=JSON.", "For example: --set epoch:=3")
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object that they are the members of. Raises `ValueError` for a name that is there twice: only one value could stay."""
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"the name {twice[0]!r} is there twice")
+    return dict(pairs)
+
+
 def _with_value(tree: Any, place: str, value: Any) -> Any:
     parent, key = _parent(tree, place)
+    _refuse_tensors(tree, place, next((part for name, part in children(parent) if name == key), None))
     if isinstance(parent, list):
         return rebuild(tree, replaced={id(parent): [value if i == key else old for i, old in enumerate(parent)]})
     items = {**parent, key: value}
     return rebuild(
         tree, replaced={id(parent): OrderedDict(items, parent.attributes) if isinstance(parent, OrderedDict) else items}
     )
+
+
+def _refuse_tensors(tree: Any, place: str, old: Any) -> None:
+    """Raises `UsageError` where a plain value would take the place of tensors."""
+    if count := len(lost_tensors(old, None)):
+        single = isinstance(old, (TensorEntry, Composite))
+        shown = printable(place)
+        raise UsageError(
+            f"{shown} {'is a tensor' if single else f'holds {count:,} tensor' + 's' * (count != 1)}, and would become a plain value",
+            "Values would be lost. Nothing was written.",
+            f"{f'Give it new values: --tensor {shown}=values.npy; or leave' if single else 'Leave'} it out: --drop {shown}",
+        )
 
 
 def _parent(tree: Any, place: str) -> tuple[Any, Any]:

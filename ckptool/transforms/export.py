@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -11,6 +11,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.errors import Conflict, Unsupported, listed, printable
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.roots import Root, beside_names
+from ckptool.transforms.losses import lost_tensors
 from ckptool.transforms.select import selected
 from ckptool.tree import Path, address, children, holders
 
@@ -46,25 +47,64 @@ def export(
     }
     here = root.base + root.path
     behind = [address((*here, key)) for key in root.node if key not in chosen]
-    behind += [address(root.base + path) for path, _ in beside_names(root)] if root.module is not None else []
-    behind += siblings(checkpoint.tree, root.path, root.base)
+    behind += [address((*here, "_metadata"))] if getattr(root.node, "metadata", None) else []
+    behind += around(checkpoint, root)
     refuse_placeholders(checkpoint, chosen.items())
-    if wrong := [f"{printable(key)} ({value.kind})" for key, value in chosen.items() if isinstance(value, Composite)]:
+    refuse_packed(checkpoint, root)
+    if wrong := list(_not_plain(root.node, keys)):
         raise Unsupported(
             f"{container} cannot hold {listed(wrong)}",
-            "It has plain tensors only.",
+            "It has plain tensors only, each under its name. Nothing was written.",
             "Leave them out: --exclude NAME; or keep everything, to be restored by ckptool: --all",
         )
-    tensors = {key: value for key, value in chosen.items() if isinstance(value, TensorEntry)}
+    plain = {key: value for key, value in chosen.items() if isinstance(value, TensorEntry)}
     if not materialize:
-        _refuse_expanded(tensors, container)
+        _refuse_expanded(plain, container)
     if copy_ties:
-        tensors = {key: replace(entry, storage=replace(entry.storage)) for key, entry in tensors.items()}
+        plain = {key: replace(entry, storage=replace(entry.storage)) for key, entry in plain.items()}
     return Exported(
-        replace(checkpoint, tree=tensors, tensors_only=True, beside={}),
+        replace(checkpoint, tree=plain, tensors_only=True, beside={}),
         tuple(behind),
-        tuple(_notes(tensors, copy_ties)),
+        tuple(_notes(plain, copy_ties)),
     )
+
+
+def _not_plain(node: dict[Any, Any], keys: set[str]) -> Iterator[str]:
+    """The entries of a root that are tensors of several parts, or hold tensors, with what they are."""
+    for key, value in node.items():
+        if isinstance(value, Composite) and key in keys:
+            yield f"{printable(key)} ({value.kind})"
+            continue
+        if isinstance(value, (TensorEntry, Composite)) or (type(key) is str and key not in keys):
+            continue
+        if count := len(lost_tensors(value, None)):
+            yield f"{printable(str(key))} (a {_word(value)} with {count:,} tensor{'s' * (count != 1)})"
+
+
+def _word(value: Any) -> str:
+    return (
+        type(value).__name__
+        if isinstance(value, (list, tuple))
+        else "dictionary"
+        if isinstance(value, dict)
+        else "object"
+    )
+
+
+def refuse_packed(checkpoint: Checkpoint, root: Root) -> None:
+    """Raises `Unsupported` for a whole module that keeps quantized weights where only its class makes a state dict of them."""
+    packed = (
+        [address(path) for path, tensor in beside_names(root) if "quantized" in getattr(tensor, "kind", "")]
+        if root.module
+        else []
+    )
+    if packed:
+        raise Unsupported(
+            f"{checkpoint.source or 'the checkpoint'}: {root} keeps {len(packed):,} quantized tensors outside of its "
+            f"parameters and buffers: {listed([printable(place) for place in packed], 3)}",
+            "Only its class knows their names in a state dict. Nothing was written.",
+            "Load it with that class, and save its state_dict().",
+        )
 
 
 def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[Note]:
@@ -76,6 +116,12 @@ def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[
     tied = [" = ".join(group) for group in names.values() if len(group) > 1]
     message = f"{container} has no ties: written once for each name: {listed(tied, 3)}"
     return [Note("ties-copied", message)] if tied else []
+
+
+def around(checkpoint: Checkpoint, root: Root) -> list[str]:
+    """What a file holds besides a root: tensors of its module that have no name in a state dict, then everything beside it."""
+    beside = [address(root.base + path) for path, _ in beside_names(root)] if root.module is not None else []
+    return beside + siblings(checkpoint.tree, root.path, root.base)
 
 
 def siblings(tree: Any, path: Path, base: Path = ()) -> list[str]:

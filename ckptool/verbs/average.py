@@ -12,6 +12,7 @@ from ckptool.formats import recovered
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.roots import one_root
 from ckptool.transforms import average as means
+from ckptool.transforms.export import around
 from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import SaveOptions, Written, save, written
 
@@ -62,11 +63,18 @@ def average(
     if found.kept:
         kept = listed([f"{printable(name)} ({why})" for name, why in found.kept], 4)
         details.append(f"from {printable(names[-1])} as they are: {kept}")
+    behind = list(
+        dict.fromkeys(
+            name for each, (root, _) in zip(opened, roots, strict=True) for name in around(each.checkpoint, root)
+        )
+    )
+    details += [f"left behind: {printable(name)}" for name in behind]
     facts = {
         "files": [printable(name) for name in names],
         "weights": shares,
         "averaged": found.averaged,
         "kept": dict(found.kept),
+        "left_behind": behind,
     }
     total = sum(shares)
     notes = () if abs(total - 1) < 1e-6 else (_unequal(total),)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from glob import escape
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import OUT, Advice, command
-from ckptool.errors import UsageError, printable
+from ckptool.errors import Unsupported, UsageError, printable
 from ckptool.formats import Format, by_name, carried, for_output, keeps_ties, sharded, tensors_only
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.given import several
 from ckptool.modules import module_attributes
 from ckptool.nodes import OrderedDict
-from ckptool.roots import Root, beside_names, find_roots, one_root
-from ckptool.transforms.export import export, lost_ties, siblings
+from ckptool.roots import Root, find_roots, one_root
+from ckptool.transforms.edit import droppable
+from ckptool.transforms.export import around, export, lost_ties, refuse_packed, siblings
+from ckptool.transforms.losses import Lost, lost_tensors, refuse_lost, transient
 from ckptool.transforms.select import selected
 from ckptool.transforms.weights_only import weights_only as plain_values
 from ckptool.tree import address, tensors
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 TIES = ("record", "copy")
+MANY_LOST = 6  # tensors, up to which a command names each
 
 
 def convert(
@@ -64,8 +68,9 @@ def convert(
     opened = open_whole(file, at, part=part)
     taken, named = opened.taken, opened.at is not None
     made_plain: tuple[str, ...] = ()
+    unsaved: list[str] = []
     if weights_only:
-        taken, made_plain = _plain(taken)
+        taken, made_plain, unsaved = _plain(taken, opened.path)
     if shard_size is not None:
         options["container"] = _in_shards(out, options)
     name = options.get("container")
@@ -80,7 +85,7 @@ def convert(
     else:
         copies = ties == "copy" or not keeps_ties(container)
         changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies, materialize)
-    behind += siblings(opened.checkpoint.tree, taken.base)
+    behind += unsaved + siblings(opened.checkpoint.tree, taken.base)
     if shard_size is not None:
         changed = sharded.divided(changed, shard_size)
     result = save("convert", opened.checkpoint, replace(changed, base=()), out, options, expected=expected)
@@ -104,12 +109,30 @@ def _in_shards(out: PathLike, options: SaveOptions) -> str:
 Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
 
 
-def _plain(part: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The part that was asked for with plain values only, and a line for each value that was changed or dropped."""
+def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, tuple[str, ...], list[str]]:
+    """The part that was asked for with plain values only, a line for each value that was changed or dropped, and what stays behind."""
     plain = plain_values(part)
+    if plain.checkpoint.tree is None and part.tree is not None:
+        raise Unsupported(
+            f"nothing of {part.source} can be written with plain values: {plain.dropped[0][1]}",
+            "It is an object that only its own code can make. Nothing was written.",
+        )
+    lost = lost_tensors(part.tree, plain.checkpoint.tree)
+    refuse_lost(
+        part, lost, "They have no place among what torch.load(weights_only=True) reads.", _without(part, lost, path)
+    )
     changed = [f"converted {printable(place) or 'the top'}: {word}" for place, word in plain.converted]
-    dropped = [f"dropped {printable(place) or 'the top'}: {word}" for place, word in plain.dropped]
-    return plain.checkpoint, (*changed, *dropped)
+    gone = [f"dropped {printable(place) or 'the top'}: {word}" for place, word in plain.dropped]
+    return plain.checkpoint, (*changed, *gone), [address((*part.base, *place)) for place, _ in transient(part.tree)]
+
+
+def _without(part: Checkpoint, lost: Lost, path: str) -> Advice:
+    """What to type to be rid of tensors first."""
+    places = dict.fromkeys(droppable(part.tree, place) for place, _ in lost)
+    patterns = [escape(address((*part.base, *place))) for place in places if place]
+    if not 0 < len(patterns) <= MANY_LOST:
+        return Advice("Write the weights of one model alone, by its address: FILE#ADDRESS")
+    return Advice("Leave them out first: ", command("edit", path, drop=patterns, out=OUT))
 
 
 def _refuse_choice(container: Format, path: str, only: Sequence[str], exclude: Sequence[str]) -> None:
@@ -169,8 +192,8 @@ def _to_pickle(part: Checkpoint, named: bool, only: Sequence[str], exclude: Sequ
     here = root.base + root.path
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
     behind = [address((*here, key)) for key in root.node if key not in keys]
-    behind += [address(root.base + path) for path, _ in beside_names(root)] if root.module is not None else []
-    behind += siblings(part.tree, root.path, root.base)
+    refuse_packed(part, root)
+    behind += around(part, root)
     what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
     summary = f"the {len(keys):,} tensors of {what}" if module or weights_only else _chosen(root, keys)
     return replace(part, tree=_kept(root.node, keys), beside={}), summary, behind, ()

@@ -125,7 +125,6 @@ def test_not_an_assignment(text: str) -> None:
     [
         ("epoch", 4),
         ("new", {"a": [1, None]}),
-        ("model/enc.a", "no longer a tensor"),
         ("optimizer/param_groups/0/lr", 0.01),
         ("history/1", {"loss": 0.25}),
         ("history/0/loss", 2),
@@ -145,8 +144,22 @@ def test_set(place: str, value: Any, tmp_path: Path) -> None:
 
 
 def test_an_integer_key_stays_one(tmp_path: Path) -> None:
-    tree = edited(TRAINING, tmp_path, values={"optimizer/state/0": {}})
+    tree = edited(TRAINING, tmp_path, drop=["optimizer/state/0/*"], values={"optimizer/state/0": {}})
     assert list(tree["optimizer"]["state"]) == [0] and type(next(iter(tree["optimizer"]["state"]))) is int
+
+
+@pytest.mark.parametrize("place", ["model/enc.a", "model", "optimizer/state/0", "optimizer"])
+def test_no_plain_value_takes_the_place_of_tensors(place: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="would become a plain value") as caught:
+        edited(TRAINING, tmp_path, values={place: 3})
+    assert f"--drop {place}" in caught.value.fix
+    assert ("--tensor" in caught.value.fix) == (place == "model/enc.a")
+
+
+@pytest.mark.parametrize("text", ['a:={"x": 1, "x": 2}', 'a:=[{"b": {"x": 1, "y": 2, "x": 1}}]'])
+def test_a_name_stands_once_in_an_object(text: str) -> None:
+    with pytest.raises(UsageError, match="'x' is there twice"):
+        parse_assignment(text)
 
 
 def test_two_values_and_the_order_of_keys(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def test_one_root_and_what_stays_behind(tmp_path: Path) -> None:
     checkpoint = read(make("training.pt", tmp_path))
     done = export(checkpoint, one_root(checkpoint)[0])
     assert done.checkpoint.tree == dict(checkpoint.tree["model_state_dict"]) and done.checkpoint.tensors_only
-    assert done.left_behind == tuple(key for key in checkpoint.tree if key != "model_state_dict")
+    beside = [key for key in checkpoint.tree if key != "model_state_dict"]
+    assert done.left_behind == ("model_state_dict/_metadata", *beside)
     assert done.notes == ()
 
 
@@ -45,8 +46,15 @@ def test_a_bare_state_dict_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_entries_that_are_no_tensors_are_listed(tmp_path: Path) -> None:
-    done = exported(TRAPS["19-extra-state"](), tmp_path)
-    assert list(done.checkpoint.tree) == ["fc.weight"]
+    done = exported({**weights("a.w"), "fc._extra_state": {"scale": 2.0}, "note": "x"}, tmp_path)
+    assert list(done.checkpoint.tree) == ["a.w"]
+    assert done.left_behind == ("fc._extra_state", "note")
+
+
+def test_entries_that_hold_tensors_are_refused_unless_they_are_left_out(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"fc\._extra_state \(a dictionary with 1 tensor\)"):
+        exported(TRAPS["19-extra-state"](), tmp_path)
+    done = exported(TRAPS["19-extra-state"](), tmp_path, exclude=["*._extra_state"])
     assert done.left_behind == ("fc._extra_state", "fp8._extra_state")
 
 

@@ -45,7 +45,8 @@ def test_one_root(tmp_path: Path) -> None:
         == "9 tensors of model_state_dict (took model_state_dict, the model; ema_state_dict is its average)"
     )
     assert (
-        done.facts["left_behind"] == [key for key in load(file) if key != "model_state_dict"]
+        done.facts["left_behind"]
+        == ["model_state_dict/_metadata", *(key for key in load(file) if key != "model_state_dict")]
         and done.facts["tensors"] == 9
     )
     assert "left behind: optimizer_state_dict" in done.details

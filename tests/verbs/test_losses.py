@@ -1,0 +1,186 @@
+"""No tensor disappears inside what was taken: its bytes are in the output, or its address is in the report, or nothing is written.
+
+Every tensor has random bytes of its own, which are looked for in the files as they are on the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ckptool
+from ckptool.errors import CkptoolError
+from ckptool.tree import stored_parts, walk
+from tests.checkpoints import saved
+
+
+class Noise:
+    """Makes tensors and remembers their bytes. places: those that a module leaves out of its state dict by itself."""
+
+    def __init__(self) -> None:
+        self.bytes: list[bytes] = []
+
+    def __call__(self, count: int = 8) -> torch.Tensor:
+        values = torch.randn(count)
+        self.bytes.append(values.numpy().tobytes())
+        return values
+
+
+class Holder:
+    """Somebody's own class."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Net(nn.Module):
+    """A module with tensors in its parameters, and wherever else is asked for."""
+
+    def __init__(self, noise: Noise, **attributes: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(noise())
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self) -> None: ...
+
+
+class Call:
+    """Something that pickles as a call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+class Sub(torch.Tensor):
+    """A subclass of somebody's own."""
+
+
+def quantized(noise: Noise) -> torch.Tensor:
+    values = torch.randint(-100, 100, (32,), dtype=torch.int8)
+    noise.bytes.append(values.numpy().tobytes())
+    return torch._make_per_tensor_quantized_tensor(values, 0.5, 0)
+
+
+def dynamic(noise: Noise, *others: nn.Module) -> nn.Module:
+    made = torch.ao.quantization.quantize_dynamic(
+        nn.Sequential(nn.Linear(16, 16), *others), {nn.Linear}, dtype=torch.qint8
+    )
+    noise.bytes.append(made[0].weight().int_repr().numpy().tobytes())
+    return made
+
+
+def with_grad(noise: Noise) -> torch.Tensor:
+    made = nn.Parameter(noise())
+    made.extra = noise()  # type: ignore[attr-defined]
+    return made
+
+
+KINDS: dict[str, Callable[[Noise], Any]] = {
+    "tensor": lambda noise: noise(),
+    "parameter": lambda noise: nn.Parameter(noise()),
+    "quantized": quantized,
+    "sparse": lambda noise: torch.sparse_coo_tensor(torch.arange(8).reshape(1, 8), noise(), check_invariants=False),
+    "subclass": lambda noise: noise().as_subclass(Sub),
+    "wrapper": lambda noise: TwoTensor(noise(), noise()),
+    "attributes": with_grad,
+    "storage": lambda noise: noise().untyped_storage(),
+    "list": lambda noise: [noise(), "x", noise()],
+    "tuple": lambda noise: (quantized(noise), None),
+    "dictionary": lambda noise: {"scale": noise(), 0: noise()},
+    "own object": lambda noise: Holder(a=noise(), b=[noise()]),
+    "module": lambda noise: Net(noise),
+    "module with attributes": lambda noise: Net(noise, stride=noise(), more=[noise()], held=Holder(x=noise())),
+    "quantized module": lambda noise: dynamic(noise),
+    "partly quantized module": lambda noise: dynamic(noise, nn.LayerNorm(4)),
+    "quantized state dict": lambda noise: dict(dynamic(noise).state_dict()),
+    "method": lambda noise: Net(noise).forward,
+    "call of a storage": lambda noise: Call(torch.DoubleStorage, [1.0, 2.0]),
+    "rebuilt of a storage": lambda noise: Call(
+        torch._utils._rebuild_tensor, Call(torch.DoubleStorage, [1.0]), 0, (1,), (1,)
+    ),
+}
+
+SHAPES: dict[str, Callable[[Noise, Any], Any]] = {
+    "top": lambda noise, thing: thing,
+    "beside": lambda noise, thing: {"state_dict": {"fc.weight": noise(), "fc.bias": noise()}, "odd": thing},
+    "inside": lambda noise, thing: {"state_dict": {"fc.weight": noise(), "fc.bias": noise(), "odd": thing}, "epoch": 1},
+}
+
+WAYS: dict[str, Callable[[Path, Path], Any]] = {
+    "to safetensors": lambda file, out: ckptool.convert(file, out / "out.safetensors"),
+    "to npz": lambda file, out: ckptool.convert(file, out / "out.npz"),
+    "to shards": lambda file, out: ckptool.convert(file, out / "shards", shard_size="1MB"),
+    "all": lambda file, out: ckptool.convert(file, out / "out.safetensors", all=True),
+    "compact": lambda file, out: ckptool.convert(file, out / "out.pt"),
+    "weights only": lambda file, out: ckptool.convert(file, out / "out.pt", weights_only=True),
+    "weights only to safetensors": lambda file, out: ckptool.convert(file, out / "out.safetensors", weights_only=True),
+    "the part": lambda file, out: ckptool.convert(f"{file}#odd", out / "out.pt"),
+    "the state dict": lambda file, out: ckptool.convert(f"{file}#state_dict", out / "out.pt"),
+    "slim": lambda file, out: ckptool.slim(file, out / "out.pt"),
+    "rename": lambda file, out: ckptool.rename(file, ["fc.* => head.*"], out / "out.pt"),
+    "set": lambda file, out: ckptool.edit(file, out / "out.pt", set={"state_dict/odd": 3}),
+    "set beside": lambda file, out: ckptool.edit(file, out / "out.pt", set={"odd": 3}),
+    "average": lambda file, out: ckptool.average([file, file], out / "out.pt"),
+    "bundle": lambda file, out: ckptool.bundle({"a": file, "b": f"{file}#odd"}, out / "out.pt"),
+    "bundle to safetensors": lambda file, out: ckptool.bundle({"a": file}, out / "out.safetensors"),
+    "unbundle": lambda file, out: ckptool.unbundle(file, out / "parts"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about its quantization
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_is_written_or_listed_or_nothing_is(kind: str, shape: str, way: str, tmp_path: Path) -> None:
+    torch.manual_seed(len(kind) + 100 * len(shape))
+    noise, out = Noise(), tmp_path / "out"
+    out.mkdir()
+    file = saved(SHAPES[shape](noise, KINDS[kind](noise)), tmp_path / "f.pt")
+    before = file.read_bytes()
+    assert all(data in before for data in noise.bytes)
+    try:
+        done = WAYS[way](file, out)
+    except CkptoolError as error:
+        assert error.exit_code in (1, 2) and error.what
+        assert not list(out.iterdir()) and file.read_bytes() == before
+        return
+    after = b"".join(path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file())
+    lost = [data for data in noise.bytes if data not in after]
+    listed = done.facts.get("left_behind", [])
+    told = b"".join(_data(node) for place in listed for _, node in walk(ckptool.open(f"{file}#{place}").tree))
+    assert all(data in told for data in lost), f"{len(lost)} lost, listed: {listed}"
+    if kind.endswith("of a storage") and way.startswith(("weights only", "to ")):
+        assert "odd" in listed
+
+
+def _data(node: Any) -> bytes:
+    return b"".join(part.storage.data.read(0, part.storage.nbytes) for part in stored_parts(node))
+
+
+def test_what_is_in_the_way_of_plain_values_can_be_dropped_as_the_error_says(tmp_path: Path) -> None:
+    noise = Noise()
+    net = Net(noise, stride=noise(), more=[noise()])
+    file = saved({"model": net, "epoch": 1}, tmp_path / "f.pt")
+    with pytest.raises(CkptoolError, match=r"2 tensors of .* would be lost: model/stride") as caught:
+        ckptool.convert(file, tmp_path / "out.pt", weights_only=True)
+    assert "--drop model/stride --drop model/more" in caught.value.fix
+    ckptool.edit(file, tmp_path / "less.pt", drop=["model/stride", "model/more"])
+    ckptool.convert(tmp_path / "less.pt", tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["weight"], net.weight)
+
+
+def test_a_buffer_that_its_module_does_not_save_is_listed(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    net.register_buffer("passing", torch.ones(2), persistent=False)
+    done = ckptool.convert(saved({"model": net}, tmp_path / "f.pt"), tmp_path / "out.pt", weights_only=True)
+    assert done.facts["left_behind"] == ["model/_buffers/passing"]
