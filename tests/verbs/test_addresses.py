@@ -180,7 +180,7 @@ def test_a_file_that_exists_under_the_whole_name_wins(tmp_path: Path) -> None:
 def test_extract_needs_a_part_and_a_new_file(original: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no part was named"):
         ckptool.strip_module(original, tmp_path / "out.pt", extract=True)
-    with pytest.raises(UsageError, match="both --extract and --in-place"):
+    with pytest.raises(UsageError, match="both extract=True and in_place=True"):
         ckptool.strip_module(f"{original}#state_dict", in_place=True, extract=True)
     with pytest.raises(TypeError, match="extract"):
         ckptool.convert(original, tmp_path / "out.pt", extract=True)  # type: ignore[call-arg]
