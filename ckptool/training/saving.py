@@ -70,6 +70,9 @@ class Saver:
             "loss": loss if loss is None or loss - loss == 0 else str(loss),
             "metrics": {key: value for key, value in trainer.metrics.items() if value - value == 0},
             "parent": self.step,
+            "revision": self.run.revision,
+            "config": self.run.config.dumped(),
+            "fingerprint": self.run.fingerprint,
             "environment": environment(trainer.world.size, trainer.world.device),
         }
 

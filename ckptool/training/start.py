@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from ckptool.errors import CkptoolError, UsageError, printable
+from ckptool.errors import CkptoolError, Conflict, UsageError, printable
 from ckptool.training import configfile
 from ckptool.training.blame import blamed
 from ckptool.training.config import Config
+from ckptool.training.fingerprint import differences, fingerprint
 from ckptool.training.hooks import Hooks, Told
 from ckptool.training.layout import CHANGED, CONFIG
 from ckptool.training.loop import Outcome, train
@@ -20,7 +21,7 @@ from ckptool.training.parallel import World, world_of
 from ckptool.training.runs import Run, create, environment, is_run, read_config, reopen
 from ckptool.training.signals import stopping
 from ckptool.training.state import restored
-from ckptool.training.store import Saved
+from ckptool.training.store import Saved, has_checkpoints
 from ckptool.training.trainer import Trainer, build
 
 
@@ -74,7 +75,8 @@ def _note_changes(run: Run) -> None:
     """Notes what of the configuration was changed: the run goes on with that the next time, too."""
     found = configfile.changes(read_config(run.folder)[1], run.config)
     if noted := {change.key: [change.before, change.after] for change in found if change.key != "run"}:
-        run.note(CHANGED, changes=noted, config=run.config.dumped())
+        run.revision += 1
+        run.note(CHANGED, changes=noted, config=run.config.dumped(), revision=run.revision)
 
 
 def _trained(config: Config, run: Run, world: World, told: Told | None, say: Any) -> Outcome:
@@ -82,10 +84,17 @@ def _trained(config: Config, run: Run, world: World, told: Told | None, say: Any
     with blamed(), switches_given_back(config), stopping(config.stop) as stop:
         trainer = build(config, world, say, fresh=not run.store.all())
         saved = _restore(trainer, run, say)
+        run.fingerprint = fingerprint(config, trainer.data)
+        changed = differences((saved.sidecar or {}).get("fingerprint"), run.fingerprint) if saved is not None else []
+        if changed:
+            say(f"resumed from step {trainer.step}, but {'; '.join(changed)}: the run may end otherwise")
         if world.is_first:
+            run.store.refuse_others(trainer.step, trainer.total_steps)
+            if config.profile is not None:
+                run.claim(config.profile.trace)
             _note_changes(run)
             event = "resume" if saved is not None else "start"
-            run.note(event, step=trainer.step, **environment(world.size, world.device))
+            run.note(event, step=trainer.step, changed=changed or None, **environment(world.size, world.device))
             run.metrics.cut_back(trainer.step)
         return train(trainer, run, stop, hooks)
 
@@ -100,6 +109,12 @@ def _restore(trainer: Trainer, run: Run, say: Any) -> Saved | None:
 
     newest = run.store.newest_valid(trainer.config.save.verify, damaged)
     if newest is None:
+        if has_checkpoints(run.folder):
+            raise Conflict(
+                f"{printable(run.folder)} holds checkpoints, and none of them is of this run",
+                "They are of the run whose run.yaml lay here before. They were left as they are.",
+                "Put that run.yaml back, or start this run in another folder: --set run=OTHER",
+            )
         return None
     tree: Any = torch.load(newest.path, map_location="cpu", mmap=True, weights_only=True)
     restored(trainer, tree, printable(newest.path))

@@ -17,13 +17,14 @@ from typing import Any
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Literal, Plan
 from ckptool.commands import Advice, command
-from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, printable
-from ckptool.files import Source, file_problem
+from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, listed, printable
+from ckptool.files import Source, file_problem, open_regular, read_small
 from ckptool.output import RunningDigest, digest_of, make_folder, replace_file
-from ckptool.training.layout import CHECKPOINTS
+from ckptool.training.layout import CHECKPOINTS, HISTORY
 from ckptool.training.retention import Kept
 
 _NAME = re.compile(r"step-(\d{8,})\.pt")
+_FILE = re.compile(r"step-(\d{8,})\.(?:pt|json)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Store:
     def __init__(self, folder: str, run: str) -> None:
         self.folder = os.path.join(folder, CHECKPOINTS)
         self.run = run
+        self.history = Lines(os.path.join(folder, HISTORY))
 
     def make(self) -> None:
         """Makes the folder; raises `FileProblem` where it cannot."""
@@ -70,13 +72,17 @@ class Store:
     def commit(self, step: int, tree: Any, facts: dict[str, Any]) -> Saved:
         """Writes the state after `step` steps, with what is known of it (metrics, epoch, environment) in its sidecar.
 
-        Raises `DiskFull` or `FileProblem`; older checkpoints are as they were.
+        Raises `DiskFull` or `FileProblem`, `Conflict` over a file that this run did not write; older checkpoints are as they were.
         """
         from ckptool.bridge import from_torch
 
+        self.refuse_others(step - 1, step)
         path = os.path.join(self.folder, name_of(step))
         plan = formats.by_name(formats.DEFAULT).write(Checkpoint(from_torch(tree), formats.DEFAULT))
-        sidecar = {"run": self.run, "step": step, "bytes": plan.nbytes}
+        sidecar: dict[str, Any] = {"run": self.run, "step": step, "bytes": plan.nbytes}
+        replaced = read_json(sidecar_of(path)) if os.path.lexists(path) else None
+        if replaced is not None:  # until the new one has its name, the sidecar is that of both
+            sidecar["replaces"] = {key: replaced.get(key) for key in ("bytes", "sha256")}
         running = RunningDigest()
 
         def describe(temporary: str) -> None:
@@ -91,6 +97,31 @@ class Store:
         """Deletes a checkpoint, the file before its sidecar: a sidecar alone is no checkpoint."""
         for path in (saved.path, sidecar_of(saved.path)):
             remove_file(path)
+
+    def refuse_others(self, after: int, last: int) -> None:
+        """Raises `Conflict` where a checkpoint of one of these steps would be written over a file that is not this run's."""
+        try:
+            names = [
+                name
+                for name in os.listdir(self.folder)
+                if (found := _FILE.fullmatch(name)) and after < int(found[1]) <= last
+            ]
+        except OSError:
+            return  # what cannot be listed is told when it is written to
+        if foreign := sorted(name for name in names if not self._wrote(os.path.join(self.folder, name))):
+            raise Conflict(
+                f"{printable(self.folder)} holds {listed([printable(name) for name in foreign], 3)}, which this run did not write",
+                "A checkpoint of it would be written over. Nothing was changed.",
+                "Move such files away, or start the run in another folder: --set run=OTHER",
+            )
+
+    def _wrote(self, path: str) -> bool:
+        """Whether this run wrote a checkpoint or its sidecar: the sidecar says so, or where that was lost, the history."""
+        sidecar = read_json(sidecar_of(path))
+        if sidecar is not None:
+            return sidecar.get("run") == self.run
+        step = int(os.path.splitext(os.path.basename(path))[0].removeprefix("step-"))
+        return any(fact.get("event") == "save" and fact.get("step") == step for fact in self.history.read())
 
     # Reading -----------------------------------------------------------------------------------------------------
 
@@ -107,7 +138,7 @@ class Store:
             if match := _NAME.fullmatch(name):
                 path = os.path.join(self.folder, name)
                 saved = Saved(int(match[1]), path, read_json(sidecar_of(path)))
-                if saved.sidecar is None or saved.sidecar.get("run") in (None, self.run):
+                if saved.sidecar is None or saved.sidecar.get("run") == self.run:
                     found.append(saved)
         return sorted(found, key=lambda saved: saved.step)
 
@@ -151,21 +182,27 @@ def check(saved: Saved, verify: str) -> None:
     size = Source(saved.path).size
     if sidecar.get("step") != saved.step:
         raise Corrupt(f"the sidecar of {printable(saved.path)} is of another step", "Files were renamed, or mixed up.")
-    if size != sidecar.get("bytes"):
+    if not (same := [known for known in _known(sidecar) if size == known.get("bytes")]):
         raise Corrupt(
             f"{printable(saved.path)} has {size:,} bytes; its sidecar says {printable(str(sidecar.get('bytes')))}",
             "It was cut, or written over.",
         )
-    if verify == "full" and digest(saved.path) != sidecar.get("sha256"):
+    if verify == "full" and digest(saved.path) not in [known.get("sha256") for known in same]:
         raise Corrupt(
             f"{printable(saved.path)} does not match its sha256", "Its bytes were damaged after it was written."
         )
 
 
+def _known(sidecar: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a checkpoint may be: the one that was written, or the one that it was about to replace."""
+    return [each for each in (sidecar, sidecar.get("replaces")) if isinstance(each, dict)]
+
+
 def has_its_size(saved: Saved) -> bool:
     """Whether a checkpoint is as long as its sidecar says: a quick look, for what is kept."""
     try:
-        return saved.sidecar is not None and os.path.getsize(saved.path) == saved.sidecar.get("bytes")
+        sizes = [known.get("bytes") for known in _known(saved.sidecar or {})]
+        return saved.sidecar is not None and os.path.getsize(saved.path) in sizes
     except OSError:
         return False
 
@@ -204,9 +241,8 @@ def write_json(path: str, value: dict[str, Any], *, sync_folder: bool = True) ->
 def read_json(path: str) -> dict[str, Any] | None:
     """A small JSON object; None where it is missing or damaged."""
     try:
-        with open(path, encoding="utf-8") as file:
-            value = json.loads(file.read(1 << 24))
-    except (OSError, ValueError, RecursionError):
+        value = json.loads(read_small(path, "a sidecar", 1 << 24))
+    except (CkptoolError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -218,14 +254,13 @@ class Lines:
         self.path = path
 
     def add(self, fact: dict[str, Any], *, sync: bool = False) -> None:
-        """Adds a line in one write; what a killed run left of one is ended first."""
+        """Adds a line in one write; what a killed run left of one is cut off first."""
         line = json.dumps(_finite(fact), allow_nan=False, default=str) + "\n"
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
-                size = os.fstat(fd).st_size
-                torn = size and os.pread(fd, 1, size - 1) != b"\n"
-                os.write(fd, (("\n" if torn else "") + line).encode())
+                _cut_torn(fd)
+                os.write(fd, line.encode())
                 if sync:
                     os.fsync(fd)
             finally:
@@ -235,26 +270,54 @@ class Lines:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Every whole line."""
+        for _, fact in self._lines():
+            yield fact
+
+    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if not os.path.lexists(self.path):
+            return
         try:
-            with open(self.path, encoding="utf-8", errors="replace") as file:
+            with open(open_regular(self.path, "a file of lines"), encoding="utf-8", errors="replace") as file:
                 for line in file:
                     try:
                         fact = json.loads(line)
-                    except ValueError:
+                    except (ValueError, RecursionError):
                         continue
                     if isinstance(fact, dict):
-                        yield fact
-        except FileNotFoundError:
-            return
+                        yield line, fact
         except OSError as error:
             raise file_problem(error, self.path, "read") from error
 
     def cut_back(self, step: int) -> None:
-        """Leaves the lines up to a step; those behind it will be written again."""
-        there = list(self.read())
-        kept = [fact for fact in there if fact.get("step", 0) <= step]
-        if len(kept) < len(there):
-            write_text(self.path, "".join(json.dumps(fact, allow_nan=False) + "\n" for fact in kept))
+        """Leaves the whole lines up to a step; those behind it will be written again."""
+        kept = "".join(line for line, fact in self._lines() if _step_of(fact) <= step and line.endswith("\n"))
+        if os.path.lexists(self.path) and kept.encode() != read_all(self.path):
+            write_text(self.path, kept)
+
+
+def _step_of(fact: dict[str, Any]) -> float:
+    step = fact.get("step", 0)
+    return step if isinstance(step, (int, float)) else 0
+
+
+def read_all(path: str) -> bytes:
+    try:
+        with open(open_regular(path, "a file of lines"), "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise file_problem(error, path, "read") from error
+
+
+def _cut_torn(fd: int) -> None:
+    """Cuts off what follows the last whole line."""
+    end = size = os.fstat(fd).st_size
+    while end and (part := os.pread(fd, min(end, 1 << 16), end - min(end, 1 << 16))):
+        if (at := part.rfind(b"\n")) >= 0:
+            end += at + 1 - len(part)
+            break
+        end -= len(part)
+    if end < size:
+        os.ftruncate(fd, end)
 
 
 def _finite(value: Any) -> Any:
@@ -271,6 +334,7 @@ def _finite(value: Any) -> Any:
 
 PATIENCE = 2.0  # seconds: a process that was killed gives its lock up only when all of it is gone
 _HELD: set[int] = set()
+_HOLDER = re.compile(rb"pid [0-9]+[^\n]*\n?")
 
 
 def _close_in_child() -> None:
@@ -290,14 +354,23 @@ class Lock:
         import socket
 
         path = os.path.join(folder, "lock")
+        there = os.path.lexists(path)
         try:
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise file_problem(error, path, "write") from error
         try:
             self._take(path)
-            os.ftruncate(self.fd, 0)
-            os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            held = os.pread(self.fd, 300, 0)
+            if held and not _HOLDER.fullmatch(held):
+                raise Conflict(
+                    f"{printable(path)} is not the lock of a run",
+                    "A run would write over it. It was left as it is.",
+                    "Move it away, or give the run a folder of its own: --set run=OTHER",
+                )
+            if held or not there:  # an empty one may be anybody's: a lock works without a name in it
+                os.ftruncate(self.fd, 0)
+                os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except OSError as error:
             os.close(self.fd)
             raise FileProblem(

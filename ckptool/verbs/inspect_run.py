@@ -10,7 +10,8 @@ from typing import Any
 from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
 from ckptool.files import read_small_text
-from ckptool.training.layout import CHANGED, CONFIG, HISTORY, is_run
+from ckptool.training.layout import CONFIG, HISTORY, is_run
+from ckptool.training.recorded import last_config
 from ckptool.training.retention import best, every, keep, last
 from ckptool.training.store import Lines, Saved, Store, check, has_its_size
 from ckptool.verbs.opening import PathLike
@@ -75,9 +76,7 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
         )
     number, config = _config(os.path.join(name, CONFIG))
     history = list(Lines(os.path.join(name, HISTORY)).read())
-    for fact in history:
-        if fact.get("event") == CHANGED and isinstance(fact.get("config"), dict):
-            config = fact["config"]
+    _, config = last_config(name, number, config)
     save, by = _section(config, "save"), _section(config, "eval")
     metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))
     policies = {
