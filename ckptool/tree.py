@@ -299,6 +299,9 @@ class _Copier:
         stack = [node]
         while stack:
             top = stack[-1]
+            if id(top) in self.copies:  # it was waiting twice: for two that hold it
+                stack.pop()
+                continue
             source = self.replaced.get(id(top), top)
             pending = [
                 part

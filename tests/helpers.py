@@ -148,10 +148,14 @@ _ATOMS = (
 )
 
 
-def assert_same_objects(a: Any, b: Any) -> None:
+def assert_same_objects(a: Any, b: Any, *, storages: bool = True, tuples: bool = False) -> None:
     """Fails unless two objects that torch loaded are the same, bit for bit: taken apart by their own `__reduce_ex__`, torch
-    tensors too, and the bytes of storages and arrays compared. What is shared must be shared in both."""
-    objects, storages = Mapping(), Mapping()
+    tensors too, and the bytes of storages and arrays compared. What is shared must be shared in both.
+
+    storages=False: of strided tensors only the values count, not what else is in their storage.  tuples: so do which tuples, sets and
+    byte arrays are one object.
+    """
+    objects, stored = Mapping(), Mapping()
     pending: list[tuple[Any, Any, str]] = [(a, b, "")]
     while pending:
         x, y, where = pending.pop()
@@ -161,7 +165,18 @@ def assert_same_objects(a: Any, b: Any) -> None:
         elif isinstance(x, _ATOMS):
             assert x == y, f"{where}: {x!r} became {y!r}"
         elif isinstance(x, (torch.TypedStorage, torch.UntypedStorage)):
-            _same_torch_storage(x, y, storages, where)
+            _same_torch_storage(x, y, stored, where)
+        elif tuples and isinstance(x, (tuple, set, frozenset, bytearray)) and x and objects.met(x, y, where):
+            continue
+        elif (
+            not storages
+            and isinstance(x, torch.Tensor)
+            and x.layout is torch.strided
+            and not (x.is_quantized or x.is_nested)
+        ):
+            if not objects.met(x, y, where):
+                assert _values_of(x) == _values_of(y), f"{where}: {x} became {y}"
+                pending.append((vars(x), vars(y), f"{where}/attributes"))
         elif isinstance(x, (bytearray, numpy.generic)):
             assert bytes(x) == bytes(y) and getattr(x, "dtype", 0) == getattr(y, "dtype", 0), where
         elif isinstance(x, (set, frozenset)):
@@ -174,6 +189,14 @@ def assert_same_objects(a: Any, b: Any) -> None:
             pending += [(p, q, f"{where}/{i}") for i, (p, q) in enumerate(zip(x, y, strict=True))]
         elif not objects.met(x, y, where):
             pending += _taken_apart(x, y, where)
+
+
+def _values_of(tensor: torch.Tensor) -> Any:
+    facts = (type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad, tensor.is_neg(), tensor.is_conj())
+    if tensor.device.type == "meta":
+        return facts
+    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous()
+    return *facts, bytes(plain.reshape(-1).view(torch.uint8).numpy())
 
 
 def _order(value: Any) -> str:
@@ -225,6 +248,7 @@ def _plain(value: Any) -> bool:
     return (
         type(value).__reduce__ is object.__reduce__
         and hasattr(value, "__dict__")
+        and "__getstate__" not in {name for cls in type(value).__mro__[:-1] for name in vars(cls)}
         and not isinstance(value, (dict, list))
     )
 

@@ -30,6 +30,7 @@ REBUILD_TENSOR_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 REBUILD_TENSOR_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+JAGGED = "nested jagged"
 REBUILD_JAGGED = Global("torch.nested._internal.nested_tensor", "_rebuild_njt")
 TENSOR = Global("torch", "Tensor")
 UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
@@ -317,7 +318,7 @@ def _from_type(args: tuple[Any, ...]) -> Any:
 def _jagged(args: tuple[Any, ...]) -> Any:
     """`_rebuild_njt({"values": …, "offsets": …, …})`: a nested tensor of the jagged layout."""
     values = args[0].get("values") if len(args) == 1 and isinstance(args[0], dict) else None
-    return ("nested jagged", values.dtype, None) if isinstance(values, (TensorEntry, Composite)) else None
+    return (JAGGED, values.dtype, None) if isinstance(values, (TensorEntry, Composite)) else None
 
 
 def _with_grad(args: tuple[Any, ...]) -> Any:

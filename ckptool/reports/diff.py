@@ -207,6 +207,8 @@ class _Comparer:
     def _by_key(self, node: Any) -> dict[Any, tuple[Any, Any]]:
         parts: dict[Any, tuple[Any, Any]] = {}
         for key, part in self._parts(node):
+            if key in parts and "prefix" not in self.skipped:
+                key = (_Attribute, key)  # of a dictionary with attributes, one is called as a key is
             if key in parts:
                 one, other = (printable(str(segment)) for segment in (parts[key][0], part[0]))
                 raise Conflict(
@@ -342,6 +344,10 @@ def _shape_of(node: Any) -> Any:
 
 class _Node:
     """The kind of a key that is, or holds, an inert object or a tensor."""
+
+
+class _Attribute:
+    """The kind of a name that an item has too."""
 
 
 def _comparable(key: Any, counts: Counter[str]) -> tuple[type, Any]:

@@ -74,6 +74,7 @@ def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: S
             Advice("See all of it: ", command("diff", names[0], names[-1])),
         )
     made: dict[tuple[Any, ...], TensorEntry] = {}
+    again: dict[int, TensorEntry] = {}
     tree: dict[Any, Any] = OrderedDict((), last.attributes) if isinstance(last, OrderedDict) else {}
     kept: list[tuple[str, str]] = []
     ahead = Ahead()
@@ -90,7 +91,9 @@ def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: S
             view = tuple(view_of(entry) for entry in entries)
             if view not in made:
                 made[view] = _mean(entries, weights, ahead)
-            tree[key] = replace(made[view], flags=value.flags._replace(conj=False, neg=False))
+            if id(value) not in again:  # what is one object stays one
+                again[id(value)] = replace(made[view], flags=value.flags._replace(conj=False, neg=False))
+            tree[key] = again[id(value)]
     return Averaged(tree, len(made), tuple(kept))
 
 

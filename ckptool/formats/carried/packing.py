@@ -12,6 +12,7 @@ from ckptool.errors import LimitExceeded, Unsupported
 from ckptool.formats.carried.covers import axes_of, covers, names_of, same_view, stand_in
 from ckptool.formats.carried.record import RESERVED, SCHEMA
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.pickles.torch_objects import JAGGED
 
 MAX_REPEATED = 16 << 20  # bytes of texts that stand in the record already
 
@@ -119,7 +120,9 @@ class Packer:
     def _immutable(self, node: Any) -> list[Any]:
         if isinstance(node, tuple):
             return ["tuple", [self.value(part) for part in node]]
-        return ["composite", self.value(node.made.fn), [self.value(part) for part in node.made.args]]
+        made = ["composite", self.value(node.made.fn), [self.value(part) for part in node.made.args]]
+        # Of a jagged nested tensor the call does not say the type until all is read: its parts are in a dictionary.
+        return [*made, node.dtype.name] if node.kind == JAGGED and node.dtype is not None else made
 
     def _node(self, node: Any) -> list[Any]:
         value = self.value

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from ckptool.checkpoint import Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint import Composite, Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
 from ckptool.dtypes import by_name
 from ckptool.errors import Conflict, listed, printable
 from ckptool.files import Source
@@ -15,7 +15,7 @@ from ckptool.formats.carried.record import STAND_INS
 from ckptool.formats.signs import flipped
 from ckptool.gather import row_major
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.pickles.torch_objects import check_view, rebuilt
+from ckptool.pickles.torch_objects import JAGGED, check_view, rebuilt
 
 
 class Unpacker:
@@ -71,7 +71,9 @@ class Unpacker:
         if fields[0] == "tuple":
             return tuple(self.value(part) for part in fields[1])
         if fields[0] == "composite":
-            return rebuilt(Object(self.value(fields[1]), tuple(self.value(part) for part in fields[2])))
+            made = Object(self.value(fields[1]), tuple(self.value(part) for part in fields[2]))
+            jagged = Composite(made, JAGGED, by_name(fields[3]), None) if len(fields) > 3 else None
+            return rebuilt(made, jagged)
         fn, args, kwargs = (self.value(part) for part in fields[2:5])
         if fields[1] not in ("call", "new") or type(args) is not tuple or not isinstance(kwargs, (dict, type(None))):
             raise TypeError("an object")

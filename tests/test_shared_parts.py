@@ -1,0 +1,35 @@
+"""What stands in two places stays one when a tree is copied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import ckptool
+from tests.checkpoints import saved
+from tests.helpers import load
+
+
+def test_a_tensor_in_a_tuple_within_a_tuple_stays_one(tmp_path: Path) -> None:
+    for number, tensor in enumerate((torch.ones(2).to_sparse(), torch.ones(2), torch.nn.Buffer(torch.ones(2)))):
+        path = saved({"w": torch.ones(1), "t": (1, tensor, (tensor, (tensor,)))}, tmp_path / f"{number}.pt")
+        ckptool.remap(path, tmp_path / f"{number}.away.pt", to="cuda:0", verify=True)
+        ckptool.remap(tmp_path / f"{number}.away.pt", tmp_path / f"{number}.back.pt", to="cpu", verify=True)
+        found = load(tmp_path / f"{number}.back.pt", weights_only=False)["t"]
+        assert found[1] is found[2][0] is found[2][1][0]
+
+
+class Bag(dict):  # type: ignore[type-arg]
+    """A dictionary with attributes."""
+
+
+def test_an_item_and_an_attribute_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    bag = Bag(a=1)
+    bag.a = 2  # type: ignore[attr-defined]
+    path = saved({"w": torch.ones(1), "bag": bag}, tmp_path / "a.pt")
+    ckptool.edit(path, tmp_path / "b.pt", set={"x": 1}, verify=True, keep_unknown=True)
+    found = load(tmp_path / "b.pt", weights_only=False)["bag"]
+    assert (found["a"], found.a) == (1, 2)
+    bag.a = 3  # type: ignore[attr-defined]
+    assert not ckptool.diff(path, saved({"w": torch.ones(1), "bag": bag}, tmp_path / "c.pt")).same
