@@ -159,6 +159,18 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "zero-3 model": (lambda f: zero_folder(f) / "zero_pp_rank_1_mp_rank_00_model_states.pt", "rank 1 of 2"),
     "zero-3 optimizer": (lambda f: zero_folder(f) / "zero_pp_rank_0_mp_rank_00_optim_states.pt", "rank 0 of 2"),
     "zero-2 optimizer": (lambda f: zero_folder(f, 2) / "zero_pp_rank_1_mp_rank_00_optim_states.pt", "rank 1 of 2"),
+    "a layer of a pipeline": (
+        lambda f: save(weights("attention.weight"), f / "layer_03-model_00-model_states.pt"),
+        "layer 3",
+    ),
+    "an expert": (
+        lambda f: save(weights("deepspeed_moe.weight"), f / "layer_1_expert_2_mp_rank_00_model_states.pt"),
+        "layer 1, expert 2",
+    ),
+    "one of two consolidated": (
+        lambda f: save(weights("tok_embeddings.weight"), f / "consolidated.01.pth"),
+        "rank 1 of 2",
+    ),
     "megatron": (lambda f: megatron_folder(f) / "mp_rank_01" / "model_optim_rng.pt", "rank 1 of 2"),
     "shard in its folder": (lambda f: sharded_folder(f) / "model-00002-of-00003.safetensors", "shard 2 of 3"),
     "shard without an index": (lone_shard, "shard 3 of 3"),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
+from ckptool.cli import COMMANDS
 from ckptool.errors import OnlyAPart
 from tests.cli.conftest import run as run  # a fixture
 from tests.part_files import (
@@ -26,6 +27,7 @@ from tests.part_files import (
     saved_by_two_ranks,
     sharded_folder,
     trainer_folder,
+    ungathered,
     weights,
     zero_folder,
 )
@@ -77,6 +79,8 @@ CHANGES = (
     ("cast", ("--dtype", "bf16", "--in-place")),
     ("edit", ("--drop", "*.bias", "--in-place")),
     ("slim", ("-o", "out.safetensors")),
+    ("remap", ("--to", "cpu", "-o", "out.safetensors")),
+    ("bake", ("-o", "out.safetensors")),
 )
 
 
@@ -150,6 +154,31 @@ def test_placeholders_are_never_written_as_weights(tmp_path: Path) -> None:
         ckptool.average([f"{states}#module"] * 2, tmp_path / "out.pt", part=True)
     assert not list(tmp_path.glob("out*"))
     ckptool.convert(f"{states}#module", tmp_path / "out.safetensors", part=True, only=["running_mean"])
+
+
+@pytest.mark.parametrize("verb", ["strip_module", "add_module", "cast"])
+def test_placeholders_are_not_written_by_verbs_that_change(verb: str, tmp_path: Path) -> None:
+    path = ungathered(tmp_path)
+    words = {"add_module": {}, "strip_module": {"prefix": "fc.", "partial": True}, "cast": {"dtype": "bf16"}}[verb]
+    with pytest.raises(OnlyAPart, match="have no values"):
+        getattr(ckptool, verb)(path, tmp_path / "out.safetensors", **words)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_cut_file_of_placeholders_is_not_recovered_as_weights(tmp_path: Path) -> None:
+    path = ungathered(tmp_path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(OnlyAPart, match="have no values"):
+        ckptool.recover(path, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+    ckptool.recover(path, tmp_path / "out.pt")
+    assert ckptool.open(tmp_path / "out.pt").part.label == "weights without values"
+
+
+def test_every_command_is_judged() -> None:
+    tried = {verb for verb, _ in (*LOOKS, *TAKES, *CHANGES)} | {"diff", "recover", "doctor"}
+    of_runs = {"train", "resume", "prove", "prune"}
+    assert set(COMMANDS) - tried == of_runs, "a new command: does it look at parts, take them, or change them?"
 
 
 def test_the_same_part_of_two_checkpoints_can_be_compared(tmp_path: Path, run: Callable[..., object]) -> None:

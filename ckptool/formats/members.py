@@ -224,11 +224,11 @@ def _gaps(names: Iterable[str], pattern: re.Pattern[str], world: int = 0) -> lis
 
 
 def _without_model(names: list[str]) -> list[str]:
-    """The model's file of ZeRO, where only the shares of its optimizer are there."""
-    states = any(name.endswith("_optim_states.pt") for name in names)
-    return (
-        ["mp_rank_00_model_states.pt"] if states and not any(name.endswith("model_states.pt") for name in names) else []
-    )
+    """The model's file of DeepSpeed, where only shares of the optimizer or layers of a pipeline are there."""
+    kinds = [found["rest"] for name in names if (found := STATES.fullmatch(name) or MODEL_STATES.fullmatch(name))]
+    of_deepspeed = kinds or any(map(LAYER.fullmatch, names))
+    has_model = any(kind.endswith("model_states") for kind in kinds)
+    return [] if has_model or not of_deepspeed else ["mp_rank_00_model_states.pt"]
 
 
 def _model_parallel(folder: Folder, beside: bool) -> Layout | None:

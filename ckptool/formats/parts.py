@@ -38,6 +38,8 @@ _CONSOLIDATED = re.compile(r"consolidated\.(?P<rank>\d\d)\.(?:pth|pt|safetensors
 
 _DISTRIBUTED = ("DTensor", "ShardedTensor")
 _WEIGHT_NAMES = ("weight", "bias")
+_NOTHING = (0,)
+_FLAT = "flat_param"
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
 
 
@@ -144,30 +146,36 @@ def _facts_of(tree: Any) -> _Facts:
             continue
         facts.seen.add(id(node))
         if isinstance(node, dict):
-            _named(node, facts)
-        stack.extend(part for part in _inside(node) if type(part) not in _SCALARS)
+            stack += _of_dictionary(node, facts)
+        else:
+            stack.extend(part for part in _inside(node) if type(part) not in _SCALARS)
     return facts
 
 
 def _inside(node: Any) -> Iterable[Any]:
-    if isinstance(node, dict):
-        return node.values()
     if isinstance(node, Object):
         return (node.args, node.items, node.elements, node.state)
     return node.items if isinstance(node, Set) else node
 
 
-def _named(node: dict[Any, Any], facts: _Facts) -> None:
-    """Counts the weights of a dictionary, and those that are there by name only, where there are any of those."""
-    named = empty = 0
+def _of_dictionary(node: dict[Any, Any], facts: _Facts) -> list[Any]:
+    """The values of a dictionary that have parts. Counts its weights where some of them are there by name only."""
+    below, empty = [], 0
     for key, value in node.items():
-        if type(value) is TensorEntry and type(key) is str and key.rpartition(".")[2] in _WEIGHT_NAMES:
-            named += 1
-            empty += value.shape == (0,)
-        if type(key) is str and key.rpartition(".")[2].startswith(("_flat_param", "flat_param")):
-            facts.flat = True
+        if type(value) is TensorEntry:
+            empty += value.shape == _NOTHING and _is_weight(key)
+            if type(key) is str and _FLAT in key and key.rpartition(".")[2].lstrip("_").startswith(_FLAT):
+                facts.flat = True
+        elif type(value) not in _SCALARS:
+            below.append(value)
     if empty > facts.empty:
-        facts.empty, facts.named = empty, named
+        facts.empty = empty
+        facts.named = sum(1 for key, value in node.items() if type(value) is TensorEntry and _is_weight(key))
+    return below
+
+
+def _is_weight(key: Any) -> bool:
+    return type(key) is str and key.rpartition(".")[2] in _WEIGHT_NAMES
 
 
 def _distributed(tensor: Composite, facts: _Facts) -> None:
@@ -210,7 +218,9 @@ def _dtensor_is_whole(tensor: Composite, state: Any, facts: _Facts) -> bool:
     mesh = spec["mesh"].attributes if isinstance(spec.get("mesh"), Object) else {}
     _note_ranks(facts, mesh.get("_rank"), _size_of_mesh(mesh))
     placements = spec.get("placements") or ()
-    partial = any(isinstance(each, Object) and each.name.endswith(".Partial") for each in _inside_of(placements))
+    partial = any(
+        isinstance(each, Object) and each.name.rpartition(".")[2].endswith("Partial") for each in _inside_of(placements)
+    )
     return not partial and isinstance(local, (TensorEntry, Composite)) and local.shape == tensor.shape
 
 
@@ -329,11 +339,11 @@ def _of_model_parallel(tree: Any, beside: _Beside) -> PartOf | None:
 
 
 def _one_of(rank: str, others: list[str], world: Any) -> PartOf | None:
-    count = max(len(others), world if type(world) is int else 1)
+    number = int(rank) if "_" not in rank else None
+    count = max(len(others), world if type(world) is int else 1, (number or 0) + 1)
     if count < 2:
         return None
     meaning = "model parallelism divides the weights over several files, and this is one of them"
-    number = int(rank) if "_" not in rank else None
     label = f"rank {number} of {count:,}" if number is not None else f"rank {rank.replace('_', '/')} of {count:,}"
     return PartOf(RANK, label, meaning, number, count)
 
@@ -412,12 +422,14 @@ def _placeholders(facts: _Facts, beside: _Beside) -> PartOf | None:
 
 def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]) -> None:
     """Raises `OnlyAPart` where tensors that are to be written by themselves are there by name only: their values are in other files."""
-    if checkpoint.part is None or checkpoint.part.kind not in (RANK, PLACEHOLDERS):
+    part = checkpoint.part
+    joined = part is not None and part.kind == members.MEMBERS and checkpoint.container != members.NAME
+    if part is None or part.kind == SHARD or joined:
         return
     empty = [printable(name) for name, value in names if isinstance(value, TensorEntry) and value.shape == (0,)]
     if empty:
         raise OnlyAPart(
             f"{checkpoint.source or 'the checkpoint'}: {len(empty):,} of the tensors have no values here: {listed(empty, 3)}",
-            f"It is {checkpoint.part.label}; written by themselves, empty tensors would pass for weights. Nothing was written.",
+            f"It is {part.label}; written by themselves, empty tensors would pass for weights. Nothing was written.",
             "Leave them out: --exclude NAME",
         )

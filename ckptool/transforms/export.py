@@ -9,7 +9,6 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.errors import Conflict, Unsupported, listed, printable
-from ckptool.formats.parts import refuse_placeholders
 from ckptool.roots import Root, beside_names
 from ckptool.transforms.losses import lost_tensors
 from ckptool.transforms.select import selected
@@ -49,7 +48,6 @@ def export(
     behind = [address((*here, key)) for key in root.node if key not in chosen]
     behind += [address((*here, "_metadata"))] if getattr(root.node, "metadata", None) else []
     behind += around(checkpoint, root)
-    refuse_placeholders(checkpoint, chosen.items())
     refuse_packed(checkpoint, root)
     if wrong := list(_not_plain(root.node, keys)):
         raise Unsupported(

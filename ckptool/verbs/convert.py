@@ -12,7 +12,6 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import OUT, Advice, command
 from ckptool.errors import Unsupported, UsageError, printable
 from ckptool.formats import Format, by_name, carried, for_output, keeps_ties, sharded, tensors_only
-from ckptool.formats.parts import refuse_placeholders
 from ckptool.given import several
 from ckptool.modules import module_attributes
 from ckptool.nodes import OrderedDict
@@ -183,8 +182,6 @@ def _to_tensors(
 def _to_pickle(part: Checkpoint, named: bool, only: Sequence[str], exclude: Sequence[str], path: str) -> Outcome:
     weights_only = bool(part.beside) and not named  # of a program, only its weights can be written
     module = named and module_attributes(part.tree) is not None
-    if named:
-        refuse_placeholders(part, ((address(place), value) for place, value in tensors(part.tree)))
     if not (only or exclude or weights_only or module):
         what = f"all of {printable(address(part.base))}" if part.base else "everything"
         return part, f"{what}, in a compact file", [], _module_notes(part, path)

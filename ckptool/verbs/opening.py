@@ -64,7 +64,7 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
     found = checkpoint.part
     if found is None or part:
         return
-    take = "take it as it is: --part (in Python: part=True)"
+    take = "take it as it is: --part"
     if found.kind == MEMBERS:
         raise OnlyAPart(
             f"{printable(found.whole)} is a folder, of which {found.label} are there and whole",

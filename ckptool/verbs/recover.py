@@ -10,6 +10,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan, StorageRef
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
 from ckptool.files import Input, Source, open_input
 from ckptool.formats import recovered
+from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.formats.salvage import LostRecord, Salvaged, salvage
 from ckptool.output import Progress, check_target, replace_file
 from ckptool.transforms.restore import Fill, LostTensor, fill, lost_tensors, restored
@@ -96,6 +97,9 @@ def recover(
     done = salvage(source, damage)
     found = _restored(done, _other(fill_from))
     container = formats.for_output(target, done.checkpoint.container)
+    if formats.tensors_only(container):
+        tree = found.checkpoint.tree
+        refuse_placeholders(with_part(found.checkpoint, source), tree.items() if isinstance(tree, dict) else ())
     if done.prefix is not None and done.checkpoint.container == container.NAME and isinstance(source, Source):
         plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
     else:

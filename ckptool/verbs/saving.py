@@ -21,12 +21,14 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.files import Folder, Input
-from ckptool.formats import Format, members, no_collection
+from ckptool.formats import Format, carried, members, no_collection
+from ckptool.formats.parts import refuse_placeholders
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.reports.diff import Diff, diff
 from ckptool.reports.verification import refuse_damaged
+from ckptool.tree import address, tensors
 
 
 class SaveOptions(TypedDict, total=False):
@@ -126,6 +128,7 @@ def save(
         plan, how = _copy_of(source), "copy"
     else:
         refuse_beside(changed, container)
+        _refuse_placeholders(original, changed, container)
         with no_collection():
             plan, how = container.write(changed, keep_unknown=options.get("keep_unknown", False)), "new file"
     expected = changed if expected is None else expected
@@ -139,6 +142,15 @@ def check_options(verb: str, options: SaveOptions) -> None:
         raise TypeError(
             f"{verb.replace('-', '_')}() got an unexpected keyword argument {unknown[0]!r}; for its output it takes {', '.join(known)}"
         )
+
+
+def _refuse_placeholders(original: Checkpoint, changed: Checkpoint, container: Format) -> None:
+    """Raises `OnlyAPart` where tensors without values would be written by themselves, without what says where their values are."""
+    if changed.part is None or carried.KEY in changed.metadata:
+        return
+    before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
+    if formats.tensors_only(container) or not before.keys() <= after.keys():
+        refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
 
 
 def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
