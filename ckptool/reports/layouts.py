@@ -32,8 +32,11 @@ def mains(found: Listing) -> list[Root]:
     return [root for root in models if root.kind == WEIGHTS] or models
 
 
-def of_layout(found: Listing, chosen: Root | None, alone: bool) -> Iterator[Found]:
-    """What `load_state_dict` would say of the top. chosen: the weights that the model fits best, where it is known.  alone: it is not."""
+def of_layout(found: Listing, chosen: Root | None, alone: bool, taken: Root | None) -> Iterator[Found]:
+    """What `load_state_dict` would say of the top. chosen: the weights that the model fits best, where it is known.  alone: it is not.
+
+    taken: the set of weights that an earlier command has written alone.
+    """
     if found.container == "torchscript":
         return
     yield from _unnamed(found)
@@ -44,7 +47,8 @@ def of_layout(found: Listing, chosen: Root | None, alone: bool) -> Iterator[Foun
             yield from _no_weights(found)
         return
     if root.path:
-        yield _nested(found, root, [] if chosen is not None else candidates)
+        finding, fixes = _nested(found, root, [] if chosen is not None else candidates)
+        yield finding, (() if root is taken else fixes)
     if root.module is None:
         yield from _not_tensors(root)
         yield from _counter(root, alone)
