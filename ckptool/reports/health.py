@@ -20,6 +20,7 @@ from ckptool.reports.listing import Listing
 from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target
 from ckptool.roots import Root, kinds_of
+from ckptool.transforms.export import packed
 from ckptool.tree import address
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
@@ -157,7 +158,8 @@ def of_checkpoint(
     if found.part is not None:  # no verb that writes takes a part, so none of those mends it
         findings = [(each, fixes if each.code == PART else ()) for each, fixes in findings if each.code != "folder"]
     unread = str(command("verify", file))
-    filled = tuple(_filled(finding, fixes, chain) for finding, fixes in _ordered(findings))
+    ordered = _ordered(findings, found.container != "torch-zip")
+    filled = tuple(_filled(finding, fixes, chain) for finding, fixes in ordered)
     return Diagnosis(file, _is_a(found), filled, unread)
 
 
@@ -180,15 +182,21 @@ _ORDER = (
 _STAGES = {code: stage for stage, codes in enumerate(_ORDER) for code in codes.split()}
 
 
-def _ordered(findings: Iterable[Found]) -> list[Found]:
-    """In the order in which things are done; commands of later findings work on what the earlier ones wrote, and none is there twice."""
+def _ordered(findings: Iterable[Found], anew: bool) -> list[Found]:
+    """In the order in which things are done; commands of later findings work on what the earlier ones wrote, and none is there twice.
+
+    anew: whatever is written is a new file in another container, so that to write it once more mends nothing.
+    """
+    compact = command("convert", FILE, out=OUT)
     ordered, seen = (
         sorted(findings, key=lambda found: _STAGES.get(found[0].code, len(_ORDER))),
         set[tuple[Command, ...]](),
     )
     told: list[Found] = []
     for finding, fixes in ordered:
-        if not fixes or fixes not in seen:
+        if fixes not in seen and anew and fixes == (compact,) and any(before[-1].writes for before in seen if before):
+            told.append((replace(finding, advice="What the commands above write is mended in this as well."), ()))
+        elif not fixes or fixes not in seen:
             told.append((finding, fixes))
         elif not any(finding.code == other.code for other, _ in told):
             told.append((replace(finding, advice="The same command mends it."), ()))
@@ -271,7 +279,7 @@ def _module_taken(found: Listing, chosen: Root | None, values: Values) -> Root |
     """The whole module whose state dict alone is written, because with plain values in place of it tensors would be lost."""
     root = chosen or next(iter(mains(found)), None)
     lossy = values.lossy and found.container not in ("pickle", "torchscript", "torch-tar")
-    return root if lossy and root is not None and root.module is not None else None
+    return root if lossy and root is not None and root.module is not None and not packed(root) else None
 
 
 def _of_values(values: Values, found: Listing, taken: Root | None) -> Iterator[Found]:
