@@ -58,6 +58,8 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
 
 
 def _why_not(name: Any) -> str:
+    if type(name) in (int, str) and str(name).startswith("-"):
+        return "it begins with a dash: programs would take the file for an option"
     if type(name) is int:
         return ""
     if type(name) is not str:
