@@ -23,6 +23,7 @@ from ckptool.errors import (
     Corrupt,
     LimitExceeded,
     NotACheckpoint,
+    OnlyAPart,
     Truncated,
     Unsupported,
     listed,
@@ -68,6 +69,12 @@ def read(source: Input) -> Checkpoint:
     if METADATA not in folder:
         if tables := [name for name in folder.names if _TABLE.fullmatch(name)]:
             raise _tables(folder, tables)
+        if isinstance(source, Source):
+            raise OnlyAPart(
+                f"{folder} is what one rank saved, without the table that says what is in it",
+                f"{METADATA} is not beside it: it was not copied along, or the run was stopped before it wrote it.",
+                "Copy the whole folder.",
+            )
         raise Truncated(
             f"{folder} holds {SUFFIX} files and no {METADATA}",
             "It is written last: the run was stopped while it saved, or the file was not copied along.",

@@ -46,8 +46,12 @@ _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorE
 def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     """The checkpoint, saying of what it is a part if it is one, with a note of it. opened: what was named, a file or a folder."""
     part = checkpoint.part or part_of(checkpoint)
-    if part is None and isinstance(opened, Folder):
-        part = members.state_of(Folder(opened.path))
+    if part is None and isinstance(opened, Folder) and (found := members.state_of(Folder(opened.path))) is not None:
+        layout, part = found
+        if part.is_complete:
+            shown = listed([printable(name) for name in layout.names], 4)
+            note = Note(members.MEMBERS, f"{part.label} are whole: the weights, {shown}")
+            return replace(checkpoint, notes=(*checkpoint.notes, note))
     if part is None:
         return checkpoint
     fix = command("inspect", part.whole) if part.whole and part.kind != members.MEMBERS else ()

@@ -71,7 +71,13 @@ def _table(found: Scan, style: Style) -> list[str]:
     now = time.time()
     rows = [("file", "state", "step", "epoch", "size", "age", "what")]
     for file in found.files:
-        whole = [file.part.label] if file.part else [f"{file.members + 1:,} members"] if file.members else []
+        whole = (
+            [file.part.label]
+            if file.part
+            else [f"{file.members:,} of {file.members:,} members"]
+            if file.members
+            else []
+        )
         about = ", ".join((*whole, *file.holds, *file.notes)) if file.is_good else file.problem
         rows.append(
             (
@@ -150,7 +156,7 @@ def _file_json(file: ScannedFile) -> Json:
         "state": file.state,
         "problem": file.problem or None,
         "part": part_json(file.part),
-        "members": file.members,
+        "members": file.members or None,
         "container": file.container or None,
         "step": file.step,
         "epoch": file.epoch,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Chain, Command, command
 from ckptool.errors import CkptoolError, listed, printable
+from ckptool.formats.members import MEMBERS
 from ckptool.formats.parts import CODE as PART
 from ckptool.prefixes import wrappers
 from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
@@ -326,7 +327,11 @@ def _of_notes(notes: Iterable[Note], way: Way | None) -> Iterator[Found]:
     seen: set[str] = set()
     for note in notes:
         wrapped = note.code in ("prefix-module", "prefix-compiled")
-        if note.code == "unsafe-global" or note.code in seen or (wrapped and way is not None and not way.unwraps):
+        if (
+            note.code in ("unsafe-global", MEMBERS)
+            or note.code in seen
+            or (wrapped and way is not None and not way.unwraps)
+        ):
             continue  # said among the values
         seen.add(note.code)
         if note.code == "ties-recorded":

@@ -61,7 +61,7 @@ def _row(path: str, full: bool, strict: bool) -> ScannedFile:
     if not os.path.isdir(path):
         return scanned(path, checkpoint, found, unknown_names(checkpoint))
     layout = members.layout_of(Folder(path), beside=checkpoint.container != members.NAME)
-    count = len(layout.names) if layout is not None else 0
+    count = len(layout.names) + layout.beside if layout is not None else 0
     return scanned(path, checkpoint, found, unknown_names(checkpoint), members.step_of(path), count)
 
 
