@@ -275,13 +275,14 @@ def _unlink(path: str, fd: int) -> None:
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         os.unlink(path)
         return
-    folder = os.dup(fd) if fd >= 0 else _opened_folder(path)
+    folder = fd if fd >= 0 else _opened_folder(path)
     try:
         for name in os.listdir(folder):
             with suppress(FileNotFoundError):  # two runs remove the same folder: neither may stop half-way
                 os.unlink(name, dir_fd=folder)
     finally:
-        _close(folder)
+        if folder != fd:
+            _close(folder)
     os.rmdir(path)
 
 

@@ -132,8 +132,10 @@ def replace_folder(
     except OSError as error:
         raise write_problem(error, target) from error
     finally:
-        if gone := temporary or old:
-            _remove(gone)
+        if temporary:
+            _remove(temporary, fd)
+        elif old:
+            _remove(old)
         _close(fd)
 
 
