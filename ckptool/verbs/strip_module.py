@@ -52,6 +52,8 @@ def renamed_file(change: Change, renamed: Renamed, out: PathLike | None, clean: 
         if len(renamed.roots) > 1
     ]
     details += [f"{printable(old)} → {printable(new)}" for old, new in renamed.examples]
+    more = len(renamed.names) - len(renamed.examples)
+    details += [f"… {more:,} more"] if more else []
     notes = tuple(_old_names(change, renamed))
     return written(
         change.verb, change.original, result, change.options, summary, facts=facts, details=tuple(details), notes=notes
