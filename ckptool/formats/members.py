@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartOf
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, listed, printable
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
 from ckptool.files import Folder, Input, Source, open_input
 
 NAME = "folder"
@@ -93,7 +93,7 @@ def read(source: Folder) -> Checkpoint:
                 source.adopt(name, found.source)
     if not tree:
         raise Corrupt(
-            f"{source} is {layout.kind}, and none of its {len(layout.names):,} files can be read",
+            f"{source} is {layout.kind}, and none of its {counted(len(layout.names), 'file')} can be read",
             f"The first: {wrong[layout.names[0]]}",
             "Take an earlier checkpoint.",
         )
@@ -145,14 +145,14 @@ def _counted(folder: Folder, layout: Layout, wrong: dict[str, str]) -> PartOf:
     meaning = f"{layout.kind}; " + (
         listed(problems, 3) if problems else "its files are all there, and are not joined here"
     )
-    return PartOf(MEMBERS, f"{whole:,} of {count:,} members", meaning, whole, count, folder.path)
+    return PartOf(MEMBERS, f"{whole:,} of {counted(count, 'member')}", meaning, whole, count, folder.path)
 
 
 def opened(folder: Folder, layout: Layout) -> Iterator[tuple[str, Checkpoint | CkptoolError]]:
     """Every member with what is in it, or with why it cannot be read."""
     if len(layout.names) > MAX_MEMBERS:
         raise LimitExceeded(
-            f"{folder} is {layout.kind} of {len(layout.names):,} files",
+            f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}",
             f"At most {MAX_MEMBERS:,} are opened.",
             "Name one of them.",
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, TensorEntry
 from ckptool.commands import command
-from ckptool.errors import OnlyAPart, listed, printable
+from ckptool.errors import OnlyAPart, counted, listed, printable
 from ckptool.files import Folder, Input
 from ckptool.formats import members
 from ckptool.formats.members import LAYER, MODEL_PARALLEL, MODEL_STATES, OF_WORLD, PIECES, STATES
@@ -418,9 +418,7 @@ def _placeholders(facts: _Facts, beside: _Beside) -> PartOf | None:
     """A state dict most of whose weights are empty: what ZeRO stage 3 leaves where a script saves it without gathering them."""
     if facts.empty < 2 or 2 * facts.empty < facts.named:
         return None
-    meaning = (
-        f"{facts.empty:,} of {facts.named:,} weights are placeholders (shape [0]), as ZeRO stage 3 has them ungathered"
-    )
+    meaning = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0]), as ZeRO stage 3 has them ungathered"
     return PartOf(PLACEHOLDERS, "weights without values", meaning)
 
 

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable
 
 from ckptool.checkpoint import Note, Plan
-from ckptool.errors import Conflict, FileProblem, OutputExists, listed, printable
+from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed, printable
 from ckptool.files import Input, file_problem, refused_place, unchanged
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import _system_call, reserve
@@ -61,7 +61,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
         raise file_problem(error, path, "write") from error
     if held and not overwrite:
         raise OutputExists(
-            f"the folder {printable(path)} exists already, with {len(held):,} files in it",
+            f"the folder {printable(path)} exists already, with {counted(len(held), 'file')} in it",
             "It was left as it is.",
             "Replace it: -f, or choose another name.",
         )

@@ -7,9 +7,9 @@ import time
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.render.json import Json, part_json
-from ckptool.render.style import PLAIN, Style, columns, counted, size
+from ckptool.render.style import PLAIN, Style, columns, size
 from ckptool.reports.scan import MEMBER
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _table(found: Scan, style: Style) -> list[str]:
         whole = (
             [file.part.label]
             if file.part
-            else [f"{file.members:,} of {file.members:,} members"]
+            else [f"{file.members:,} of {counted(file.members, 'member')}"]
             if file.members
             else []
         )
@@ -130,7 +130,7 @@ def _file_text(file: ScannedFile, style: Style) -> str:
 
 def _places(call: Call) -> str:
     shown = listed([printable(place) or "the top" for place in call.places], 3)
-    return f"at {shown}" + (f" ({call.count:,} times)" if call.count > len(call.places) else "")
+    return f"at {shown}" + (f" ({counted(call.count, 'time')})" if call.count > len(call.places) else "")
 
 
 # JSON ----------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckptool.commands import Advice, command
-from ckptool.errors import Conflict, UsageError, printable
+from ckptool.errors import Conflict, UsageError, counted, printable
 from ckptool.files import read_small_text
 from ckptool.training.config import Config
 from ckptool.training.layout import is_run
@@ -63,7 +63,9 @@ def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = 
     except ValidationError as error:
         wrong = _sentences(error.errors(), values, path, lines or {})
         raise UsageError(
-            wrong[0] if len(wrong) == 1 else f"{printable(path)}: {len(wrong)} things are wrong",
+            wrong[0]
+            if len(wrong) == 1
+            else f"{printable(path)}: {counted(len(wrong), 'thing is', 'things are')} wrong",
             "\n".join([*(wrong if len(wrong) > 1 else ()), "Nothing was started."]),
             "All keys with what they mean: ckptool train --init",
         ) from None

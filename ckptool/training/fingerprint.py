@@ -29,7 +29,7 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
     changed = [name for name in new if isinstance(old, dict) and old.get(name, new[name]) != new[name]]
     found = [f"{listed([printable(name) for name in changed])} changed"] if changed else []
     if before.get("samples", now["samples"]) != now["samples"]:
-        found.append(f"there are {now['samples']:,} samples, and were {before['samples']!s:.20}")
+        found.append(f"the number of samples is {now['samples']:,}, and was {before['samples']!s:.20}")
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptool.errors import Conflict, UsageError, listed, printable
+from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.training.config import Clip, FreezeUntil, Group, Optim, Schedule
 
 Parameters = Mapping[str, nn.Parameter]
@@ -305,7 +305,7 @@ def forward_to(schedule: torch.optim.lr_scheduler.LRScheduler, count: int) -> No
 
 
 def _shown(groups: list[list[str]]) -> str:
-    return "; ".join(f"{len(names)} parameters ({listed(names, 2)})" for names in groups) or "none"
+    return "; ".join(f"{counted(len(names), 'parameter')} ({listed(names, 2)})" for names in groups) or "none"
 
 
 class Average:
