@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ckptool.errors import LimitExceeded, counted, printable
+from ckptool.errors import LimitExceeded, printable
 
 
 class Global:
@@ -149,8 +149,7 @@ def check_collisions(keys: Iterable[Any]) -> None:
     others = [key for key in keys if type(key) is not str]
     if len(others) > MAX_COLLISIONS and len(set(map(hash, others))) < len(others) - MAX_COLLISIONS:
         raise LimitExceeded(
-            f"{counted(len(others), 'key')} of which most have the same hash",
-            "They were chosen to make dictionaries slow.",
+            f"{len(others):,} keys of which most have the same hash", "They were chosen to make dictionaries slow."
         )
 
 
@@ -207,7 +206,7 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         objects += type(node) is Object
         if len(seen) + objects > most:
             raise LimitExceeded(
-                f"more than {counted(most, 'container')} in {nbytes:,} bytes",
+                f"more than {most:,} containers in {nbytes:,} bytes",
                 "Nothing writes them so tightly; it is built to exhaust its reader.",
             )
         if depth > MAX_DEPTH:
@@ -221,7 +220,7 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         stack += below
     if text > FREE_TEXT + TEXT_PER_NODE * nodes:
         raise LimitExceeded(
-            f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}",
+            f"{nodes:,} values whose addresses have {text:,} characters",
             "So much nested so deep, or under names so long, is built to exhaust its reader.",
         )
 

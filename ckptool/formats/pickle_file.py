@@ -18,7 +18,6 @@ from ckptool.errors import Ambiguous, CkptoolError, Truncated, Unsupported, prin
 from ckptool.files import Input, Source
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import decode_lazily, skeleton
-from ckptool.pickles.texts import nested_name_notes, python2_notes
 from ckptool.pickles.torch_objects import BUILDERS
 
 NAME = "pickle"
@@ -64,7 +63,7 @@ def read(source: Source) -> Checkpoint:
         raise
     if end != source.size:
         _refuse_more(source, end)
-    notes = (*python2_notes(decoded.byte_strings), *nested_name_notes(decoded.unreachable))
+    notes = tuple(decoded.notes)
     return Checkpoint(decoded.root, NAME, {}, source, notes=notes, discarded=decoded.discarded)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Data, Note, Storage, StorageRef, TensorEntry
 from ckptool.dtypes import DType
-from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted, printable
+from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, printable
 from ckptool.files import Input, Source
 from ckptool.formats import tar_archive
 from ckptool.gather import subrange
@@ -37,7 +37,6 @@ from ckptool.pickles.legacy import (
     turned,
 )
 from ckptool.pickles.skeleton import decode_lazily, skeleton
-from ckptool.pickles.texts import nested_name_notes, python2_notes
 from ckptool.pickles.torch_objects import BUILDERS, MAX_RANK, check_view, storage_class
 
 NAME = "torch-tar"
@@ -73,8 +72,7 @@ def read(source: Source) -> Checkpoint:
     if tables.sources:
         metadata["sources"] = dict(tables.sources)
     told = (
-        *python2_notes(decoded.byte_strings),
-        *nested_name_notes(decoded.unreachable),
+        *decoded.notes,
         *source_notes(tables.sources),
     )
     notes = (*told, *_notes(tables, little_endian, source.size - end))
@@ -213,10 +211,10 @@ class _Tables:
             self.big_endian = all(not ref.storage.nbytes for ref in self.storages.values())
             count = int.from_bytes(header, "big", signed=True)
         if count < 0:
-            raise Corrupt(f"storage {number:,} has {counted(count, 'element')}", _DAMAGED)
+            raise Corrupt(f"storage {number:,} has {count:,} elements", _DAMAGED)
         if count * dtype.itemsize > room:
             raise Truncated(
-                f"storage {number:,} has {counted(count, 'element')} of {dtype.itemsize} bytes; {room:,} bytes are left",
+                f"storage {number:,} has {count:,} elements of {dtype.itemsize} bytes; {room:,} bytes are left",
                 "The file was cut off, or the number is wrong.",
             )
         return count
@@ -261,9 +259,7 @@ class _Tables:
         # The number of dimensions was an int, of which 8 bytes were written: the other four can be anything.
         dimensions = (rank[0] >> 32 if self.big_endian else rank[0]) & 0xFFFFFFFF
         if dimensions > MAX_RANK:
-            raise Corrupt(
-                f"tensor {number:,} has {counted(dimensions, 'dimension')}; torch allows {MAX_RANK}", _DAMAGED
-            )
+            raise Corrupt(f"tensor {number:,} has {dimensions:,} dimensions; torch allows {MAX_RANK}", _DAMAGED)
         sizes, at = self._numbers(data, at, 2 * dimensions + 1, number)
         if storage is None:
             self.tensors[key] = self._without_storage(kind, number)

@@ -25,7 +25,7 @@ from ckptool.checkpoint import (
 )
 from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.dtypes import DType
-from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form, printable
+from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, printable
 from ckptool.files import Input, Readable
 from ckptool.formats import recovered, twins, zip_archive, zip_parts
 from ckptool.formats.others import other_zip
@@ -38,7 +38,7 @@ from ckptool.nodes import Global
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
-from ckptool.pickles.texts import nested_name_notes, protocol_notes, python2_notes
+from ckptool.pickles.texts import protocol_notes
 from ckptool.pickles.torch_objects import BUILDERS, storage_class
 from ckptool.tree import refuse_unknown_calls
 
@@ -87,8 +87,7 @@ def read(source: Readable) -> Checkpoint:
     notes = (
         *archive.notes,
         *record_notes(archive, root, storages),
-        *python2_notes(decoded.byte_strings),
-        *nested_name_notes(decoded.unreachable),
+        *decoded.notes,
         *protocol_notes(decoded.protocol),
     )
     metadata = {name: text for name, text in small.items() if text is not None}
@@ -299,11 +298,7 @@ def record_notes(archive: Archive, root: str, storages: Storages) -> list[Note]:
     if unused:
         size = sum(record.stored for record in unused)
         notes.append(
-            Note(
-                "unused-record",
-                f"{counted(len(unused), 'record')} with {size:,} bytes {form(len(unused), 'is', 'are')} used by no tensor",
-                compact,
-            )
+            Note("unused-record", f"{len(unused):,} records with {size:,} bytes are used by no tensor", compact)
         )
     if any(record.method for record in archive.records.values()):
         notes.append(Note("deflated", "re-zipped with compression: torch cannot map it (mmap=True)", compact))

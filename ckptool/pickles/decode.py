@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.checkpoint import Blob
+from ckptool.checkpoint import Blob, Note
 from ckptool.errors import CkptoolError, Corrupt, Truncated
 from ckptool.nodes import Global, Object, check_depth
 from ckptool.pickles.builders import Builder, PerPickle, purse
 from ckptool.pickles.machine import Machine
 from ckptool.pickles.maker import Maker
 from ckptool.pickles.tape import DAMAGED, Tape
+from ckptool.pickles.texts import gradient_notes, nested_name_notes, python2_notes
 
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
 FREE_OPCODES = 1_000_000
@@ -29,6 +30,7 @@ class Decoded:
     """A decoded pickle. `discarded`: unknown calls that it makes and throws away. `end`: the byte after its STOP.
 
     byte_strings: how many texts of Python 2 in it are not UTF-8.  unreachable: names of nested classes that its protocol cannot say.
+    gradients: how many old parameters had one inside.
     """
 
     root: Any
@@ -37,6 +39,16 @@ class Decoded:
     end: int
     byte_strings: int = 0
     unreachable: tuple[Global, ...] = ()
+    gradients: int = 0
+
+    @property
+    def notes(self) -> list[Note]:
+        """What is unusual about the pickle, in words."""
+        return [
+            *python2_notes(self.byte_strings),
+            *nested_name_notes(self.unreachable),
+            *gradient_notes(self.gradients),
+        ]
 
 
 def decode(
@@ -84,7 +96,9 @@ def decode(
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds text that is not UTF-8", DAMAGED) from None
     unreachable = tuple(maker.dotted) if machine.protocol < NESTED_NAMES else ()
-    return Decoded(root, maker.discarded(root), machine.protocol, tape.at, maker.byte_strings, unreachable)
+    return Decoded(
+        root, maker.discarded(root), machine.protocol, tape.at, maker.byte_strings, unreachable, maker.gradients
+    )
 
 
 def _underflow() -> Corrupt:

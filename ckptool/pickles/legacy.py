@@ -31,7 +31,6 @@ from ckptool.errors import (
     Truncated,
     UnsafeObject,
     Unsupported,
-    counted,
     listed,
     printable,
 )
@@ -40,7 +39,7 @@ from ckptool.nodes import Global, Object
 from ckptool.pickles.builders import PerPickle
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import decode_lazily, leaves, skeleton
-from ckptool.pickles.texts import nested_name_notes, protocol_notes, python2_notes, whole
+from ckptool.pickles.texts import protocol_notes, whole
 from ckptool.pickles.torch_objects import BUILDERS, LOAD_FROM_BYTES, StorageView, storage_class
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -123,8 +122,7 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> Stream:
     if tables.sources:
         metadata["sources"] = dict(tables.sources)
     notes = [
-        *python2_notes(decoded.byte_strings),
-        *nested_name_notes(decoded.unreachable),
+        *decoded.notes,
         *protocol_notes(decoded.protocol),
         *source_notes(tables.sources),
         *_notes(little_endian, data.length - end, tables),
@@ -210,10 +208,7 @@ def _notes(little_endian: bool, left: int, tables: _Tables) -> list[Note]:
     if left:
         notes.append(Note("trailing-bytes", f"{left:,} bytes after the last storage are used by nothing", COMPACT))
     if tables.alone:
-        alone = counted(
-            len(tables.alone), "view of a storage stands by itself", "views of storages stand by themselves"
-        )
-        what = f"{alone}; each is read as a storage of its own"
+        what = f"{len(tables.alone):,} views of storages stand by themselves; each is read as a storage of its own"
         notes.append(Note("views-apart", what))
     return notes
 
@@ -223,7 +218,7 @@ def source_notes(sources: dict[str, dict[str, str | None]]) -> list[Note]:
     if not sources:
         return []
     what = "the source text of {} is in the file: shown by inspect --json, never run, and not kept in what is written"
-    count = f"{counted(len(sources), 'class', 'classes')}" if len(sources) > 1 else "a class"
+    count = f"{len(sources):,} classes" if len(sources) > 1 else "a class"
     return [Note("class-source", what.format(count))]
 
 
@@ -380,7 +375,7 @@ class _Tables:
             self.order = orders[0]
         if not orders or (self.order and self.order not in orders) or (self.order == "big" and self.little_endian):
             raise Corrupt(
-                f"the storage {printable(key[:80])} should have {counted(root.numel, 'element')}; "
+                f"the storage {printable(key[:80])} should have {root.numel:,} elements; "
                 f"the data says {int.from_bytes(header, self.order or 'little', signed=True):,}",
                 "Two programs wrote to the file, or it was damaged.",
             )

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.errors import CkptoolError, Conflict, LimitExceeded, UnsafeObject, counted, printable
+from ckptool.errors import CkptoolError, Conflict, LimitExceeded, UnsafeObject, printable
 from ckptool.nodes import (
     MISSING,
     Global,
@@ -29,7 +29,7 @@ MAX_KEY_DEPTH = 4
 class Maker:
     """Makes and changes the nodes of one pickle, and remembers which unknown calls there were."""
 
-    __slots__ = ("blobs", "builders", "byte_strings", "calls", "dotted", "hashed", "limit", "tape")
+    __slots__ = ("blobs", "builders", "byte_strings", "calls", "dotted", "gradients", "hashed", "limit", "tape")
 
     def __init__(self, tape: Tape, builders: Mapping[Global, Builder], limit: int, blobs: bool) -> None:
         self.tape = tape  # which errors say where they are on
@@ -39,6 +39,7 @@ class Maker:
         self.byte_strings = 0  # texts of Python 2 that are not UTF-8
         self.calls: list[Object] = []
         self.dotted: dict[Global, None] = {}  # names of nested classes
+        self.gradients = 0  # inside of old parameters
         self.hashed = 0  # parts of keys so far
 
     def name(self, module: str, attribute: str, pos: int) -> Global:
@@ -113,7 +114,7 @@ class Maker:
             if self.hashed > self.limit:
                 self.tape.at = pos
                 raise LimitExceeded(
-                    f"dictionary keys of more than {counted(self.limit, 'part')}", "Hashing them could take for ever."
+                    f"dictionary keys of more than {self.limit:,} parts", "Hashing them could take for ever."
                 )
             for part in key:
                 self._check_key(part, pos, depth + 1)
@@ -160,6 +161,8 @@ class Maker:
             target.attributes = state
         elif not self._set_tensor(target, state):
             raise self.tape.corrupt(pos, f"a state set on a {_kind(target)}")
+        else:
+            self.gradients += len(state) == 5 and state[1] is not None
 
     @staticmethod
     def _set_tensor(target: Any, state: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.checkpoint import Blob, Note
 from ckptool.commands import FILE, OUT, command
-from ckptool.errors import Corrupt, LimitExceeded, counted, form, printable
+from ckptool.errors import Corrupt, LimitExceeded, printable
 from ckptool.nodes import ByteString, Global
 
 MAX_STRING = 64 << 20
@@ -92,11 +92,20 @@ def python2_notes(count: int) -> list[Note]:
     """What to say about so many texts of Python 2 that are not UTF-8."""
     if not count:
         return []
-    what = (
-        f"{counted(count, 'text')} of Python 2 {form(count, 'is', 'are')} not UTF-8: keys among them "
-        f"were read as latin-1, values are kept as bytes"
-    )
+    what = f"{count:,} texts of Python 2 are not UTF-8: keys among them were read as latin-1, values are kept as bytes"
     return [Note("python2-text", what)]
+
+
+LEFT_BEHIND = "old-gradients"
+
+
+def gradient_notes(count: int) -> list[Note]:
+    """What to say about the gradients that torch before 0.2 saved inside of parameters; no torch since then reads them."""
+    if not count:
+        return []
+    what = f"{count:,} gradients" if count > 1 else "a gradient"
+    said = f"{what} inside of parameters, as torch saved them once: no later torch reads them, and they stay behind where this is rewritten"
+    return [Note(LEFT_BEHIND, said)]
 
 
 def nested_name_notes(names: Sequence[Global]) -> list[Note]:

@@ -92,6 +92,7 @@ def diff(
     ignore: Collection[str] = (),
     quick: bool = False,
     statistics: bool = True,
+    identity: bool = False,
     base: Path = (),
     remarks: tuple[str, ...] = (),
 ) -> Diff:
@@ -99,6 +100,7 @@ def diff(
 
     statistics=False: finds out whether values differ, not by how much.  quick: trusts equal stored checksums where both have them.
 
+    identity: it counts, too, which objects stand in several places; reports of two people's files do not ask for it.
     atol, rtol: values count as equal within `atol + rtol * |right|`.  ignore: names out of `IGNORABLE`.
     Raises `UsageError` for another name.
     """
@@ -107,6 +109,7 @@ def diff(
     pickled = not (left.tensors_only or right.tensors_only)
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
     comparer = _Comparer(skipped, pickled, atol, rtol, quick, statistics)
+    comparer.places = _Places() if identity else None
     found = comparer.compare(left.tree, right.tree, base)
     ties = () if "ties" in skipped or not pickled else tuple(_tie_changes(left.tree, right.tree, comparer))
     order = () if "order" in skipped or not pickled else tuple(found.order)
@@ -143,6 +146,7 @@ class _Comparer:
         self.trusted = False
         self.close = False  # bytes that differ were called the same
         self.seen: set[tuple[int, int]] = set()
+        self.places: _Places | None = None
         self.compared: dict[tuple[int, int], tuple[_Aspects, ValueDifference | None, Tensor, Tensor]] = {}
         self.found = _Found()
         self.bare: dict[int, Any] = {}  # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
@@ -156,6 +160,8 @@ class _Comparer:
 
     def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
         """Compares two nodes; gives the pairs of parts that are still to be compared."""
+        if self.places is not None and not self.places.alike(a, b):
+            self._change(path, a, b, {"identity": (None, None)})
         if arrays := _arrays(a, b):
             kinds = [ARRAY if isinstance(node, Object) else "tensor" for node in (a, b)]
             mixed = kinds[0] != kinds[1]
@@ -344,6 +350,22 @@ def _shape_of(node: Any) -> Any:
 
 class _Node:
     """The kind of a key that is, or holds, an inert object or a tensor."""
+
+
+class _Places:
+    """Which object of one tree stands for which of the other: one for one, or what was shared is not, or the other way round."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.right: dict[int, int] = {}
+
+    def alike(self, a: Any, b: Any) -> bool:
+        if not isinstance(a, _HAVE_IDENTITY) or not isinstance(b, _HAVE_IDENTITY):
+            return True
+        return self.left.setdefault(id(a), id(b)) == id(b) and self.right.setdefault(id(b), id(a)) == id(a)
+
+
+_HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
 
 
 class _Attribute:

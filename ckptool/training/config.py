@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ckptool.errors import counted, form
-
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Args = dict[str, Any]
@@ -198,10 +196,7 @@ class Split(Section):
     @model_validator(mode="after")
     def _fits(self) -> Split:
         if len(self.devices) != len(self.at) + 1:
-            raise ValueError(
-                f"{counted(len(self.at), 'cut')} {form(len(self.at), 'makes', 'make')} "
-                f"{counted(len(self.at) + 1, 'part')}, for {counted(len(self.devices), 'device')}"
-            )
+            raise ValueError(f"{len(self.at)} cuts make {len(self.at) + 1} parts, for {len(self.devices)} devices")
         return self
 
 

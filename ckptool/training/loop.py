@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ckptool.commands import Advice, command
-from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, printable
+from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, printable, quoted
 from ckptool.training.config import Config
 from ckptool.training.data import Batch
 from ckptool.training.hooks import Hooks
@@ -110,8 +109,9 @@ def _rescue(trainer: Trainer, run: Run, saver: Saver, error: Exception) -> None:
             saver.save()
             saver.wait()
         if isinstance(error, CkptoolError):
-            before = f"{error.fix} " if error.fix else ""
-            error.fix = Advice(f"{before}Step {trainer.step:,} is saved; go on: ", command("resume", run.folder))
+            error.fix = (
+                f"{error.fix} Step {trainer.step:,} is saved; go on: ckptool resume {quoted(run.folder)}".strip()
+            )
 
 
 def is_due(trainer: Trainer, every: int) -> bool:

@@ -17,7 +17,6 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
     VerifyFailed,
-    counted,
     listed,
     printable,
 )
@@ -27,6 +26,7 @@ from ckptool.formats.parts import refuse_placeholders
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
+from ckptool.pickles.texts import LEFT_BEHIND
 from ckptool.reports.diff import Diff, diff
 from ckptool.reports.verification import refuse_damaged
 from ckptool.tree import address, tensors
@@ -298,7 +298,7 @@ def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
 
     def verify(path: str) -> None:
         written = formats.read(path)
-        found = diff(expected, written)
+        found = diff(expected, written, identity=written.container == formats.DEFAULT)
         problem = "" if found.same else _first(found)
         if not problem and (names := unreadable_names(written)) and not unreadable_names(expected):
             problem = names
@@ -321,10 +321,7 @@ def unreadable_names(checkpoint: Checkpoint) -> str:
 def _first(found: Diff) -> str:
     for change in found.changed:
         return f"{printable(change.address)} differs in {', '.join(change.aspects)}"
-    return (
-        f"{counted(len(found.only_left), 'entry is', 'entries are')} missing, "
-        f"{len(found.only_right):,} are new, the order or ties differ"
-    )
+    return f"{len(found.only_left):,} entries are missing, {len(found.only_right):,} are new, the order or ties differ"
 
 
 def written(verb: str, original: Checkpoint, saved: Saved, options: SaveOptions, summary: str, **more: Any) -> Written:
@@ -333,5 +330,6 @@ def written(verb: str, original: Checkpoint, saved: Saved, options: SaveOptions,
     dry = options.get("dry_run", False)
     verified = options.get("verify", False) and not dry and saved.how != "nothing"
     where = (saved.output, saved.container, saved.how, saved.bytes_written, saved.file_bytes)
-    more["notes"] = (*more.get("notes", ()), *saved.notes)
+    left = [note for note in original.notes if note.code == LEFT_BEHIND and saved.how == "new file"]
+    more["notes"] = (*more.get("notes", ()), *left, *saved.notes)
     return Written(verb, file, *where, summary, dry_run=dry, verified=verified, **more)

@@ -179,8 +179,7 @@ def _of_member(folder: Folder, name: str, progress: Progress | None) -> tuple[Pr
             members.read_json(folder, name)
             return ()
         if os.path.isdir(path):
-            inner, member = Folder(path), members.open_member(folder, name)  # which holds no further folders
-            return _with_members(_checked(path, inner, member, progress), inner, member, progress).problems
+            return _checked(path, Folder(path), members.open_member(folder, name), progress).problems
         return verify(path, progress=progress).problems
     except CkptoolError as error:
         return (Problem(error.code, error.what, error.why),)
@@ -189,7 +188,7 @@ def _of_member(folder: Folder, name: str, progress: Progress | None) -> tuple[Pr
 def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
     """The notes that say something about whether the file is whole."""
     for note in checkpoint.notes:
-        if note.code in ("interrupted-edit", "unused-record", parts.CODE, members.MEMBERS):
+        if note.code in ("interrupted-edit", "unused-record", parts.CODE):
             yield note
 
 

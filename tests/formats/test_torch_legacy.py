@@ -150,6 +150,19 @@ def test_parameters_and_variables_of_0_3(tmp_path: Path) -> None:
     assert all(values(entry) == [0, 1, 2, 3] for entry in tree.values())
 
 
+def test_gradients_inside_of_parameters_are_told(tmp_path: Path) -> None:
+    """Later torches do not read them either; whoever rewrites the file is told."""
+    data, gradient = (Made(torch._utils._rebuild_tensor, (Pid(storage()), 0, (4,), (1,))) for _ in range(2))
+    value = {name: Made(torch.nn.Parameter, (), (data, gradient, OrderedDict(), True, False)) for name in ("a", "b")}
+    path = written(stream(value), tmp_path / "old.pt")
+    assert [note.message.split(",")[0] for note in read(path).notes if note.code == "old-gradients"] == [
+        "2 gradients inside of parameters"
+    ]
+    done = ckptool.convert(path, tmp_path / "new.pt", all=True, verify=True)
+    assert "old-gradients" in [note.code for note in done.notes]
+    assert torch.load(tmp_path / "new.pt")["a"].tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "state",
     [(True, False), (True, False, {"hook": 1}), ("yes", False, None), (Pid(storage()), 3, (4,), (1,)), 5, {"data": 1}],

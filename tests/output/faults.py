@@ -113,12 +113,7 @@ class Faults:
         if isinstance(first, int):
             return self.known.get(first)
         if isinstance(first, (str, bytes, os.PathLike)):
-            path = os.fsdecode(first)
-            if (folder := options.get("dir_fd")) is not None:
-                if folder not in self.known:
-                    return None
-                path = os.path.join(self.folder, self.known[folder], path)
-            path = os.path.abspath(path)
+            path = os.path.abspath(os.fsdecode(first))
             if path == self.folder:
                 return "."
             return path.removeprefix(self.folder + "/") if path.startswith(self.folder + "/") else None

@@ -290,7 +290,6 @@ BAD_NAMES = {
     "line": "a\nb",
     "surrogate": "a\ud800",
     "long": "x" * 300,
-    "dash": "-rf",
 }
 
 

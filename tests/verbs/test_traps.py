@@ -22,7 +22,6 @@ OPTIONS: dict[str, Any] = {"verify": True, "keep_unknown": True}
 # What has no dictionary that looks like weights, so that verbs on keys ask for the part by name.
 WITHOUT_WEIGHTS = {
     "09-dtypes-as-values",
-    "11-nested-jagged",
     "11-typed-storage",
     "11-uninitialized-buffer",
     "11-uninitialized-parameter",

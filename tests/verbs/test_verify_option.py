@@ -136,6 +136,20 @@ def test_a_name_that_the_pickle_cannot_say_fails(tmp_path: Path, monkeypatch: py
     assert load(tmp_path / "mended.pt", weights_only=False)["kind"] is Outer.Inner
 
 
+def test_what_was_one_object_and_is_two_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = {"lr": 0.1}
+    path = saved({"w": torch.ones(2), "one": shared, "two": [shared]}, tmp_path / "a.pt")
+
+    class Forgetful(encode._Encoder):
+        def _recalled(self, value: Any) -> bool:
+            return False
+
+    monkeypatch.setattr(encode, "_Encoder", Forgetful)
+    with pytest.raises(VerifyFailed, match=r"two/0 differs in identity"):
+        ckptool.edit(path, tmp_path / "b.pt", set={"x": 1}, verify=True)
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
 def test_what_is_not_verified_is_copied_with_its_damage(tmp_path: Path) -> None:
     """Without `--verify` copied records are not read; their checksums go along, so that the damage can still be found."""
     path = saved(checkpoint(), tmp_path / "a.pt")
