@@ -170,6 +170,11 @@ def start(folder: Path, way: str, command: str) -> None:
     assert "none" in command or ended.returncode < 2, (command, ended.stderr)
 
 
+def numbered(command: str, number: int) -> str:
+    """The command line with an output of its own."""
+    return command.replace("-o ", f"-o {number}").replace("-d ", f"-d {number}")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_no_module_of_the_working_directory_is_imported_however_the_program_is_started(way: str, full: Path) -> None:
     start(full, way, VERBS["inspect"])
@@ -178,14 +183,14 @@ def test_no_module_of_the_working_directory_is_imported_however_the_program_is_s
 def test_no_module_of_the_working_directory_is_imported_by_any_verb(full: Path) -> None:
     assert set(VERBS) == set(COMMANDS_OF_THE_PROGRAM)
     for (number, verb), way in zip(enumerate(VERBS), itertools.cycle(WAYS), strict=False):
-        start(full, way, VERBS[verb].replace("-o ", f"-o {number}"))
+        start(full, way, numbered(VERBS[verb], number))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_soak_no_module_of_the_working_directory_is_imported(verb: str, way: str, full: Path) -> None:
-    start(full, way, VERBS[verb].replace("-o ", f"-o {list(WAYS).index(way)}"))
+    start(full, way, numbered(VERBS[verb], list(WAYS).index(way)))
 
 
 def test_a_path_that_names_the_working_directory_in_full_is_kept(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import Ambiguous, Unsupported, is_text, listed, printable
 from ckptool.files import Input, Source
 from ckptool.formats import recovered, zip_archive, zip_parts
-from ckptool.formats.npy_array import Budget, read_array, spelled
+from ckptool.formats.npy_array import MAGIC, Budget, read_array, spelled
 from ckptool.formats.zip_layout import ZipLayout
 from ckptool.formats.zip_records import END, LOCAL
 from ckptool.nodes import Object
@@ -69,7 +69,7 @@ def read(source: Source) -> Checkpoint:
                 f"{source} has the records {printable(key)} and {printable(name)}",
                 "numpy gives both the same name.",
             )
-        if key == name:
+        if key == name and record.data.read(0, min(len(MAGIC), record.size)) != MAGIC:
             tree[key] = record.contents(MAX_OTHERS - others)
             others += record.size
         else:

@@ -83,7 +83,9 @@ def refuse_foreign_tail(archive: Archive) -> None:
 def _begins_as_edit(archive: Archive) -> bool:
     """True for a hole (a power cut may have lost what was in it), and for the header of a new pickle, or what of it was written."""
     source, names = archive.source, [name for name in archive.records if name.endswith("/data.pkl")]
-    name = names[0].encode() if len(names) == 1 else b""
+    if len(names) != 1:
+        return False  # no checkpoint of torch's: nothing else is edited in place
+    name = names[0].encode()
     head = source.read(archive.end, min(LOCAL.size + len(name), source.size - archive.end))
     extra = int.from_bytes(head[LOCAL.size - 2 : LOCAL.size], "little")
     ours = LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(name), extra) + name
