@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckptool.spelling import in_python
@@ -218,6 +218,16 @@ def listed(things: Sequence[object], limit: int = 5) -> str:
     shown = ", ".join(str(thing) for thing in things[:limit])
     left = len(things) - limit
     return f"{shown} and {left:,} more" if left > 0 else shown
+
+
+def counted(count: int, word: str, plural: str = "", shown: Callable[[int], str] = "{:,}".format) -> str:
+    """`1 tensor`, `62 tensors`; with a verb: `counted(n, "name is", "names are")`. shown: how the number is written."""
+    return f"{shown(count)} {word if count == 1 else plural or word + 's'}"
+
+
+def form(count: int, one: str, many: str) -> str:
+    """The word that goes with a count: `form(n, "is", "are")`."""
+    return one if count == 1 else many
 
 
 def is_text(text: str) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Computed, Data, FileRange, Literal, Storage, TensorEntry
 from ckptool.dtypes import DType
-from ckptool.errors import BadTensor, Corrupt, LimitExceeded, UsageError, printable
+from ckptool.errors import BadTensor, Corrupt, LimitExceeded, UsageError, counted, printable
 from ckptool.files import file_problem
 from ckptool.values import CHUNK, packed, resolve, scratch
 
@@ -348,7 +348,9 @@ def _parts(entry: TensorEntry, text: str) -> Iterator[str]:
     parts = [part.strip() for part in text.split(",")]
     left = len(entry.shape) - len(parts) + parts.count("...")
     if left < 0 or parts.count("...") > 1:
-        raise _bad_slice(entry, text, f"It has {len(parts)} parts for {len(entry.shape)} dimensions.")
+        raise _bad_slice(
+            entry, text, f"It has {counted(len(parts), 'part')} for {counted(len(entry.shape), 'dimension')}."
+        )
     place = parts.index("...") if "..." in parts else len(parts)
     return iter([*parts[:place], *[":"] * left, *parts[place + 1 :]])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, Literal, Note, Storage, TensorEntry
 from ckptool.dtypes import BY_TORCH
-from ckptool.errors import Conflict, MissingExtra, Unsupported, UsageError, listed, printable
+from ckptool.errors import Conflict, MissingExtra, Unsupported, UsageError, counted, listed, printable
 from ckptool.gather import verify
 from ckptool.prefixes import INNER_WRAPPERS
 from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
@@ -275,7 +275,11 @@ def _with_device_facts(
     on_meta = {name for name, slot in slots.items() if slot.tensor.device.type == "meta"}
     if on_meta and assign is False:
         found.append(
-            Refusal("meta", f"{len(on_meta):,} tensors are on the meta device and have no memory", "assign=True")
+            Refusal(
+                "meta",
+                f"{counted(len(on_meta), 'tensor is', 'tensors are')} on the meta device and have no memory",
+                "assign=True",
+            )
         )
     allowed = [matcher(pattern) for pattern in missing or ()]
     partly = [name for name, choice in plan.chosen.items() if choice.part is not None and name in on_meta]

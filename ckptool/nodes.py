@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ckptool.errors import LimitExceeded, printable
+from ckptool.errors import LimitExceeded, counted, printable
 
 
 class Global:
@@ -149,7 +149,8 @@ def check_collisions(keys: Iterable[Any]) -> None:
     others = [key for key in keys if type(key) is not str]
     if len(others) > MAX_COLLISIONS and len(set(map(hash, others))) < len(others) - MAX_COLLISIONS:
         raise LimitExceeded(
-            f"{len(others):,} keys of which most have the same hash", "They were chosen to make dictionaries slow."
+            f"{counted(len(others), 'key')} of which most have the same hash",
+            "They were chosen to make dictionaries slow.",
         )
 
 
@@ -206,7 +207,7 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         objects += type(node) is Object
         if len(seen) + objects > most:
             raise LimitExceeded(
-                f"more than {most:,} containers in {nbytes:,} bytes",
+                f"more than {counted(most, 'container')} in {nbytes:,} bytes",
                 "Nothing writes them so tightly; it is built to exhaust its reader.",
             )
         if depth > MAX_DEPTH:
@@ -220,7 +221,7 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         stack += below
     if text > FREE_TEXT + TEXT_PER_NODE * nodes:
         raise LimitExceeded(
-            f"{nodes:,} values whose addresses have {text:,} characters",
+            f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}",
             "So much nested so deep, or under names so long, is built to exhaust its reader.",
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 from ckptool.arrays import with_tensors
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.commands import OUT_SAFETENSORS, Advice, command, input_of
-from ckptool.errors import UsageError, listed, printable, quoted
+from ckptool.errors import UsageError, counted, listed, printable, quoted
 from ckptool.modules import module_state_dict
 from ckptool.nodes import Object, OrderedDict
 from ckptool.tree import Path, address, find, tensors
@@ -173,7 +173,7 @@ def one_root(checkpoint: Checkpoint, at: str | None = None) -> tuple[Root, str]:
         return models[0], f"took {printable(models[0].address)}, the model; {averages} is its average"
     where = str(checkpoint.source or "the checkpoint")
     raise UsageError(
-        f"{where} has {len(roots):,} sets of model weights: {listed(roots, MANY_ROOTS)}",
+        f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_ROOTS)}",
         "This command takes one of them.",
         f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}",
     )
@@ -361,7 +361,7 @@ def optimizer_detail(node: Any) -> str:
     groups = [group for group in node["param_groups"] if isinstance(group, dict)]
     count = sum(len(group["params"]) for group in groups if isinstance(group.get("params"), (list, tuple)))
     if not state:
-        return f"optimizer without state yet, {count:,} parameters"
+        return f"optimizer without state yet, {counted(count, 'parameter')}"
     return f"{name} state for {len(state):,} parameter{'s' * (len(state) != 1)}"
 
 

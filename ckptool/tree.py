@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tensor, TensorEntry
-from ckptool.errors import Ambiguous, LimitExceeded, UnsafeObject, UsageError, listed, printable
+from ckptool.errors import Ambiguous, LimitExceeded, UnsafeObject, UsageError, counted, listed, printable
 from ckptool.modules import module_state_dict
 from ckptool.nodes import MISSING, Object, OrderedDict, Set, structural_parts
 from ckptool.pickles.known import foreign_names, is_known_call
@@ -103,7 +103,7 @@ def check_names(names: int, tensors: int) -> None:
     """Raises `LimitExceeded` where a few tensors stand under very many names each."""
     if names > MANY_NAMES and names > 4 * tensors:
         raise LimitExceeded(
-            f"{names:,} names or more for {tensors:,} tensors",
+            f"{counted(names, 'name')} or more for {counted(tensors, 'tensor')}",
             "No model ties so many; it is built to exhaust its reader.",
             "Look at a part of it: ckptool show FILE#ADDRESS",
         )
@@ -164,7 +164,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
             )
         if len(matches) > 1:
             raise Ambiguous(
-                f"{printable(part)} names {len(matches)} entries of {printable(address(path)) or 'the top'}: "
+                f"{printable(part)} names {counted(len(matches), 'entry', 'entries')} of {printable(address(path)) or 'the top'}: "
                 f"{listed([repr(segment) for segment, _ in matches])}"
             )
         path, node = (*path, matches[0][0]), matches[0][1]

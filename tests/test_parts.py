@@ -234,11 +234,12 @@ def test_a_folder_of_members_is_one_line_and_says_how_many_are_whole(
 ) -> None:
     make, count, member = FOLDERS[kind]
     folder = make(tmp_path / "step-500")
-    row = f"{count:,} of {count:,} members" if kind not in WITH_WEIGHTS else f"{count:,} members"
+    row = f"{count:,} of {count:,} members"
     for place in (folder, tmp_path):
         (file,) = ckptool.scan(place).files
         assert (file.path, file.state) == (str(folder), "good"), file
-    assert row in run("scan", str(tmp_path)).out
+    assert all(row in run(verb, str(folder)).out for verb in ("scan", "inspect", "verify"))
+    assert (ckptool.open(folder).part is None) == (kind in WITH_WEIGHTS)
     assert run("scan", str(folder), "--latest-good", "-q").out == f"{folder}\n"
     assert run("verify", str(folder)).code == 0
     for verb in ("inspect", "show", "scan"):
@@ -343,6 +344,51 @@ def test_what_torch_alone_joins_is_named_and_not_called_damaged(ranks: Path, run
     assert ckptool.open(ranks / "pieces").part.label == "2 of 2 members"
     piece = next((ranks / "pieces").glob("shard-00002-*"))
     assert ckptool.open(piece).part.label == "rank 1 of 2"
+
+
+def engine_folder(kind: str, folder: Path, ranks: Path) -> tuple[Path, int]:
+    """What other engines save: the same members, in other folders."""
+    trainer_folder(folder, 2)
+    if kind == "fsdp":  # accelerate and Trainer with SHARDED_STATE_DICT
+        for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+            shutil.copytree(ranks / "dcp", folder / name)
+        (folder / "optimizer.pt").unlink()
+    elif kind == "deepspeed":
+        zero_folder(folder / "global_step500")
+        (folder / "latest").write_text("global_step500")
+        (folder / "optimizer.pt").unlink()
+    if kind in ("fsdp", "deepspeed"):
+        (folder / "model.safetensors").unlink()
+        return folder, 7 if kind == "fsdp" else 6
+    shutil.rmtree(folder)
+    shutil.copytree(ranks / "dcp", folder)  # Lightning, or Megatron's torch_dist
+    save({"epoch": 3, "global_step": 500}, folder / "meta.pt")
+    return folder, 2
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "deepspeed", "lightning"])
+def test_folders_of_other_engines_are_one_line(
+    kind: str, tmp_path: Path, ranks: Path, run: Callable[..., object]
+) -> None:
+    folder, count = engine_folder(kind, tmp_path / "checkpoint-500", ranks)
+    (file,) = ckptool.scan(tmp_path).files
+    assert (file.state, file.step, file.members) == ("good", 5 if kind == "lightning" else 500, count)
+    for verb in ("inspect", "verify"):
+        assert f"{count} of {count} members" in run(verb, str(folder)).out
+    below = [path for path in sorted(folder.glob("*/*")) if path.suffix in (".pt", ".distcp")]
+    inner = below[0] if below else folder / "meta.pt"
+    inner.write_bytes(inner.read_bytes()[:-50])
+    (file,) = ckptool.scan(tmp_path).files
+    assert file.state == "part" and f"{count - 1} of {count} members" in run("inspect", str(folder)).out
+    assert run("verify", str(folder)).code == 1
+
+
+def test_a_trainer_writes_nan_and_is_whole(tmp_path: Path) -> None:
+    folder = trainer_folder(tmp_path / "checkpoint-500")
+    (folder / "trainer_state.json").write_text('{"global_step": 500, "log_history": [{"loss": NaN}]}')
+    assert ckptool.scan(folder).latest is not None
+    (folder / "trainer_state.json").write_text('{"global_step": 500, "log_hist')
+    assert ckptool.open(folder).part.label == "5 of 6 members"
 
 
 def test_folders_that_lead_back_to_themselves_end(tmp_path: Path, run: Callable[..., object]) -> None:

@@ -1,4 +1,4 @@
-"""Every example of the README is run, and prints what the README says.
+"""Every block of the README is run, one after the other in one folder as a reader pastes them, and prints what the README says.
 
     CKPTOOL_UPDATE_README=1 pytest tests/test_readme.py     puts the real output into the README
 
@@ -19,7 +19,7 @@ import torch
 from fixtures.readme import make_readme_files
 
 README = Path(__file__).parent.parent / "README.md"
-BLOCK = re.compile(r"```(console|python)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(console|python|sh)\n(.*?)```", re.DOTALL)
 BIN = Path(sys.executable).parent
 
 
@@ -30,7 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(command: str, folder: Path) -> str:
+def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A line of a shell block as it is pasted, its comment with it. What installs is not run."""
     environment = {
         **os.environ,
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -38,7 +39,12 @@ def run(command: str, folder: Path) -> str:
         "NO_COLOR": "1",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    command = line if not line.startswith("pip ") else "true"
+    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def run(command: str, folder: Path) -> str:
+    done = run_line(command, folder)
     return done.stdout + done.stderr
 
 
@@ -70,6 +76,14 @@ def test_every_example_prints_what_the_readme_says(folder: Path) -> None:
             )
             if done.returncode:
                 wrong.append(f"{block}\n{done.stderr}")
+            return match[0]
+        if kind == "sh":
+            for line in block.splitlines():
+                done = run_line(line, folder)
+                if done.returncode > 1 or done.stderr.startswith(
+                    "error["
+                ):  # 1 is an answer: it does not load, it does not fit
+                    wrong.append(f"{line}\n{done.stdout}{done.stderr}")
             return match[0]
         shown = ""
         for command, promised in commands(block):

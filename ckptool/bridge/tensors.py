@@ -12,7 +12,7 @@ import torch
 from ckptool.bridge.builder import Builder
 from ckptool.bridge.names import CONSTANTS, GET_LAYOUT, TENSOR_CLASSES, layout_of, torch_dtype, untyped
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
-from ckptool.errors import BadTensor, Corrupt
+from ckptool.errors import BadTensor, Corrupt, counted
 from ckptool.graphs import Done, Made, Of
 from ckptool.nodes import Object
 from ckptool.pickles.torch_objects import BUILDERS, REBUILD_JAGGED, check_view
@@ -241,7 +241,7 @@ def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tens
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= buffer.numel():
             raise BadTensor(
-                f"a part of shape {size} of a nested tensor lies outside of its {buffer.numel():,} elements"
+                f"a part of shape {size} of a nested tensor lies outside of its {counted(buffer.numel(), 'element')}"
             )
 
 

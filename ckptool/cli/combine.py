@@ -23,7 +23,7 @@ from ckptool.cli.options import (
     write_each,
     writes,
 )
-from ckptool.errors import Conflict, UsageError, printable
+from ckptool.errors import Conflict, UsageError, counted, printable
 
 _EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3"
 
@@ -91,7 +91,7 @@ def _base_and_members(words: Sequence[str], changes: bool) -> tuple[str | None, 
         return words[0], ()
     if changes and words:
         raise UsageError(
-            f"bundle was given {len(words)} words beside its changes",
+            f"bundle was given {counted(len(words), 'word')} beside its changes",
             "--add, --drop and --rename change one bundle.",
             "For example: ckptool bundle gan.tar --add epoch:=4 -o new.tar",
         )

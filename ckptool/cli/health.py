@@ -10,7 +10,7 @@ import typer
 
 from ckptool.cli.answers import Answer, Answers
 from ckptool.cli.options import AsJson, At, DryRun, Files, Force, KeepUnknown, Out
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError, counted, printable
 
 
 def verify(
@@ -33,7 +33,7 @@ def verify(
     """Read everything and say what is damaged: checksums, headers, missing data. Exit 0: fine. 1: problems found."""
     if write_digest is not None and len(files) > 1:
         raise UsageError(
-            f"the digests of {len(files)} files cannot be kept in one",
+            f"the digests of {counted(len(files), 'file')} cannot be kept in one",
             "A file of digests is of one set of weights.",
             "Verify them one by one.",
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ckptool.cli.answers import Answer, Answers
-from ckptool.errors import CkptoolError, Conflict, UsageError, printable
+from ckptool.errors import CkptoolError, Conflict, UsageError, counted, printable
 
 if TYPE_CHECKING:
     from ckptool.verbs.saving import Written
@@ -268,7 +268,7 @@ def _outputs(verb: str, files: Sequence[str], target: Target, ways: str) -> list
     if target.out is not None:
         if len(files) > 1:
             raise UsageError(
-                f"{len(files)} files cannot be written to one",
+                f"{counted(len(files), 'file')} cannot be written to one",
                 "-o names a single output.",
                 "Several into a folder: -d DIR",
             )

@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Computed, Literal, Storage, TensorEntry, row_major_strides
-from ckptool.errors import Unsupported
+from ckptool.errors import Unsupported, counted
 from ckptool.gather import row_major
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     whole: Box = ((0,) * len(shape), shape)
     cut = [axis for axis in range(len(shape)) if any(sizes[axis] != shape[axis] for _, sizes in boxes)]
     if len(cut) > MAX_SPLIT:
-        raise Unsupported(f"a tensor that is divided along {len(cut)} axes", "Meshes of devices have three or four.")
+        raise Unsupported(
+            f"a tensor that is divided along {counted(len(cut), 'axis', 'axes')}",
+            "Meshes of devices have three or four.",
+        )
     corners: Counter[tuple[int, ...]] = Counter()
     for begin, sizes in boxes:
         if prod(sizes):
@@ -72,7 +75,8 @@ def assembled(shape: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:
     """
     if len(shape) > MAX_RANK:
         raise Unsupported(
-            f"a tensor of {len(shape)} dimensions in {len(chunks):,} chunks", f"At most {MAX_RANK} are read."
+            f"a tensor of {counted(len(shape), 'dimension')} in {counted(len(chunks), 'chunk')}",
+            f"At most {MAX_RANK} are read.",
         )
     first = chunks[0].entry
     length = prod(shape) * first.dtype.itemsize

@@ -23,8 +23,10 @@ from ckptool.errors import (
     Corrupt,
     LimitExceeded,
     NotACheckpoint,
+    OnlyAPart,
     Truncated,
     Unsupported,
+    counted,
     listed,
     printable,
 )
@@ -68,6 +70,12 @@ def read(source: Input) -> Checkpoint:
     if METADATA not in folder:
         if tables := [name for name in folder.names if _TABLE.fullmatch(name)]:
             raise _tables(folder, tables)
+        if isinstance(source, Source):
+            raise OnlyAPart(
+                f"{folder} is what one rank saved, without the table that says what is in it",
+                f"{METADATA} is not beside it: it was not copied along, or the run was stopped before it wrote it.",
+                "Copy the whole folder.",
+            )
         raise Truncated(
             f"{folder} holds {SUFFIX} files and no {METADATA}",
             "It is written last: the run was stopped while it saved, or the file was not copied along.",
@@ -92,7 +100,8 @@ def read(source: Input) -> Checkpoint:
 
 def _tables(folder: Folder, tables: list[str]) -> Unsupported:
     return Unsupported(
-        f"{folder} has a table for each of {len(tables):,} ranks ({listed([printable(name) for name in tables], 2)}), and none for all",
+        f"{folder} has a table for each of {counted(len(tables), 'rank')} "
+        f"({listed([printable(name) for name in tables], 2)}), and none for all",
         "torch.distributed.checkpoint saved it with use_collectives=False; such tables are not put together here.",
         "With torch: load it on as many ranks as saved it, and save it with use_collectives=True",
     )
@@ -127,7 +136,9 @@ def _share_of(folder: Folder, name: str, held: int, places: Mapping[Key, _Place]
     ranks = {found[1] for place in places.values() if (found := _RANK.match(place.file))}
     named = _RANK.match(name)
     label = f"rank {int(named[1])} of {len(ranks):,}" if named else "what one rank saved"
-    meaning = f"{held:,} of the {len(places):,} values and chunks that were saved; the folder is the checkpoint"
+    meaning = (
+        f"{held:,} of the {counted(len(places), 'value')} and chunks that were saved; the folder is the checkpoint"
+    )
     return PartOf("rank", label, meaning, int(named[1]) if named else None, len(ranks) or None, folder.path)
 
 
@@ -421,7 +432,12 @@ def _notes(folder: Folder, shelf: _Shelf) -> list[Note]:
     notes = []
     unused = sorted({printable(name) for name, _ in shelf.places.keys() - shelf.taken})
     if unused:
-        notes.append(Note("unused-record", f"{len(unused):,} names have data that no tensor uses: {listed(unused, 3)}"))
+        notes.append(
+            Note(
+                "unused-record",
+                f"{counted(len(unused), 'name has', 'names have')} data that no tensor uses: {listed(unused, 3)}",
+            )
+        )
     named = {place.file for place in shelf.places.values()}
     stale = [name for name in folder.names if name.endswith(SUFFIX) and name not in named]
     if stale:
@@ -429,7 +445,7 @@ def _notes(folder: Folder, shelf: _Shelf) -> list[Note]:
         notes.append(
             Note(
                 "stale-shards",
-                f"{len(stale):,} files are of no value in {METADATA}, perhaps left from another run: {shown}",
+                f"{counted(len(stale), 'file is', 'files are')} of no value in {METADATA}, perhaps left from another run: {shown}",
             )
         )
     return notes

@@ -10,6 +10,7 @@ accelerate/checkpointing.py (random states last), deepspeed/runtime/engine.py, m
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -17,9 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartOf
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, listed, printable
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
 from ckptool.files import Folder, Input, Source, open_input
-from ckptool.formats.strict_json import parse_object
 
 NAME = "folder"
 MEMBERS = "members"
@@ -93,7 +93,7 @@ def read(source: Folder) -> Checkpoint:
                 source.adopt(name, found.source)
     if not tree:
         raise Corrupt(
-            f"{source} is {layout.kind}, and none of its {len(layout.names):,} files can be read",
+            f"{source} is {layout.kind}, and none of its {counted(len(layout.names), 'file')} can be read",
             f"The first: {wrong[layout.names[0]]}",
             "Take an earlier checkpoint.",
         )
@@ -117,13 +117,13 @@ def _lacking(layout: Layout, world: int) -> Iterator[str]:
     yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world))
 
 
-def state_of(folder: Folder) -> PartOf | None:
-    """Whether the members beside the weights of a folder are all there and whole: None where they are, or where there are none."""
+def state_of(folder: Folder) -> tuple[Layout, PartOf] | None:
+    """The members beside the weights of a folder, and how many of them are whole; None where there are none."""
     layout = layout_of(folder, beside=True)
     if layout is None:
         return None
     wrong = {name: problem for name, found in opened(folder, layout) if (problem := _problem(found))}
-    return _counted(folder, layout, wrong) if wrong or layout.missing else None
+    return layout, _counted(folder, layout, wrong)
 
 
 def _problem(found: Checkpoint | CkptoolError) -> str:
@@ -145,14 +145,14 @@ def _counted(folder: Folder, layout: Layout, wrong: dict[str, str]) -> PartOf:
     meaning = f"{layout.kind}; " + (
         listed(problems, 3) if problems else "its files are all there, and are not joined here"
     )
-    return PartOf(MEMBERS, f"{whole:,} of {count:,} members", meaning, whole, count, folder.path)
+    return PartOf(MEMBERS, f"{whole:,} of {counted(count, 'member')}", meaning, whole, count, folder.path)
 
 
 def opened(folder: Folder, layout: Layout) -> Iterator[tuple[str, Checkpoint | CkptoolError]]:
     """Every member with what is in it, or with why it cannot be read."""
     if len(layout.names) > MAX_MEMBERS:
         raise LimitExceeded(
-            f"{folder} is {layout.kind} of {len(layout.names):,} files",
+            f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}",
             f"At most {MAX_MEMBERS:,} are opened.",
             "Name one of them.",
         )
@@ -181,7 +181,13 @@ def read_json(folder: Folder, name: str) -> dict[str, Any]:
     source = Source(os.path.join(folder.path, name))
     if source.size > MAX_JSON:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_JSON:,} are read.")
-    return parse_object(source.read(0, source.size), str(source))
+    try:  # Trainers write NaN
+        found = json.loads(source.read(0, source.size))
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(
+            f"{source} is not JSON: {printable(str(error)[:100])}", "It was cut off, or never fully written."
+        ) from None
+    return found if isinstance(found, dict) else {}
 
 
 # The kinds of folders --------------------------------------------------------------------------------------------------
@@ -272,8 +278,9 @@ def _training(folder: Folder, beside: bool) -> Layout | None:
     if beside:
         known = bool(sets or modules) or any(map(_TRAINING.match, names))
     else:  # people call files optimizer.pt, too; these are what the programs alone write
-        known = bool(sets) or any(name.startswith(("trainer_state", "random_states_")) for name in names)
-        if not any(name.startswith(_WITH_WEIGHTS) for name in sets):
+        weights = [name for name, present in modules if present == "weights"]
+        known = bool(sets or weights) or any(name.startswith(("trainer_state", "random_states_")) for name in names)
+        if not weights and not any(name.startswith(_WITH_WEIGHTS) for name in sets):
             missing.append("pytorch_model_fsdp_0" if sets else "model.safetensors")
     return Layout(_kind_of(names, bool(modules)), tuple(there), tuple(missing), beside) if known else None
 
@@ -313,8 +320,6 @@ _KINDS: tuple[Callable[[Folder, bool], Layout | None], ...] = (_ranks, _model_pa
 
 def _table(folder: Folder, name: str, kind: type = dict) -> Any:
     """A JSON file of the folder; None where there is none, or where it is something else."""
-    import json
-
     if name not in folder:
         return None
     try:

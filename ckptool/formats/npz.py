@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Data, Literal, Note, Plan, TensorEntry
 from ckptool.commands import FILE, OUT, Advice, command
-from ckptool.errors import Ambiguous, Unsupported, is_text, listed, printable
+from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed, printable
 from ckptool.files import Input, Source
 from ckptool.formats import recovered, zip_archive, zip_parts
 from ckptool.formats.npy_array import MAGIC, Budget, read_array, spelled
@@ -84,7 +84,16 @@ def _notes(tree: dict[str, Any]) -> list[Note]:
     others = [
         f"{printable(name)} ({summary(value)})" for name, value in tree.items() if not isinstance(value, TensorEntry)
     ]
-    return [Note("other-arrays", f"{len(others):,} entries are no tensors: {listed(others, 4)}")] if others else []
+    return (
+        [
+            Note(
+                "other-arrays",
+                f"{counted(len(others), 'entry is no tensor', 'entries are no tensors')}: {listed(others, 4)}",
+            )
+        ]
+        if others
+        else []
+    )
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

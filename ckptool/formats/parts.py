@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, TensorEntry
 from ckptool.commands import command
-from ckptool.errors import OnlyAPart, listed, printable
+from ckptool.errors import OnlyAPart, counted, listed, printable
 from ckptool.files import Folder, Input
 from ckptool.formats import members
 from ckptool.formats.members import LAYER, MODEL_PARALLEL, MODEL_STATES, OF_WORLD, PIECES, STATES
@@ -46,8 +46,12 @@ _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorE
 def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     """The checkpoint, saying of what it is a part if it is one, with a note of it. opened: what was named, a file or a folder."""
     part = checkpoint.part or part_of(checkpoint)
-    if part is None and isinstance(opened, Folder):
-        part = members.state_of(Folder(opened.path))
+    if part is None and isinstance(opened, Folder) and (found := members.state_of(Folder(opened.path))) is not None:
+        layout, part = found
+        if part.is_complete:
+            shown = listed([printable(name) for name in layout.names], 4)
+            note = Note(members.MEMBERS, f"{part.label} are whole: the weights, {shown}")
+            return replace(checkpoint, notes=(*checkpoint.notes, note))
     if part is None:
         return checkpoint
     fix = command("inspect", part.whole) if part.whole and part.kind != members.MEMBERS else ()
@@ -414,9 +418,7 @@ def _placeholders(facts: _Facts, beside: _Beside) -> PartOf | None:
     """A state dict most of whose weights are empty: what ZeRO stage 3 leaves where a script saves it without gathering them."""
     if facts.empty < 2 or 2 * facts.empty < facts.named:
         return None
-    meaning = (
-        f"{facts.empty:,} of {facts.named:,} weights are placeholders (shape [0]), as ZeRO stage 3 has them ungathered"
-    )
+    meaning = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0]), as ZeRO stage 3 has them ungathered"
     return PartOf(PLACEHOLDERS, "weights without values", meaning)
 
 

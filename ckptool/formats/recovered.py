@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptool.checkpoint import Note
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.tree import Path, address
 
 KEY = "ckptool.recovered"  # in the metadata of a checkpoint
@@ -99,5 +99,5 @@ def notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
     for key, words in (("filled", "filled in from another file"), ("lost", "lost")):
         if said[f"{key}_count"]:
             names = listed([printable(name) for name in said[key][: said[f"{key}_count"]]], 3)
-            parts.append(f"{said[f'{key}_count']:,} tensors were {words}: {names}")
+            parts.append(f"{counted(said[f'{key}_count'], 'tensor was', 'tensors were')} {words}: {names}")
     return (Note(CODE, f"recovered from a damaged file; {'; '.join(parts) or 'what was lost is not said'}"),)

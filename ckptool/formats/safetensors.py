@@ -37,6 +37,7 @@ from ckptool.errors import (
     LimitExceeded,
     Truncated,
     Unsupported,
+    counted,
     is_text,
     listed,
     printable,
@@ -97,7 +98,7 @@ def read(source: Source, *, cut: bool = False) -> Checkpoint:
         tree = carried.unpack(source, tree, metadata)
         metadata = {key: value for key, value in metadata.items() if key != carried.KEY}
     elif ties:
-        message = f"{len(ties):,} names are stored as ties of others: {listed([printable(name) for name in ties], 3)}"
+        message = f"{counted(len(ties), 'name is', 'names are')} stored as ties of others: {listed([printable(name) for name in ties], 3)}"
         notes = (*notes, Note("ties-recorded", message))
     notes += recovered.notes(metadata)
     return Checkpoint(tree, NAME, metadata, source, notes=notes, tensors_only=not whole_tree)
@@ -172,7 +173,10 @@ class _Header:
         if not self.unknown:
             return ()
         names = listed([printable(key)[:40] for key in sorted(self.unknown)], 3)
-        message = f"{max(self.unknown.values()):,} tensors have fields that the format does not know, which are not kept: {names}"
+        message = (
+            f"{counted(max(self.unknown.values()), 'tensor has', 'tensors have')} fields that the "
+            f"format does not know, which are not kept: {names}"
+        )
         return (Note("unknown-fields", message, command("convert", FILE, out=OUT)),)
 
 
@@ -210,7 +214,7 @@ def _check_cover(source: Source, ranges: Sequence[tuple[int, int]], size: int) -
     if at > size:
         raise Truncated(
             f"{source} ends {at - size:,} bytes before the data that its header promises",
-            f"The file was cut off. {sum(end <= size for _, end in ranges):,} of its {len(ranges):,} tensors are whole.",
+            f"The file was cut off. Whole: {sum(end <= size for _, end in ranges):,} of its {counted(len(ranges), 'tensor')}.",
             Advice("Save what is whole: ", command("recover", source.path, out=OUT), "; or copy or download it again."),
         )
     if at < size:

@@ -22,6 +22,8 @@ from ckptool.errors import (
     NotACheckpoint,
     OnlyAPart,
     Unsupported,
+    counted,
+    form,
     listed,
     printable,
 )
@@ -93,7 +95,7 @@ def read(source: Input) -> Checkpoint:
         found.append(".metadata")
     if len(found) > 1:
         raise Ambiguous(
-            f"{source} holds {len(found)} checkpoints: {listed([printable(name) for name in found])}",
+            f"{source} holds {counted(len(found), 'checkpoint')}: {listed([printable(name) for name in found])}",
             "Nothing says which of them is meant.",
             f"Name one of them: {printable(os.path.join(source.path, found[0]))}",
         )
@@ -141,7 +143,8 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     files = sorted(set(index.map.values()))
     if missing := folder.missing(files):
         raise Corrupt(
-            f"{index}: {len(missing):,} of its {len(files):,} shards are missing: {listed([printable(f) for f in missing], 3)}",
+            f"{index}: {len(missing):,} of its {counted(len(files), 'shard')} "
+            f"{form(len(missing), 'is', 'are')} missing: {listed([printable(f) for f in missing], 3)}",
             "A checkpoint in shards is only complete with all of them.",
             "Download or copy the missing files.",
         )
@@ -156,7 +159,12 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     notes = (*_notes_of_shards(index), *_stale(index, files), *sizes)
     if ties:
         shown = listed([printable(dropped) for dropped in ties], 3)
-        notes += (Note("ties-recorded", f"{len(ties):,} names are stored as ties of names in other shards: {shown}"),)
+        notes += (
+            Note(
+                "ties-recorded",
+                f"{counted(len(ties), 'name is', 'names are')} stored as ties of names in other shards: {shown}",
+            ),
+        )
     metadata = {key: value for key, value in index.metadata.items() if key not in ties}
     for shard in index.shards.values():
         metadata = recovered.with_part(metadata, (), shard.metadata)
@@ -183,7 +191,9 @@ def _parsed(folder: Folder, name: str) -> _Index:
     if not names:
         raise Corrupt(f"{source}: its weight_map is empty", "It names no tensor at all.")
     if len(names) > safetensors.MAX_TENSORS:
-        raise LimitExceeded(f"{source}: {len(names):,} tensors", f"At most {safetensors.MAX_TENSORS:,} are read.")
+        raise LimitExceeded(
+            f"{source}: {counted(len(names), 'tensor')}", f"At most {safetensors.MAX_TENSORS:,} are read."
+        )
     if not isinstance(metadata, dict):
         raise Corrupt(f"{source}: its metadata is not a list of names and values", "It was damaged.")
     return _Index(folder, name, names, metadata)
@@ -230,7 +240,8 @@ def _check_numbers(index: _Index, files: list[str]) -> None:
         return
     said = " and ".join(f"of {int(number):,}" for number in sorted(numbers))
     raise Conflict(
-        f"{index} names {len(numbered):,} shards, whose names say that they are {said}: {listed([printable(f) for f in numbered], 3)}",
+        f"{index} names {counted(len(numbered), 'shard')}, whose names say that they are {said}: "
+        f"{listed([printable(f) for f in numbered], 3)}",
         "The files are of two runs, or the index is not theirs.",
         "Download or copy all of them again, index included.",
     )
@@ -275,7 +286,9 @@ def _disagreement(lacking: list[str], strange: list[tuple[Any, str, str | None]]
         )
     if strange:
         names = [f"{printable(str(name))} in {printable(file)}" for name, file, _ in strange]
-        parts.append(f"{len(strange):,} tensors of shards are not in it ({listed(names, 3)})")
+        parts.append(
+            f"{counted(len(strange), 'tensor')} of shards {form(len(strange), 'is', 'are')} not in it ({listed(names, 3)})"
+        )
     return ", and ".join(parts)
 
 
@@ -381,7 +394,7 @@ def _notes_of_shards(index: _Index) -> Iterator[Note]:
                 by_code.setdefault(note.code, []).append((file, note))
     for code, found in by_code.items():
         file, note = found[0]
-        more = f" (and in {len(found) - 1:,} other shards)" if len(found) > 1 else ""
+        more = f" (and in {counted(len(found) - 1, 'other shard')})" if len(found) > 1 else ""
         yield Note(code, f"{printable(file)}: {note.message}{more}")
 
 
@@ -398,5 +411,5 @@ def _stale(index: _Index, files: Iterable[str]) -> Iterator[Note]:
         shown = listed([printable(name) for name in stale], 3)
         yield Note(
             "stale-shards",
-            f"{len(stale):,} files are named like shards and not in the index, perhaps of another run: {shown}",
+            f"{counted(len(stale), 'file is', 'files are')} named like shards and not in the index, perhaps of another run: {shown}",
         )

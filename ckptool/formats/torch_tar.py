@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Data, Note, Storage, StorageRef, TensorEntry
 from ckptool.dtypes import DType
-from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, printable
+from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted, printable
 from ckptool.files import Input, Source
 from ckptool.formats import tar_archive
 from ckptool.gather import subrange
@@ -211,10 +211,10 @@ class _Tables:
             self.big_endian = all(not ref.storage.nbytes for ref in self.storages.values())
             count = int.from_bytes(header, "big", signed=True)
         if count < 0:
-            raise Corrupt(f"storage {number:,} has {count:,} elements", _DAMAGED)
+            raise Corrupt(f"storage {number:,} has {counted(count, 'element')}", _DAMAGED)
         if count * dtype.itemsize > room:
             raise Truncated(
-                f"storage {number:,} has {count:,} elements of {dtype.itemsize} bytes; {room:,} bytes are left",
+                f"storage {number:,} has {counted(count, 'element')} of {dtype.itemsize} bytes; {room:,} bytes are left",
                 "The file was cut off, or the number is wrong.",
             )
         return count
@@ -259,7 +259,9 @@ class _Tables:
         # The number of dimensions was an int, of which 8 bytes were written: the other four can be anything.
         dimensions = (rank[0] >> 32 if self.big_endian else rank[0]) & 0xFFFFFFFF
         if dimensions > MAX_RANK:
-            raise Corrupt(f"tensor {number:,} has {dimensions:,} dimensions; torch allows {MAX_RANK}", _DAMAGED)
+            raise Corrupt(
+                f"tensor {number:,} has {counted(dimensions, 'dimension')}; torch allows {MAX_RANK}", _DAMAGED
+            )
         sizes, at = self._numbers(data, at, 2 * dimensions + 1, number)
         if storage is None:
             self.tensors[key] = self._without_storage(kind, number)

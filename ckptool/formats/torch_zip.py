@@ -25,7 +25,7 @@ from ckptool.checkpoint import (
 )
 from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.dtypes import DType
-from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, printable
+from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form, printable
 from ckptool.files import Input, Readable
 from ckptool.formats import recovered, twins, zip_archive, zip_parts
 from ckptool.formats.others import other_zip
@@ -298,7 +298,11 @@ def record_notes(archive: Archive, root: str, storages: Storages) -> list[Note]:
     if unused:
         size = sum(record.stored for record in unused)
         notes.append(
-            Note("unused-record", f"{len(unused):,} records with {size:,} bytes are used by no tensor", compact)
+            Note(
+                "unused-record",
+                f"{counted(len(unused), 'record')} with {size:,} bytes {form(len(unused), 'is', 'are')} used by no tensor",
+                compact,
+            )
         )
     if any(record.method for record in archive.records.values()):
         notes.append(Note("deflated", "re-zipped with compression: torch cannot map it (mmap=True)", compact))

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import command
-from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, printable
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, counted, printable
 from ckptool.files import Input, Readable, Source
 from ckptool.formats import zip_archive
 from ckptool.formats.torch_zip import (
@@ -204,7 +204,7 @@ class _Program:
         size, stored = (sum(getattr(record, name) for record in self.files.values()) for name in ("size", "stored"))
         if size > inflated_limit(stored):
             raise LimitExceeded(
-                f"{archive.source}: its {len(self.files):,} files of code are {size:,} bytes when unpacked",
+                f"{archive.source}: its {counted(len(self.files), 'file')} of code are {size:,} bytes when unpacked",
                 f"At most {inflated_limit(stored):,} are read of so little; it is built to exhaust its reader.",
             )
 
@@ -261,9 +261,7 @@ def _folders(texts: dict[str, str]) -> dict[str, Any]:
 def _program_notes(program: _Program, tree: dict[str, Any]) -> list[Note]:
     path = program.archive.source.file.path
     shown = ", ".join(program.beside())
-    message = (
-        f"holds a program as well ({len(program.files):,} files of code), which is never run; to be shown: {shown}"
-    )
+    message = f"holds a program as well ({counted(len(program.files), 'file')} of code), which is never run; to be shown: {shown}"
     notes = [Note("torchscript", message, command("show", f"{path}#code"))]
     if not tree["state_dict"]:
         packed = next(tensors(tree["attributes"]), None) is not None

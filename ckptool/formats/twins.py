@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 from ckptool.checkpoint import Note, Storage, TensorEntry
-from ckptool.errors import Corrupt
+from ckptool.errors import Corrupt, counted
 from ckptool.tree import address, rebuild, walk
 
 MAX_RECORD = 64 << 20
@@ -47,7 +47,8 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
         return tree, []
     note = Note(
         "new-ties",
-        f"{len(storages):,} storages are stored as {len({old for old, _, _ in storages}):,}, being equal: ckptool keeps them apart, "
+        f"{counted(len(storages), 'storage is', 'storages are')} stored as "
+        f"{len({old for old, _, _ in storages}):,}, being equal: ckptool keeps them apart, "
         "stock torch.load ties them",
     )
     return rebuild(tree, lambda node: entries.get(id(node), node)), [note]

@@ -17,7 +17,17 @@ from typing import NoReturn
 
 from ckptool.checkpoint import Note
 from ckptool.commands import FILE, OUT, Advice, command
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
+from ckptool.errors import (
+    Ambiguous,
+    CkptoolError,
+    Corrupt,
+    LimitExceeded,
+    Truncated,
+    Unsupported,
+    counted,
+    form,
+    printable,
+)
 from ckptool.files import Readable
 from ckptool.formats.zip_names import check_attributes, check_names, note_odd_entries, refuse_twins
 from ckptool.formats.zip_records import CENTRAL, END, END64, FULL, FULL16, LOCATOR, Record, extra_fields, wide_fields
@@ -160,7 +170,9 @@ def _cut(what: str, why: str, source: Readable) -> Truncated:
     fix = Advice(
         "Save what is whole: ", command("recover", source.file.path, out=OUT), "; or download or copy it again."
     )
-    return Truncated(what, f"{why} {found[0]:,} of its {found[1]:,} storages look whole.", fix)
+    return Truncated(
+        what, f"{why} {found[0]:,} of its {counted(found[1], 'storage')} {form(found[0], 'looks', 'look')} whole.", fix
+    )
 
 
 def _has_comment(tail: bytes, last: int) -> bool:
@@ -197,13 +209,15 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
     if disk or directory_disk:
         raise _split(source)
     if here != count:
-        raise Corrupt(f"{source}: the zip directory should have {count:,} entries, {here:,} of them in this file")
+        raise Corrupt(
+            f"{source}: the zip directory should have {counted(count, 'entry', 'entries')}, {here:,} of them in this file"
+        )
     if offset + size != directory_end:
         what = f"{source}: the zip directory should end at byte {offset + size:,}, but its end record is at {directory_end:,}"
         raise _misplaced(source, directory_end - offset - size, what)
     if count > MAX_ENTRIES or size > MAX_DIRECTORY:
         raise LimitExceeded(
-            f"{source}: a zip directory of {count:,} entries and {size:,} bytes",
+            f"{source}: a zip directory of {counted(count, 'entry', 'entries')} and {size:,} bytes",
             f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.",
         )
     archive = Archive(source, offset, records_end, end_records)
@@ -289,7 +303,7 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
         raise Corrupt(f"{archive.source}: entry {len(records):,} of the zip directory is damaged") from None
     if at != len(directory):
         raise Corrupt(
-            f"{archive.source}: the {count:,} entries of the zip directory take {at:,} bytes, not {len(directory):,}"
+            f"{archive.source}: the {counted(count, 'entry', 'entries')} of the zip directory take {at:,} bytes, not {len(directory):,}"
         )
     check_names(archive)
     archive.has_checksums = any(record.crc for record in records.values())

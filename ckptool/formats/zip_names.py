@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
 from ckptool.commands import FILE, OUT, command
-from ckptool.errors import Ambiguous, Corrupt, listed, printable
+from ckptool.errors import Ambiguous, Corrupt, counted, listed, printable
 
 if TYPE_CHECKING:
     from ckptool.formats.zip_archive import Archive
@@ -76,10 +76,13 @@ def note_odd_entries(archive: Archive) -> None:
     if _ELSEWHERE.search("\n".join(archive.records)):
         names = [printable(name) for name in archive.records if leads_elsewhere(name)]
         if names:
-            message = f"{len(names):,} record names could lead another program out of its folder: {listed(names, 3)}"
+            message = (
+                f"{counted(len(names), 'record name')} could lead another program out of its folder: {listed(names, 3)}"
+            )
             archive.notes.append(Note("unsafe-record-names", message, fix))
     if archive.links:
         message = (
-            f"{len(archive.links):,} records are marked as symbolic links, which is ignored: {listed(archive.links, 3)}"
+            f"{counted(len(archive.links), 'record is', 'records are')} marked as symbolic links, "
+            f"which is ignored: {listed(archive.links, 3)}"
         )
         archive.notes.append(Note("symlink-records", message, fix))

@@ -19,6 +19,7 @@ from ckptool.checkpoint import Note, Plan
 from ckptool.commands import Advice, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
 from ckptool.files import Input, file_problem, refused_place, unchanged
+from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import reserve
 from ckptool.output.running import RunningDigest
 from ckptool.output.sink import Progress, Sink, segments_of
@@ -98,6 +99,7 @@ def replace_file(
     try:
         _check_space(plan.nbytes, os.path.dirname(os.path.abspath(real)), real)
         temporary, fd = _temporary_for(real)
+        notes = attribute_notes(real, keep_attributes(real, fd))
         with unchanged(*inputs):
             reserve(fd, plan.nbytes)
             Sink(fd, 0, plan.nbytes, progress, digest).write(segments_of(plan), plan.checks)
@@ -114,7 +116,7 @@ def replace_file(
         _close(fd)
         if digest is not None:
             digest.close()
-    return _sync_folder(real) if sync_folder else ()
+    return (*notes, *_sync_folder(real)) if sync_folder else notes
 
 
 def settle(fd: int) -> None:
@@ -177,19 +179,19 @@ def _prefix(target: str) -> str:
     return f".ckptool-{hashlib.sha256(os.path.basename(target).encode('utf-8', 'surrogateescape')).hexdigest()[:16]}-"
 
 
-def _new_file(path: str) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def _new_file(path: str, folder: int | None = None) -> int:
+    """A new file; `folder` is an open one, in which `path` is a name."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
 
 
 def _temporary_for(target: str, make: Callable[[str], int] = _new_file) -> tuple[str, int]:
-    """A new, locked, empty file beside the target (or what else `make` opens), with the target's permissions if it exists."""
+    """A new, locked, empty file beside the target (or what else `make` opens)."""
     folder = os.path.dirname(os.path.abspath(target))
     for _ in range(ATTEMPTS):
         path, fd = os.path.join(folder, f"{_prefix(target)}{secrets.token_hex(8)}.tmp"), -1
         try:
             fd = make(path)
             if _lock(fd) is not False and os.fstat(fd).st_nlink:  # else it is being swept, or was, before it was locked
-                _copy_mode(target, fd)
                 return path, fd
         except FileExistsError:  # or, of a folder, that it was swept at once: under another name, then
             continue
@@ -206,13 +208,6 @@ def _close(fd: int) -> None:
     if fd >= 0:
         with suppress(OSError):
             os.close(fd)
-
-
-def _copy_mode(target: str, fd: int) -> None:
-    try:
-        os.fchmod(fd, stat.S_IMODE(os.stat(target).st_mode))
-    except FileNotFoundError:
-        return
 
 
 def _lock(fd: int) -> bool | None:
@@ -244,7 +239,7 @@ def _sweep(target: str) -> None:
             continue
         try:
             if _lock(fd):
-                _remove(path)
+                _remove(path, fd)
         finally:
             _close(fd)
 
@@ -254,28 +249,40 @@ def _opened(path: str) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except IsADirectoryError:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return _opened_folder(path)
 
 
-def _remove(path: str) -> None:
-    """Removes a temporary file, or a temporary folder with the files in it."""
+def _opened_folder(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _remove(path: str, fd: int = -1) -> None:
+    """Removes a temporary file, or a temporary folder with the files in it. fd: it, where it is open; else it is opened."""
     try:
-        _unlink(path)
+        _unlink(path, fd)
     except OSError:
         return  # someone else was quicker, or the folder became read-only: the next run sweeps
     except BaseException:  # a signal: first what was begun
         with suppress(OSError):
-            _unlink(path)
+            _unlink(path, fd)
         raise
 
 
-def _unlink(path: str) -> None:
-    if not os.path.isdir(path) or os.path.islink(path):
+def _unlink(path: str, fd: int) -> None:
+    """Whatever else somebody puts under the name meanwhile, a link to a folder of ours, say: only what is open is emptied."""
+    if fd >= 0 and not os.path.samestat(os.lstat(path), os.fstat(fd)):
+        return
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
         os.unlink(path)
         return
-    for name in os.listdir(path):
-        with suppress(FileNotFoundError):  # two runs remove the same folder: neither may stop half-way
-            os.unlink(os.path.join(path, name))
+    folder = fd if fd >= 0 else _opened_folder(path)
+    try:
+        for name in os.listdir(folder):
+            with suppress(FileNotFoundError):  # two runs remove the same folder: neither may stop half-way
+                os.unlink(name, dir_fd=folder)
+    finally:
+        if folder != fd:
+            _close(folder)
     os.rmdir(path)
 
 

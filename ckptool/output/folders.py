@@ -13,8 +13,9 @@ import stat
 from collections.abc import Callable, Collection, Iterable
 
 from ckptool.checkpoint import Note, Plan
-from ckptool.errors import Conflict, FileProblem, OutputExists, listed, printable
+from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed, printable
 from ckptool.files import Input, file_problem, refused_place, unchanged
+from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import _system_call, reserve
 from ckptool.output.durable import (
     _check_space,
@@ -60,7 +61,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
         raise file_problem(error, path, "write") from error
     if held and not overwrite:
         raise OutputExists(
-            f"the folder {printable(path)} exists already, with {len(held):,} files in it",
+            f"the folder {printable(path)} exists already, with {counted(len(held), 'file')} in it",
             "It was left as it is.",
             "Replace it: -f, or choose another name.",
         )
@@ -119,19 +120,22 @@ def replace_folder(
     try:
         _check_space(plan.nbytes, os.path.dirname(real), real)
         temporary, fd = _temporary_for(real, _new_folder)
+        lost = keep_attributes(real, fd)
         with unchanged(*inputs):
-            _write_files(plan, temporary, progress)
+            lost += _write_files(plan, fd, real, progress)
             _sync(fd)
             if verify is not None:
                 verify(temporary)
         old = _commit(temporary, real, allowed, overwrite, fd)
         temporary = ""
-        return _sync_folder(real)
+        return (*attribute_notes(real, lost), *_sync_folder(real))
     except OSError as error:
         raise write_problem(error, target) from error
     finally:
-        if gone := temporary or old:
-            _remove(gone)
+        if temporary:
+            _remove(temporary, fd)
+        elif old:
+            _remove(old)
         _close(fd)
 
 
@@ -139,26 +143,31 @@ def _new_folder(path: str) -> int:
     """A new folder, open. Unlike a file it is made before it is opened; `FileExistsError` where another run swept it in between."""
     os.mkdir(path)
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise FileExistsError(errno.EEXIST, "swept before it was locked", path) from None
 
 
-def _write_files(plan: Plan, folder: str, progress: Progress | None) -> None:
-    """All files of the plan, each synced; the bytes written are counted over all of them."""
-    before, checks = 0, plan.checks
+def _write_files(plan: Plan, folder: int, old: str, progress: Progress | None) -> list[str]:
+    """Writes all files of the plan, each synced, into an open folder; the bytes written are counted over all of them.
+
+    old: the folder that is replaced. Returns what could not be kept of the files in it.
+    """
+    before, checks, lost = 0, plan.checks, []
     for name, segments in plan.files.items():
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise AssertionError(f"{name!r} is not the name of a file")
         size = sum(segment.length for segment in segments)
-        fd = _new_file(os.path.join(folder, name))
+        fd = _new_file(name, folder)
         try:
+            lost += keep_attributes(os.path.join(old, name), fd)
             reserve(fd, size)
             Sink(fd, 0, size, _counted(progress, before, plan.nbytes)).write(segments, checks)
             settle(fd)
         finally:
             _close(fd)
         before, checks = before + size, []
+    return lost
 
 
 def _counted(progress: Progress | None, before: int, total: int) -> Progress | None:

@@ -31,6 +31,7 @@ from ckptool.errors import (
     Truncated,
     UnsafeObject,
     Unsupported,
+    counted,
     listed,
     printable,
 )
@@ -208,7 +209,10 @@ def _notes(little_endian: bool, left: int, tables: _Tables) -> list[Note]:
     if left:
         notes.append(Note("trailing-bytes", f"{left:,} bytes after the last storage are used by nothing", COMPACT))
     if tables.alone:
-        what = f"{len(tables.alone):,} views of storages stand by themselves; each is read as a storage of its own"
+        alone = counted(
+            len(tables.alone), "view of a storage stands by itself", "views of storages stand by themselves"
+        )
+        what = f"{alone}; each is read as a storage of its own"
         notes.append(Note("views-apart", what))
     return notes
 
@@ -218,7 +222,7 @@ def source_notes(sources: dict[str, dict[str, str | None]]) -> list[Note]:
     if not sources:
         return []
     what = "the source text of {} is in the file: shown by inspect --json, never run, and not kept in what is written"
-    count = f"{len(sources):,} classes" if len(sources) > 1 else "a class"
+    count = f"{counted(len(sources), 'class', 'classes')}" if len(sources) > 1 else "a class"
     return [Note("class-source", what.format(count))]
 
 
@@ -375,7 +379,7 @@ class _Tables:
             self.order = orders[0]
         if not orders or (self.order and self.order not in orders) or (self.order == "big" and self.little_endian):
             raise Corrupt(
-                f"the storage {printable(key[:80])} should have {root.numel:,} elements; "
+                f"the storage {printable(key[:80])} should have {counted(root.numel, 'element')}; "
                 f"the data says {int.from_bytes(header, self.order or 'little', signed=True):,}",
                 "Two programs wrote to the file, or it was damaged.",
             )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
-from ckptool.errors import LimitExceeded, Unsupported
+from ckptool.errors import LimitExceeded, Unsupported, counted
 from ckptool.nodes import ByteString, Global, Set
 from ckptool.pickles.maker import Maker
 from ckptool.pickles.tape import FRAME_END, Tape
@@ -158,7 +158,8 @@ class Machine:
                 tape.at = pos
                 if marks or len(stack) != 1:
                     raise tape.corrupt(
-                        pos, f"{len(stack) + sum(map(len, marks)):,} values are left on the stack instead of one"
+                        pos,
+                        f"{counted(len(stack) + sum(map(len, marks)), 'value is', 'values are')} left on the stack instead of one",
                     )
                 return stack[0]
             elif op == 0x93:  # STACK_GLOBAL
@@ -262,7 +263,7 @@ class Machine:
                 raise tape.corrupt(pos, f"0x{op:02x} is not a pickle opcode")
         tape.at = pos
         raise LimitExceeded(
-            f"more than {self.limit:,} opcodes",
+            f"more than {counted(self.limit, 'opcode')}",
             "A pickle this long cannot come from a file of this size; it is built to exhaust its reader.",
         )
 

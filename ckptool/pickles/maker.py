@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.errors import CkptoolError, Conflict, LimitExceeded, UnsafeObject, printable
+from ckptool.errors import CkptoolError, Conflict, LimitExceeded, UnsafeObject, counted, printable
 from ckptool.nodes import (
     MISSING,
     Global,
@@ -114,7 +114,7 @@ class Maker:
             if self.hashed > self.limit:
                 self.tape.at = pos
                 raise LimitExceeded(
-                    f"dictionary keys of more than {self.limit:,} parts", "Hashing them could take for ever."
+                    f"dictionary keys of more than {counted(self.limit, 'part')}", "Hashing them could take for ever."
                 )
             for part in key:
                 self._check_key(part, pos, depth + 1)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckptool.checkpoint import Blob, Composite, Computed, Data
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted
 from ckptool.gather import subrange
 from ckptool.nodes import structural_parts
 from ckptool.pickles.decode import Decoded
@@ -269,7 +269,10 @@ class _Lexer:
             raise self._corrupt(pos, f"a length of {size:,}")
         if kind == "integer" and size * 8 > MAX_INTEGER_BITS:
             raise self._error(
-                LimitExceeded, pos, f"an integer of {size * 8:,} bits", f"At most {MAX_INTEGER_BITS:,} are read."
+                LimitExceeded,
+                pos,
+                f"an integer of {counted(size * 8, 'bit')}",
+                f"At most {MAX_INTEGER_BITS:,} are read.",
             )
         self._check_room(pos, 1 + width + size)
         if size < LONG_VALUE or kind == "integer":

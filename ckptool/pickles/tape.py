@@ -9,7 +9,7 @@ import re
 from math import isinf
 from typing import Any
 
-from ckptool.errors import Corrupt, LimitExceeded, Truncated, printable
+from ckptool.errors import Corrupt, LimitExceeded, Truncated, counted, printable
 from ckptool.pickles.texts import MAX_STRING, python2_text, python2_unescaped
 
 MAX_INTEGER_BITS = 4_096
@@ -96,7 +96,7 @@ class Tape:
         """A little-endian integer of so many bytes."""
         if size * 8 > MAX_INTEGER_BITS:
             self.at = pos
-            raise LimitExceeded(f"an integer of {size * 8:,} bits", f"At most {MAX_INTEGER_BITS:,} are read.")
+            raise LimitExceeded(f"an integer of {counted(size * 8, 'bit')}", f"At most {MAX_INTEGER_BITS:,} are read.")
         return int.from_bytes(self.take(pos, size), "little", signed=True)
 
     def raw_line(self, pos: int) -> tuple[bytes, int]:
@@ -135,7 +135,7 @@ class Tape:
     def number(self, line: str, pos: int) -> int:
         """The integer that a line spells."""
         if len(line) > MAX_INTEGER_BITS // 4:
-            raise self.corrupt(pos, f"an integer of {len(line):,} digits")
+            raise self.corrupt(pos, f"an integer of {counted(len(line), 'digit')}")
         if _NUMBER.fullmatch(line) is None:
             raise self.corrupt(pos, f"{printable(line[:40])!r} where a number should be")
         return int(line)

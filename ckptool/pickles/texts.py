@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.checkpoint import Blob, Note
 from ckptool.commands import FILE, OUT, command
-from ckptool.errors import Corrupt, LimitExceeded, printable
+from ckptool.errors import Corrupt, LimitExceeded, counted, form, printable
 from ckptool.nodes import ByteString, Global
 
 MAX_STRING = 64 << 20
@@ -92,7 +92,10 @@ def python2_notes(count: int) -> list[Note]:
     """What to say about so many texts of Python 2 that are not UTF-8."""
     if not count:
         return []
-    what = f"{count:,} texts of Python 2 are not UTF-8: keys among them were read as latin-1, values are kept as bytes"
+    what = (
+        f"{counted(count, 'text')} of Python 2 {form(count, 'is', 'are')} not UTF-8: keys among them "
+        f"were read as latin-1, values are kept as bytes"
+    )
     return [Note("python2-text", what)]
 
 

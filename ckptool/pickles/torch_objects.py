@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Literal, Storage, StorageRef, TensorEntry
 from ckptool.dtypes import BY_STORAGE, BY_TORCH, DType
-from ckptool.errors import BadTensor
+from ckptool.errors import BadTensor, counted
 from ckptool.nodes import Global, Object, OrderedDict
 from ckptool.pickles.builders import PerPickle
 from ckptool.pickles.invariants import check_compressed, check_coordinates, check_quantization
@@ -79,9 +79,9 @@ def check_view(storage: Storage, dtype: DType, shape: Any, stride: Any, offset: 
     if type(shape) is not tuple or type(stride) is not tuple or type(offset) is not int:
         raise BadTensor("a tensor whose sizes, strides or offset are not numbers", _DAMAGED)
     if len(shape) != len(stride):
-        raise BadTensor(f"a tensor with {len(shape)} sizes but {len(stride)} strides", _DAMAGED)
+        raise BadTensor(f"a tensor with {counted(len(shape), 'size')} but {counted(len(stride), 'stride')}", _DAMAGED)
     if len(shape) > MAX_RANK:
-        raise BadTensor(f"a tensor with {len(shape)} dimensions; torch allows {MAX_RANK}", _DAMAGED)
+        raise BadTensor(f"a tensor with {counted(len(shape), 'dimension')}; torch allows {MAX_RANK}", _DAMAGED)
     last, empty, count = offset, False, 1
     for size, step in zip(shape, stride, strict=True):
         if type(size) is not int or type(step) is not int or not (0 <= size <= MOST and 0 <= step <= MOST):

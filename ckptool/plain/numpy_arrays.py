@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 from ckptool.checkpoint import LongBytes
-from ckptool.errors import Corrupt, Unsupported, printable
+from ckptool.errors import Corrupt, Unsupported, counted, printable
 from ckptool.nodes import MISSING, Object
 from ckptool.plain.names import canonical
 
@@ -38,7 +38,7 @@ class ArrayType:
 
     def __str__(self) -> str:
         if self.fields:
-            return f"record of {len(self.fields)} fields"
+            return f"record of {counted(len(self.fields), 'field')}"
         unit = f"[{self.unit[1] if self.unit[1] != 1 else ''}{self.unit[0]}]" if self.unit else ""
         return f"{'>' if self.order == '>' and self.itemsize > 1 else ''}{_OUR_NAMES.get(self.code, self.code)}{unit}"
 

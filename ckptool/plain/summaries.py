@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
-from ckptool.errors import printable
+from ckptool.errors import counted, printable
 from ckptool.nodes import ByteString, Global, Object, Set
 from ckptool.pickles.known import is_torch_name
 from ckptool.plain.names import shown
@@ -28,7 +28,7 @@ def _summary(value: Any, width: int) -> str:
     if value is None or isinstance(value, (bool, float, complex)):
         return str(value)
     if isinstance(value, int):
-        return str(value) if value.bit_length() < 1024 else f"integer of {value.bit_length():,} bits"
+        return str(value) if value.bit_length() < 1024 else f"integer of {counted(value.bit_length(), 'bit')}"
     if isinstance(value, (dict, list, tuple, Set)):
         return _container(value, width)
     if isinstance(value, Object):

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, TensorEntry
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.plain import to_json
 from ckptool.prefixes import without_wrappers
 from ckptool.render.json import Json, finite, path_json, type_name
-from ckptool.render.style import PLAIN, Style, columns, counted, number
+from ckptool.render.style import PLAIN, Style, columns, number
 from ckptool.render.text import WHOLE, tensor_text, value_text
 from ckptool.tree import Path, address
 

@@ -7,10 +7,10 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.errors import printable
+from ckptool.errors import counted, printable
 from ckptool.render.inspection import branch_detail, overview
 from ckptool.render.outline import Branch
-from ckptool.render.style import counted, size
+from ckptool.render.style import size
 from ckptool.render.text import notes_text
 from ckptool.reports.listing import Listing, listing
 from ckptool.reports.parts import Part, parts

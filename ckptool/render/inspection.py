@@ -8,12 +8,12 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.nodes import Object
 from ckptool.plain import to_json, to_jsons
 from ckptool.render.json import Json, finite, notes_json, part_json, path_json, tensor_json, type_name
 from ckptool.render.outline import SHOWN, Branch, outline
-from ckptool.render.style import BAR, PLAIN, Style, bar, columns, counted, number, short, size
+from ckptool.render.style import BAR, PLAIN, Style, bar, columns, number, short, size
 from ckptool.render.text import WHOLE, notes_text, tensor_text, value_text
 from ckptool.reports.listing import EntryRow, Listing, TensorRow
 from ckptool.reports.parts import Part, like_others, parts
@@ -154,7 +154,11 @@ def root_detail(part: Part) -> str:
     root = part.root
     if root.kind == PLAIN_VALUES and not (part.rows and isinstance(root.node, (dict, list, tuple, Object))):
         return value_text(root.node, 100)
-    facts = [counted(len(part.rows), "tensor"), f"{short(part.elements)} elements", " + ".join(part.dtypes[:3])]
+    facts = [
+        counted(len(part.rows), "tensor"),
+        counted(part.elements, "element", shown=short),
+        " + ".join(part.dtypes[:3]),
+    ]
     facts += [printable(listed(part.locations, 3))] if part.locations and part.locations != ("cpu",) else []
     what = root.detail or (root.kind if root.kind != PLAIN_VALUES else _kind(root.node))
     return f"{what}: {', '.join(facts)}" if part.rows else what
@@ -243,7 +247,7 @@ def _everything(listing: Listing, divided: Sequence[Part], order: str, style: St
         (printable(row.address) or WHOLE, value_text(row.value)) for row in _sorted_entries(listing.entries, order)
     ]
     blocks += ["\n".join([style.bold("entries"), *columns(entries)])] if entries else []
-    blocks += [f"… and {listing.unlisted:,} more entries"] if listing.unlisted else []
+    blocks += [f"… and {counted(listing.unlisted, 'more entry', 'more entries')}"] if listing.unlisted else []
     return "\n\n".join(blocks)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ckptool.errors import printable
+from ckptool.errors import counted, printable
 from ckptool.render.json import Json
 from ckptool.render.style import PLAIN, Style
 
@@ -20,13 +20,16 @@ def proof_text(found: Proof, *, style: Style = PLAIN) -> str:
     resumed = ", ".join("the beginning" if kill.resumed is None else str(kill.resumed) for kill in found.kills)
     rows = [("processes", f"{found.processes}, which train together (ddp)")] if found.processes > 1 else []
     rows += [
-        ("reference", f"{found.steps} steps  sha256 {found.reference[:8]}…"),
+        ("reference", f"{counted(found.steps, 'step')}  sha256 {found.reference[:8]}…"),
         ("killed at", kills or "it ended before it could be killed"),
         ("resumed from", resumed or "nothing"),
-        ("result", f"{found.steps} steps  sha256 {found.result[:8]}…   {'identical file' if same else 'another file'}"),
+        (
+            "result",
+            f"{counted(found.steps, 'step')}  sha256 {found.result[:8]}…   {'identical file' if same else 'another file'}",
+        ),
     ]
     if found.events is not None:
-        rows.append(("every event", f"{found.events} kills, each ended with the same bytes"))
+        rows.append(("every event", f"{counted(found.events, 'kill')}, each ended with the same bytes"))
     for part, differs in found.without.items():
         if differs is not None:
             words = "differs (so it is needed)" if differs else "ends the same: it is saved, but has no effect"

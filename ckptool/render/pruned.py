@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptool.errors import printable
+from ckptool.errors import counted, printable
 from ckptool.render.json import Json
-from ckptool.render.style import PLAIN, Style, columns, counted, size
+from ckptool.render.style import PLAIN, Style, columns, size
 
 if TYPE_CHECKING:
     from ckptool.verbs.prune import Pruned

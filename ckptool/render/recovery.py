@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.render.json import Json, notes_json
-from ckptool.render.style import PLAIN, Style, columns, counted, size
+from ckptool.render.style import PLAIN, Style, columns, size
 from ckptool.render.text import notes_text
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ckptool.errors import printable, quoted
+from ckptool.errors import counted, printable, quoted
 from ckptool.render.json import Json, finite
-from ckptool.render.style import PLAIN, Style, columns, counted, size
+from ckptool.render.style import PLAIN, Style, columns, size
 
 if TYPE_CHECKING:
     from ckptool.verbs.inspect_run import RunCheckpoint, RunReport

@@ -7,9 +7,9 @@ import time
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.render.json import Json, part_json
-from ckptool.render.style import PLAIN, Style, columns, counted, size
+from ckptool.render.style import PLAIN, Style, columns, size
 from ckptool.reports.scan import MEMBER
 
 if TYPE_CHECKING:
@@ -71,7 +71,13 @@ def _table(found: Scan, style: Style) -> list[str]:
     now = time.time()
     rows = [("file", "state", "step", "epoch", "size", "age", "what")]
     for file in found.files:
-        whole = [file.part.label] if file.part else [f"{file.members + 1:,} members"] if file.members else []
+        whole = (
+            [file.part.label]
+            if file.part
+            else [f"{file.members:,} of {counted(file.members, 'member')}"]
+            if file.members
+            else []
+        )
         about = ", ".join((*whole, *file.holds, *file.notes)) if file.is_good else file.problem
         rows.append(
             (
@@ -124,7 +130,7 @@ def _file_text(file: ScannedFile, style: Style) -> str:
 
 def _places(call: Call) -> str:
     shown = listed([printable(place) or "the top" for place in call.places], 3)
-    return f"at {shown}" + (f" ({call.count:,} times)" if call.count > len(call.places) else "")
+    return f"at {shown}" + (f" ({counted(call.count, 'time')})" if call.count > len(call.places) else "")
 
 
 # JSON ----------------------------------------------------------------------------------------------------------------
@@ -150,7 +156,7 @@ def _file_json(file: ScannedFile) -> Json:
         "state": file.state,
         "problem": file.problem or None,
         "part": part_json(file.part),
-        "members": file.members,
+        "members": file.members or None,
         "container": file.container or None,
         "step": file.step,
         "epoch": file.epoch,

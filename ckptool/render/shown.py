@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, TensorEntry
-from ckptool.errors import printable
+from ckptool.errors import counted, printable
 from ckptool.nodes import Object, Set
 from ckptool.plain import to_json
 from ckptool.render.json import Json, finite, tensor_json, type_name
@@ -78,7 +78,7 @@ def _value_lines(value: Any, limit: int | None) -> Iterable[str]:
 def _entry_text(value: Any, limit: int | None) -> str:
     """A value below the one that is shown; of a text of many lines (a program) only how many, unless everything was asked for."""
     if isinstance(value, str) and limit is not None and value.count("\n") > 3:
-        return f"a text of {value.count(chr(10)):,} lines"
+        return f"a text of {counted(value.count(chr(10)), 'line')}"
     return value_text(value, None if limit is None else WIDEST)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptool.errors import printable
+from ckptool.errors import counted, printable
 from ckptool.render.json import Json, dumps
-from ckptool.render.style import PLAIN, Style, counted, short
+from ckptool.render.style import PLAIN, Style, short
 from ckptool.reports.spec import spec_of
 from ckptool.reports.targets import BUFFER, PARAMETER, tie_groups
 
@@ -24,7 +24,11 @@ def spec_text(found: Spec, *, style: Style = PLAIN) -> str:
         if any(e.kind == kind for e in unique)
     ]
     ties = tie_groups(target.tensors.values())
-    facts = [f"{counted(len(target.tensors), 'name')}", *kinds, f"{short(sum(e.numel for e in unique))} values"]
+    facts = [
+        f"{counted(len(target.tensors), 'name')}",
+        *kinds,
+        counted(sum(e.numel for e in unique), "value", shown=short),
+    ]
     facts += [f"{counted(len(ties), 'tied tensor')}"] if ties else []
     lines = [f"{style.bold(printable(target.name))}: {', '.join(facts)}"]
     lines += [f"  {style.dim(printable(remark))}" for remark in target.remarks]

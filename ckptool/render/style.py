@@ -72,11 +72,6 @@ def _three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def counted(count: int, word: str, plural: str = "") -> str:
-    """`1 tensor`, `62 tensors`."""
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {plural or word + 's'}"
-
-
 def bar(part: int, whole: int, width: int = BAR) -> str:
     """A bar as long as `part` is of `whole`, in eighths of a character."""
     eighths = round(part * width * 8 / whole) if whole else 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from ckptool.errors import printable, quoted
+from ckptool.errors import counted, printable, quoted
 from ckptool.render.json import Json, finite
-from ckptool.render.style import PLAIN, Style, counted, short, size
+from ckptool.render.style import PLAIN, Style, short, size
 
 
 def training_text(found: Any, *, style: Style = PLAIN) -> str:
@@ -22,14 +22,19 @@ def training_text(found: Any, *, style: Style = PLAIN) -> str:
 
 
 def _rehearsal(found: Any, style: Style) -> str:
-    models = ", ".join(f"{printable(name)} {short(count)} parameters" for name, count in found.parameters.items())
+    models = ", ".join(
+        f"{printable(name)} {counted(count, 'parameter', shown=short)}" for name, count in found.parameters.items()
+    )
     kept = size(found.activations)
     if found.without:
         kept += f", {size(found.without)} without activation checkpointing ({1 - found.activations / found.without:.0%} saved)"
     lines = [
         f"{style.green('it runs')}: one step, saved, loaded again, the same to the last bit; nothing was left behind",
         f"  models        {models}, on {found.device}",
-        f"  data          {found.train_samples:,} samples to train on, {found.val_samples:,} held out; {found.steps:,} steps",
+        (
+            f"  data          {counted(found.train_samples, 'sample')} to train on, {found.val_samples:,} held out; "
+            f"{counted(found.steps, 'step')}"
+        ),
         f"  step          {found.step_seconds:.3f} s (the first, with all set-up), loss {found.loss:.5g}",
         f"  checkpoint    {size(found.checkpoint_bytes)} in {found.save_seconds:.3f} s",
         f"  activations   {kept}",

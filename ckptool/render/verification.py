@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptool.errors import listed, printable, quoted
+from ckptool.errors import counted, listed, printable, quoted
 from ckptool.render.json import Json, notes_json, part_json
-from ckptool.render.style import PLAIN, Style, columns, counted, short, size
+from ckptool.render.style import PLAIN, Style, columns, short, size
 from ckptool.render.text import WHOLE, notes_text
 from ckptool.reports.verification import ALL, NONE
 
@@ -28,7 +28,7 @@ def verification_text(found: Verification, *, digests: bool = False, style: Styl
     for group in list(groups.values())[:SHOWN]:
         lines += _problem_lines(group, style)
     if len(groups) > SHOWN:
-        lines.append(f"  … {len(groups) - SHOWN:,} more problems (--json lists them)")
+        lines.append(f"  … {counted(len(groups) - SHOWN, 'more problem')} (--json lists them)")
     lines += _values(found, style)
     lines += _kept(found, style)
     if digests and found.digests is not None:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import printable
+from ckptool.errors import counted, form, printable
 from ckptool.keygroups import grouped
 from ckptool.render.json import Json, finite, notes_json
-from ckptool.render.style import PLAIN, Style, counted, short, size
+from ckptool.render.style import PLAIN, Style, short, size
 from ckptool.reports.targets import BUFFER
 from ckptool.reports.warm_start import AS_IT_IS, percent
 
@@ -29,7 +29,7 @@ def warm_start_text(report: LoadReport, *, style: Style = PLAIN) -> str:
         lines.append(f"{style.bold(what)} {count:,}")
         shown = told if style.width is None else told[:_LINES]
         lines += [style.fit(f"  {line}") for line in shown]
-        lines += [style.dim(f"  … {len(told) - len(shown):,} more lines")] if len(shown) < len(told) else []
+        lines += [style.dim(f"  … {counted(len(told) - len(shown), 'more line')}")] if len(shown) < len(told) else []
     lines += [f"{style.dim(note.code)}: {printable(note.message)}" for note in report.normalised]
     lines += _suggestions(report, style)
     lines += _optimizer(report)
@@ -38,8 +38,8 @@ def warm_start_text(report: LoadReport, *, style: Style = PLAIN) -> str:
 
 
 def _head(report: LoadReport, style: Style) -> str:
-    share = f"{percent(report.share)} of {short(report.total)} values"
-    names = f"{len(report.loaded) + len(report.tied):,} of {_names(report):,} names"
+    share = f"{percent(report.share)} of {counted(report.total, 'value', shown=short)}"
+    names = f"{len(report.loaded) + len(report.tied):,} of {counted(_names(report), 'name')}"
     colour = style.green if report.accepted else style.red
     place = f"#{printable(report.root)}" if report.root else ""
     sides = f"{style.bold(printable(report.source) + place)} into {style.bold(printable(report.target))}"
@@ -128,7 +128,13 @@ def _suggestions(report: LoadReport, style: Style) -> list[str]:
     lines = [style.bold("perhaps")]
     for suggestion in report.suggestions:
         lines += [f"  {style.cyan('--rename ' + _quoted(rule))}" for rule in suggestion.rules]
-        told = [f"{suggestion.agree:,} of {suggestion.total:,} shapes agree"] if suggestion.rules else []
+        told = (
+            [
+                f"{suggestion.agree:,} of {counted(suggestion.total, 'shape')} {form(suggestion.agree, 'agrees', 'agree')}"
+            ]
+            if suggestion.rules
+            else []
+        )
         told += [printable(suggestion.why)] if suggestion.why else []
         told += [] if suggestion.unambiguous or not suggestion.rules else ["ambiguous: look before you use it"]
         lines.append(("    " if suggestion.rules else "  ") + "; ".join(told))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.commands import FILE, OUT, OUT_PT, Advice, Command, command
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.nodes import OrderedDict
 from ckptool.prefixes import COUNTER, without_wrappers, wrappers
 from ckptool.reports.findings import Finding, Found
@@ -208,7 +208,7 @@ def _keys_differ(missing: Sequence[str], extra: Sequence[str], target: Target, w
         for word, names in (("missing", missing), ("unexpected", extra))
         if names
     ]
-    what = f"of {len(target.tensors):,} keys of {printable(target.name)} {' and '.join(parts)}"
+    what = f"of {counted(len(target.tensors), 'key')} of {printable(target.name)} {' and '.join(parts)}"
     if way.fit.matched <= len(way.fit.shapes):
         return Finding(
             "keys-differ", what, _SAYS, advice="No tensor of the file fits the model: it is of another one."

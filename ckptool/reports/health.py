@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Chain, Command, command
 from ckptool.errors import CkptoolError, listed, printable
+from ckptool.formats.members import MEMBERS
 from ckptool.formats.parts import CODE as PART
 from ckptool.prefixes import wrappers
 from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
@@ -19,7 +20,8 @@ from ckptool.reports.layouts import mains, of_layout
 from ckptool.reports.listing import Listing
 from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target
-from ckptool.roots import kinds_of
+from ckptool.roots import Root, kinds_of
+from ckptool.transforms.export import packed
 from ckptool.tree import address
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
@@ -41,6 +43,14 @@ class Diagnosis:
     def loads(self) -> bool:
         """True if nothing was found that would keep it from loading."""
         return not any(finding.blocks for finding in self.findings)
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What `torch.load(weights_only=True)` refuses in a checkpoint, in words. lossy: plain values in its place would lose tensors."""
+
+    refused: tuple[str, ...]
+    lossy: bool
 
 
 # From an error text --------------------------------------------------------------------------------------------------
@@ -126,29 +136,31 @@ def of_checkpoint(
     checkpoint: Checkpoint,
     found: Listing,
     file: str,
-    refused: Sequence[str],
+    values: Values,
     against: Target | None = None,
 ) -> Diagnosis:
-    """What keeps an opened checkpoint from loading. found: its listing.  refused: what `weights_only` would refuse in it, in words.
+    """What keeps an opened checkpoint from loading. found: its listing.  values: what in it `weights_only` refuses.
 
     against: the model that it is for.
     """
     chain = Chain(file, address(checkpoint.base))
     candidates = mains(found)
     chosen = best_root(candidates, against) if against is not None else None
+    taken = _module_taken(found, chosen, values)
     way = find_way(chosen, against) if chosen is not None and against is not None else None
     findings = [
-        *_of_container(found, file, bool(refused)),
-        *_of_values(refused, found),
+        *_of_container(found, file, values),
+        *_of_values(values, found, taken),
         *_of_notes(found.notes, way),
         *(_of_modules(found) if way is None or way.unwraps else ()),
-        *of_layout(found, chosen, alone=against is None),
+        *of_layout(found, chosen, against is None, taken),
         *(of_target(chosen, against, way) if chosen is not None and against is not None and way is not None else ()),
     ]
     if found.part is not None:  # no verb that writes takes a part, so none of those mends it
         findings = [(each, fixes if each.code == PART else ()) for each, fixes in findings if each.code != "folder"]
     unread = str(command("verify", file))
-    filled = tuple(_filled(finding, fixes, chain) for finding, fixes in _ordered(findings))
+    ordered = _ordered(findings, found.container != "torch-zip")
+    filled = tuple(_filled(finding, fixes, chain) for finding, fixes in ordered)
     return Diagnosis(file, _is_a(found), filled, unread)
 
 
@@ -171,15 +183,21 @@ _ORDER = (
 _STAGES = {code: stage for stage, codes in enumerate(_ORDER) for code in codes.split()}
 
 
-def _ordered(findings: Iterable[Found]) -> list[Found]:
-    """In the order in which things are done; commands of later findings work on what the earlier ones wrote, and none is there twice."""
+def _ordered(findings: Iterable[Found], anew: bool) -> list[Found]:
+    """In the order in which things are done; commands of later findings work on what the earlier ones wrote, and none is there twice.
+
+    anew: whatever is written is a new file in another container, so that to write it once more mends nothing.
+    """
+    compact = command("convert", FILE, out=OUT)
     ordered, seen = (
         sorted(findings, key=lambda found: _STAGES.get(found[0].code, len(_ORDER))),
         set[tuple[Command, ...]](),
     )
     told: list[Found] = []
     for finding, fixes in ordered:
-        if not fixes or fixes not in seen:
+        if fixes not in seen and anew and fixes == (compact,) and any(before[-1].writes for before in seen if before):
+            told.append((replace(finding, advice="What the commands above write is mended in this as well."), ()))
+        elif not fixes or fixes not in seen:
             told.append((finding, fixes))
         elif not any(finding.code == other.code for other, _ in told):
             told.append((replace(finding, advice="The same command mends it."), ()))
@@ -192,7 +210,7 @@ def _is_a(found: Listing) -> str:
     return f"a {found.container} checkpoint" + (f" with {listed(parts)}" if parts else "")
 
 
-def _of_container(found: Listing, file: str, values: bool) -> Iterator[Found]:
+def _of_container(found: Listing, file: str, values: Values) -> Iterator[Found]:
     suffix = os.path.splitext(file)[1].lower()
     convert = command("convert", FILE, out=OUT)
     kind = found.container
@@ -220,7 +238,7 @@ def _of_container(found: Listing, file: str, values: bool) -> Iterator[Found]:
         yield Finding("torchscript", "it is a program with its tensors, not a state dict", says, advice=advice), fixes
     elif kind == "torch-tar":
         says = "Cannot use ``weights_only=True`` with files saved in the legacy .tar format."
-        yield Finding("legacy-tar", "it was saved by a torch before 0.1.10", says), (convert,)
+        yield Finding("legacy-tar", "it was saved by a torch before 0.1.10", says), _to_plain_file(values)
     elif kind == "torch-legacy":
         says = "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`"
         yield (
@@ -239,27 +257,55 @@ def _of_container(found: Listing, file: str, values: bool) -> Iterator[Found]:
         )
     elif kind == "pickle":
         says = "Invalid magic number; corrupt file? or: Unsupported operand 149"
-        plain = command("convert", FILE, weights_only=True, out=OUT_PT)
         finding = Finding("bare-pickle", "it is a bare pickle, which torch.load does not read", says)
-        yield finding, (plain if values else _to_file(),)
+        yield finding, _to_plain_file(values)
 
 
 def _to_weights() -> Command:
     return command("convert", FILE, out=OUT_SAFETENSORS)
 
 
+def _to_plain_file(values: Values) -> tuple[Command, ...]:
+    """The command that writes a torch file of it, where that loses nothing."""
+    if not values.refused:
+        return (_to_file(),)
+    return () if values.lossy else (command("convert", FILE, weights_only=True, out=OUT_PT),)
+
+
 def _to_file() -> Command:
     return command("convert", FILE, out=OUT_PT)
 
 
-def _of_values(refused: Sequence[str], found: Listing) -> Iterator[Found]:
-    if not refused or found.container in ("pickle", "torchscript", "torch-tar"):
+def _module_taken(found: Listing, chosen: Root | None, values: Values) -> Root | None:
+    """The whole module whose state dict alone is written, because with plain values in place of it tensors would be lost."""
+    root = chosen or next(iter(mains(found)), None)
+    lossy = values.lossy and found.container not in ("pickle", "torchscript", "torch-tar")
+    return root if lossy and root is not None and root.module is not None and not packed(root) else None
+
+
+def _of_values(values: Values, found: Listing, taken: Root | None) -> Iterator[Found]:
+    if not values.refused or found.container in ("pickle", "torchscript", "torch-tar"):
         return
     whole = any(root.module is not None for root in found.roots)
     holds = "a whole model, pickled with its class, which" if whole else "values that"
-    what = f"it holds {holds} weights_only refuses: {listed(refused, 4)}"
+    what = f"it holds {holds} weights_only refuses: {listed(values.refused, 4)}"
     says = "Weights only load failed … Unsupported global; with weights_only=False: No module named …"
-    yield Finding("unsafe-global", what, says), (command("convert", FILE, weights_only=True, out=OUT),)
+    if taken is not None:
+        alone = command("convert", FILE / (address(taken.path) or "/"), out=OUT_PT)
+        yield (
+            Finding(
+                "unsafe-global",
+                what,
+                says,
+                advice="It takes the state dict of the model alone, and lists what it leaves.",
+            ),
+            (alone,),
+        )
+    elif values.lossy:
+        advice = "Plain values would lose tensors, so no command is offered: load it where these classes are installed, if you trust it."
+        yield Finding("unsafe-global", what, says, advice=advice), ()
+    else:
+        yield Finding("unsafe-global", what, says), (command("convert", FILE, weights_only=True, out=OUT),)
 
 
 _NOTES = {
@@ -281,7 +327,11 @@ def _of_notes(notes: Iterable[Note], way: Way | None) -> Iterator[Found]:
     seen: set[str] = set()
     for note in notes:
         wrapped = note.code in ("prefix-module", "prefix-compiled")
-        if note.code == "unsafe-global" or note.code in seen or (wrapped and way is not None and not way.unwraps):
+        if (
+            note.code in ("unsafe-global", MEMBERS)
+            or note.code in seen
+            or (wrapped and way is not None and not way.unwraps)
+        ):
             continue  # said among the values
         seen.add(note.code)
         if note.code == "ties-recorded":

@@ -8,7 +8,7 @@ from typing import Any
 from ckptool.arrays import array_tensor
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
 from ckptool.commands import FILE, OUT, Advice, command
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.nodes import Object
 from ckptool.plain import Array, expand
 from ckptool.prefixes import COUNTER, wrappers
@@ -32,8 +32,11 @@ def mains(found: Listing) -> list[Root]:
     return [root for root in models if root.kind == WEIGHTS] or models
 
 
-def of_layout(found: Listing, chosen: Root | None, alone: bool) -> Iterator[Found]:
-    """What `load_state_dict` would say of the top. chosen: the weights that the model fits best, where it is known.  alone: it is not."""
+def of_layout(found: Listing, chosen: Root | None, alone: bool, taken: Root | None) -> Iterator[Found]:
+    """What `load_state_dict` would say of the top. chosen: the weights that the model fits best, where it is known.  alone: it is not.
+
+    taken: the set of weights that an earlier command has written alone.
+    """
     if found.container == "torchscript":
         return
     yield from _unnamed(found)
@@ -44,7 +47,8 @@ def of_layout(found: Listing, chosen: Root | None, alone: bool) -> Iterator[Foun
             yield from _no_weights(found)
         return
     if root.path:
-        yield _nested(found, root, [] if chosen is not None else candidates)
+        finding, fixes = _nested(found, root, [] if chosen is not None else candidates)
+        yield finding, (() if root is taken else fixes)
     if root.module is None:
         yield from _not_tensors(root)
         yield from _counter(root, alone)
@@ -64,7 +68,7 @@ def _nested(found: Listing, root: Root, candidates: Sequence[Root]) -> Found:
     says = f"Unexpected key(s) in state_dict: {first}"
     if len(candidates) > 1:
         names = listed([printable(each.address) for each in candidates], 4)
-        what = f"it holds {len(candidates):,} sets of weights, and a model takes one: {names}"
+        what = f"it holds {counted(len(candidates), 'set')} of weights, and a model takes one: {names}"
         return Finding("several-weights", what, says, False, advice=f"And so on for each. Or in Python: {python}"), (
             take,
         )
@@ -87,7 +91,7 @@ def _unnamed(found: Listing) -> Iterator[Found]:
     for path, node in _lists(found.tree):
         if _is_shadow(path):
             where = printable(address(path)) or "the file"
-            what = f"{where} is a list of {len(node):,} tensors without names"
+            what = f"{where} is a list of {counted(len(node), 'tensor')} without names"
             advice = "Which is which, only the order says: that of model.parameters() where an average was kept so. Copy them in Python."
             yield Finding("unnamed-weights", what, "Expected state_dict to be dict-like", False, advice=advice), ()
 
@@ -137,7 +141,8 @@ def _not_tensors(root: Root) -> Iterator[Found]:
     if not odd:
         return
     shown = listed([f"{printable(str(key))} ({_kind(value)})" for key, value in odd.items()], 3)
-    what = f"{len(odd):,} of the {len(root.node):,} entries of {printable(root.address) or 'the state dict'} are no tensors: {shown}"
+    entries = f"{counted(len(root.node), 'entry', 'entries')} of {printable(root.address) or 'the state dict'}"
+    what = f"{len(odd):,} of {entries} are no tensors: {shown}"
     says = "Unexpected key(s) in state_dict; or: While copying the parameter named …, expected torch.Tensor"
     droppable = [key for key in odd if type(key) is str and "." not in key and not _pattern_like(key)]
     if len(droppable) == len(odd):  # no module's parameter is called so
@@ -195,7 +200,7 @@ def _inner_prefix(found: Listing, root: Root) -> Iterator[Found]:
     whose = "an average" if averaged else "the LightningModule" if _is_lightning(found) else ""
     if whose and len(fronts) == 1 and all("." in name for name in bare):
         prefix = next(iter(fronts))
-        what = f"all {len(names):,} keys begin with {printable(prefix)}, the part of {whose} that is the model"
+        what = f"all {counted(len(names), 'key')} begin with {printable(prefix)}, the part of {whose} that is the model"
         says = f'Unexpected key(s) in state_dict: "{printable(prefix)}…"'
         yield (
             Finding("prefix", what, says, False, advice=advice),

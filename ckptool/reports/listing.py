@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, command
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, form, listed, printable
 from ckptool.files import Folder
 from ckptool.nodes import Object, Set
 from ckptool.prefixes import COUNTER, wrappers
@@ -185,7 +185,10 @@ def _optimizer_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
         if missing and groups:
             which = listed([printable(str(key)[:100]) for key in missing])
             where = printable(root.address) or "the file"
-            message = f"{where}: {len(missing):,} of {len(state):,} states belong to no parameter: {which}"
+            message = (
+                f"{where}: {len(missing):,} of {counted(len(state), 'state')} "
+                f"{form(len(missing), 'belongs', 'belong')} to no parameter: {which}"
+            )
             yield Note("optimizer-mismatch", message)
 
 
@@ -208,7 +211,7 @@ def _prefix_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
             continue
         having = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
         partial = partial or 0 < having < len(names)  # the command is one for all roots
-        where = f"{sum(kinds.values()):,} of {len(names):,} keys of {printable(root.address) or 'the file'}"
+        where = f"{sum(kinds.values()):,} of {counted(len(names), 'key')} of {printable(root.address) or 'the file'}"
         message = f"{where} carry a wrapper's {listed(sorted(kinds))}"
         found.append(("prefix-module" if having else "prefix-compiled", message))
     fix = command("strip-module", FILE, partial=partial, out=OUT)
@@ -250,5 +253,7 @@ def _waste_notes(rows: list[TensorRow]) -> Iterator[Note]:
         count = sum(1 for number, total in totals.items() if shown[number] < total)
         fix = command("slim", FILE, keep_optimizer=True, out=OUT)
         yield Note(
-            "wasted-storage", f"{waste:,} bytes in {count:,} storages are behind no tensor (slices saved whole)", fix
+            "wasted-storage",
+            f"{waste:,} bytes in {counted(count, 'storage')} are behind no tensor (slices saved whole)",
+            fix,
         )

@@ -43,7 +43,7 @@ class ScannedFile:
 
     state: `good`, `part` (whole bytes of an incomplete checkpoint), `member` (what lies beside weights: optimizer, random states), or the
     code of the error that opening or verifying it gave; in `problem` the sentence.  part: of what it is only a part.
-    members: how many files lie beside its weights.
+    members: of how many files it is, where those are a folder of several kinds.
     step, epoch: how far the training was; None where neither the file nor its name says.  bytes: its size.  modified: seconds since 1970.
     holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know.
     """
@@ -99,7 +99,7 @@ def scanned(
         size = checkpoint.source.size
     step, epoch = progress_of({**said, "": checkpoint.tree} if said else checkpoint.tree, os.path.basename(path))
     holds = tuple(kinds_of(found.roots))
-    said_elsewhere = ("unsafe-global", PART)
+    said_elsewhere = ("unsafe-global", PART, members.MEMBERS)
     notes = tuple(dict.fromkeys(note.code for note in found.notes if note.code not in said_elsewhere))
     state, problem = _state(path, checkpoint, found)
     row = (checkpoint.container, step, epoch, size, modified, holds, notes, tuple(calls), checkpoint.part, beside)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.dtypes import DType
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError, counted, printable
 from ckptool.nodes import OrderedDict
 from ckptool.roots import one_root, view_of
 
@@ -56,7 +56,7 @@ class Target:
     wrapper: str = ""
 
     def __repr__(self) -> str:
-        return f"<target {printable(self.name)}: {len(self.tensors):,} names>"
+        return f"<target {printable(self.name)}: {counted(len(self.tensors), 'name')}>"
 
     @property
     def as_it_loads(self) -> Target:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Note
 from ckptool.dtypes import DType
-from ckptool.errors import PlanRefused, UsageError, listed, printable
+from ckptool.errors import PlanRefused, UsageError, counted, listed, printable
 from ckptool.transforms.select import matcher
 
 if TYPE_CHECKING:
@@ -200,7 +200,9 @@ def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[
         allowed = [matcher(pattern) for pattern in ([missing] if isinstance(missing, str) else missing)]
         names = not_loaded(report)
         if other := [printable(name) for name in names if not any(matches(name) for matches in allowed)]:
-            found.append(Refusal("missing", f"{len(other):,} names are not loaded: {listed(other)}"))
+            found.append(
+                Refusal("missing", f"{counted(len(other), 'name is', 'names are')} not loaded: {listed(other)}")
+            )
     return found
 
 

@@ -33,14 +33,14 @@ def blamed() -> Iterator[None]:
 
 def took_part(error: BaseException) -> bool:
     """True where a file of the user's is in the traceback."""
-    return any(_is_theirs(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+    return any(is_theirs(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _told(error: BaseException) -> CkptoolError | None:
     """The error in words; None for one that ckptool itself raised."""
     frames = traceback.extract_tb(error.__traceback__)
     what = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])[:200]}"
-    theirs = [number for number, frame in enumerate(frames) if _is_theirs(frame.filename)]
+    theirs = [number for number, frame in enumerate(frames) if is_theirs(frame.filename)]
     if theirs:
         place = frames[theirs[-1]]
         return UserCodeFailed(
@@ -58,5 +58,6 @@ def _told(error: BaseException) -> CkptoolError | None:
     )
 
 
-def _is_theirs(file: str) -> bool:
+def is_theirs(file: str) -> bool:
+    """True for a file that is neither ckptool's nor installed."""
     return os.path.isfile(file) and not os.path.abspath(file).startswith((_OURS + os.sep, *_INSTALLED))

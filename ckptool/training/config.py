@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ckptool.errors import counted, form
+
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Args = dict[str, Any]
@@ -196,7 +198,10 @@ class Split(Section):
     @model_validator(mode="after")
     def _fits(self) -> Split:
         if len(self.devices) != len(self.at) + 1:
-            raise ValueError(f"{len(self.at)} cuts make {len(self.at) + 1} parts, for {len(self.devices)} devices")
+            raise ValueError(
+                f"{counted(len(self.at), 'cut')} {form(len(self.at), 'makes', 'make')} "
+                f"{counted(len(self.at) + 1, 'part')}, for {counted(len(self.devices), 'device')}"
+            )
         return self
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ckptool.errors import Conflict, UsageError, printable, quoted
+from ckptool.commands import Advice, command
+from ckptool.errors import Conflict, UsageError, counted, printable
 from ckptool.files import read_small_text
 from ckptool.training.config import Config
 from ckptool.training.layout import is_run
@@ -28,7 +29,7 @@ def read(path: str, changes: Sequence[str] = ()) -> Config:
         raise UsageError(
             f"{printable(path)} is a run, not a configuration",
             "It was started before.",
-            f"Go on with it: ckptool resume {quoted(path)}",
+            Advice("Go on with it: ", command("resume", path)),
         )
     return parsed(read_small_text(path, "a configuration", MAX_FILE), path, changes)
 
@@ -62,7 +63,9 @@ def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = 
     except ValidationError as error:
         wrong = _sentences(error.errors(), values, path, lines or {})
         raise UsageError(
-            wrong[0] if len(wrong) == 1 else f"{printable(path)}: {len(wrong)} things are wrong",
+            wrong[0]
+            if len(wrong) == 1
+            else f"{printable(path)}: {counted(len(wrong), 'thing is', 'things are')} wrong",
             "\n".join([*(wrong if len(wrong) > 1 else ()), "Nothing was started."]),
             "All keys with what they mean: ckptool train --init",
         ) from None

@@ -23,7 +23,7 @@ models:
     name: mlp                 # mlp | conv | chargpt | tagger | generator | discriminator | file.py:NAME
     args: {hidden: [64, 64], dropout: 0.1}  # what it takes (default: {})
     init: default             # default | xavier_uniform | kaiming_normal | orthogonal | file.py:NAME
-    freeze: []                # patterns: ["body.*"], or until a step: [{match: "body.*", until: 100}]
+    freeze: []                # patterns: ["body.*"], or until a step: [{match: "body.*", until: 100}]; all else is as the model has it
     from: null                # a checkpoint to start from
     strict: true              # of that checkpoint, every key has to fit
 task: classify                # classify | regress | lm | gan | file.py:NAME
@@ -43,7 +43,7 @@ train:
   activation_checkpoint: null # {match: "blocks.*"} | {sequential: body, segments: 4}
   ema: null                   # 0.999: a running average of the weights
   on_nonfinite: stop          # stop | skip a step whose loss or gradients are not finite
-eval: {every: 200, metric: val_acc, mode: max}  # what is best (default: val_loss, min)
+eval: {every: 200, metric: val_acc, mode: max}  # what is best (default: val_loss, min); at the end, too, which is only told
 save:
   every: 200
   at_start: false
@@ -52,7 +52,7 @@ save:
   keep_every: 0
   async: false                # write while the next steps run
   verify: full                # what resuming checks: full (sha256) | size
-stop: {after: null, signals: [TERM, INT, USR1]}   # after: seconds, or 30m, 2h
+stop: {after: null, signals: [TERM, INT, USR1]}   # after: seconds from the first step on, or 30m, 2h
 log: {every: 10, tensorboard: false}
 hooks: []                     # grad_norm | activation_stats | file.py:NAME
 profile: null                 # {wait: 1, warmup: 1, active: 3, trace: profile.json}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptool.errors import listed, printable
+from ckptool.training.blame import is_theirs
 from ckptool.training.config import Config
 from ckptool.training.data import Samples
 from ckptool.user_code import names_code
@@ -28,22 +29,31 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
     changed = [name for name in new if isinstance(old, dict) and old.get(name, new[name]) != new[name]]
     found = [f"{listed([printable(name) for name in changed])} changed"] if changed else []
     if before.get("samples", now["samples"]) != now["samples"]:
-        found.append(f"there are {now['samples']:,} samples, and were {before['samples']!s:.20}")
+        found.append(f"the number of samples is {now['samples']:,}, and was {before['samples']!s:.20}")
     return found
 
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:
-    """The files of the user's own code, each under the name that it has wherever the run goes on."""
+    """The files of the user's own code that are loaded: those that the configuration names, and what lies beside and below them.
+
+    Each under its path from the folder that they are in, which is the same wherever the run goes on.
+    """
     names = [config.task, config.data.name, config.data.collate, *config.hooks]
     names += [name for model in config.models.values() for name in (model.name, model.init)]
-    for place in {name.rpartition(":")[0] for name in names if names_code(name)}:
-        if place.endswith(".py"):
-            yield os.path.basename(place), place
-            continue
-        package = place.partition(".")[0]
-        for name, module in list(sys.modules.items()):
-            if name == package or name.startswith(package + "."):
-                yield name, getattr(module, "__file__", None) or ""
+    places = {name.rpartition(":")[0] for name in names if names_code(name)}
+    tops = [place if place.endswith(".py") else _file_of(place.partition(".")[0]) for place in places]
+    loaded = {os.path.abspath(_file_of(name)) for name in list(sys.modules)}
+    for top in filter(None, tops):
+        folder = os.path.dirname(os.path.abspath(top))
+        if os.path.basename(top) == "__init__.py":
+            folder = os.path.dirname(folder)
+        for path in loaded:
+            if path.startswith(folder + os.sep) and is_theirs(path):
+                yield os.path.relpath(path, folder), path
+
+
+def _file_of(module: str) -> str:
+    return getattr(sys.modules.get(module), "__file__", None) or ""
 
 
 def _digest(path: str) -> str:

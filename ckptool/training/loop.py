@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, printable, quoted
+from ckptool.commands import Advice, command
+from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, printable
 from ckptool.training.config import Config
 from ckptool.training.data import Batch
 from ckptool.training.hooks import Hooks
@@ -109,9 +110,8 @@ def _rescue(trainer: Trainer, run: Run, saver: Saver, error: Exception) -> None:
             saver.save()
             saver.wait()
         if isinstance(error, CkptoolError):
-            error.fix = (
-                f"{error.fix} Step {trainer.step:,} is saved; go on: ckptool resume {quoted(run.folder)}".strip()
-            )
+            before = f"{error.fix} " if error.fix else ""
+            error.fix = Advice(f"{before}Step {trainer.step:,} is saved; go on: ", command("resume", run.folder))
 
 
 def is_due(trainer: Trainer, every: int) -> bool:

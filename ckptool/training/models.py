@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptool.errors import UsageError, printable
+from ckptool.commands import Advice, command
+from ckptool.errors import PlanRefused, UsageError, printable, quoted
 from ckptool.training.config import Model
 from ckptool.training.named import called, find_named, load_named
 
@@ -165,21 +166,21 @@ IN_THE_BOX: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def build_model(settings: Model, data: Samples, *, fresh: bool = True) -> nn.Module:
+def build_model(settings: Model, data: Samples, *, fresh: bool = True, name: str = "main") -> nn.Module:
     """The model that a configuration names, initialised, and started from a checkpoint where it says so.
 
     What the data says about itself (`inputs`, `classes`, …) is passed on where the model takes it and `args` does not give it.
-    fresh: False for a run that goes on, whose weights come from its own checkpoint.
+    fresh: False for a run that goes on, whose weights come from its own checkpoint.  name: of the model in the configuration.
     """
     found = find_named(settings.name, IN_THE_BOX, "models")
-    takes = inspect.signature(found).parameters
+    takes = inspect.signature(found).parameters if callable(found) else ()
     known = {name: value for name, value in data.about.items() if name in takes and name not in settings.args}
     model = load_named(settings.name, IN_THE_BOX, "models", {**known, **settings.args})
     if not isinstance(model, nn.Module):
         raise UsageError(f"models: {printable(settings.name)} made {type(model).__name__}, not a torch.nn.Module")
     initialise(model, settings.init)
     if fresh and settings.from_ is not None:
-        start_from(model, settings.from_, settings.strict)
+        start_from(model, settings.from_, settings.strict, name)
     return model
 
 
@@ -215,8 +216,15 @@ def initialise(model: nn.Module, scheme: str) -> None:
                 module.weight[module.padding_idx].zero_()
 
 
-def start_from(model: nn.Module, path: str, strict: bool) -> None:
+def start_from(model: nn.Module, path: str, strict: bool, name: str = "main") -> None:
     """Loads weights into a model before it starts; raises what `ckptool.load_into` raises where they do not fit."""
     from ckptool.live import load_into
 
-    load_into(model, path, strict=strict)
+    try:
+        load_into(model, path, strict=strict)
+    except (PlanRefused, UsageError) as error:  # its advice is for those who call it, who have more options
+        key = f"--set models.{name}"
+        less = f"; only what fits: {key}.strict=false" if strict else ""
+        part = "" if "#" in path else f"; a part of it: {key}.from={quoted(path + '#ADDRESS')}"
+        error.fix = Advice("See what it has: ", command("inspect", path, all=True), part, less)
+        raise

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptool.errors import Conflict, UsageError, listed, printable
+from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.training.config import Clip, FreezeUntil, Group, Optim, Schedule
 
 Parameters = Mapping[str, nn.Parameter]
@@ -172,6 +172,29 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> torc
     return made
 
 
+# Schedules that have an end: the argument that says where, and the rate from there on, unless another argument keeps it above 0.
+_ENDS = {
+    "warmup_cosine": ("total", "0", "floor"),
+    "warmup_linear": ("total", "0", "floor"),
+    "PolynomialLR": ("total_iters", "0", ""),
+    "CosineAnnealingLR": ("T_max", "rising again", ""),
+    "OneCycleLR": ("total_steps", "not defined, and the run stops", ""),
+}
+
+
+def ends_early(schedule: torch.optim.lr_scheduler.LRScheduler, settings: Schedule, length: int, key: str) -> str:
+    """What is told of a schedule that is shorter than the run; the empty text for all others. length: of the run, in its own units."""
+    name = settings.name if settings.name in _LAMBDAS else type(schedule).__name__
+    argument, rate, floor = _ENDS.get(name, ("", "", ""))
+    end = settings.args.get(argument)
+    if not isinstance(end, (int, float)) or end >= length or settings.args.get(floor):
+        return ""
+    return (
+        f"the schedule {printable(settings.name)} ends after {end:g} of {length:,} {settings.per}s: the learning rate is {rate} "
+        f"from there on. Make it as long as the run: --set {key}.args.{argument}={length}"
+    )
+
+
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +305,7 @@ def forward_to(schedule: torch.optim.lr_scheduler.LRScheduler, count: int) -> No
 
 
 def _shown(groups: list[list[str]]) -> str:
-    return "; ".join(f"{len(names)} parameters ({listed(names, 2)})" for names in groups) or "none"
+    return "; ".join(f"{counted(len(names), 'parameter')} ({listed(names, 2)})" for names in groups) or "none"
 
 
 class Average:

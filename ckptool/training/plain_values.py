@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError, counted, printable
 
 Place = tuple[Any, ...]
 MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # that a configuration can have in earnest
@@ -93,7 +93,7 @@ def _plain(value: Any, place: Place, left: list[int]) -> Any:
         )
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise UsageError(
-            f"{printable(dotted(place))} is a number of {value.bit_length():,} bits", "No setting is so large."
+            f"{printable(dotted(place))} is a number of {counted(value.bit_length(), 'bit')}", "No setting is so large."
         )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

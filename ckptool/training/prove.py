@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ckptool.errors import FileProblem, RunFailed, UsageError, printable
+from ckptool.errors import FileProblem, RunFailed, UsageError, counted, printable
 from ckptool.training import configfile
 from ckptool.training.config import Config
 from ckptool.training.layout import CHECKPOINTS, CONFIG, HISTORY, METRICS
@@ -152,7 +152,7 @@ class Lab:
     say: Say
 
     def fill(self, proof: Proof, kills: int, exhaustive: bool) -> None:
-        self.say(f"reference: {self.steps} steps")
+        self.say(f"reference: {counted(self.steps, 'step')}")
         self.train("reference")
         proof.reference = self.end("reference")
         found = [made for at, how in self.plan(kills) if (made := self.killed(at, how)) is not None]

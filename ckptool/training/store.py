@@ -17,7 +17,7 @@ from typing import Any
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Literal, Plan
 from ckptool.commands import Advice, command
-from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, listed, printable
+from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
 from ckptool.files import Source, file_problem, open_regular, read_small
 from ckptool.output import RunningDigest, digest_of, make_folder, replace_file
 from ckptool.training.layout import CHECKPOINTS, HISTORY
@@ -156,7 +156,7 @@ class Store:
                 damaged(saved, error)
         if there:
             raise NoneValid(
-                f"{printable(self.folder)} holds {len(there)} checkpoints, and none of them is whole",
+                f"{printable(self.folder)} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
                 "Nothing was deleted, and nothing was started from the beginning.",
                 Advice("See what is wrong with them: ", command("scan", self.folder)),
             )

@@ -14,7 +14,7 @@ from ckptool.training.activation import Say
 from ckptool.training.config import Config, Model
 from ckptool.training.data import Samples, load_data
 from ckptool.training.models import build_model
-from ckptool.training.optim import Average, Freezing, build_optimizer, build_schedule
+from ckptool.training.optim import Average, Freezing, build_optimizer, build_schedule, ends_early
 from ckptool.training.parallel import World, placed, wrapped
 from ckptool.training.seeds import seed_all
 from ckptool.training.tasks import Task, load_task
@@ -106,8 +106,9 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         freezing[name] = Freezing(models[name], settings.freeze)
         freezing[name].apply(0)
     optimizers = {name: build_optimizer(models[name], config.optim[name]) for name in models}
+    schedules = _schedules(config, optimizers)
     fp16 = config.train.precision == "fp16"
-    return Trainer(
+    trainer = Trainer(
         config,
         world,
         data,
@@ -115,16 +116,23 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         models,
         {name: wrapped(model, config, world) for name, model in models.items()},
         optimizers,
-        _schedules(config, optimizers),
+        schedules,
         torch.amp.GradScaler(world.device.type) if fp16 else None,
         {name: Average(model, config.train.ema) for name, model in models.items()} if config.train.ema else {},
         freezing,
     )
+    for name, schedule in schedules.items():
+        wanted = config.optim[name].schedule
+        assert wanted is not None
+        length = trainer.total_steps if wanted.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
+        if words := ends_early(schedule, wanted, length, f"optim.{name}.schedule"):
+            say(words)
+    return trainer
 
 
 def _model(name: str, settings: Model, config: Config, data: Samples, world: World, say: Say, fresh: bool) -> nn.Module:
     seed_all(torch.device("cpu"), config.seed, "init", name)
-    model = placed(build_model(settings, data, fresh=fresh), config, world)
+    model = placed(build_model(settings, data, fresh=fresh, name=name), config, world)
     if config.train.activation_checkpoint is not None:
         activation.apply(model, config.train.activation_checkpoint, say)
     return model

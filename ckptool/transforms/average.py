@@ -15,7 +15,7 @@ from ckptool.abreast import Abreast, Ahead
 from ckptool.checkpoint import Composite, Computed, Storage, TensorEntry, row_major_strides
 from ckptool.commands import Advice, command
 from ckptool.dtypes import by_name
-from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
+from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.nodes import OrderedDict
 from ckptool.roots import view_of
 from ckptool.transforms.dtypes import rounded
@@ -52,7 +52,8 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -
         return [1 / count] * count
     if len(weights) != count or not all(math.isfinite(weight) for weight in weights):
         raise UsageError(
-            f"{len(weights)} weights were given for {count} files", "Each file has one, in the same order."
+            f"{counted(len(weights), 'weight was', 'weights were')} given for {count} files",
+            "Each file has one, in the same order.",
         )
     return list(weights)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, StorageRef, TensorEntry
-from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, is_text, listed, printable
+from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed, printable
 from ckptool.nodes import OrderedDict
 from ckptool.roots import PLAIN, find_roots, is_optimizer
 from ckptool.transforms.slim import as_twins, equal
@@ -58,6 +58,8 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
 
 
 def _why_not(name: Any) -> str:
+    if type(name) in (int, str) and str(name).startswith("-"):
+        return "it begins with a dash: programs would take the file for an option"
     if type(name) is int:
         return ""
     if type(name) is not str:
@@ -138,7 +140,8 @@ def key_of(members: Mapping[Any, Any], name: str) -> Any:
     found = [key for key in members if str(key) == name]
     if len(found) > 1:
         raise Ambiguous(
-            f"{_shown(name)} names {len(found)} members", f"There are: {listed([repr(key) for key in found])}."
+            f"{_shown(name)} names {counted(len(found), 'member')}",
+            f"There are: {listed([repr(key) for key in found])}.",
         )
     if not found:
         there = listed([printable(str(key)) for key in members], 12)

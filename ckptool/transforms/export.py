@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
-from ckptool.errors import Conflict, Unsupported, listed, printable
+from ckptool.errors import Conflict, Unsupported, counted, listed, printable
 from ckptool.roots import Root, beside_names
 from ckptool.transforms.losses import lost_tensors
 from ckptool.transforms.select import selected
@@ -89,17 +89,18 @@ def _word(value: Any) -> str:
     )
 
 
+def packed(root: Root) -> list[str]:
+    """The quantized weights of a whole module of which only its class makes a state dict."""
+    beside = beside_names(root) if root.module is not None else []
+    return [address(path) for path, tensor in beside if "quantized" in getattr(tensor, "kind", "")]
+
+
 def refuse_packed(checkpoint: Checkpoint, root: Root) -> None:
     """Raises `Unsupported` for a whole module that keeps quantized weights where only its class makes a state dict of them."""
-    packed = (
-        [address(path) for path, tensor in beside_names(root) if "quantized" in getattr(tensor, "kind", "")]
-        if root.module
-        else []
-    )
-    if packed:
+    if found := packed(root):
         raise Unsupported(
-            f"{checkpoint.source or 'the checkpoint'}: {root} keeps {len(packed):,} quantized tensors outside of its "
-            f"parameters and buffers: {listed([printable(place) for place in packed], 3)}",
+            f"{checkpoint.source or 'the checkpoint'}: {root} keeps {counted(len(found), 'quantized tensor')} outside of its "
+            f"parameters and buffers: {listed([printable(place) for place in found], 3)}",
             "Only its class knows their names in a state dict. Nothing was written.",
             "Load it with that class, and save its state_dict().",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.transforms.key_families import Family, Shape, Signature, families, subsets
 from ckptool.transforms.key_pairs import Found, Pair, Side, before_numbers, pattern
 from ckptool.transforms.key_words import Words, contradict
@@ -170,7 +170,9 @@ class Structure:
             nearest = still and _best(a, goals) is b and _best(b, mine) is a and a.words.inner & b.words.inner
             if nearest and self._evidence(a, b, len(mine) == len(goals) == 1):
                 count = min(len(a.keys), len(b.keys))
-                self._match(a, b, f"the names are the nearest; {count:,} numbers are on both sides")
+                self._match(
+                    a, b, f"the names are the nearest; {counted(count, 'number is', 'numbers are')} on both sides"
+                )
 
     def _split(self) -> None:
         """Fixes numbers of families without a counterpart, as few as needed: `mlp.fc1` and `mlp.fc2` against `mlp.0` and `mlp.3`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, Note, StorageRef, Tensor, TensorEntry
 from ckptool.dtypes import DType
-from ckptool.errors import Conflict, NoMatch, UsageError, listed, printable
+from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
 from ckptool.gather import row_major
 from ckptool.given import several
 from ckptool.nodes import OrderedDict
@@ -175,7 +175,7 @@ def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[st
     counts = Counter(names.values())
     if clash := [key for key, new in names.items() if counts[new] > 1]:
         raise Conflict(
-            f"{len(clash):,} keys would collide: {listed([f'{printable(key)} → {printable(names[key])}' for key in clash])}",
+            f"{counted(len(clash), 'key')} would collide: {listed([f'{printable(key)} → {printable(names[key])}' for key in clash])}",
             "One of each would be lost. Nothing was changed.",
         )
     return names, bared
@@ -199,13 +199,14 @@ def _pair(draft: _Draft) -> None:
                 f"Leave one out: --exclude {printable(keys[1])!r}",
             )
         draft.pairs[goal] = keys[0]
-    for side, names in (
-        ("keys of the checkpoint", [*draft.bared, *(key for keys in found.values() for key in keys)]),
-        ("names of the target", list(found)),
+    for word, side, names in (
+        ("key", "checkpoint", [*draft.bared, *(key for keys in found.values() for key in keys)]),
+        ("name", "target", list(found)),
     ):
         counts = Counter(filter(None, map(wrappers, dict.fromkeys(names))))
         draft.notes += [
-            Note("prefix", f"{printable(prefix)} taken off {count:,} {side}") for prefix, count in counts.items()
+            Note("prefix", f"{printable(prefix)} taken off {counted(count, word)} of the {side}")
+            for prefix, count in counts.items()
         ]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
-from ckptool.errors import Conflict, NoMatch, UsageError, listed, printable
+from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
 from ckptool.prefixes import without_wrappers
 from ckptool.reports.targets import PARAMETER, Target, kind_by_name
 from ckptool.reports.warm_start import OptimizerReport
@@ -85,7 +85,8 @@ def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
             members[number].append(name)
     if unknown:
         raise Conflict(
-            f"the optimizer has {len(found.groups)} groups of parameters, and it is not known which one {listed(unknown)} belong to",
+            f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is not known "
+            f"which one {listed(unknown)} belong to",
             "A learning rate or weight decay would be guessed. Nothing was written.",
             "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)",
         )
@@ -108,7 +109,7 @@ def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
         )
     if len(found) > 1:
         raise UsageError(
-            f"{where} has {len(found)} optimizers: {listed([printable(address(path)) for path, _ in found])}",
+            f"{where} has {counted(len(found), 'optimizer')}: {listed([printable(address(path)) for path, _ in found])}",
             "Which one belongs to these weights is not known.",
             "Leave one in a copy: ckptool edit FILE --drop ADDRESS -o OUT",
         )
@@ -176,7 +177,7 @@ def slot_names(optimizer: Mapping[str, Any], parameters: Shapes, place: str) -> 
     by_shape = _by_shape(shapes, parameters)
     if by_shape is not None:
         return by_shape, BY_SHAPES
-    count = f"{len(slots):,} slots in {len(groups)} group{'s' * (len(groups) != 1)}, {len(names):,} parameters"
+    count = f"{counted(len(slots), 'slot')} in {len(groups)} group{'s' * (len(groups) != 1)}, {counted(len(names), 'parameter')}"
     raise Conflict(
         f"it cannot be known which slots of {printable(place)} belong to which parameters ({count})",
         "They are numbers without names, and neither their count and shapes nor distinct shapes tell. Nothing was changed.",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import Conflict, NoMatch, UsageError, listed, printable
+from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
 from ckptool.nodes import OrderedDict
 from ckptool.prefixes import COUNTER, PEELED, unwrapped_front, without_wrappers
 from ckptool.roots import Root, optimizers
@@ -92,7 +92,7 @@ def _refuse_mixed(root: Root, names: Sequence[str], prefix: str, named: bool) ->
     if 0 < len(without) < len(names):
         where = printable(root.address) or "the file"
         raise Conflict(
-            f"{len(names) - len(without):,} of {len(names):,} keys of {where} begin with {printable(prefix)!r}; "
+            f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {where} begin with {printable(prefix)!r}; "
             f"without it: {listed(without, 3)}",
             "A wrapper would have put it on all of them; this may be a submodule of that name.",
             "Take it off where it is: --partial",

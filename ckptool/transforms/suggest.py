@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptool.errors import printable
+from ckptool.errors import counted, form, printable
 from ckptool.transforms.key_families import Shape
 from ckptool.transforms.key_fused import fused
 from ckptool.transforms.key_moves import moved, same_spelling
@@ -216,7 +216,9 @@ def rules_file(suggestions: Iterable[Suggestion]) -> str:
     for suggestion in sorted(suggestions, key=lambda one: one.unambiguous):
         lines.append("")
         if suggestion.rules:
-            lines.append(f"# {suggestion.agree:,} of {suggestion.total:,} shapes agree")
+            lines.append(
+                f"# {suggestion.agree:,} of {counted(suggestion.total, 'shape')} {form(suggestion.agree, 'agrees', 'agree')}"
+            )
         lines.append(f"# {printable(suggestion.why)}")
         if not suggestion.unambiguous and suggestion.rules:
             lines.append("# AMBIGUOUS: look before you take the # away")

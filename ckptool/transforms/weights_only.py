@@ -192,7 +192,8 @@ class _Plain:
         return Done(value)
 
     def _dropped(self, node: Any, word: str) -> Done:
-        self._note(node, f"{printable(_name(node))}: {printable(word)}", False)
+        name = printable(_name(node))
+        self._note(node, name if name == printable(word) else f"{name}: {printable(word)}", False)
         return Done(DROPPED)
 
     def _note(self, node: Any, word: str, kept: bool) -> None:
@@ -205,6 +206,8 @@ def _or_none(value: Any) -> Any:
 
 
 def _name(node: Any) -> str:
+    if isinstance(node, Composite):
+        return f"a {node.kind} tensor"
     return node.name if isinstance(node, Object) else str(node) if isinstance(node, Global) else type(node).__name__
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import FILE, OUT, command
-from ckptool.errors import Conflict, UsageError, listed, printable
+from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
 from ckptool.files import Folder, Input
 from ckptool.formats import Format, bundle_json, recovered
 from ckptool.given import several
@@ -214,9 +214,7 @@ def _of_folder(path: PathLike) -> _Parts:
     tree, parts.twins, gone = joined(bundled(parts.members), Shared(record.ties, record.twins))
     parts.checkpoint = replace(parts.checkpoint, tree=tree)
     if gone:
-        message = (
-            f"{gone:,} storages that were stored with an equal one differ from it now, and are stored by themselves"
-        )
+        message = f"{counted(gone, 'storage')} stored with an equal one before {form(gone, 'differs', 'differ')} from it now: stored apart"
         parts.notes.append(Note("no-longer-equal", message))
     return parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import printable
+from ckptool.errors import counted, printable
 from ckptool.given import several
 from ckptool.roots import model_roots
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
@@ -43,7 +43,7 @@ def cast(
     )
     result = change.save(plan.checkpoint, out, changes=plan.tensors > 0)
     if plan.tensors:
-        summary = f"{plan.tensors:,} tensors cast to {target.name}, {plan.bytes_before:,} → {plan.bytes_after:,} bytes"
+        summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {plan.bytes_before:,} → {plan.bytes_after:,} bytes"
     else:
         summary = f"already clean: every floating tensor that was asked for is {target.name}"
     details = (
@@ -59,15 +59,18 @@ def _losses(plan: Cast, options: SaveOptions) -> list[str]:
     lossy = sorted((fact for fact in plan.tallies if fact[2].changed), key=lambda fact: -fact[2].max_abs_error)
     if not lossy:
         return ["no value was changed"]
-    lines = [f"values rounded in {len(lossy):,} of {len(plan.tallies):,} storages; the largest errors:"]
+    lines = [f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"]
     for name, dtype, tally in lossy[:3]:
-        text = f"  {printable(name)} ({dtype.name}): {tally.changed:,} of {tally.elements:,} values, by at most {tally.max_abs_error:.3g}"
+        text = (
+            f"  {printable(name)} ({dtype.name}): {tally.changed:,} of "
+            f"{counted(tally.elements, 'value')}, by at most {tally.max_abs_error:.3g}"
+        )
         lines.append(text)
     for word, count in (
         ("became infinite or NaN", sum(t.overflowed for _, _, t in lossy)),
         ("became zero", sum(t.underflowed for _, _, t in lossy)),
     ):
-        lines += [f"{count:,} values {word}"] if count else []
+        lines += [f"{counted(count, 'value')} {word}"] if count else []
     return lines
 
 

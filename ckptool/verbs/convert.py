@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import OUT, Advice, command
-from ckptool.errors import Unsupported, UsageError, printable
+from ckptool.errors import Unsupported, UsageError, counted, printable
 from ckptool.formats import Format, by_name, carried, for_output, keeps_ties, sharded, tensors_only
 from ckptool.given import several
 from ckptool.modules import module_attributes
@@ -153,7 +153,7 @@ def _refuse_choice(container: Format, path: str, only: Sequence[str], exclude: S
 def _packed(part: Checkpoint) -> Outcome:
     """The whole tree, as safetensors can carry it."""
     packed = replace(carried.pack(part), beside=part.beside)  # what is beside cannot go along: `save` says so
-    return packed, f"the whole tree, {len(packed.tree):,} tensors; converting it back restores it", [], ()
+    return packed, f"the whole tree, {counted(len(packed.tree), 'tensor')}; converting it back restores it", [], ()
 
 
 def _to_tensors(
@@ -172,7 +172,7 @@ def _to_tensors(
         root, remark = one_root(part, "" if named else None)
     exported = export(part, root, only, exclude, copy_ties=copy_ties, materialize=materialize, container=container.NAME)
     of = f" of {printable(root.address)}" if root.address else ""
-    summary = f"{len(exported.checkpoint.tree):,} tensors{of}" + (f" ({remark})" if remark else "")
+    summary = f"{counted(len(exported.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
     notes = exported.notes
     if not keeps_ties(container):
         notes = (*notes, *lost_ties(root.node, exported, container.NAME))
@@ -192,12 +192,14 @@ def _to_pickle(part: Checkpoint, named: bool, only: Sequence[str], exclude: Sequ
     refuse_packed(part, root)
     behind += around(part, root)
     what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
-    summary = f"the {len(keys):,} tensors of {what}" if module or weights_only else _chosen(root, keys)
+    summary = f"the {counted(len(keys), 'tensor')} of {what}" if module or weights_only else _chosen(root, keys)
     return replace(part, tree=_kept(root.node, keys), beside={}), summary, behind, ()
 
 
 def _chosen(root: Root, keys: set[str]) -> str:
-    return f"{len(keys):,} of {len(root.node):,} keys" + (f" of {printable(root.address)}" if root.address else "")
+    return f"{len(keys):,} of {counted(len(root.node), 'key')}" + (
+        f" of {printable(root.address)}" if root.address else ""
+    )
 
 
 def _module_notes(part: Checkpoint, path: str) -> tuple[Note, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, UsageError
-from ckptool.reports.health import Diagnosis, of_checkpoint, of_error_text, of_folder, of_problem
+from ckptool.reports.health import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
 from ckptool.reports.listing import listing
 from ckptool.training.layout import is_run
+from ckptool.transforms.losses import lost_tensors
 from ckptool.transforms.weights_only import weights_only
 from ckptool.verbs.opening import PathLike, open_file
 from ckptool.verbs.scan import scan
@@ -32,7 +33,8 @@ def doctor(file: PathLike | None = None, *, against: PathLike | None = None, err
         checkpoint, path = opened.taken, opened.path
         plain = weights_only(checkpoint)
         refused = list(dict.fromkeys(what.split(" → ")[0] for _, what in (*plain.converted, *plain.dropped)))
-        return of_checkpoint(checkpoint, listing(checkpoint), path, refused, target)
+        lossy = bool(lost_tensors(checkpoint.tree, plain.checkpoint.tree))
+        return of_checkpoint(checkpoint, listing(checkpoint), path, Values(tuple(refused), lossy), target)
     except FileProblem as problem:
         if not os.path.islink(path):
             raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Composite, Note
 from ckptool.commands import Chain
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, form, listed, printable
 from ckptool.files import unchanged
 from ckptool.reports.listing import Listing, listing
 from ckptool.roots import view_of
@@ -83,6 +83,7 @@ def _non_finite(found: Listing, numbers: dict[str, Statistics]) -> list[Note]:
     return [
         Note(
             "non-finite",
-            f"{len(bad):,} of {len(found.tensors):,} tensors hold NaN or Inf: {listed([printable(place) for place in bad], 3)}",
+            f"{len(bad):,} of {counted(len(found.tensors), 'tensor')} {form(len(bad), 'holds', 'hold')} "
+            f"NaN or Inf: {listed([printable(place) for place in bad], 3)}",
         )
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint
 from ckptool.commands import Advice, command
-from ckptool.errors import OnlyAPart, UsageError, printable, quoted
+from ckptool.errors import OnlyAPart, UsageError, counted, printable, quoted
 from ckptool.files import Source
 from ckptool.formats import members, recovered
 from ckptool.formats.members import MEMBERS
@@ -97,7 +97,7 @@ def open_to_change(file: PathLike, at: str | None = None) -> Opened:
     found = opened.checkpoint.part
     if opened.checkpoint.container == members.NAME:
         raise OnlyAPart(
-            f"{opened.checkpoint.source} is a folder of {len(opened.checkpoint.tree):,} files, each a checkpoint or a part of one",
+            f"{opened.checkpoint.source} is a folder of {counted(len(opened.checkpoint.tree), 'file')}, each a checkpoint or a part of one",
             "Several files are not changed as one. Nothing was written.",
             f"Name one of them: {quoted(_member(opened.checkpoint))}",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError, counted, printable
 from ckptool.transforms import devices
 from ckptool.verbs.changing import ChangeOptions, begin_change
 from ckptool.verbs.opening import PathLike
@@ -42,9 +42,11 @@ def remap(
     }
     where = to if to is not None else "the devices asked for"
     summary = (
-        f"{done.changed:,} of {done.total:,} storages moved"
+        f"{done.changed:,} of {counted(done.total, 'storage')} moved"
         if done.changed
         else f"already clean: every storage is on {where}"
     )
-    details = tuple(f"{printable(old)} → {printable(new)}: {count:,} storages" for old, new, count in done.moves)
+    details = tuple(
+        f"{printable(old)} → {printable(new)}: {counted(count, 'storage')}" for old, new, count in done.moves
+    )
     return written("remap", change.original, result, change.options, summary, facts=facts, details=details)

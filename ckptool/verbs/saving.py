@@ -17,6 +17,7 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
     VerifyFailed,
+    counted,
     listed,
     printable,
 )
@@ -321,7 +322,10 @@ def unreadable_names(checkpoint: Checkpoint) -> str:
 def _first(found: Diff) -> str:
     for change in found.changed:
         return f"{printable(change.address)} differs in {', '.join(change.aspects)}"
-    return f"{len(found.only_left):,} entries are missing, {len(found.only_right):,} are new, the order or ties differ"
+    return (
+        f"{counted(len(found.only_left), 'entry is', 'entries are')} missing, "
+        f"{len(found.only_right):,} are new, the order or ties differ"
+    )
 
 
 def written(verb: str, original: Checkpoint, saved: Saved, options: SaveOptions, summary: str, **more: Any) -> Written:

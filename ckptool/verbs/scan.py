@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from ckptool import formats
-from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, printable
+from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
 from ckptool.files import Folder, file_problem, open_input
 from ckptool.formats import members, sharded
 from ckptool.reports.calls import unknown_names
@@ -61,7 +61,7 @@ def _row(path: str, full: bool, strict: bool) -> ScannedFile:
     if not os.path.isdir(path):
         return scanned(path, checkpoint, found, unknown_names(checkpoint))
     layout = members.layout_of(Folder(path), beside=checkpoint.container != members.NAME)
-    count = len(layout.names) if layout is not None else 0
+    count = len(layout.names) + layout.beside if layout is not None else 0
     return scanned(path, checkpoint, found, unknown_names(checkpoint), members.step_of(path), count)
 
 
@@ -72,7 +72,7 @@ def _verify(path: str) -> None:
     found = verify(path)
     if found.problems:
         first, more = found.problems[0], len(found.problems) - 1
-        raise Corrupt(f"{first.what}" + (f" and {more:,} more problems" if more else ""), first.why)
+        raise Corrupt(f"{first.what}" + (f" and {counted(more, 'more problem')}" if more else ""), first.why)
 
 
 def _files(folder: str) -> Iterator[str | None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
-from ckptool.errors import listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.given import several
 from ckptool.roots import model_roots, optimizers
 from ckptool.transforms.rename import Renamed, strip
@@ -45,13 +45,15 @@ def renamed_file(change: Change, renamed: Renamed, out: PathLike | None, clean: 
     result = change.save(renamed.checkpoint, out, changes=renamed.changed > 0)
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     facts = {"changed": renamed.changed, "keys": renamed.total, "roots": roots}
-    summary = f"{renamed.changed:,} of {renamed.total:,} keys renamed" if renamed.changed else clean
+    summary = f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean
     details = [
-        f"{printable(root) or 'the whole file'}: {changed:,} of {keys:,} keys"
+        f"{printable(root) or 'the whole file'}: {changed:,} of {counted(keys, 'key')}"
         for root, changed, keys in renamed.roots
         if len(renamed.roots) > 1
     ]
     details += [f"{printable(old)} → {printable(new)}" for old, new in renamed.examples]
+    more = len(renamed.names) - len(renamed.examples)
+    details += [f"… {more:,} more"] if more else []
     notes = tuple(_old_names(change, renamed))
     return written(
         change.verb, change.original, result, change.options, summary, facts=facts, details=tuple(details), notes=notes

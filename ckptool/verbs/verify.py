@@ -179,7 +179,8 @@ def _of_member(folder: Folder, name: str, progress: Progress | None) -> tuple[Pr
             members.read_json(folder, name)
             return ()
         if os.path.isdir(path):
-            return _checked(path, Folder(path), members.open_member(folder, name), progress).problems
+            inner, member = Folder(path), members.open_member(folder, name)  # which holds no further folders
+            return _with_members(_checked(path, inner, member, progress), inner, member, progress).problems
         return verify(path, progress=progress).problems
     except CkptoolError as error:
         return (Problem(error.code, error.what, error.why),)
@@ -188,7 +189,7 @@ def _of_member(folder: Folder, name: str, progress: Progress | None) -> tuple[Pr
 def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
     """The notes that say something about whether the file is whole."""
     for note in checkpoint.notes:
-        if note.code in ("interrupted-edit", "unused-record", parts.CODE):
+        if note.code in ("interrupted-edit", "unused-record", parts.CODE, members.MEMBERS):
             yield note
 
 

@@ -92,7 +92,7 @@ def test_inspect_orders_depth_and_parts(files: Path, run: Run) -> None:
 def test_inspect_statistics(files: Path, run: Run) -> None:
     torch.save({"fc.weight": torch.tensor([1.0, float("nan"), 0.0, -3.0])}, "nan.pt")
     text = done(run("inspect", "nan.pt", "--stats"))
-    assert "non-finite: 1 of 1 tensors hold NaN or Inf" in text and "25.0%" in text
+    assert "non-finite: 1 of 1 tensor holds NaN or Inf" in text and "25.0%" in text
     facts = json.loads(done(run("inspect", "nan.pt", "--stats", "--json")))["tensors"][0]["statistics"]
     assert (facts["min"], facts["max"], facts["nans"], facts["zeros"]) == (-3.0, 1.0, 1, 1)
 

@@ -28,6 +28,7 @@ from ckptool.errors import (
     Corrupt,
     LimitExceeded,
     NotACheckpoint,
+    OnlyAPart,
     Truncated,
     Unsupported,
 )
@@ -423,8 +424,10 @@ def test_a_file_of_a_rank_is_what_that_rank_saved(folder: Path) -> None:
     with pytest.raises(Unsupported, match=r"no value of \.metadata is in"):
         ckptool.inspect(folder / "__3_0.distcp")
     (folder / ".metadata").unlink()
-    with pytest.raises(Truncated, match=r"no \.metadata"):
+    with pytest.raises(OnlyAPart, match="without the table"):
         ckptool.inspect(rank)
+    with pytest.raises(Truncated, match=r"no \.metadata"):
+        ckptool.inspect(folder)
 
 
 def test_the_table_stands_for_its_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

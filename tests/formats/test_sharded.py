@@ -225,7 +225,7 @@ def pointed(name: str) -> Callable[[dict[str, Any]], None]:
         ("..\\model.safetensors", "outside of its folder"),
         ("nul\0", "outside of its folder"),
         ("C:model.safetensors", "outside of its folder"),
-        ("missing.safetensors", "1 of its 4 shards are missing: missing.safetensors"),
+        ("missing.safetensors", "1 of its 4 shards is missing: missing.safetensors"),
         (INDEX, "names an index as a shard"),
         ("other.safetensors.index.json", "names an index as a shard"),
     ],
@@ -305,7 +305,7 @@ def test_row_006_an_error_text_in_place_of_an_index(tmp_path: Path) -> None:
 
 def test_row_130_tensors_of_a_shard_that_are_not_in_the_index(tmp_path: Path) -> None:
     folder = changed(hub(tmp_path / "model"), lambda index: index["weight_map"].pop("norm") and None)
-    with pytest.raises(Conflict, match=r"1 tensors of shards are not in it \(norm in model-00003") as caught:
+    with pytest.raises(Conflict, match=r"1 tensor of shards is not in it \(norm in model-00003") as caught:
         read(folder)
     three_parts(caught.value)
 

@@ -156,7 +156,7 @@ def test_row_98_a_record_that_no_tensor_uses_is_noted(tmp_path: Path) -> None:
     original = written(torch_bytes(small()), tmp_path / "a.pt")
     checkpoint = read(with_record(original, tmp_path / "b.pt", "archive/data/77", b"smuggled"))
     assert [note.message for note in checkpoint.notes if note.code == "unused-record"] == [
-        "1 records with 8 bytes are used by no tensor"
+        "1 record with 8 bytes is used by no tensor"
     ]
 
 

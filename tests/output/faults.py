@@ -113,7 +113,12 @@ class Faults:
         if isinstance(first, int):
             return self.known.get(first)
         if isinstance(first, (str, bytes, os.PathLike)):
-            path = os.path.abspath(os.fsdecode(first))
+            path = os.fsdecode(first)
+            if (folder := options.get("dir_fd")) is not None:
+                if folder not in self.known:
+                    return None
+                path = os.path.join(self.folder, self.known[folder], path)
+            path = os.path.abspath(path)
             if path == self.folder:
                 return "."
             return path.removeprefix(self.folder + "/") if path.startswith(self.folder + "/") else None

@@ -304,7 +304,7 @@ def failed(trial: Trial, point: Point) -> None:
     if point.how == "error":
         events, _ = trial.bench.recorded()  # of this run: sums in threads let it write earlier or later
         event = events[point.at] if point.at < len(events) else point.event
-        sweeping = event.startswith(("unlink", "remove", "flock", "listdir"))
+        sweeping = event.startswith(("unlink", "remove", "flock", "listdir", "open TEMPORARY"))
         assert sweeping or not temporaries(files), "a temporary file was left"
     assert "Traceback" not in ended.err and "error[bug]" not in ended.err, ended
     if ended.code == 2:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,11 +221,44 @@ def test_two_runs_that_remove_one_folder_leave_nothing_of_it(tmp_path: Path, mon
         (folder / name).write_bytes(b"x")
     unlink, listed = os.unlink, os.listdir
 
-    def names_then_one_goes(path: str) -> list[str]:
-        found = listed(path)
-        unlink(os.path.join(path, found[0]))
+    def names_then_one_goes(folder: int) -> list[str]:
+        found = listed(folder)
+        unlink(found[0], dir_fd=folder)
         return found
 
     monkeypatch.setattr(os, "listdir", names_then_one_goes)
     durable._remove(str(folder))
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("removing", ["sweep", "remove"])
+@pytest.mark.parametrize("moment", ["before", "between"])
+def test_a_folder_that_is_swapped_for_a_link_while_it_is_removed_leads_nowhere(
+    removing: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may write into the folder above can put a link to another folder in its place at any instant."""
+    target, mine = tmp_path / "out", tmp_path / "mine"
+    left = Path(f"{tmp_path}/{durable._prefix(str(target))}x.tmp")
+    for folder in (left, mine):
+        folder.mkdir()
+        (folder / "a.bin").write_bytes(b"x")
+
+    def swapped() -> None:
+        if not left.is_symlink():
+            left.rename(tmp_path / "aside")
+            left.symlink_to(mine)
+
+    real = getattr(os, "listdir" if moment == "between" else "lstat")
+
+    def then_swapped(place: Any, *args: Any) -> Any:
+        found = real(place, *args)
+        if place != str(tmp_path):
+            swapped()
+        return found
+
+    monkeypatch.setattr(os, "listdir" if moment == "between" else "lstat", then_swapped)
+    if removing == "sweep":
+        durable._sweep(str(target))
+    else:
+        durable._remove(str(left))
+    assert (mine / "a.bin").read_bytes() == b"x"

@@ -176,7 +176,7 @@ def test_the_notes_say_what_and_where(tmp_path: Path) -> None:
 def test_row_7_waste_counts_what_is_behind_no_tensor(tmp_path: Path) -> None:
     big = torch.zeros(100_000)
     wasted = notes(listed({"a": big[10:12], "b": torch.ones(3)}, tmp_path))["wasted-storage"]
-    assert "399,992 bytes in 1 storages" in wasted.message
+    assert "399,992 bytes in 1 storage" in wasted.message
     assert "wasted-storage" not in notes(listed({"a": big[:50_000], "b": big[50_000:]}, tmp_path))
     assert "wasted-storage" not in notes(listed({"a": big[10:], "all": big}, tmp_path))
     assert "wasted-storage" not in notes(listed({"a": torch.ones(1, 4).expand(100_000, 4)}, tmp_path))

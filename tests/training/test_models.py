@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.errors import UsageError, UserCodeFailed
+from ckptool.errors import PlanRefused, UsageError, UserCodeFailed
 from ckptool.training.config import Data, Model
 from ckptool.training.data import load_data
 from ckptool.training.models import IN_THE_BOX, build_model, initialise
@@ -151,3 +152,30 @@ def test_a_run_starts_from_a_checkpoint_and_goes_on_without_it(tmp_path: Path) -
     source.unlink()
     done = start(config("train.steps=8", data=IMAGES, models=warm, run=tmp_path / "second/run"), resume="must")
     assert done.step == 8
+
+
+WEIGHTS = {
+    "other names": {"a.weight": torch.ones(3, 3)},
+    "another shape": {"1.weight": torch.ones(3, 3), "1.bias": torch.ones(6)},
+    "some": {"1.bias": torch.ones(6)},
+    "no weights": [1],
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_that_do_not_fit_are_told_with_what_a_configuration_can_say(
+    tmp_path: Path, kind: str, strict: bool
+) -> None:
+    """The options of `warm-start`, which has more of them, are not those of `train`."""
+    torch.save(WEIGHTS[kind], tmp_path / "old.pt")
+    model = {"name": "mlp", "args": {"hidden": [6]}, "from": str(tmp_path / "old.pt"), "strict": strict}
+    if kind == "some" and not strict:
+        trainer(models={"main": model})
+        return
+    with pytest.raises((PlanRefused, UsageError)) as raised:
+        trainer(models={"main": model})
+    told = str(raised.value.fix)
+    assert set(re.findall(r"--[a-z-]+", told)) <= {"--set", "--all"}  # the latter is of inspect
+    assert f"ckptool inspect {tmp_path / 'old.pt'} --all" in told
+    assert ("--set models.main.strict=false" in told) is strict

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from ckptool.errors import Conflict, UsageError
 from ckptool.training import optim
 from ckptool.training.config import Group, Optim, Schedule
 from ckptool.training.optim import build_optimizer, build_schedule, load_optimizer
+from ckptool.training.parallel import World
 from ckptool.training.start import resume
 from ckptool.training.state import restored
-from ckptool.training.trainer import Trainer
+from ckptool.training.trainer import Trainer, build
 from tests.training.small import again, config, last, resumes, run, same, take, trainer
 
 
@@ -359,3 +361,33 @@ def test_build_schedule_leaves_the_rate_to_the_first_step() -> None:
 def test_config_refuses_several_optimizers_for_one_model() -> None:
     with pytest.raises(UsageError, match="one for each"):
         config(optim={"main": {}, "other": {}})
+
+
+@pytest.mark.parametrize("per", ["step", "epoch"])
+@pytest.mark.parametrize("name", sorted(ARGS))
+def test_a_schedule_that_is_shorter_than_the_run_is_told(tmp_path: Path, name: str, per: str) -> None:
+    """Judged by the rates themselves: nothing is trained at a rate of 0, or at one that rises again after its end, without a word."""
+    args = {**ARGS[name], **({"floor": 0.0} if "floor" in ARGS[name] else {})}
+
+    def built(steps: int, args: dict[str, Any]) -> tuple[Trainer, list[str]]:
+        said: list[str] = []
+        optim_of = {"main": {"lr": 0.01, "schedule": {"name": name, "args": args, "per": per}}}
+        changes = (f"train.steps={steps}", "data.batch=16", "eval.every=5")
+        return build(config(*changes, optim=optim_of), World(), said.append), said
+
+    for steps in (2, 40):
+        made, said = built(steps, args)
+        rates = [group_rate(made)]
+        with suppress(UsageError):
+            for _ in range(steps - 1):
+                take(made, 1)
+                rates.append(group_rate(made))
+        if min(rates[1:]) < 1e-8 or len(rates) < steps:
+            (told,) = said
+            key, value = told.rpartition("--set optim.main.schedule.args.")[2].split("=")
+            said = built(steps, {**args, key: int(value)})[1]
+        assert said == [] or (name == "CosineAnnealingLR" and "rising again" in said[0])
+
+
+def group_rate(made: Trainer) -> float:
+    return float(made.optimizers["main"].param_groups[0]["lr"])

@@ -229,7 +229,7 @@ def test_code_and_data_that_changed_are_told(tmp_path: Path) -> None:
     resume(str(tmp_path / "run"), ["train.steps=15"], say=said.append)
     (told,) = said
     assert "own.py, set.py changed" in told
-    assert "there are 70 samples, and were 60" in told
+    assert "the number of samples is 70, and was 60" in told
     assert [fact["changed"] for fact in events(tmp_path / "run") if fact["event"] == "resume"][-1]
 
 

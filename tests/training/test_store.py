@@ -231,6 +231,19 @@ def test_leftovers_of_a_killed_save_are_swept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000001.json", "step-00000001.pt"]
 
 
+def test_a_checkpoint_is_whole_while_it_is_replaced(tmp_path: Path) -> None:
+    """Between the two renames the sidecar is that of the new file and the name that of the old one: both are whole."""
+    store = made(tmp_path, 1, 2)
+    path = tmp_path / "checkpoints" / name_of(2)
+    old = path.read_bytes()
+    store.commit(2, {"other": torch.ones(9), "more": torch.ones(3)}, {})
+    assert newest(store) == (2, [])
+    path.write_bytes(old)
+    assert newest(store) == (2, [])
+    flip(path)
+    assert newest(store) == (1, [2])
+
+
 # Lines ----------------------------------------------------------------------------------------------------------------
 
 

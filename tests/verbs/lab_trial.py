@@ -83,7 +83,7 @@ def everything() -> set[str]:
 
 def trial(specimen: lab.Specimen, folder: Path, against: bool) -> Trial:
     """Makes a specimen in a folder of its own, diagnoses it and does what is printed."""
-    lab.make(specimen.name, folder)
+    lab.make(specimen, folder)
     target = f"net.py:{specimen.model}" if against else None
     found = ckptool.doctor(specimen.name, against=target)
     good = bool(specimen.model) and stock_loads(specimen.name, specimen.model)

@@ -290,6 +290,7 @@ BAD_NAMES = {
     "line": "a\nb",
     "surrogate": "a\ud800",
     "long": "x" * 300,
+    "dash": "-rf",
 }
 
 

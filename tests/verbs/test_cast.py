@@ -39,7 +39,7 @@ def test_what_was_lost(tmp_path: Path) -> None:
     assert list(facts) == ["a.w", "b.w"] and facts["a.w"]["overflowed"] == 1 and facts["b.w"]["underflowed"] == 1
     assert (facts["a.w"]["elements"], facts["a.w"]["changed"]) == (3, 2)
     assert done.details[0].startswith("values rounded in 2 of 3 storages")
-    assert "1 values became infinite or NaN" in done.details and "1 values became zero" in done.details
+    assert "1 value became infinite or NaN" in done.details and "1 value became zero" in done.details
     exact = ckptool.cast(saved({"c.w": state["c.w"]}, tmp_path / "c.pt"), tmp_path / "exact.pt", dtype="f16")
     assert exact.details == ("no value was changed",) and exact.facts["lossy"] == []
     dry = ckptool.cast(tmp_path / "in.pt", tmp_path / "dry.pt", dtype="f16", dry_run=True)

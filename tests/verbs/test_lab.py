@@ -49,6 +49,17 @@ def test_a_specimen(name: str, against: bool, trials: dict[tuple[str, bool], Tri
     assert not done.good or done.loads, "a healthy file no longer loads after what was printed"
 
 
+@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(16, 600))])
+@pytest.mark.parametrize("against", [False, True])
+def test_any_specimen(seed: int, against: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    specimen = lab.any_specimen(seed)
+    done = trial(specimen, tmp_path, against)
+    assert not done.failed and not (done.good and done.blocks), done
+    assert done.good or not done.all_clear or not (against or specimen.seen_alone), done
+    assert done.loads or done.good or not (against or specimen.alone), done
+
+
 def test_the_share_of_what_is_named(trials: dict[tuple[str, bool], Trial], capsys: pytest.CaptureFixture[str]) -> None:
     faulty = [(name, against) for name, against in BOTH if wanted(lab.SPECIMENS[name], against)]
     named = [key for key in faulty if wanted(lab.SPECIMENS[key[0]], key[1]) <= trials[key].codes]

@@ -224,7 +224,7 @@ def test_lost_tensors_are_filled_in_and_the_output_says_so_for_ever(tmp_path: Pa
     ckptool.strip_module(chain[5], in_place=True)
     for step in chain:
         (note,) = [note for note in ckptool.inspect(step).notes if note.code == "recovered-file"]
-        assert "1 tensors were filled in from another file: model/b" in note.message, step
+        assert "1 tensor was filled in from another file: model/b" in note.message, step
         assert not ckptool.verify(step).fine
     with zipfile.ZipFile(chain[0]) as archive:
         assert archive.testzip() is None and f"archive/{recovered.RECORD}" in archive.namelist()
@@ -240,7 +240,7 @@ def test_the_mark_goes_along_into_every_container_and_back(tmp_path: Path) -> No
     ckptool.convert(tmp_path / "3", tmp_path / "4.safetensors")
     for step in ("out.npz", "1.npz", "2", "3", "4.safetensors"):
         (note,) = [note for note in ckptool.inspect(tmp_path / step).notes if note.code == "recovered-file"]
-        assert "1 tensors were filled in from another file: b" in note.message, step
+        assert "1 tensor was filled in from another file: b" in note.message, step
         assert not ckptool.verify(tmp_path / step).fine
     with np.load(tmp_path / "1.npz") as archive:
         assert_same_objects(

@@ -50,7 +50,7 @@ def test_one_root_by_its_address(tmp_path: Path) -> None:
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
     assert [list(root) for root in load(tmp_path / "a.pt").values()] == [["module.a.w"], ["a.w"]]
     done = ckptool.strip_module(file, tmp_path / "c.pt")
-    assert done.details[:2] == ("G: 1 of 1 keys", "D: 1 of 1 keys")
+    assert done.details[:2] == ("G: 1 of 1 key", "D: 1 of 1 key")
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -332,8 +332,21 @@ def test_an_edited_bundle_comes_back_byte_for_byte(bundle: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../../x", "/abs", "CON", "a/", "..", "a\\b", "a\0b", "aux.pt", "\x1b[2J", ""],
-    ids=["climbs", "absolute", "device", "folder", "dots", "backslash", "nul", "aux", "escape", "empty"],
+    ["../../x", "/abs", "CON", "a/", "..", "a\\b", "a\0b", "aux.pt", "\x1b[2J", "", "-rf", "--help"],
+    ids=[
+        "climbs",
+        "absolute",
+        "device",
+        "folder",
+        "dots",
+        "backslash",
+        "nul",
+        "aux",
+        "escape",
+        "empty",
+        "dash",
+        "dashes",
+    ],
 )
 def test_row_137_members_that_are_no_files(tmp_path: Path, name: str) -> None:
     inner = tmp_path / "inner"
