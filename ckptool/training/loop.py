@@ -98,20 +98,20 @@ def _rescue(trainer: Trainer, run: Run, saver: Saver, error: Exception) -> None:
     Not within a step, where the state is half of the next; not what could not be written; not with several processes, which all would
     have to take part.
     """
-    if not trainer.world.is_first:
-        return
-    told = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
-    with suppress(CkptoolError):  # the first error is the news
-        run.note("failed", step=trainer.step, error=told.partition("\n")[0])
-    if not trainer.whole or not trainer.step or trainer.world.distributed or isinstance(error, FileProblem):
-        return
-    with suppress(Exception):
-        if saver.step != trainer.step:
-            saver.save()
-            saver.wait()
-        if isinstance(error, CkptoolError):
-            before = f"{error.fix} " if error.fix else ""
-            error.fix = Advice(f"{before}Step {trainer.step:,} is saved; go on: ", command("resume", run.folder))
+    saved = False
+    if trainer.whole and trainer.step and not trainer.world.distributed and not isinstance(error, FileProblem):
+        with suppress(Exception):  # the first error is the news
+            if saver.step != trainer.step:
+                saver.save()
+                saver.wait()
+            saved = True
+    if saved and isinstance(error, CkptoolError):
+        before = f"{error.fix} " if error.fix else ""
+        error.fix = Advice(f"{before}Step {trainer.step:,} is saved; go on: ", command("resume", run.folder))
+    if trainer.world.is_first:
+        told = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
+        with suppress(CkptoolError):
+            run.note("failed", step=trainer.step, error=told.partition("\n")[0])
 
 
 def is_due(trainer: Trainer, every: int) -> bool:

@@ -65,7 +65,7 @@ def not_ours(folder: str, names: Sequence[str]) -> Conflict:
     return Conflict(
         f"{printable(folder)} holds {listed([printable(name) for name in names])}, which this run did not write",
         f"It would write over {'them' if several else 'it'}. Nothing was changed.",
-        f"Move {'them' if several else 'it'} away, or give the run a folder of its own: --set run=OTHER",
+        f"Give the run a folder of its own: --set run=OTHER; or move {'them' if several else 'it'} away",
     )
 
 

@@ -142,7 +142,11 @@ def _refuse_run(folder: str) -> None:
             "It was left as it is.",
             Advice("Go on with it: ", command("resume", folder), "; or name another folder: --set run=OTHER"),
         )
-    raise Conflict(
+    raise _without_config(folder)
+
+
+def _without_config(folder: str) -> Conflict:
+    return Conflict(
         f"{printable(folder)} holds checkpoints, and no run.yaml of their run",
         "Without it nothing says how they were trained. They were left as they are.",
         "Put run.yaml back, or name another folder: --set run=OTHER",
@@ -159,6 +163,8 @@ def _recorded(folder: str) -> tuple[str, Config, int]:
     """The id of a run, its configuration, and how often that was changed."""
     path = os.path.join(folder, CONFIG)
     if not os.path.isfile(path):
+        if has_checkpoints(folder):
+            raise _without_config(folder)
         raise UsageError(
             f"{printable(folder)} is not a run: it has no run.yaml", "", "Start one: ckptool train run.yaml"
         )

@@ -94,7 +94,12 @@ def _trained(config: Config, run: Run, world: World, told: Told | None, say: Any
                 run.claim(config.profile.trace)
             _note_changes(run)
             event = "resume" if saved is not None else "start"
-            run.note(event, step=trainer.step, changed=changed or None, **environment(world.size, world.device))
+            run.note(
+                event,
+                step=trainer.step,
+                **({"changed": changed} if changed else {}),
+                **environment(world.size, world.device),
+            )
             run.metrics.cut_back(trainer.step)
         return train(trainer, run, stop, hooks)
 
