@@ -78,7 +78,7 @@ def _table(found: Scan, style: Style) -> list[str]:
             if file.members
             else []
         )
-        about = ", ".join((*whole, *file.holds, *file.notes)) if file.is_good else file.problem
+        about = ", ".join((*whole, *file.holds, *file.notes)) if file.is_good else _reason(file)
         rows.append(
             (
                 _relative(found, file),
@@ -99,6 +99,12 @@ def _table(found: Scan, style: Style) -> list[str]:
             for line, file in zip(shown, found.files, strict=True)
         ),
     ]
+
+
+def _reason(file: ScannedFile) -> str:
+    """What is wrong with a file, without its name, which stands at the beginning of the row."""
+    own, said = printable(file.path), file.problem
+    return said[len(own) :].lstrip(": ") if said.startswith(own) else said
 
 
 def age(seconds: float) -> str:

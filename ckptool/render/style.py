@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,19 @@ class Style:
 
     def cyan(self, text: str) -> str:
         return self._wrap("36", text)
+
+    def prose(self, text: str, indent: str = "  ") -> list[str]:
+        """A sentence in lines as wide as the terminal, cut between words only; those after the first are indented."""
+        if self.width is None or len(text) <= self.width:
+            return [text]
+        return textwrap.wrap(
+            text,
+            max(self.width, 20),
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+        )
 
     def fit(self, text: str, used: int = 0) -> str:
         """The text, cut to what is left of the line after `used` columns."""

@@ -26,7 +26,8 @@ def notes_text(notes: Sequence[Note], style: Style = PLAIN) -> str:
     """Notes with their codes, and the command that mends each, ready to paste."""
     lines = []
     for note in notes:
-        lines.append(f"{style.yellow(note.code)}: {printable(note.message)}")
+        first, *rest = style.prose(f"{note.code}: {printable(note.message)}")
+        lines += [style.yellow(note.code) + first.removeprefix(note.code), *rest]
         if note.fix:
             lines.append(f"  {style.cyan(' '.join(map(quoted, note.fix)))}")
     return "\n".join(lines)
@@ -46,8 +47,12 @@ def tensor_text(tensor: Tensor, part: Part | None = None) -> str:
 
 def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
     """What happened, what it means, what to type: a line each."""
-    lines = [f"{style.red(f'error[{error.code}]')}: {printable(error.what)}"]
-    lines += [f"  {printable(line)}" for line in error.why.split("\n")] if error.why else []
+    name = f"error[{error.code}]"
+    first, *lines = style.prose(f"{name}: {printable(error.what)}")
+    lines = [style.red(name) + first.removeprefix(name), *lines]
+    lines += (
+        [part for line in error.why.split("\n") for part in style.prose(f"  {printable(line)}")] if error.why else []
+    )
     lines += [f"  {style.cyan(printable(error.fix))}"] if error.fix else []
     return "\n".join(lines) + "\n"
 

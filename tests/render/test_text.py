@@ -211,3 +211,18 @@ def test_errors_have_three_lines() -> None:
 
     assert error_text(NoMatch("what\x1b", "why", "fix")) == "error[no-match]: what\\x1b\n  why\n  fix\n"
     assert error_text(NoMatch("what"), PLAIN) == "error[no-match]: what\n"
+
+
+def test_prose_is_cut_between_words_on_a_narrow_terminal() -> None:
+    from ckptool.errors import CkptoolError
+    from ckptool.render.style import Style
+    from ckptool.render.text import error_text
+
+    error = CkptoolError(
+        "nothing was found in /a/very/long/path/of/some/file.pt " * 3, "It means this. " * 12, "Type that."
+    )
+    for width in (20, 40, 80, 300):
+        told = error_text(error, Style(False, width))
+        assert told.split() == error_text(error).split()
+        assert all(len(line) <= width or " " not in line.strip() for line in told.split("\n")), told
+    assert "\x1b[1;31merror[error]\x1b[0m: nothing" in error_text(error, Style(True, 40))

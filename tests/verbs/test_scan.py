@@ -188,3 +188,20 @@ def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path)
     checkpoint(tmp_path / "a.pt")
     assert len(ckptool.scan(tmp_path).files) == 1
+
+
+def test_a_row_of_a_damaged_file_says_why_and_not_its_own_name_again(tmp_path: Path) -> None:
+    from ckptool.render.scan import scan_text
+    from ckptool.render.style import Style
+
+    torch.save({"a": torch.ones(100)}, tmp_path / "good.pt")
+    (tmp_path / "bad.pt").write_bytes((tmp_path / "good.pt").read_bytes()[:300])
+    (tmp_path / "empty.pt").touch()
+    for width in (None, 80):
+        rows = [
+            line for line in scan_text(ckptool.scan(tmp_path), style=Style(False, width)).split("\n") if "s  " in line
+        ]
+        for row in rows:
+            assert str(tmp_path) not in row
+    told = scan_text(ckptool.scan(tmp_path))
+    assert "is empty" in told or "empty" in told
