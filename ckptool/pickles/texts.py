@@ -106,7 +106,7 @@ def gradient_notes(count: int) -> list[Note]:
     """What to say about the gradients that torch before 0.2 saved inside of parameters; no torch since then reads them."""
     if not count:
         return []
-    what = f"{count:,} gradients" if count > 1 else "a gradient"
+    what = f"{counted(count, 'gradient')}" if count > 1 else "a gradient"
     said = f"{what} inside of parameters, as torch saved them once: no later torch reads them, and they stay behind where this is rewritten"
     return [Note(LEFT_BEHIND, said)]
 
