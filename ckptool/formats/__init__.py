@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
@@ -156,26 +157,38 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
     return writer(default) or by_name(DEFAULT)
 
 
-_NOT_WRITTEN = frozenset(
-    ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv .zip .gz".split()
-)
+# What a suffix looks like: `.foo`, and not the end of `Llama-3.1-8B` or `epoch=3-loss=0.25`.
+_SUFFIX = re.compile(r"\.[a-z][a-z0-9_]{0,11}")
 
 
-def refuse_suffix(path: str | os.PathLike[str], source: str = "") -> None:
-    """Raises `UsageError` where an output's suffix is a slip of the pen, or promises what is not written.
+def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str = "", source: str = "") -> None:
+    """Raises `UsageError` where an output's suffix promises what is not written, or stands for nothing.
 
-    source: the name of the input; its own suffix is as good as any. Others that stand for nothing (`.state`) are a matter of taste.
+    written: the container that would be.  original, source: container and name of the input, whose own suffix is as good as any, unless its
+    container is not written.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     known = [known for container in WRITERS for known in container.SUFFIXES]
-    if not suffix or suffix in known or suffix == os.path.splitext(source)[1].lower():
+    if suffix in known or not _SUFFIX.fullmatch(suffix):
+        return
+    if suffix == os.path.splitext(source)[1].lower() and (original == written.NAME or original.startswith("torch-")):
         return
     meant = next((own for own in known if len(own) > 5 and _close(suffix, own)), "")
-    if meant or suffix in _NOT_WRITTEN:
+    raise UsageError(
+        f"{printable(suffix)} stands for no container that is written",
+        f"Written are: {listed([container.NAME for container in WRITERS])}.",
+        f"Did you mean {meant}? " * bool(meant) + f"To write {written.NAME} under that name: --to {written.NAME}",
+    )
+
+
+def refuse_index(path: str | os.PathLike[str], written: Format) -> None:
+    """Raises `UsageError` where a folder of shards would be called like a file in it."""
+    name = os.fspath(path)
+    if written is sharded and name.lower().endswith(".json"):
         raise UsageError(
-            f"{printable(suffix)} stands for no container that is written",
-            f"Written are: {listed([container.NAME for container in WRITERS])}.",
-            f"Did you mean {meant}? " * bool(meant) + "To write a torch file of that name: --to torch-zip",
+            f"{printable(name)} is the name of an index, and shards are written as a folder",
+            "The index is one of the files in it.",
+            f"Name the folder: -o {printable(os.path.dirname(name) or 'DIR')}",
         )
 
 

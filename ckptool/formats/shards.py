@@ -21,17 +21,23 @@ DEFAULT_SIZE = 5_000_000_000  # of a shard, in bytes, as the hub's savers have i
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
+LEAST_BARE = 1_000_000  # bytes, of a size without a unit
+
+
 def size_in_bytes(size: int | str) -> int:
-    """The number of bytes that a text like `5GB` (10^9), `5GiB` (2^30), `500MB` or `1000` says. Raises `UsageError`."""
-    found = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,9})?\s*([kmgt]?)(i?)b?", str(size).strip().lower())
+    """The number of bytes that a text like `5GB` (10^9), `5GiB` (2^30), `500MB` or `24B` says, or a number. Raises `UsageError`.
+
+    A number without a unit is at least a million: `5` was meant to be 5 GB.
+    """
+    found = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,9})?\s*([kmgt]?)(i?)(b?)", str(size).strip().lower())
     if found is not None and (found[3] or not (found[2] or found[4])):
         scale: int = (1024 if found[4] else 1000) ** _UNITS[found[3]]
         count = int(found[1]) * scale + int(float(found[2] or 0) * scale)
-        if count:
+        if count >= (1 if found[3] or found[5] else LEAST_BARE):
             return count
     raise UsageError(
         f"{printable(str(size)[:40])!r} is not a size of a shard",
-        "It is a number of bytes, of which there is at least one.",
+        f"It is a number with a unit (5GB), or of bytes, {LEAST_BARE:,} or more.",
         "For example: 5GB, 500MB, 2GiB",
     )
 

@@ -100,6 +100,7 @@ def recover(
     if formats.tensors_only(container):
         tree = found.checkpoint.tree
         refuse_placeholders(with_part(found.checkpoint, source), tree.items() if isinstance(tree, dict) else ())
+    formats.refuse_suffix(target, container, done.checkpoint.container, str(source))
     if done.prefix is not None and done.checkpoint.container == container.NAME and isinstance(source, Source):
         plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
     else:

@@ -31,9 +31,10 @@ def save(
     Numpy arrays become tensors in safetensors and other containers of tensors alone, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
-    if not container:
-        formats.refuse_suffix(path)
     target = formats.by_name(container) if container else formats.for_output(path, "torch-zip")
+    if not container:
+        formats.refuse_suffix(path, target)
+    formats.refuse_index(path, target)
     if target.SUFFIXES:  # else it is a folder
         check_target(path, overwrite=overwrite)
     made = checkpoint_of(tree, arrays_as_tensors=formats.tensors_only(target), keep_unknown=keep_unknown)

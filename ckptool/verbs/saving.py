@@ -171,9 +171,11 @@ def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
 
 def _container(checkpoint: Checkpoint, target: str, options: SaveOptions) -> Format:
     name = options.get("container")
+    container = formats.by_name(name) if name else formats.for_output(target, checkpoint.container)
     if not name:
-        formats.refuse_suffix(target, str(checkpoint.source or ""))
-    return formats.by_name(name) if name else formats.for_output(target, checkpoint.container)
+        formats.refuse_suffix(target, container, checkpoint.container, str(checkpoint.source or ""))
+    formats.refuse_index(target, container)
+    return container
 
 
 def _stays(checkpoint: Checkpoint, container: Format, options: SaveOptions) -> bool:

@@ -56,7 +56,7 @@ def same_values(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
 @pytest.mark.parametrize("size", [1, 1000, 2500, 3333, 6000])
 def test_what_is_written_stock_safetensors_reads(size: int, tmp_path: Path) -> None:
     model = saved({"state_dict": state(), "epoch": 3}, tmp_path / "model.pt")
-    done = ckptool.convert(model, tmp_path / "out", shard_size=size, verify=True)
+    done = ckptool.convert(model, tmp_path / "out", shard_size=f"{size}B", verify=True)
     assert done.container == "sharded" and done.verified and done.facts["left_behind"] == ["epoch"]
     same_values(stock(tmp_path / "out"), state())
     found = read(tmp_path / "out")
@@ -274,9 +274,9 @@ def test_in_place_is_refused(tmp_path: Path) -> None:
         ("10k", 10_000),
         ("2KiB", 2048),
         ("1TiB", 1 << 40),
-        ("1000", 1000),
+        ("1000000", 1_000_000),
         ("7B", 7),
-        (1234, 1234),
+        (1_234_567, 1_234_567),
     ],
 )
 def test_sizes(text: Any, size: int) -> None:
@@ -284,7 +284,28 @@ def test_sizes(text: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-1", "5XB", "1.5", "GB", "1e9", "nan", "9" * 100, "5 G B", "1iB", 0, -5, 1.5, "\x1b"]
+    "text",
+    [
+        "",
+        "0",
+        "-1",
+        "5XB",
+        "1.5",
+        "GB",
+        "1e9",
+        "nan",
+        "9" * 100,
+        "5 G B",
+        "1iB",
+        0,
+        -5,
+        1.5,
+        "\x1b",
+        "5",
+        5,
+        "1000",
+        999_999,
+    ],
 )
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(UsageError) as caught:

@@ -271,14 +271,14 @@ def model(folder: Path, *more: str) -> Path:
 
 def test_a_verb_replaces_only_the_checkpoint_that_is_there(tmp_path: Path) -> None:
     file, out = model(tmp_path), tmp_path / "out"
-    ckptool.convert(file, out, shard_size=24)
+    ckptool.convert(file, out, shard_size="24B")
     with pytest.raises(OutputExists):
-        ckptool.convert(file, out, shard_size=48)
+        ckptool.convert(file, out, shard_size="48B")
     with pytest.raises(OutputExists):
-        ckptool.convert(file, out, shard_size=48, dry_run=True)
-    ckptool.convert(file, out, shard_size=48, overwrite=True, dry_run=True)
+        ckptool.convert(file, out, shard_size="48B", dry_run=True)
+    ckptool.convert(file, out, shard_size="48B", overwrite=True, dry_run=True)
     assert len(names(out)) == 4
-    ckptool.convert(file, out, shard_size=48, overwrite=True, verify=True)
+    ckptool.convert(file, out, shard_size="48B", overwrite=True, verify=True)
     assert names(out) == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)] + ["model.safetensors.index.json"]
     (out / "config.json").write_text("{}")
     for dry in (False, True):
@@ -295,7 +295,7 @@ def test_a_verb_replaces_only_the_checkpoint_that_is_there(tmp_path: Path) -> No
 
 def test_row_139_a_folder_written_over_itself(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ckptool.convert(model(tmp_path), out, shard_size=24)
+    ckptool.convert(model(tmp_path), out, shard_size="24B")
     with pytest.raises(Conflict, match="is the input itself"):
         ckptool.add_module(out, out)
     ckptool.add_module(out, out, overwrite=True, verify=True)
@@ -304,7 +304,7 @@ def test_row_139_a_folder_written_over_itself(tmp_path: Path) -> None:
 
 def test_a_file_and_a_folder_do_not_replace_each_other(tmp_path: Path) -> None:
     file = model(tmp_path)
-    ckptool.convert(file, tmp_path / "out", shard_size=24)
+    ckptool.convert(file, tmp_path / "out", shard_size="24B")
     with pytest.raises(FileProblem, match="it is a folder"):
         ckptool.convert(file, tmp_path / "out", container="torch-zip", overwrite=True)
     with pytest.raises(FileProblem, match="it is a file"):

@@ -37,6 +37,11 @@ def keys_by(rules: list[str], *keys: str) -> list[str]:
     return list(done.checkpoint.tree)
 
 
+def test_a_number_below_zero_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"f0: 0-1 is below zero"):
+        parse_rule("f{n} => f{n-1}")("f0")
+
+
 # Metadata ------------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +147,12 @@ def test_names_of_state_that_would_collide(tmp_path: Path) -> None:
         (r"re:(?x)(a) # a comment => \1\1", "a", "aa"),
         (r"re:enc => x", "encoder", None),  # the whole key, here too
         ("ключ.* => key.*", "ключ.w", "key.w"),
+        ("f{n}.weight => head.{n+1}.weight", "f1.weight", "head.2.weight"),
+        ("f{n}.weight => head.{n+1}.weight", "fc.weight", None),  # a sum is of a number
+        ("{n}.{m}.* => {m - 1}.{n+10}.*", "0.1.w", "0.10.w"),
+        ("layer{n}.w => layer{n+1}.w", "layer009.w", "layer010.w"),
+        ("{n} => {n}.{n+0}", "007", "007.007"),
+        (r"{n} => \{n+1\}", "1", "{n+1}"),
     ],
 )
 def test_one_rule(rule: str, old: str, new: str | None) -> None:
@@ -162,6 +173,13 @@ def test_one_rule(rule: str, old: str, new: str | None) -> None:
         (r"re:(a) => \2", "cannot work"),
         (r"re:a => \g<name>", "cannot work"),
         (r"re:a+ => \1", "cannot work"),
+        ("f{n+1} => g{n}", "is a sum, which stands on the right"),
+        ("f{n} => g{n*2}", r"a \{ begins a variable"),
+        ("f{n} => g{n+m}", r"a \{ begins a variable"),
+        ("f{n} => g{}", r"a \{ begins a variable"),
+        ("f{n => g", r"a \{ begins a variable"),
+        ("f{n} => g{m+1}", r"\{m\} is not on the left side"),
+        (r"re:f(\d) => g{n+1}", "is for rules without re:"),
     ],
 )
 def test_a_rule_that_cannot_work(rule: str, says: str) -> None:

@@ -235,7 +235,7 @@ def test_the_mark_goes_along_into_every_container_and_back(tmp_path: Path) -> No
     other = saved({key: -value for key, value in load(path).items()}, tmp_path / "b.pt")
     recover(damaged(path, 1), tmp_path / "out.npz", fill_from=other)
     ckptool.convert(tmp_path / "out.npz", tmp_path / "1.npz")
-    ckptool.convert(tmp_path / "1.npz", tmp_path / "2", container="sharded", shard_size=30)
+    ckptool.convert(tmp_path / "1.npz", tmp_path / "2", container="sharded", shard_size="30B")
     ckptool.add_module(tmp_path / "2", tmp_path / "3")
     ckptool.convert(tmp_path / "3", tmp_path / "4.safetensors")
     for step in ("out.npz", "1.npz", "2", "3", "4.safetensors"):
@@ -263,7 +263,7 @@ def test_what_is_made_of_a_filled_file_is_marked(tmp_path: Path) -> None:
 
 
 def test_the_mark_of_one_shard_is_that_of_all(tmp_path: Path) -> None:
-    ckptool.convert(saved(weights(*"abcd"), tmp_path / "a.pt"), tmp_path / "s", container="sharded", shard_size=30)
+    ckptool.convert(saved(weights(*"abcd"), tmp_path / "a.pt"), tmp_path / "s", container="sharded", shard_size="30B")
     shard = sorted((tmp_path / "s").glob("*.safetensors"))[0]
     (name,) = load_file(shard)
     whole = shard.rename(tmp_path / "whole.safetensors")

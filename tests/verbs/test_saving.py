@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UnsafeObject, UsageError, VerifyFailed
@@ -233,9 +234,37 @@ def test_the_container_is_told_by_the_suffix_or_named(tmp_path: Path) -> None:
     file = make("dp.pt", tmp_path)
     assert ckptool.strip_module(file, tmp_path / "a.safetensors", verify=True).container == "safetensors"
     assert ckptool.strip_module(file, tmp_path / "b.bin", container="safetensors").container == "safetensors"
-    assert ckptool.strip_module(file, tmp_path / "c.whatever").container == "torch-zip"
+    assert ckptool.strip_module(file, tmp_path / "c.whatever", container="torch-zip").container == "torch-zip"
+    assert ckptool.strip_module(file, tmp_path / "Llama-3.1-8B").container == "torch-zip"
     with pytest.raises(UsageError, match="there is no container"):
         ckptool.strip_module(file, tmp_path / "d.pt", container="hdf5")
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch: one process saves
+@pytest.mark.parametrize("name", ["y.dcp", "y.foo", "y.json", "y.safetensor", "y.npy", "y.ptt"])
+@pytest.mark.parametrize("source", ["dp.pt", "model.safetensors", "legacy.pt", "a.dcp"])
+def test_a_suffix_that_nothing_written_has_is_refused(name: str, source: str, tmp_path: Path) -> None:
+    if source == "a.dcp":
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / source), no_dist=True)
+    else:
+        make(source, tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for options in ({}, {"dry_run": True}):
+        with pytest.raises(UsageError, match="stands for no container that is written") as caught:
+            ckptool.convert(tmp_path / source, tmp_path / name, **options)
+    assert caught.value.fix and sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_the_suffix_of_the_input_is_as_good_as_any_where_the_container_stays(tmp_path: Path) -> None:
+    for source, suffix in (("dp.pt", ".state"), ("model.safetensors", ".foo"), ("legacy.pt", ".t7")):
+        make(source, tmp_path).rename(tmp_path / f"in{suffix}")
+        ckptool.convert(tmp_path / f"in{suffix}", tmp_path / f"out{suffix}")
+
+
+def test_shards_are_not_called_like_their_index(tmp_path: Path) -> None:
+    for options in ({"shard_size": "1MB"}, {"container": "sharded"}):
+        with pytest.raises(UsageError, match="is the name of an index"):
+            ckptool.convert(make("dp.pt", tmp_path), tmp_path / "D" / "model.safetensors.index.json", **options)
 
 
 def test_saving_refuses_what_a_container_cannot_hold(tmp_path: Path) -> None:
