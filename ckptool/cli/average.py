@@ -12,7 +12,7 @@ from ckptool.cli.options import At, Part, Target, write_each, writes
 from ckptool.errors import UsageError, printable
 
 
-@partial(writes, without=("--dir", "--in-place"))
+@partial(writes, without=("--dir", "--in-place", "--skip-refused"))
 def average(
     files: Annotated[
         list[str],

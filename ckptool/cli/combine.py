@@ -28,7 +28,7 @@ from ckptool.errors import Conflict, UsageError, counted, printable
 _EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3"
 
 
-@partial(writes, without=("--dir",))
+@partial(writes, without=("--dir", "--skip-refused"))
 def bundle(
     target: Target,
     words: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -117,6 +117,14 @@ Container = Annotated[
     ),
 ]
 
+SkipRefused = Annotated[
+    bool,
+    typer.Option(
+        "--skip-refused",
+        help="Of several files, write the others where one is refused. Exit 1.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 Extract = Annotated[
     bool,
     typer.Option("--extract", help="Write the part at the address alone, changed.", rich_help_panel=_OUTPUT),
@@ -135,11 +143,21 @@ class Target:
     verify: Verify = False
     keep_unknown: KeepUnknown = False
     container: Container = None
+    skip_refused: SkipRefused = False
     as_json: AsJson = False
 
-    def more(self) -> dict[str, Any]:
-        """The options that only some commands have."""
-        return {}
+    def options(self, progress: Any) -> dict[str, Any]:
+        """The same as the functions take it."""
+        return {
+            "in_place": self.in_place,
+            "overwrite": self.force,
+            "dry_run": self.dry_run,
+            "verify": self.verify,
+            "keep_unknown": self.keep_unknown,
+            "container": self.container,
+            "progress": progress,
+            "make_folder": self.folder is not None,
+        }
 
 
 @dataclass(frozen=True)
@@ -149,8 +167,8 @@ class ChangeTarget(Target):
     at: ChangedAt = None
     extract: Extract = False
 
-    def more(self) -> dict[str, Any]:
-        return {"at": self.at, "extract": self.extract}
+    def options(self, progress: Any) -> dict[str, Any]:
+        return {**super().options(progress), "at": self.at, "extract": self.extract}
 
 
 Command = Callable[..., Answers]
@@ -220,37 +238,47 @@ def write_each(
 def _written(
     verb: str, files: Sequence[str], outs: Sequence[str | None], target: Target, write: Callable[..., Written]
 ) -> Iterator[Answer]:
+    """The reports of all files. Of several each is planned before the first is written: where one is refused, none is."""
     from ckptool.cli.progress import progress_bar
 
-    for number, (file, out) in enumerate(zip(files, outs, strict=True)):
+    pairs = list(zip(files, outs, strict=True))
+    if len(files) > 1 and not target.dry_run:
+        refused = yield from _refused(pairs, target, write)
+        pairs = [pair for pair in pairs if pair[0] not in refused]
+    for number, (file, out) in enumerate(pairs):
         with progress_bar(f"{verb} {printable(os.path.basename(file))}") as progress:
-            options: dict[str, Any] = {
-                "in_place": target.in_place,
-                "overwrite": target.force,
-                "dry_run": target.dry_run,
-                "verify": target.verify,
-                "keep_unknown": target.keep_unknown,
-                "container": target.container,
-                "progress": progress,
-                "make_folder": target.folder is not None,
-            }
-            options |= target.more()
             try:
-                report = write(file, out, **options)
+                report = write(file, out, **target.options(progress))
             except CkptoolError as error:
                 raise error if len(files) == 1 else _stopped(error, file, number, len(files)) from error
         yield Answer("written", report)
 
 
+def _refused(
+    pairs: Sequence[tuple[str, str | None]], target: Target, write: Callable[..., Written]
+) -> Generator[Answer, None, set[str]]:
+    """The files that cannot be written, each with its error as an answer. Raises the first such error unless they are to be skipped."""
+    refused: set[str] = set()
+    for file, out in pairs:
+        try:
+            write(file, out, **target.options(None) | {"dry_run": True})
+        except CkptoolError as error:
+            if not target.skip_refused:
+                raise _stopped(error, file, 0, len(pairs)) from error
+            refused.add(file)
+            yield Answer("refused", (file, error), exit_code=1)
+    return refused
+
+
 def _stopped(error: CkptoolError, file: str, number: int, count: int) -> CkptoolError:
     """The error of one of several files, saying what was done before it."""
     told = error.within(printable(file))
-    told.why = " ".join(
-        part
-        for part in (told.why, f"{number} of {count} files were done before; the rest were left as they are.")
-        if part
-    )
+    done = f"{number} of {count} files were done before; the rest were left as they are." if number else _NONE
+    told.why = " ".join(part for part in (told.why, done) if part)
     return told
+
+
+_NONE = "None of the files was written; to write the others: --skip-refused."
 
 
 def _outputs(verb: str, files: Sequence[str], target: Target, ways: str) -> list[str | None]:

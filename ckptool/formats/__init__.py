@@ -157,28 +157,33 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
     return writer(default) or by_name(DEFAULT)
 
 
+_NOT_WRITTEN = frozenset(
+    ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv .zip .gz .dcp"
+    " .distcp".split()
+)
 # What a suffix looks like: `.foo`, and not the end of `Llama-3.1-8B` or `epoch=3-loss=0.25`.
 _SUFFIX = re.compile(r"\.[a-z][a-z0-9_]{0,11}")
 
 
 def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str = "", source: str = "") -> None:
-    """Raises `UsageError` where an output's suffix promises what is not written, or stands for nothing.
+    """Raises `UsageError` where an output's suffix is a slip of the pen, or promises what is not written.
 
-    written: the container that would be.  original, source: container and name of the input, whose own suffix is as good as any, unless its
-    container is not written.
+    written: the container that would be.  original, source: container and name of the input, whose own suffix is as good as any while its
+    container stays. From one torch file to another, suffixes that stand for nothing (`.state`) are a matter of taste.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     known = [known for container in WRITERS for known in container.SUFFIXES]
-    if suffix in known or not _SUFFIX.fullmatch(suffix):
+    torch = written.NAME == DEFAULT and (not original or original.startswith("torch-"))
+    own = suffix == os.path.splitext(source)[1].lower() and (torch or original == written.NAME)
+    if suffix in known or not _SUFFIX.fullmatch(suffix) or own:
         return
-    if suffix == os.path.splitext(source)[1].lower() and (original == written.NAME or original.startswith("torch-")):
-        return
-    meant = next((own for own in known if len(own) > 5 and _close(suffix, own)), "")
-    raise UsageError(
-        f"{printable(suffix)} stands for no container that is written",
-        f"Written are: {listed([container.NAME for container in WRITERS])}.",
-        f"Did you mean {meant}? " * bool(meant) + f"To write {written.NAME} under that name: --to {written.NAME}",
-    )
+    meant = next((near for near in known if len(near) > 5 and _close(suffix, near)), "")
+    if meant or suffix in _NOT_WRITTEN or not torch:
+        raise UsageError(
+            f"{printable(suffix)} stands for no container that is written",
+            f"Written are: {listed([container.NAME for container in WRITERS])}.",
+            f"Did you mean {meant}? " * bool(meant) + "To write a torch file of that name: --to torch-zip",
+        )
 
 
 def refuse_index(path: str | os.PathLike[str], written: Format) -> None:
