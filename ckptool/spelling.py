@@ -22,7 +22,7 @@ NAMES = {
     "--from": "from_folder",
     "--latest-good": "latest_only",
 }
-SHELL = frozenset("--help --init --json --schema --version".split())  # what only a shell needs
+SHELL = frozenset("--help --init --json --schema --skip-refused --version".split())  # what only a shell needs
 VALUED = frozenset(
     "-o -d --out --dir --against --at --atol --drop --dtype --ema --error --exclude --fill-from --form --from --ignore --kills --map"
     " --min-loaded --on-mismatch --only --prefix --processes --rename --resume --rtol --rules --seed --set --shard-size --slice --steps"

@@ -26,7 +26,18 @@ OTHERS = re.compile(
     r"^(gzip|bzip2|xz|zstd|lz4|unzip|mkdir|[a-z]+) -[a-z]+$|: (head|zip|ls) -"
 )  # programs with options of their own
 # What only a shell needs: how much is printed, and how.
-SHELL_ONLY = {"--json", "--sort", "--depth", "--stat", "--name-only", "--init", "--schema", "--all", "--add"}
+SHELL_ONLY = {
+    "--json",
+    "--skip-refused",
+    "--sort",
+    "--depth",
+    "--stat",
+    "--name-only",
+    "--init",
+    "--schema",
+    "--all",
+    "--add",
+}
 
 
 def arguments_of(command: str) -> set[str]:
