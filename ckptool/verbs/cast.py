@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import counted, printable
+from ckptool.checkpoint import TensorEntry
+from ckptool.errors import NoMatch, counted, printable
 from ckptool.given import several
 from ckptool.roots import model_roots
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
@@ -34,9 +35,16 @@ def cast(
     """
     target = parse_dtype(dtype)
     change = begin_change("cast", file, at, options)
+    roots = model_roots(change.part, named=change.named)
+    values = [value for root in roots for value in root.node.values()]
+    if change.named and not any(isinstance(value, TensorEntry) and value.dtype.is_float for value in values):
+        raise NoMatch(
+            f"{printable(roots[0].address) or 'the whole file'} has no floating tensors under names of its own",
+            "Casting is of those. Nothing was written.",
+        )
     plan = cast_roots(
         change.part,
-        model_roots(change.part, named=change.named),
+        roots,
         target,
         several(only),
         several(exclude),

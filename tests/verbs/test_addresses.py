@@ -260,6 +260,11 @@ def test_edits_are_relative_to_the_address(original: Path, tmp_path: Path) -> No
         ckptool.edit(f"{original}#models", tmp_path / "no.pt", drop=["models/*"])
 
 
+def test_a_cast_of_nothing_says_so(original: Path, tmp_path: Path) -> None:
+    with pytest.raises(NoMatch, match="optimizer has no floating tensors"):
+        ckptool.cast(f"{original}#optimizer", tmp_path / "out.pt", dtype="bf16")
+
+
 def test_slim_does_not_drop_the_part_that_it_was_given(original: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="optimizer is the state of an optimizer"):
         ckptool.slim(f"{original}#optimizer", tmp_path / "out.pt")
