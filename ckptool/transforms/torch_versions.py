@@ -51,7 +51,7 @@ def accepted(pairs: Mapping[str, str], missing: Collection[str], free: Mapping[s
             continue
         if last == COUNTER:
             beside = pairs.get(_sibling(name, "running_mean")) or done.pairs.get(_sibling(name, "running_mean"))
-            if beside is not None and _version(metadata, beside) < 2:
+            if beside is not None and _version(metadata, beside) < 2 and not _misses_fused(name, pairs, metadata):
                 done.supplied.append(name)
         elif last == "eps":
             beside = pairs.get(_sibling(name, "min_val"))
@@ -100,6 +100,13 @@ def _fused(done: Accepted, name: str, free: Mapping[str, str], metadata: Any) ->
     outer = module.removesuffix("bn")
     if f"{outer}gamma" in free and f"{outer}{_FUSED[last]}" in free and _version(metadata, free[f"{outer}gamma"]) < 2:
         done.pairs[name] = free[f"{outer}{_FUSED[last]}"]
+
+
+def _misses_fused(name: str, pairs: Mapping[str, str], metadata: Any) -> bool:
+    """True where the fused module around a `bn`, of version 1 itself, misses the counter before the BatchNorm could supply it."""
+    outer = name.rpartition(".")[0].removesuffix("bn")
+    quantizer = pairs.get(f"{outer}weight_fake_quant.scale")
+    return quantizer is not None and _version(metadata, quantizer.removesuffix(".scale")) < 2
 
 
 def _spectral_norm(done: Accepted, name: str, pairs: Mapping[str, str], free: Mapping[str, str], metadata: Any) -> None:

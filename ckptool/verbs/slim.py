@@ -47,7 +47,7 @@ def slim(
     source = change.original.source
     saved = (source.size if source else 0) - result.file_bytes
     left_out = ", ".join(part for part in parts if part)
-    summary = f"{saved:,} bytes smaller, without {left_out}" if left_out else "nothing to leave out"
+    summary = _summary(saved, left_out, result.container)
     facts = {
         "saved_bytes": saved,
         "dropped": list(done.dropped),
@@ -60,6 +60,16 @@ def slim(
     details = (f"dropped {listed([printable(name) for name in done.dropped], 8)}",) if done.dropped else ()
     notes = (new_ties(done.twins, result.container),) if done.twins else ()
     return written("slim", change.original, result, change.options, summary, facts=facts, details=details, notes=notes)
+
+
+def _summary(saved: int, left_out: str, container: str) -> str:
+    """How much smaller the file became, or that it did not: a new container has tables and alignment of its own."""
+    if not left_out:
+        return "nothing to leave out"
+    if saved > 0:
+        return f"{saved:,} bytes smaller, without {left_out}"
+    size = "no smaller" if not saved else f"{-saved:,} bytes larger"
+    return f"without {left_out}, but {size}: {container} takes more room for its own tables and alignment"
 
 
 def new_ties(count: int, container: str) -> Note:
