@@ -22,6 +22,7 @@ from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target
 from ckptool.roots import Root, kinds_of
 from ckptool.transforms.export import packed
+from ckptool.transforms.weights_only import weights_only
 from ckptool.tree import address
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
@@ -146,7 +147,7 @@ def of_checkpoint(
     chain = Chain(file, address(checkpoint.base))
     candidates = mains(found)
     chosen = best_root(candidates, against) if against is not None else None
-    taken = _module_taken(found, chosen, values)
+    taken = _taken_alone(found, chosen, values)
     way = find_way(chosen, against) if chosen is not None and against is not None else None
     findings = [
         *_of_container(found, file, values),
@@ -158,10 +159,23 @@ def of_checkpoint(
     ]
     if found.part is not None:  # no verb that writes takes a part, so none of those mends it
         findings = [(each, fixes if each.code == PART else ()) for each, fixes in findings if each.code != "folder"]
+    refused = any(note.code == "unsafe-global" for note in found.notes)
+    if refused and not any(
+        fixes for each, fixes in findings if each.code in _PLAIN
+    ):  # verbs that write would refuse it
+        findings = [(each, tuple(fix for fix in fixes if not fix.writes)) for each, fixes in findings]
     unread = str(command("verify", file))
     ordered = _ordered(findings, found.container != "torch-zip")
     filled = tuple(_filled(finding, fixes, chain) for finding, fixes in ordered)
     return Diagnosis(file, _is_a(found), filled, unread)
+
+
+_PLAIN = (
+    "unsafe-global",
+    "bare-pickle",
+    "legacy-tar",
+    "torchscript",
+)  # findings whose commands leave out what loading would call
 
 
 def _filled(finding: Finding, fixes: tuple[Command, ...], chain: Chain) -> Finding:
@@ -276,11 +290,15 @@ def _to_file() -> Command:
     return command("convert", FILE, out=OUT_PT)
 
 
-def _module_taken(found: Listing, chosen: Root | None, values: Values) -> Root | None:
-    """The whole module whose state dict alone is written, because with plain values in place of it tensors would be lost."""
+def _taken_alone(found: Listing, chosen: Root | None, values: Values) -> Root | None:
+    """The weights that are written alone, because with plain values in place of what is refused tensors would be lost."""
     root = chosen or next(iter(mains(found)), None)
-    lossy = values.lossy and found.container not in ("pickle", "torchscript", "torch-tar")
-    return root if lossy and root is not None and root.module is not None and not packed(root) else None
+    if not values.lossy or root is None or found.container in ("pickle", "torchscript", "torch-tar"):
+        return None
+    if root.module is not None:
+        return None if packed(root) else root
+    plain = weights_only(Checkpoint(root.node, found.container))
+    return root if root.path and not (plain.converted or plain.dropped) else None
 
 
 def _of_values(values: Values, found: Listing, taken: Root | None) -> Iterator[Found]:
@@ -297,7 +315,7 @@ def _of_values(values: Values, found: Listing, taken: Root | None) -> Iterator[F
                 "unsafe-global",
                 what,
                 says,
-                advice="It takes the state dict of the model alone, and lists what it leaves.",
+                advice="It takes the weights alone, and lists what it leaves behind.",
             ),
             (alone,),
         )

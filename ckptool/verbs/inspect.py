@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Composite, Note
-from ckptool.commands import Chain
+from ckptool.commands import Chain, Command
 from ckptool.errors import counted, form, listed, printable
 from ckptool.files import unchanged
 from ckptool.reports.listing import Listing, listing
@@ -71,6 +71,10 @@ def _numbers(found: Listing) -> dict[str, Statistics]:
 def runnable(notes: Sequence[Note], path: str) -> tuple[Note, ...]:
     """The notes with commands that can be run as they are, one after the other: on this file, to names beside it that are not taken."""
     chain = Chain(path)
+    if any(
+        note.code == "unsafe-global" for note in notes
+    ):  # verbs that write refuse such a file; doctor says what to do first
+        notes = [replace(note, fix=()) if isinstance(note.fix, Command) and note.fix.writes else note for note in notes]
     return tuple(
         replace(note, fix=fix) for note, fix in zip(notes, chain.each(note.fix for note in notes), strict=True)
     )
