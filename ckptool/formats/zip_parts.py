@@ -52,8 +52,11 @@ def central_entry(name: str, crc: int, size: int, at: int) -> bytes:
     return fixed + raw + extra
 
 
+_LINK = 0xA  # the file type of Unix, at the top of the external attributes
+
+
 def moved_entry(record: Record, at: int) -> bytes:
-    """The directory's entry for a record that was copied whole to byte `at`."""
+    """The directory's entry for a record that was copied whole to byte `at`; one that was marked as a symbolic link is a file there."""
     stored, size = struct.unpack_from("<2I", record.central, 20)  # Python's zipfile goes to 64 bits at 2 GiB already
     narrow = FULL if at >= FULL or record.wide else at
     values = [wide for short, wide in ((size, record.size), (stored, record.stored), (narrow, at)) if short == FULL]
@@ -62,7 +65,8 @@ def moved_entry(record: Record, at: int) -> bytes:
     return (
         record.central[:28]
         + struct.pack("<3H", len(raw), len(extra), 0)
-        + record.central[34:42]
+        + record.central[34:38]
+        + (bytes(4) if record.central[41] >> 4 == _LINK else record.central[38:42])
         + struct.pack("<I", narrow)
         + raw
         + extra
