@@ -79,7 +79,7 @@ def note_odd_entries(archive: Archive) -> None:
             message = (
                 f"{counted(len(names), 'record name')} could lead another program out of its folder: {listed(names, 3)}"
             )
-            archive.notes.append(Note("unsafe-record-names", message, fix))
+            archive.notes.append(Note("unsafe-record-names", message))
     if archive.links:
         message = (
             f"{counted(len(archive.links), 'record is', 'records are')} marked as symbolic links, "
