@@ -253,7 +253,8 @@ def _beside(path: str) -> str:
     if os.path.basename(path) in ("", ".", ".."):
         path = os.path.normpath(path)
         last = os.path.basename(path)
-        return os.path.join(path, "..", os.path.basename(os.path.abspath(path))) if last in (".", "..") else path
+        outside = os.path.normpath(os.path.join(path, "..", os.path.basename(os.path.abspath(path))))
+        return outside if last in (".", "..") else path
     return path
 
 

@@ -110,6 +110,14 @@ def test_double_suffixes_stay_together(path: str, stem: str) -> None:
     assert parted(path) == (stem, path[len(stem) :])
 
 
+def test_what_is_written_for_a_folder_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    convert = command("convert", FILE, out=OUT_PT)
+    assert str(Chain(".").fill(convert)) == "ckptool convert . -o ../run.fixed.pt"
+    assert str(Chain("../run/").fill(convert)) == "ckptool convert ../run/ -o ../run.fixed.pt"
+
+
 def test_advice_knows_its_commands() -> None:
     advice = Advice("Save it: ", command("recover", "a b.pt", out=OUT), "; or copy it again.")
     assert advice == "Save it: ckptool recover 'a b.pt' -o OUT; or copy it again."

@@ -19,6 +19,8 @@ def health_text(found: Diagnosis, *, style: Style = PLAIN) -> str:
     lines = [f"{style.bold(head)}: {printable(found.is_a)}"] if found.is_a else []
     if not found.findings:
         lines.append(style.green("nothing was found that would keep it from loading"))
+        if not found.against:
+            lines.append("Whether a model takes these names and shapes is not known without it: --against MODEL")
     number = 0
     for finding in found.findings:
         mark = style.red("problem") if finding.blocks else style.yellow("note")
@@ -52,6 +54,7 @@ def health_json(found: Diagnosis) -> Json:
         "is": found.is_a or None,
         "loads": found.loads,
         "unread": found.unread or None,
+        "against": found.against or None,
         "findings": [_finding_json(finding) for finding in found.findings],
     }
 

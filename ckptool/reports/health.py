@@ -33,12 +33,14 @@ class Diagnosis:
     """What a file is, and what is the matter with it. `file` is empty where only an error text was given.
 
     unread: the command that reads the data of the tensors, which was not looked at; empty where nothing was opened.
+    against: the model that it was compared with.
     """
 
     file: str
     is_a: str
     findings: tuple[Finding, ...]
     unread: str = ""
+    against: str = ""
 
     @property
     def loads(self) -> bool:
@@ -167,7 +169,7 @@ def of_checkpoint(
     unread = str(command("verify", file))
     ordered = _ordered(findings, found.container != "torch-zip")
     filled = tuple(_filled(finding, fixes, chain) for finding, fixes in ordered)
-    return Diagnosis(file, _is_a(found), filled, unread)
+    return Diagnosis(file, _is_a(found), filled, unread, against.name if against is not None else "")
 
 
 _PLAIN = (

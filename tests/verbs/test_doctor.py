@@ -63,7 +63,10 @@ def test_a_healthy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     file = saved(tmp_path / "a.pt", weights())
     assert ckptool.doctor(file).findings == ()
     assert main(["doctor", str(file)]) == 0
-    assert "nothing was found" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing was found" in out and "is not known without it: --against MODEL" in out
+    assert main(["doctor", str(file), "--against", str(file)]) == 0
+    assert "is not known" not in capsys.readouterr().out
 
 
 def test_a_wrapped_model_from_a_gpu_is_mended_in_two_steps(tmp_path: Path) -> None:
