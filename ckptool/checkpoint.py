@@ -374,7 +374,7 @@ class Checkpoint:
     tree: the values.  container: the format's name (`torch-zip`, `safetensors`).
     metadata: what the container says beside the tree.  source: the file it was read from, if any.
     origin: what its format remembers of that file in order to write it back; nobody else looks at it.
-    discarded: objects that the file makes and throws away again; they would run, so they are shown.
+    discarded: what the file makes or imports beside the tree and is not inert; it would run, so it is shown.
     tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
     beside: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not listed, not written.
     part: of what it is only a part; None for a whole checkpoint (see `formats.parts`, which decides).
@@ -387,7 +387,7 @@ class Checkpoint:
     source: Input | None = None
     origin: Any = None
     notes: tuple[Note, ...] = ()
-    discarded: tuple[Object, ...] = ()
+    discarded: tuple[Any, ...] = ()
     tensors_only: bool = False
     beside: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     part: PartOf | None = None

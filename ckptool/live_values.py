@@ -28,7 +28,7 @@ from ckptool.dtypes import DTYPES, DType
 from ckptool.errors import Unsupported, listed, printable
 from ckptool.graphs import SCALARS, After, Done, Empty, Made, Of, Remake
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.pickles.known import is_known_call
+from ckptool.pickles.known import kind_of
 from ckptool.tree import address, walk
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ class Reader:
         name = self.name_of(function)
         if name is None or (rest and rest[0] is not None):
             return self.refuse(value)
-        given = tuple(self.name_of(arg) for arg in args if isinstance(arg, _NAMED))
-        if not is_known_call(name, given) and not self.keep_unknown:
+        if not self.keep_unknown and not self._is_plain(name, args):
             return self.refuse(value)
         made = Object(name, (), how)
 
@@ -179,6 +178,12 @@ class Reader:
             made.state = of(state) if state is not None else MISSING
 
         return Empty(made, fill)
+
+    def _is_plain(self, name: Global, args: tuple[Any, ...]) -> bool:
+        """True for a call of a function of the table, with no other classes or functions as its arguments."""
+        kind = kind_of(name)
+        given = [self.name_of(arg) for arg in args if isinstance(arg, _NAMED)]
+        return kind is not None and kind.called is not None and not kind.custom and None not in map(kind_of, given)
 
     def refuse(self, value: Any, name: str = "", fix: str = "") -> Made:
         """Marks an object that cannot be saved; all of them are named at the end."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Note, Storage, StorageRef, Tensor, TensorEntry
+from ckptool.commands import OUT, OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.errors import Ambiguous, LimitExceeded, UnsafeObject, UsageError, counted, listed, printable
 from ckptool.modules import module_state_dict
-from ckptool.nodes import MISSING, Object, OrderedDict, Set, structural_parts
-from ckptool.pickles.known import foreign_names, is_known_call
+from ckptool.nodes import MISSING, Object, OrderedDict, Set
+from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED, UNKNOWN, Use, uses
 from ckptool.pickles.torch_objects import rebuilt
 
 Path = tuple[Any, ...]
@@ -371,60 +372,79 @@ def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:
 
 # What would run ------------------------------------------------------------------------------------------------------
 
-
-def unknown_calls(checkpoint: Checkpoint) -> list[tuple[str, Object]]:
-    """The calls of functions that ckptool does not know, each with the address of where it sits."""
-    calls = list(_unknown_calls(checkpoint.tree))
-    places: dict[int, str] = {}
-    if calls:
-        wanted = {id(call) for call in calls}
-        for path, node in walk(checkpoint.tree):
-            for part in (node.made,) if isinstance(node, Composite) else (node,):
-                if id(part) in wanted:
-                    places.setdefault(id(part), address(path))
-    found = [(places.get(id(call), "(inside a key, a tensor or an argument)"), call) for call in calls]
-    return found + [("(made and thrown away)", call) for call in checkpoint.discarded]
+DISCARDED = "(made and thrown away)"
+_PROGRAM = "__torch__."  # a TorchScript file's own classes, which are in the file and which nothing imports
 
 
-def _unknown_calls(tree: Any) -> Iterator[Object]:
-    """Every unknown call in a tree, wherever it hides: in keys, in the arguments of tensors, behind an empty dictionary."""
-    seen: set[int] = set()
-    stack = [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, Composite):
-            node = node.made
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, Object) and node.how == "call" and not is_known_call(node.fn, node.args):
-            yield node
-        parts = [part for part in structural_parts(node) if type(part) in _MAY_HOLD]
-        parts.reverse()
-        stack += parts
+def uses_of(checkpoint: Checkpoint) -> Iterator[tuple[Use, str]]:
+    """What in a checkpoint is not inert, each with the nearest address; last what the file makes and throws away."""
+    for use in uses(checkpoint.tree):
+        if not (checkpoint.beside and use.name.startswith(_PROGRAM)):
+            yield use, address(use.path)
+    for use in uses(checkpoint.discarded):
+        yield use._replace(verdict=UNKNOWN), DISCARDED
 
 
-def _called(call: Object) -> str:
-    """What a call calls: the function, and the foreign names that it is given to call."""
-    given = foreign_names(call.fn, call.args)
-    return f"{call.name} with {listed(given, 3)}" if given else call.name
+def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool = False) -> tuple[Note, ...]:
+    """Raises `UnsafeObject` for what would run and is unknown, unless it is to be kept and can be; gives a note of people's own classes.
 
-
-_MAY_HOLD = frozenset({dict, OrderedDict, list, tuple, Set, Object, Composite})
-
-
-def refuse_unknown_calls(checkpoint: Checkpoint, keep_unknown: bool) -> None:
-    """Raises `UnsafeObject`, naming each unknown call and its place, unless they are to be kept and can be."""
-    if keep_unknown and not checkpoint.discarded:
-        return
-    calls = unknown_calls(checkpoint)
-    if calls:
-        source = checkpoint.source or "the checkpoint"
-        names = listed([f"{printable(_called(call))} at {printable(place) or 'the top'}" for place, call in calls])
-        raise UnsafeObject(
-            f"{source} calls {names}",
-            "Loading the file runs this; ckptool neither ran it nor passes it on without being told to. Nothing was written.",
-            "These calls cannot be kept: their results are thrown away."
-            if checkpoint.discarded
-            else "Pass them on as they are: --keep-unknown",
+    as_it_is: the file is copied, so that what it makes and throws away is kept too.
+    """
+    own: dict[str, int] = {}
+    unknown: dict[str, str] = {}
+    count = 0
+    for use, place in uses_of(checkpoint):
+        if use.verdict == CUSTOM:
+            own[use.name] = own.get(use.name, 0) + 1
+        elif not keep_unknown or (place == DISCARDED and not as_it_is):
+            count += 1
+            if len(unknown) < _NAMED_UNKNOWN:
+                unknown.setdefault(f"{_VERBS[use.how]} {printable(use.name)}", place)
+    if not count:
+        return (custom_note(own),) if own else ()
+    source = checkpoint.source or "the checkpoint"
+    names = [f"{what} at {printable(place) or 'the top'}" for what, place in unknown.items()]
+    if count > len(names):
+        names.append(f"{count - len(names):,} more")
+    thrown_away = DISCARDED in unknown.values() and not as_it_is
+    raise UnsafeObject(
+        f"{source} {listed(names)}",
+        "Loading the file runs this; ckptool neither ran it nor passes it on without being told to. Nothing was written.",
+        Advice(
+            "What is made and thrown away cannot be kept. Write the weights alone: ",
+            command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
         )
+        if thrown_away
+        else Advice(*_drop(checkpoint, unknown.values()), "Pass it on as it is: --keep-unknown"),
+    )
+
+
+_VERBS = {CALLED: "calls", MADE: "makes", NAMED: "refers to"}
+_NAMED_UNKNOWN = 6
+
+
+def _drop(checkpoint: Checkpoint, places: Iterable[str]) -> tuple[str, ...] | tuple[str, Command, str]:
+    """How to drop what cannot be passed on, where all of it is in entries of dictionaries."""
+    found = [_entry(checkpoint.tree, place) for place in dict.fromkeys(places)]
+    if not all(found):
+        return ()
+    patterns = ["".join(f"[{c}]" if c in "*?[" else c for c in place) for place in dict.fromkeys(found)]
+    return "Drop it: ", command("edit", input_of(checkpoint.source), drop=patterns, out=OUT), ". "
+
+
+def _entry(tree: Any, place: str) -> str:
+    """The longest beginning of an address that leads through entries of dictionaries."""
+    found, node = "", tree
+    for part in place.split("/") if place else ():
+        mapping = node.items if isinstance(node, Object) else node
+        match = _matching(mapping.items(), part) if isinstance(mapping, dict) else []
+        if len(match) != 1:
+            break
+        found, node = f"{found}/{part}" if found else part, match[0][1]
+    return found
+
+
+def custom_note(names: Mapping[str, int]) -> Note:
+    """What is to be said wherever a file with objects of people's own classes is looked at or written."""
+    what = listed([printable(name) for name in names], 4)
+    return Note("custom-class", f"loading it with pickle imports and makes {what}; ckptool does not")

@@ -19,12 +19,12 @@ from ckptool.tree import (
     find,
     map_storages,
     rebuild,
-    refuse_unknown_calls,
+    refuse_unknown,
     segment_text,
     storages,
     stored_parts,
     tensors,
-    unknown_calls,
+    uses_of,
     walk,
 )
 from fixtures.traps import TRAPS
@@ -235,16 +235,16 @@ def test_deep_tuples_and_cycles_do_not_recurse() -> None:
 def test_unknown_calls_are_named_with_their_place() -> None:
     evil, known = Object(Global("os", "system"), ("true",)), Object(Global("collections", "Counter"), ({},))
     checkpoint = Checkpoint({"a": [evil], "b": known}, "live")
-    assert unknown_calls(checkpoint) == [("a/0", evil)]
+    assert [(use.name, use.how, place) for use, place in uses_of(checkpoint)] == [("os.system", "called", "a/0")]
     with pytest.raises(UnsafeObject, match=r"os\.system at a/0") as caught:
-        refuse_unknown_calls(checkpoint, keep_unknown=False)
+        refuse_unknown(checkpoint, keep_unknown=False)
     assert "--keep-unknown" in caught.value.fix
-    refuse_unknown_calls(checkpoint, keep_unknown=True)
-    refuse_unknown_calls(Checkpoint({"b": known}, "live"), keep_unknown=False)
+    refuse_unknown(checkpoint, keep_unknown=True)
+    refuse_unknown(Checkpoint({"b": known}, "live"), keep_unknown=False)
 
 
 def test_calls_that_are_thrown_away_cannot_be_kept() -> None:
     gone = Checkpoint({}, "live", discarded=(Object(Global("os", "system"), ()),))
     for keep in (False, True):
         with pytest.raises(UnsafeObject, match="made and thrown away"):
-            refuse_unknown_calls(gone, keep_unknown=keep)
+            refuse_unknown(gone, keep_unknown=keep)

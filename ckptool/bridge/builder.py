@@ -11,6 +11,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed, printable
 from ckptool.graphs import After, Done, Made, Remake
+from ckptool.pickles.calls import uses
 from ckptool.roots import find_roots
 from ckptool.tree import address, walk
 
@@ -27,8 +28,10 @@ class Builder:
     def build(self) -> Any:
         made = self.remake.run(self.checkpoint.tree)
         self.unknown += [
-            (call, f"a call of {call.name} whose result is thrown away") for call in self.checkpoint.discarded
+            (None, f"{use.name}, which is {use.how} and thrown away") for use in uses(self.checkpoint.discarded)
         ]
+        if not self.unknown and (use := next(uses(self.checkpoint.tree), None)):
+            self.unknown.append((None, f"{use.name} at {address(use.path) or 'the top'}"))
         if self.unknown:
             raise self._refusal()
         return made

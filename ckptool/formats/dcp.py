@@ -83,8 +83,8 @@ def read(source: Input) -> Checkpoint:
         )
     if isinstance(source, Source) and os.path.basename(source.path) != METADATA:
         return _of_a_rank(folder, os.path.basename(source.path))
-    facts = _metadata(folder)
-    shelf = _Shelf(folder, _places(folder, facts.get("storage_data")))
+    facts, aside = _metadata(folder)
+    shelf = _Shelf(folder, _places(folder, facts.get("storage_data")), discarded=[*aside])
     described = facts.get("state_dict_metadata")
     if not isinstance(described, dict) or not all(type(name) is str for name in described):
         raise _damaged(folder, "has no table of names")
@@ -109,9 +109,9 @@ def _tables(folder: Folder, tables: list[str]) -> Unsupported:
 
 def _of_a_rank(folder: Folder, name: str) -> Checkpoint:
     """What is in one file: whole tensors, objects, and chunks, which are called by their tensor and where in it they begin."""
-    facts = _metadata(folder)
+    facts, aside = _metadata(folder)
     places = _places(folder, facts.get("storage_data"))
-    shelf = _Shelf(folder, places)
+    shelf = _Shelf(folder, places, discarded=[*aside])
     chunks = Counter(key[0] for key in places)
     held = {key: place for key, place in places.items() if place.file == name}
     if not held:
@@ -145,8 +145,8 @@ def _share_of(folder: Folder, name: str, held: int, places: Mapping[Key, _Place]
 # The table -----------------------------------------------------------------------------------------------------------
 
 
-def _metadata(folder: Folder) -> dict[Any, Any]:
-    """The fields of the `Metadata` that the folder's table is a pickle of."""
+def _metadata(folder: Folder) -> tuple[dict[Any, Any], tuple[Any, ...]]:
+    """The fields of the `Metadata` that the folder's table is a pickle of, and what of that pickle is not inert."""
     source = folder.open(METADATA)
     if source.size > MAX_METADATA:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_METADATA:,} are read.")
@@ -162,7 +162,7 @@ def _metadata(folder: Folder) -> dict[Any, Any]:
             "Another program wrote it.",
             Advice("Name the file: ", other_program("ls", folder.path)),
         )
-    return decoded.root.attributes  # type: ignore[no-any-return]
+    return decoded.root.attributes, decoded.aside()
 
 
 def _no_storage(pid: Any) -> Any:
@@ -257,7 +257,7 @@ class _Shelf:
     places: dict[Key, _Place]
     opened: dict[_Place, Any] = field(default_factory=dict)
     taken: set[Key] = field(default_factory=set)
-    discarded: list[Object] = field(default_factory=list)
+    discarded: list[Any] = field(default_factory=list)
 
     def take(self, key: Key) -> Any:
         """What was saved under this name; of a tensor, the chunk at these offsets."""

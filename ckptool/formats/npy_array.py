@@ -65,7 +65,7 @@ class Budget:
             )
 
 
-def read_array(data: Data, name: str, budget: Budget, crc: int | None = None) -> tuple[Any, tuple[Object, ...]]:
+def read_array(data: Data, name: str, budget: Budget, crc: int | None = None) -> tuple[Any, tuple[Any, ...]]:
     """The tree of an array that fills `data`: a tensor, or the inert object that a pickle of another array would give.
 
     crc: the CRC-32 of all of `data`, where it is known. Also gives what a pickle in it makes and throws away. Reads no numbers.
@@ -77,7 +77,7 @@ def read_array(data: Data, name: str, budget: Budget, crc: int | None = None) ->
         raise error.within(name) from None
 
 
-def _read_array(data: Data, name: str, budget: Budget, crc: int | None) -> tuple[Any, tuple[Object, ...]]:
+def _read_array(data: Data, name: str, budget: Budget, crc: int | None) -> tuple[Any, tuple[Any, ...]]:
     header = read_header(data)
     if _has_objects(header.descr):
         budget.take(data.length)

@@ -16,7 +16,6 @@ from ckptool.formats import recovered, zip_archive, zip_parts
 from ckptool.formats.npy_array import MAGIC, Budget, read_array, spelled
 from ckptool.formats.zip_layout import ZipLayout
 from ckptool.formats.zip_records import END, LOCAL
-from ckptool.nodes import Object
 from ckptool.plain import summary
 
 NAME = "npz"
@@ -56,7 +55,7 @@ def read(source: Source) -> Checkpoint:
             "numpy would read the one, torch the other.",
         )
     tree: dict[str, Any] = {}
-    discarded: list[Object] = []
+    discarded: list[Any] = []
     budget, others = Budget(source.size), 0
     mark = archive.records.get(recovered.RECORD)
     metadata = {recovered.KEY: mark.contents(recovered.MAX_RECORD).decode("utf-8", "replace")} if mark else {}

@@ -24,7 +24,7 @@ from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsuppor
 from ckptool.files import Input, Source
 from ckptool.formats import tar_archive
 from ckptool.gather import subrange
-from ckptool.nodes import Global, Object
+from ckptool.nodes import Global
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.legacy import (
     COMPACT,
@@ -76,7 +76,7 @@ def read(source: Source) -> Checkpoint:
         *source_notes(tables.sources),
     )
     notes = (*told, *_notes(tables, little_endian, source.size - end))
-    calls = (*info.discarded, *tables.discarded, *decoded.discarded)
+    calls = (*info.aside(), *tables.discarded, *decoded.discarded)
     return Checkpoint(decoded.root, NAME, metadata, source, notes=notes, discarded=calls)
 
 
@@ -128,7 +128,7 @@ class _Tables:
         self.views: dict[int | str, _View] = {}
         self.tensors: dict[int | str, TensorEntry] = {}
         self.sources: dict[str, dict[str, str | None]] = {}
-        self.discarded: list[Object] = []
+        self.discarded: list[Any] = []
         self.trailing = 0
 
     def load(self, pid: Any) -> Any:
@@ -159,7 +159,7 @@ class _Tables:
 
     def _pickle(self, data: Data, at: int, what: str) -> tuple[Any, int]:
         found = small_pickle(data, at, what)
-        self.discarded += found.discarded
+        self.discarded += found.aside()
         return found.root, found.end
 
     def _count(self, data: Data, what: str) -> tuple[int, int]:

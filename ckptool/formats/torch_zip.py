@@ -40,7 +40,7 @@ from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
 from ckptool.pickles.texts import protocol_notes
 from ckptool.pickles.torch_objects import BUILDERS, storage_class
-from ckptool.tree import refuse_unknown_calls
+from ckptool.tree import refuse_unknown
 
 NAME = "torch-zip"
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
@@ -323,7 +323,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
     Raises `UnsafeObject` for calls of unknown functions unless `keep_unknown`.
     """
-    refuse_unknown_calls(checkpoint, keep_unknown)
+    refuse_unknown(checkpoint, keep_unknown)
     layout = _Layout(checkpoint.origin if isinstance(checkpoint.origin, Origin) else None)
     layout.add("data.pkl", Literal(encode(checkpoint.tree, layout.key_of)))
     mark, before = checkpoint.metadata.get(recovered.KEY), None
@@ -376,7 +376,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     origin = checkpoint.origin
     if not isinstance(origin, Origin):
         return None
-    refuse_unknown_calls(checkpoint, keep_unknown)
+    refuse_unknown(checkpoint, keep_unknown)
     archive = origin.archive
     if archive.edits >= zip_archive.MAX_EDITS:
         raise Conflict(

@@ -12,8 +12,9 @@ from typing import Any
 
 from ckptool.checkpoint import Blob, Note
 from ckptool.errors import CkptoolError, Corrupt, Truncated
-from ckptool.nodes import Global, Object, check_depth
+from ckptool.nodes import Global, check_depth
 from ckptool.pickles.builders import Builder, PerPickle, purse
+from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import Machine
 from ckptool.pickles.maker import Maker
 from ckptool.pickles.tape import DAMAGED, Tape
@@ -27,14 +28,16 @@ FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A decoded pickle. `discarded`: unknown calls that it makes and throws away. `end`: the byte after its STOP.
+    """A decoded pickle. `discarded`: what of it is not inert and not in its tree: made, or imported, and thrown away.
+
+    end: the byte after its STOP.
 
     byte_strings: how many texts of Python 2 in it are not UTF-8.  unreachable: names of nested classes that its protocol cannot say.
     gradients: how many old parameters had one inside.
     """
 
     root: Any
-    discarded: tuple[Object, ...]
+    discarded: tuple[Any, ...]
     protocol: int
     end: int
     byte_strings: int = 0
@@ -49,6 +52,10 @@ class Decoded:
             *nested_name_notes(self.unreachable),
             *gradient_notes(self.gradients),
         ]
+
+    def aside(self) -> tuple[Any, ...]:
+        """What is not inert in a pickle beside the checkpoint's own, of which only the value is used."""
+        return self.discarded if is_inert(self.root) else (*self.discarded, self.root)
 
 
 def decode(
@@ -95,7 +102,7 @@ def decode(
         raise Corrupt(f"{name} refers to value {error}, which was not stored", DAMAGED) from None
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds text that is not UTF-8", DAMAGED) from None
-    unreachable = tuple(maker.dotted) if machine.protocol < NESTED_NAMES else ()
+    unreachable = tuple(name for name in maker.names if "." in name.name) if machine.protocol < NESTED_NAMES else ()
     return Decoded(
         root, maker.discarded(root), machine.protocol, tape.at, maker.byte_strings, unreachable, maker.gradients
     )

@@ -1,167 +1,435 @@
-"""The names that are understood, by tier. A name is only ever text: there is no list to bypass, only one to be outside of.
+"""The names that are understood, and for each how a pickle may use it so that nothing of unknown origin runs.
 
-Tier 1, torch's rebuild functions and value types; 2, its storages and dtypes; 3, plain data with an exact neutral form; 4, containers
-of configuration that are dictionaries and lists in disguise. Calls of these are written back as they were. A call of anything else
-is shown, and refused on writing. Sources: the reducers of torch 0.4 to 2.13 (torch/_utils.py, torch/_tensor.py,
-torch/storage.py), numpy's and the standard library's `__reduce__` methods, and the classes of the configuration libraries.
+A name is only ever text. There is no list of bad names to bypass, only this one to be outside of: `calls` judges by it, and `scan`,
+`inspect`, `load` and every writer ask `calls`. Names are listed one by one; a dotted name (`Path.write_text`) is in no list.
+Sources: the reducers of torch 0.1 to 2.13 (torch/_utils.py, torch/_tensor.py, torch/storage.py), the `__reduce__` methods of
+the standard library (3.6 to 3.14) and of numpy 1 and 2, and the classes of the configuration and training libraries below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptool.dtypes import BY_TORCH
-from ckptool.nodes import Global, Object, structural_parts
+from ckptool.dtypes import BY_STORAGE, BY_TORCH
+from ckptool.nodes import Global
+from ckptool.pickles import arguments as given
+from ckptool.pickles.python_modules import PYTHON_MODULES
+from ckptool.pickles.torch_classes import CLASSES, MOVED
 
-_TORCH_CALLS: dict[str, str] = {
-    "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state"
-    " _rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_qtensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage"
-    " _rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor _rebuild_xla_tensor",
-    "torch._tensor": "_rebuild_from_type _rebuild_from_type_v2",
-    "torch.tensor": "_rebuild_from_type _rebuild_from_type_v2",
-    "torch.nn.parameter": "Parameter Buffer UninitializedParameter UninitializedBuffer",
-    "torch": "Size device Tensor Generator",
-    "torch.serialization": "_get_layout",
-    "torch.torch_version": "TorchVersion",
-    "torch.nested._internal.nested_tensor": "_rebuild_njt NestedTensor",
+Arguments = tuple[Any, ...]
+
+
+class Kind(NamedTuple):
+    """How the names of one kind may be used.
+
+    called: whether these arguments are ones that it may be called with, or made with (`cls.__new__`); None: with none at all.
+    empty: it may be made without arguments.  state, items, elements: what may be given to the object afterwards.
+    stands: it may stand by itself, as a value or a key.  state_at: the first argument that is a state.
+    custom: an object whose class runs somebody's code, as of people's own classes (it is written on, and always mentioned).
+    """
+
+    called: Callable[[Arguments], bool] | None = None
+    empty: bool = False
+    state: bool = False
+    items: bool = False
+    elements: bool = False
+    stands: bool = True
+    state_at: int = 1 << 30
+    custom: bool = False
+
+
+_NAME = Kind()  # a class, a function or a constant that is only referred to
+_OBJECT = Kind(empty=True, state=True)
+_CUSTOM = Kind(empty=True, state=True, items=True, elements=True, custom=True)
+_MAPPING = Kind(given.nothing, empty=True, state=True, items=True)
+_CONTAINER = Kind(given.nothing, empty=True, state=True, items=True, elements=True)
+_SCALARS = Kind(given.scalars, empty=True)
+_ENUM = Kind(given.one_scalar)
+_TENSOR = Kind(given.anything)
+_STORAGE = Kind(given.sequence)  # with its numbers, as very old pickles have it
+
+_TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
+    # torch: tensors, and what describes them
+    (
+        _TENSOR,
+        {
+            "torch._utils": "_rebuild_tensor _rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_nested_tensor"
+            " _rebuild_meta_tensor_no_storage _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor"
+            " _rebuild_xla_tensor",
+            "torch.nested._internal.nested_tensor": "_rebuild_njt",
+            "torch.nn.parameter": "UninitializedParameter UninitializedBuffer",
+        },
+    ),
+    (Kind(given.without_hooks(5)), {"torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3"}),
+    (Kind(given.without_hooks(2)), {"torch._utils": "_rebuild_parameter"}),
+    (Kind(given.without_hooks(2), state_at=3), {"torch._utils": "_rebuild_parameter_with_state"}),
+    (Kind(given.without_hooks(6)), {"torch._utils": "_rebuild_qtensor"}),
+    (
+        Kind(given.rebuild_and_class, state_at=3),
+        {
+            "torch._tensor": "_rebuild_from_type _rebuild_from_type_v2",
+            "torch.tensor": "_rebuild_from_type _rebuild_from_type_v2",
+        },
+    ),
+    (Kind(given.class_first), {"torch._utils": "_rebuild_wrapper_subclass"}),
+    (Kind(given.anything, empty=True, state=True), {"torch.nn.parameter": "Parameter Buffer"}),
+    (Kind(given.anything, empty=True, state=True), {"torch.autograd.variable": "Variable"}),
+    (Kind(given.sequence, empty=True), {"torch": "Size"}),
+    (_SCALARS, {"torch": "device", "torch.serialization": "_get_layout", "torch.torch_version": "TorchVersion"}),
+    (Kind(given.anything, state=True), {"torch": "Generator", "torch._C": "Generator"}),
+    (_OBJECT, {"torch": "ScriptObject"}),  # parameters packed by a backend: their state is set by its C++ code
+    (Kind(given.getattr_of_known, stands=False), {"builtins": "getattr"}),
+    (
+        _NAME,
+        {
+            "torch": "Tensor",
+            "torch._tensor": "Tensor",
+            "torch._C": "_VariableFunctionsClass",
+            "torch.utils.data.dataloader": "DataLoader",
+            "torch.nested._internal.nested_tensor": "NestedTensor",
+            "torch.distributed.tensor": "DTensor",
+            "torch.distributed._tensor.api": "DTensor",
+            "torch.distributed._tensor": "DTensor",
+            "torch.distributed.fsdp._flat_param": "FlatParameter",
+            "torch.distributed.fsdp.flat_param": "FlatParameter",
+            "torch._utils": "torch.contiguous_format torch.channels_last torch.channels_last_3d torch.preserve_format",  # protocol 4
+            "torch.amp.grad_scaler": "_refresh_per_optimizer_state",
+            "torch.cuda.amp.grad_scaler": "_refresh_per_optimizer_state",
+            "torch.nn.functional": "relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish sigmoid tanh softmax"
+            " log_softmax softmin softplus softsign softshrink hardshrink hardtanh hardsigmoid hardswish tanhshrink logsigmoid"
+            " glu threshold normalize cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div"
+            " binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity dropout layer_norm interpolate",
+            "torch._C._nn": "gelu silu mish elu_ hardtanh hardswish hardsigmoid leaky_relu log_sigmoid softplus softshrink",
+            "torch.nn.init": "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ normal_ uniform_ zeros_ ones_"
+            " constant_ orthogonal_ trunc_normal_ eye_ dirac_ sparse_",
+        },
+    ),
+    # torch.distributed: what ranks save
+    (
+        _OBJECT,
+        {
+            "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
+            "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta Shard Replicate Partial _Partial Placement",
+            "torch.distributed._tensor.dispatch": "TensorMeta",
+            "torch.distributed._shard.sharded_tensor.api": "ShardedTensor",
+            "torch.distributed._shard.sharded_tensor.shard": "Shard",
+            "torch.distributed._shard.metadata": "ShardMetadata",
+            "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+            "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec DevicePlacementSpec",
+            "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex"
+            " StorageMeta TensorStorageMetadata",
+            "torch._dynamo.decorators": "_DimRange",
+        },
+    ),
+    (
+        Kind(given.anything, empty=True, state=True),  # namedtuples, and classes that say themselves how they are filled
+        {
+            "torch.distributed.tensor._dtensor_spec": "TensorMeta ShardOrderEntry",
+            "torch.distributed.tensor.placement_types": "Placement Shard Replicate Partial _Partial _StridedShard _MaskPartial",
+            "torch.distributed.device_mesh": "DeviceMesh",
+            "torch.distributed._tensor.device_mesh": "DeviceMesh",
+            "torch.distributed._mesh_layout": "_MeshLayout",
+            "torch.distributed.remote_device": "_remote_device",
+            "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING",
+            "torch.distributed.checkpoint.metadata": "TensorProperties _MEM_FORMAT_ENCODING",
+            "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+            "torch.distributed.checkpoint._hf_utils": "_HFStorageInfo",
+        },
+    ),
+    (Kind(given.nothing), {"torch.nn.backends.thnn": "_get_thnn_function_backend"}),
+    # Python
+    (_MAPPING, {"argparse": "Namespace", "types": "SimpleNamespace"}),
+    (Kind(given.pairs, empty=True, state=True, items=True), {"collections": "OrderedDict"}),
+    (Kind(given.factory, empty=True, state=True, items=True), {"collections": "defaultdict"}),
+    (Kind(given.bounded_sequence, empty=True, state=True, elements=True), {"collections": "deque"}),
+    (Kind(given.mapping, empty=True, state=True, items=True), {"collections": "Counter"}),
+    (Kind(given.mapping, empty=True, items=True), {"builtins": "dict"}),
+    (Kind(given.sequence, empty=True, elements=True), {"builtins": "list set"}),
+    (Kind(given.sequence, empty=True), {"builtins": "tuple frozenset"}),
+    (Kind(given.text_or_bytes, empty=True), {"builtins": "bytes bytearray"}),
+    (_SCALARS, {"builtins": "str int long float bool complex slice range xrange unicode object"}),
+    (Kind(given.type_of_constant), {"builtins": "type"}),
+    (_NAME, {"builtins": "Ellipsis NotImplemented abs max min sum len round sorted"}),
+    (Kind(given.scalars_and_dates), {"datetime": "datetime date time timedelta timezone"}),
+    (_SCALARS, {"decimal": "Decimal", "fractions": "Fraction"}),
+    (Kind(given.nothing, empty=True, state=True), {"uuid": "UUID"}),
+    (_ENUM, {"uuid": "SafeUUID"}),
+    (
+        Kind(given.texts, empty=True),
+        {
+            "pathlib": "PosixPath WindowsPath PurePosixPath PureWindowsPath Path PurePath",
+            "pathlib._local": "PosixPath WindowsPath PurePosixPath PureWindowsPath Path PurePath",
+        },
+    ),
+    (Kind(given.nothing, empty=True, state=True), {"random": "Random"}),
+    (Kind(given.texts, stands=False), {"logging": "getLogger"}),
+    (Kind(given.pattern, stands=False), {"re": "_compile"}),
+    (Kind(given.known_function_first, state=True), {"functools": "partial"}),
+    (Kind(given.type_expression), {"operator": "getitem or_", "_operator": "getitem or_", "types": "GenericAlias"}),
+    (Kind(given.type_expression, stands=False), {"functools": "reduce"}),
+    (
+        _NAME,
+        {
+            "typing": "Any Union Optional Dict List Tuple Set FrozenSet Callable Sequence Mapping MutableMapping Iterable Iterator"
+            " Type Literal Deque DefaultDict OrderedDict Text AnyStr Hashable Sized Collection Container NoReturn ClassVar Final",
+            "numbers": "Number Complex Real Rational Integral",
+            "math": "sqrt exp log log2 log10 sin cos tanh ceil floor",
+            "inspect": "_empty",
+        },
+    ),
+    # numpy
+    (Kind(given.scalars, state=True), {"numpy": "dtype"}),
+    (Kind(given.array_class, state=True), {"numpy.core.multiarray": "_reconstruct"}),
+    (Kind(given.anything), {"numpy.core.multiarray": "scalar", "numpy.core.numeric": "_frombuffer"}),
+    (
+        Kind(given.of_numpy_random, state=True),
+        {
+            "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
+            "numpy.random": "__RandomState_ctor",
+            "numpy.random.bit_generator": "__pyx_unpickle_SeedSequence",
+        },
+    ),
+    (
+        _OBJECT,
+        {
+            "numpy.random._pcg64": "PCG64 PCG64DXSM",
+            "numpy.random._mt19937": "MT19937",
+            "numpy.random._philox": "Philox",
+            "numpy.random._sfc64": "SFC64",
+            "numpy.random.bit_generator": "SeedSequence",
+        },
+    ),
+    (
+        Kind(given.nothing),
+        {
+            "numpy.dtypes": "BoolDType ByteDType UByteDType ShortDType UShortDType IntDType UIntDType LongDType ULongDType"
+            " LongLongDType ULongLongDType Int8DType UInt8DType Int16DType UInt16DType Int32DType UInt32DType Int64DType UInt64DType"
+            " Float16DType Float32DType Float64DType LongDoubleDType Complex64DType Complex128DType CLongDoubleDType ObjectDType"
+            " BytesDType StrDType StringDType VoidDType DateTime64DType TimeDelta64DType"
+        },
+    ),
+    (
+        _NAME,
+        {
+            "numpy": "ndarray matrix recarray chararray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32"
+            " float64 float128 longdouble complex64 complex128 str_ bytes_ object_ void datetime64 timedelta64 generic number integer"
+            " signedinteger unsignedinteger inexact floating complexfloating intc uintc intp uintp long ulong longlong ulonglong",
+            "numpy.rec": "recarray",
+            "numpy.core.records": "recarray",
+            "numpy.core.defchararray": "chararray",
+            "numpy.matrixlib.defmatrix": "matrix",
+        },
+    ),
+    # Configuration: dictionaries and lists in disguise
+    (
+        _CONTAINER,
+        {
+            "omegaconf.dictconfig": "DictConfig",
+            "omegaconf.listconfig": "ListConfig",
+            "omegaconf.base": "ContainerMetadata Metadata",
+            "omegaconf.nodes": "AnyNode StringNode IntegerNode FloatNode BooleanNode BytesNode PathNode EnumNode"
+            " InterpolationResultNode",
+            "pytorch_lightning.utilities.parsing": "AttributeDict",
+            "lightning_fabric.utilities.data": "AttributeDict",
+            "lightning.fabric.utilities.data": "AttributeDict",
+            "lightning.pytorch.utilities.parsing": "AttributeDict",
+            "yacs.config": "CfgNode",
+            "easydict": "EasyDict",
+            "addict": "Dict",
+            "addict.addict": "Dict",
+            "box": "Box BoxList",
+            "box.box": "Box",
+            "box.box_list": "BoxList",
+            "mmengine.logging.history_buffer": "HistoryBuffer",
+            "mmengine.config.config": "Config ConfigDict",
+            "ml_collections.config_dict.config_dict": "ConfigDict FrozenConfigDict",
+            "ml_collections.config_dict": "ConfigDict FrozenConfigDict",
+        },
+    ),
+    # Lightning's callbacks stand in its checkpoints as keys
+    (
+        _NAME,
+        {
+            f"{home}.callbacks.{module}": names
+            for home in ("pytorch_lightning", "lightning.pytorch")
+            for module, names in {
+                "model_checkpoint": "ModelCheckpoint",
+                "early_stopping": "EarlyStopping",
+                "lr_monitor": "LearningRateMonitor",
+                "gpu_stats_monitor": "GPUStatsMonitor",
+                "device_stats_monitor": "DeviceStatsMonitor",
+                "progress": "ProgressBar ProgressBarBase TQDMProgressBar RichProgressBar",
+                "progress.base": "ProgressBarBase",
+                "progress.progress_bar": "ProgressBar",
+                "progress.tqdm_progress": "TQDMProgressBar",
+                "progress.rich_progress": "RichProgressBar",
+                "model_summary": "ModelSummary",
+                "rich_model_summary": "RichModelSummary",
+                "gradient_accumulation_scheduler": "GradientAccumulationScheduler",
+                "stochastic_weight_avg": "StochasticWeightAveraging",
+                "weight_averaging": "WeightAveraging EMAWeightAveraging",
+                "finetuning": "BaseFinetuning BackboneFinetuning",
+                "lambda_function": "LambdaCallback",
+                "prediction_writer": "BasePredictionWriter",
+                "pruning": "ModelPruning",
+                "quantization": "QuantizationAwareTraining",
+                "timer": "Timer",
+                "xla_stats_monitor": "XLAStatsMonitor",
+                "throughput_monitor": "ThroughputMonitor",
+                "spike": "SpikeDetection",
+                "batch_size_finder": "BatchSizeFinder",
+                "lr_finder": "LearningRateFinder",
+                "callback": "Callback",
+            }.items()
+        },
+    ),
+    (
+        _ENUM,
+        {
+            "pytorch_lightning.trainer.states": "TrainerFn TrainerStatus RunningStage",
+            "lightning.pytorch.trainer.states": "TrainerFn TrainerStatus RunningStage",
+            # transformers and accelerate: what their training arguments hold
+            "transformers.trainer_utils": "IntervalStrategy SaveStrategy HubStrategy SchedulerType FSDPOption RemoveColumnsCollator"
+            " EvaluationStrategy",
+            "transformers.training_args": "OptimizerNames ParallelMode",
+            "transformers.debug_utils": "DebugOption",
+            "transformers.utils.generic": "ExplicitEnum PaddingStrategy TensorType",
+            "transformers.utils.quantization_config": "QuantizationMethod AWQLinearVersion",
+            "transformers.optimization": "SchedulerType",
+            "accelerate.utils.dataclasses": "DistributedType DynamoBackend LoggerType PrecisionType RNGType SageMakerDistributedType"
+            " ComputeEnvironment CustomDtype SaveDtype FP8BackendType",
+            "accelerate.state": "DistributedType",
+        },
+    ),
+    (
+        _CUSTOM,
+        {
+            "transformers.training_args": "TrainingArguments",
+            "transformers.training_args_seq2seq": "Seq2SeqTrainingArguments",
+            "transformers.trainer_pt_utils": "AcceleratorConfig",
+            "transformers.trainer_callback": "TrainerState TrainerControl",
+            "transformers.generation.configuration_utils": "GenerationConfig",
+            "transformers.integrations.deepspeed": "HfTrainerDeepSpeedConfig HfDeepSpeedConfig",
+            "transformers.deepspeed": "HfTrainerDeepSpeedConfig HfDeepSpeedConfig",
+            "transformers.pytorch_utils": "Conv1D",
+            "transformers.modeling_utils": "Conv1D",
+            "transformers.activations": "GELUActivation NewGELUActivation FastGELUActivation QuickGELUActivation"
+            " ClippedGELUActivation AccurateGELUActivation MishActivation LinearActivation LaplaceActivation"
+            " ReLUSquaredActivation PytorchGELUTanh GELUTanh SiLUActivation",
+            "accelerate.state": "PartialState AcceleratorState GradientState",
+            "accelerate.utils.dataclasses": "DeepSpeedPlugin FullyShardedDataParallelPlugin TorchDynamoPlugin"
+            " GradientAccumulationPlugin DataLoaderConfiguration ProjectConfiguration InitProcessGroupKwargs"
+            " DistributedDataParallelKwargs GradScalerKwargs AutocastKwargs MegatronLMPlugin",
+        },
+    ),
+    # fairseq: what its configurations name
+    (_CUSTOM, {"fairseq.data.dictionary": "Dictionary"}),
+    (
+        _ENUM,
+        {
+            "fairseq.dataclass.constants": "StrEnum DDP_BACKEND_CHOICES DDP_COMM_HOOK_CHOICES DATASET_IMPL_CHOICES"
+            " GENERATION_CONSTRAINTS_CHOICES GENERATION_DECODING_FORMAT_CHOICES LOG_FORMAT_CHOICES PIPELINE_CHECKPOINT_CHOICES"
+            " PRINT_ALIGNMENT_CHOICES SHORTEN_METHOD_CHOICES SAMPLE_BREAK_MODE_CHOICES CLIP_GRAD_NORM_TYPE_CHOICES"
+            " ZERO_SHARDING_CHOICES"
+        },
+    ),
+    (
+        _NAME,
+        {
+            "fairseq.dataclass.configs": "FairseqConfig CommonConfig DistributedTrainingConfig DatasetConfig OptimizationConfig"
+            " CheckpointConfig FairseqBMUFConfig GenerationConfig CommonEvalConfig EvalLMConfig InteractiveConfig EMAConfig"
+            " FairseqDataclass"
+        },
+    ),
+)  # fmt: skip
+
+# Model classes and their configurations in transformers, of which there are thousands: all below these modules.
+_MODEL_MODULES = ("transformers.models.",)
+_MODEL_FILES = ("modeling_", "configuration_")
+
+_HOMES = {
+    "__builtin__": "builtins",
+    "numpy._core.multiarray": "numpy.core.multiarray",
+    "numpy.core._multiarray_umath": "numpy.core.multiarray",
+    "numpy._core.numeric": "numpy.core.numeric",
+    "numpy._core.records": "numpy.core.records",
+    "numpy._core.defchararray": "numpy.core.defchararray",
 }
 
-_PLAIN_CALLS: dict[str, str] = {
-    "collections": "OrderedDict defaultdict deque Counter",
-    "builtins": "set frozenset list dict tuple str bytes bytearray int long float bool complex slice range xrange object",
-    "_codecs": "",  # _codecs.encode is understood as a pattern only: see torch_objects
-    "numpy": "dtype ndarray",
-    "numpy.core.multiarray": "scalar _reconstruct",
-    "numpy._core.multiarray": "scalar _reconstruct",
-    "numpy.core.numeric": "_frombuffer",
-    "numpy._core.numeric": "_frombuffer",
-    "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
-    "numpy.random": "__RandomState_ctor",
-    "numpy.random._pcg64": "PCG64 PCG64DXSM",
-    "numpy.random._mt19937": "MT19937",
-    "numpy.random._philox": "Philox",
-    "numpy.random._sfc64": "SFC64",
-    "numpy.random.bit_generator": "SeedSequence __pyx_unpickle_SeedSequence",
-    "datetime": "datetime date time timedelta timezone",
-    "decimal": "Decimal",
-    "fractions": "Fraction",
-    "uuid": "UUID SafeUUID",
-    "pathlib": "PosixPath WindowsPath PurePosixPath PureWindowsPath Path PurePath",
-    "pathlib._local": "PosixPath WindowsPath PurePosixPath PureWindowsPath Path PurePath",
-    "argparse": "Namespace",
-    "types": "SimpleNamespace",
-}
 
-_CONFIG_CALLS: dict[str, str] = {
-    "omegaconf.dictconfig": "DictConfig",
-    "omegaconf.listconfig": "ListConfig",
-    "omegaconf.base": "ContainerMetadata Metadata",
-    "pytorch_lightning.utilities.parsing": "AttributeDict",
-    "lightning_fabric.utilities.data": "AttributeDict",
-    "lightning.fabric.utilities.data": "AttributeDict",
-    "lightning.pytorch.utilities.parsing": "AttributeDict",
-    "yacs.config": "CfgNode",
-    "easydict": "EasyDict",
-    "addict": "Dict",
-    "addict.addict": "Dict",
-    "box": "Box BoxList",
-    "box.box": "Box",
-    "box.box_list": "BoxList",
-    "mmengine.logging.history_buffer": "HistoryBuffer",
-    "mmengine.config.config": "Config ConfigDict",
-    "ml_collections.config_dict.config_dict": "ConfigDict FrozenConfigDict",
-    "ml_collections.config_dict": "ConfigDict FrozenConfigDict",
-}
+def _lines() -> Iterator[tuple[str, str]]:
+    """The modules of `torch_classes` with their names."""
+    for line in CLASSES.strip().replace("\n    ", " ").splitlines():
+        module, _, names = line.partition(": ")
+        yield module, names
 
-_KNOWN = frozenset(
-    (module, name)
-    for table in (_TORCH_CALLS, _PLAIN_CALLS, _CONFIG_CALLS)
-    for module, names in table.items()
-    for name in names.split()
-)
-_MODULE_ALIASES = {"__builtin__": "builtins", "numpy.core._multiarray_umath": "numpy.core.multiarray"}
+
+def _kinds() -> dict[tuple[str, str], Kind]:
+    kinds = {(module, name): _OBJECT for module, names in _lines() for name in names.split()}
+    for kind, modules in _TABLE:
+        for module, names in modules.items():
+            kinds.update(((module, name), kind) for name in names.split())
+    for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage"):
+        kinds.update(((module, name), _STORAGE if "Storage" in name else _NAME) for name in _constants(module))
+    return kinds
+
+
+def _constants(module: str) -> Iterator[str]:
+    """torch's element types, storages, tensor classes, quantization schemes and memory formats: values of which nothing is called."""
+    yield from (name for storage in BY_STORAGE if storage for name in (storage, storage.replace("Storage", "Tensor")))
+    yield from ("UntypedStorage", "_UntypedStorage", "TypedStorage", "_TypedStorage")
+    if module == "torch":
+        yield from BY_TORCH
+        yield from "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric".split()
+        yield from "per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d preserve_format".split()
+
+
+_KINDS = _kinds()
+_LIBRARIES = frozenset(module.partition(".")[0] for module, _ in _KINDS) - PYTHON_MODULES
+
+
+def kind_of(name: Any) -> Kind | None:
+    """How a name may be used; None for one that is not listed, and for what is no name."""
+    return _kind(name.module, name.name) if type(name) is Global else None
 
 
 @lru_cache(maxsize=4096)
-def _is_known(module: str, name: str) -> bool:
-    module = _MODULE_ALIASES.get(module, module)
-    if (module, name) in _KNOWN or module == "omegaconf.nodes":
-        return True
-    return module == "numpy.dtypes" and name.endswith("DType")
+def _kind(module: str, name: str) -> Kind | None:
+    found = _KINDS.get((_HOMES.get(module, module), name))
+    if found is None and module.startswith("torch."):
+        old = next((old for old in MOVED if module == old or module.startswith(f"{old}.")), None)
+        found = _KINDS.get((MOVED[old] + module.removeprefix(old), name)) if old is not None else None
+    if found is None and module.startswith(_MODEL_MODULES) and module.rpartition(".")[2].startswith(_MODEL_FILES):
+        found = _CUSTOM if name.isidentifier() and name[:1].isupper() else None
+    return found
 
 
-# A tensor's backward hooks are functions that torch calls when gradients are computed.
-_HOOKED = frozenset(
-    ("torch._utils", name)
-    for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_qtensor")
-)
+def is_own(name: Any) -> bool:
+    """True for a class of people's own: in a module that is neither Python's nor a library's of which names are listed.
 
-# These call what they are given: `_rebuild_from_type_v2(os.system, ...)` is a call of os.system. (numpy's constructors take the class of
-# a bit generator.)
-_CALLERS = frozenset(
-    {
-        *(
-            (module, name)
-            for module in ("torch._tensor", "torch.tensor")
-            for name in ("_rebuild_from_type", "_rebuild_from_type_v2")
-        ),
-        *(
-            ("numpy.random._pickle", name)
-            for name in ("__bit_generator_ctor", "__generator_ctor", "__randomstate_ctor")
-        ),
-        ("numpy.random", "__RandomState_ctor"),
-    }
-)
-
-MAX_ARGUMENTS = 1_000  # that are looked through for names; a call with more is not one that is known
-
-
-def is_known_call(fn: Any, args: Any = ()) -> bool:
-    """True if a call of `fn` with these arguments is understood (tiers 1 to 4), so that it may be written back."""
-    if type(fn) is not Global or not _is_known(fn.module, fn.name):
-        return False
-    kind = (fn.module, fn.name)
-    return (kind not in _CALLERS and kind not in _HOOKED) or all(
-        name is not None and (_is_known(name.module, name.name) or is_torch_name(name))
-        for name in _names_in(args, containers=kind in _HOOKED)
-    )
-
-
-def foreign_names(fn: Any, args: Any) -> list[str]:
-    """The names that are not understood among what a caller (`_rebuild_from_type_v2`) is given; empty for any other function."""
-    if type(fn) is not Global or (fn.module, fn.name) not in _CALLERS | _HOOKED:
-        return []
-    given = [name for name in _names_in(args, containers=True) if name is not None]
-    return [
-        str(name) for name in dict.fromkeys(given) if not (_is_known(name.module, name.name) or is_torch_name(name))
-    ]
-
-
-def _names_in(args: Any, containers: bool) -> Iterator[Global | None]:
-    """Every name in a tuple and the tuples in it (containers: lists and dictionaries too), and what made the objects there.
-
-    An object of an unknown class may be callable. Ends with None where there is too much to look through.
+    A nested class (`Outer.Inner`) is one; a name behind something in lower case (`os.system`) leads out of the module and is none.
     """
-    kinds = (tuple, list, dict) if containers else (tuple,)
-    stack: list[Any] = [args]
-    for _ in range(MAX_ARGUMENTS):
-        if not stack:
-            return
-        part = stack.pop()
-        if type(part) is Global:
-            yield part
-        elif isinstance(part, Object):
-            stack.append(part.fn)
-        elif isinstance(part, kinds):
-            stack += islice(structural_parts(part), MAX_ARGUMENTS)
-    yield None
+    if type(name) is not Global:
+        return False
+    top = name.module.partition(".")[0]
+    outer = name.name.split(".")[:-1]
+    return (
+        bool(top)
+        and top not in PYTHON_MODULES
+        and top not in _LIBRARIES
+        and all(part.lstrip("_")[:1].isupper() for part in outer)
+    )
 
 
 def is_torch_name(name: Global) -> bool:
     """True for torch's dtypes, storages, layouts and quantization schemes: constants, of which nothing is called."""
-    if name.module not in ("torch", "torch.storage", "torch.cuda", "torch.sparse"):
-        return False
-    return name.name in BY_TORCH or name.name.endswith(("Storage", "Tensor", "_affine", "_float_qparams"))
+    return (
+        name.module in ("torch", "torch.storage", "torch.cuda", "torch.sparse") and name.name in _CONSTANTS[name.module]
+    )
+
+
+_CONSTANTS = {
+    module: frozenset(_constants(module)) for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
+}

@@ -36,8 +36,9 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.gather import subrange, swapped
-from ckptool.nodes import Global, Object
+from ckptool.nodes import Global
 from ckptool.pickles.builders import PerPickle
+from ckptool.pickles.calls import uses
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import decode_lazily, leaves, skeleton
 from ckptool.pickles.texts import protocol_notes, whole
@@ -67,7 +68,7 @@ class Stream:
     root: Any
     end: int
     notes: list[Note]
-    discarded: tuple[Object, ...]
+    discarded: tuple[Any, ...]
     metadata: dict[str, Any]
 
 
@@ -118,7 +119,7 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> Stream:
         end = tables.place(data, keys.root, keys.end)
     except CkptoolError as error:
         raise error.within(name) from None
-    calls = tuple(call for part in (head, decoded, keys) for call in part.discarded)
+    calls = (*head.discarded, *decoded.discarded, *keys.aside())
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
     if tables.sources:
         metadata["sources"] = dict(tables.sources)
@@ -142,7 +143,7 @@ def _head(data: Data, name: str) -> Decoded:
         raise Corrupt(f"{name}: its version is {shown(version.root)} instead of {VERSION}", "No torch writes another.")
     info = small_pickle(data, version.end, name)
     little_endian = machine_order(info.root, VERSION, name)
-    return Decoded(little_endian, (*magic.discarded, *version.discarded, *info.discarded), info.protocol, info.end)
+    return Decoded(little_endian, (*magic.discarded, *version.discarded, *info.aside()), info.protocol, info.end)
 
 
 def small_pickle(data: Data, at: int, name: str) -> Decoded:
@@ -165,10 +166,9 @@ def _no_storage(_: Any) -> Any:
 
 
 def _check_magic(magic: Decoded, name: str) -> None:
-    if type(magic.root) is Object or magic.discarded:
-        call = magic.root if type(magic.root) is Object else magic.discarded[0]
+    if run := next(uses(magic.aside()), None):
         raise UnsafeObject(
-            f"{name}: its magic number is computed, by a call of {printable(call.name)}",
+            f"{name}: its magic number is computed, by {printable(run.name)}",
             "torch writes a number there; this file runs a program as soon as it is looked at.",
             "Do not load it with torch.load(weights_only=False).",
         )

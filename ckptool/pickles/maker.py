@@ -19,7 +19,8 @@ from ckptool.nodes import (
     structural_parts,
 )
 from ckptool.pickles.builders import Builder
-from ckptool.pickles.known import is_known_call
+from ckptool.pickles.calls import is_quiet, stands_alone
+from ckptool.pickles.known import kind_of
 from ckptool.pickles.tape import Tape
 from ckptool.pickles.texts import key_text, whole
 
@@ -27,9 +28,9 @@ MAX_KEY_DEPTH = 4
 
 
 class Maker:
-    """Makes and changes the nodes of one pickle, and remembers which unknown calls there were."""
+    """Makes and changes the nodes of one pickle, and remembers what of them is not inert: it may be thrown away again."""
 
-    __slots__ = ("blobs", "builders", "byte_strings", "calls", "dotted", "gradients", "hashed", "limit", "tape")
+    __slots__ = ("blobs", "builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "tape")
 
     def __init__(self, tape: Tape, builders: Mapping[Global, Builder], limit: int, blobs: bool) -> None:
         self.tape = tape  # which errors say where they are on
@@ -37,8 +38,8 @@ class Maker:
         self.limit = limit
         self.blobs = blobs  # whether some texts may still lie in the file
         self.byte_strings = 0  # texts of Python 2 that are not UTF-8
-        self.calls: list[Object] = []
-        self.dotted: dict[Global, None] = {}  # names of nested classes
+        self.names: dict[Global, None] = {}
+        self.objects: list[Object] = []  # those that are not plainly inert
         self.gradients = 0  # inside of old parameters
         self.hashed = 0  # parts of keys so far
 
@@ -46,10 +47,9 @@ class Maker:
         """A name that pickles may have; it is never looked up."""
         if not (module.isprintable() and attribute.isprintable()):
             raise self.tape.corrupt(pos, f"the name {printable(module)[:200]}.{printable(attribute)[:200]}")
-        name = Global(module, attribute)
-        if "." in attribute:
-            self.dotted[name] = None
-        return name
+        found = Global(module, attribute)
+        self.names[found] = None
+        return found
 
     def computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:
         """What to raise for a name that is no text."""
@@ -61,10 +61,10 @@ class Maker:
         return self.tape.corrupt(pos, "a name is computed, not text")
 
     def call(self, fn: Any, args: tuple[Any, ...], how: str, kwargs: Any = None) -> Object:
-        """The inert object that stands for a call; one of an unknown function is remembered."""
+        """The object that stands for a call, which is not made."""
         made = Object(fn, args, how, kwargs)
-        if how == "call" and not is_known_call(fn, args):
-            self.calls.append(made)
+        if not is_quiet(made):
+            self.objects.append(made)
         return made
 
     def new(self, cls: Any, args: Any, kwargs: Any, pos: int) -> Any:
@@ -76,8 +76,8 @@ class Maker:
         return self.call(cls, args, "new", kwargs or None) if value is NotImplemented else value
 
     def instance(self, cls: Any, args: tuple[Any, ...]) -> Any:
-        """INST and OBJ call the class when there are arguments, and only make the object when there are none."""
-        return self.call(cls, args, "call") if args else self.new(cls, (), None, self.tape.at)
+        """INST and OBJ call the class when there are arguments; without any they only make the object, if it is a class."""
+        return self.call(cls, args, "call") if args or kind_of(cls) is None else self.new(cls, (), None, self.tape.at)
 
     def set_items(self, target: Any, items: list[Any], pos: int) -> None:
         """Keys and values in turn into a dictionary, or an object that is like one; raises `Conflict` for a key twice."""
@@ -172,9 +172,10 @@ class Maker:
 
         return set_tensor_state(target, state)
 
-    def discarded(self, root: Any) -> tuple[Object, ...]:
-        """The unknown calls that do not end up in the tree: they would have run all the same."""
-        if not self.calls:
+    def discarded(self, root: Any) -> tuple[Any, ...]:
+        """The objects and names that are not inert and do not end up in the tree: loading makes and imports them all the same."""
+        names = {name for name in self.names if not stands_alone(name) and name not in self.builders}
+        if not names and not self.objects:
             return ()
         seen: set[int] = set()
         stack = [root]
@@ -183,7 +184,9 @@ class Maker:
             if id(node) not in seen:
                 seen.add(id(node))
                 stack.extend(structural_parts(getattr(node, "made", node)))
-        return tuple(call for call in self.calls if id(call) not in seen)
+        lost = [made for made in self.objects if id(made) not in seen]
+        names -= {made.fn for made in lost if type(made.fn) is Global}
+        return (*lost, *sorted((name for name in names if id(name) not in seen), key=str))
 
 
 def _kind(value: Any) -> str:

@@ -12,9 +12,10 @@ from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, command
 from ckptool.errors import counted, form, listed, printable
 from ckptool.files import Folder
 from ckptool.nodes import Object, Set
+from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
 from ckptool.prefixes import COUNTER, wrappers
 from ckptool.roots import OPTIMIZER, Root, array_roots, beside_names, find_roots
-from ckptool.tree import MANY_NAMES, Path, address, check_names, find, unknown_calls, walk
+from ckptool.tree import MANY_NAMES, Path, address, check_names, custom_note, find, uses_of, walk
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
@@ -157,18 +158,38 @@ def _notes(checkpoint: Checkpoint, roots: tuple[Root, ...], rows: list[TensorRow
     for note in (*_prefix_notes(roots), *_device_notes(rows)):
         # Beside a program nothing can be changed, nor in one shard of several.
         yield replace(note, fix=()) if checkpoint.beside or (checkpoint.part and checkpoint.part.index) else note
-    calls = unknown_calls(checkpoint)
-    if calls:
-        names = sorted({printable(call.name) for _, call in calls})
-        yield Note(
-            "unsafe-global",
-            f"loading it with pickle would call {listed(names)} (first at {printable(calls[0][0]) or 'the top'}); ckptool does not",
-        )
+    yield from _use_notes(checkpoint)
     yield from _waste_notes(rows)
     yield from _optimizer_notes(roots)
     if not any(root.is_model for root in roots):
         yield from _array_notes(checkpoint)
     yield from checkpoint.notes
+
+
+def _use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
+    """What loading the file would run."""
+    own: dict[str, int] = {}
+    unknown: dict[tuple[str, str], str] = {}
+    for use, place in uses_of(checkpoint):
+        if use.verdict == CUSTOM:
+            own[use.name] = own.get(use.name, 0) + 1
+        else:
+            unknown.setdefault((use.how, use.name), place)
+    if unknown:
+        would = [f"{verb} {listed(names)}" for how, verb in _WOULD if (names := _names(unknown, how))]
+        first = printable(next(iter(unknown.values()))) or "the top"
+        yield Note(
+            "unsafe-global", f"loading it with pickle would {listed(would)} (first at {first}); ckptool does not"
+        )
+    if own:
+        yield custom_note(own)
+
+
+_WOULD = ((CALLED, "call"), (MADE, "make"), (NAMED, "import"))
+
+
+def _names(unknown: dict[tuple[str, str], str], how: str) -> list[str]:
+    return sorted(printable(name) for kind, name in unknown if kind == how)
 
 
 def _optimizer_notes(roots: tuple[Root, ...]) -> Iterator[Note]:

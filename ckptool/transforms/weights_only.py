@@ -17,9 +17,10 @@ from ckptool.errors import Conflict, printable
 from ckptool.graphs import After, Done, Empty, Made, Of, Remake
 from ckptool.modules import module_state_dict
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.pickles.calls import uses
 from ckptool.pickles.known import is_torch_name
 from ckptool.plain import Array, canonical, expand
-from ckptool.tree import address, walk
+from ckptool.tree import DISCARDED, address, walk
 
 # Functions that `weights_only` calls, beside those that make tensors.
 _CALLS = frozenset(
@@ -65,7 +66,7 @@ def weights_only(checkpoint: Checkpoint) -> PlainValues:
     dropped: list[tuple[str, str]] = []
     for number, (_, word, kept) in made.words.items():
         (converted if kept else dropped).append((places.get(number, "(a key)"), word))
-    dropped += [("(made and thrown away)", printable(call.name)) for call in checkpoint.discarded]
+    dropped += [(DISCARDED, printable(use.name)) for use in uses(checkpoint.discarded)]
     return PlainValues(
         replace(checkpoint, tree=None if tree is DROPPED else tree, discarded=()), tuple(converted), tuple(dropped)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from ckptool import formats
@@ -22,7 +22,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.files import Folder, Input
-from ckptool.formats import Format, carried, members, no_collection
+from ckptool.formats import Format, carried, members, no_collection, tensors_only
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
@@ -30,7 +30,7 @@ from ckptool.output.durable import make_folder
 from ckptool.pickles.texts import LEFT_BEHIND
 from ckptool.reports.diff import Diff, diff
 from ckptool.reports.verification import refuse_damaged
-from ckptool.tree import address, tensors
+from ckptool.tree import address, refuse_unknown, tensors
 
 
 class SaveOptions(TypedDict, total=False):
@@ -126,15 +126,20 @@ def save(
             f"{'Change the file itself: --in-place; or replace' if source else 'Replace'} it by a new one: -f",
         )
     container = _container(changed, target, options)
+    keep_unknown = options.get("keep_unknown", False)
     if not changes and source is not None and _stays(original, container, options):
+        notes = refuse_unknown(original, keep_unknown, as_it_is=True)
         plan, how = _copy_of(source), "copy"
     else:
         refuse_beside(changed, container)
         _refuse_placeholders(original, changed, container)
+        notes = () if tensors_only(container) else refuse_unknown(changed, keep_unknown)
         with no_collection():
-            plan, how = container.write(changed, keep_unknown=options.get("keep_unknown", False)), "new file"
+            plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
     expected = changed if expected is None else expected
-    return _replace(target, container, plan, how, expected, options, inputs, overwrite=options.get("overwrite", False))
+    overwrite = options.get("overwrite", False)
+    saved = _replace(target, container, plan, how, expected, options, inputs, overwrite=overwrite)
+    return replace(saved, notes=(*notes, *saved.notes))
 
 
 def check_options(verb: str, options: SaveOptions) -> None:
@@ -212,11 +217,14 @@ def _save_in_place(
         )
     container = formats.by_name(original.container)
     if not changes:
-        return Saved(source.path, container.NAME, "nothing", 0, source.size)
+        notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
+        return Saved(source.path, container.NAME, "nothing", 0, source.size, notes)
+    known = () if tensors_only(container) else refuse_unknown(changed, options.get("keep_unknown", False))
     plan = container.append(changed, keep_unknown=options.get("keep_unknown", False))
     if plan is None:
         plan = container.write(changed, keep_unknown=options.get("keep_unknown", False))
-        return _replace(source.path, container, plan, "new file", changed, options, inputs, overwrite=True)
+        saved = _replace(source.path, container, plan, "new file", changed, options, inputs, overwrite=True)
+        return replace(saved, notes=(*known, *saved.notes))
     if not options.get("dry_run", False):
         if not os.access(source.path, os.W_OK):
             raise FileProblem(
@@ -233,7 +241,7 @@ def _save_in_place(
                 verify(path)
 
         append_in_place(plan, source, verify=confirm, progress=options.get("progress"))
-    return Saved(source.path, container.NAME, "in place", plan.nbytes, plan.keep + plan.nbytes)
+    return Saved(source.path, container.NAME, "in place", plan.nbytes, plan.keep + plan.nbytes, known)
 
 
 def _replace(

@@ -21,7 +21,7 @@ from ckptool.dtypes import by_name
 from ckptool.errors import BadTensor, Conflict, Corrupt, UnsafeObject
 from ckptool.formats import read, torch_zip
 from ckptool.nodes import Global, Object
-from ckptool.tree import unknown_calls
+from ckptool.tree import uses_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
@@ -138,7 +138,7 @@ class CallsWhatItIsGiven:
 )
 def test_a_known_function_that_calls_an_unknown_one_is_unknown(call: Any, saved: Any) -> None:
     checkpoint = read(saved({"x": CallsWhatItIsGiven(*call)}))
-    assert [place for place, _ in unknown_calls(checkpoint)] == ["x"]
+    assert {place.partition("/")[0] for _, place in uses_of(checkpoint)} == {"x"}
     with pytest.raises(UnsafeObject):
         torch_zip.write(checkpoint)
     with pytest.raises(UnsafeObject):

@@ -118,11 +118,14 @@ def test_texts_that_are_not_unicode(tmp_path: Path) -> None:
 def test_values_of_every_kind(tmp_path: Path) -> None:
     shared = Object(Global("argparse", "Namespace"), (), "new")
     shared.state = {"self": shared, "size": Object(Global("torch", "Size"), ((1, 2),))}
-    made = Object(Global("collections", "Counter"), (1,), "call")
-    made.items, made.elements, made.adds = {"a": shared}, [made], True
+    made = Object(Global("collections", "Counter"), ({"b": 2},), "call")
+    made.items = {"a": shared}
+    added = Object(Global("builtins", "set"), ([1],), "call")
+    added.elements, added.adds = [added, 2], True
     tree = [
         shared,
         made,
+        added,
         Set([1, (2, shared)], frozen=True),
         OrderedDict({1: 2}, {"_metadata": OrderedDict()}),
         ByteString(b"\xff"),
@@ -134,7 +137,7 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
         {True: 1, None: 2, (1, "a"): 3, b"k": 4, 1.5: 5},
         2**4000,
         -(2**4000),
-        Object(Global("uuid", "UUID"), (), "new", {"int": 5}),
+        Object(Global("uuid", "SafeUUID"), (0,), "call"),
     ]
     assert_same_tree(tree, carry(in_memory(tree), tmp_path / "a.safetensors").tree)
 

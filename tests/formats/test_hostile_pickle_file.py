@@ -18,7 +18,7 @@ from ckptool.arrays import array_entry
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.nodes import MISSING, Object
-from ckptool.tree import unknown_calls
+from ckptool.tree import uses_of
 from tests.formats.pickle_files import each, pickled
 from tests.helpers import torch_bytes, written
 
@@ -42,8 +42,8 @@ def test_nothing_is_run_or_imported(protocol: int, tmp_path: Path) -> None:
     (tmp_path / f"{decoy}.py").write_text("raise SystemExit('it was imported')")
     checkpoint = read(written(data.replace(Ran.__module__.encode(), decoy.encode()), tmp_path / "a.pkl"))
     assert not Ran.traces and decoy not in sys.modules
-    (call,) = unknown_calls(checkpoint)
-    assert call[0] == "a" and call[1].name == f"{decoy}.Ran"
+    ((use, place),) = uses_of(checkpoint)
+    assert place == "a" and use.name == f"{decoy}.Ran"
 
 
 def stream(value: Any) -> bytes:
@@ -82,7 +82,7 @@ def test_row_083_a_pickle_inside_of_a_value_is_a_value(kind: str, tmp_path: Path
     inner = pickle.dumps(Ran.__new__(Ran))
     value = {"bytes": inner, "hex": inner.hex(), "base64": base64.b64encode(inner)}[kind]
     checkpoint = read(pickled({"payload": value}, tmp_path / "a.pkl"))
-    assert checkpoint.tree == {"payload": value} and not unknown_calls(checkpoint) and not Ran.traces
+    assert checkpoint.tree == {"payload": value} and not list(uses_of(checkpoint)) and not Ran.traces
 
 
 class Fake:

@@ -15,7 +15,7 @@ from ckptool.checkpoint import FileRange
 from ckptool.errors import Corrupt, LimitExceeded, Truncated
 from ckptool.formats import read, torch_zip
 from ckptool.nodes import Object
-from ckptool.tree import unknown_calls
+from ckptool.tree import uses_of
 from tests.formats.legacy_files import opened, refused, values
 from tests.formats.streams import Made, Rebuilt, pickled, storage, stream
 from tests.helpers import carry_out, load, torch_bytes, written
@@ -41,7 +41,7 @@ def test_tensors_in_bytes(protocol: int, tmp_path: Path) -> None:
     }
     if protocol > 2:  # protocol 2 spells bytes as text
         assert isinstance(checkpoint.tree["large"].storage.data, FileRange)
-    assert not unknown_calls(checkpoint)
+    assert not list(uses_of(checkpoint))
     out = carry_out(torch_zip.write(checkpoint), tmp_path / "out.pt")
     again = load(out)
     assert all(torch.equal(again[name], tensor) for name, tensor in value.items())
@@ -71,16 +71,16 @@ def test_row_083_bytes_that_are_no_stream_stay_a_call(tmp_path: Path) -> None:
     for content in (b"", b"\x80\x02.", pickle.dumps({"a": 1}), b"PK\x03\x04"):
         checkpoint = opened(stream(Made(torch.storage._load_from_bytes, (content,)), {}), tmp_path)
         assert isinstance(checkpoint.tree, Object) and checkpoint.tree.args == (content,)
-        assert [call.name for _, call in unknown_calls(checkpoint)] == ["torch.storage._load_from_bytes"]
+        assert [use.name for use, _ in uses_of(checkpoint)] == ["torch.storage._load_from_bytes"]
 
 
 def test_row_083_a_call_hidden_in_bytes_is_still_named(tmp_path: Path) -> None:
     thrown_away = b"\x80\x02cos\nmkdir\n(X\x01\0\0\0xtR0N."
     checkpoint = opened(stream(Made(torch.storage._load_from_bytes, (stream(thrown_away, {}),)), {}), tmp_path)
-    assert [call.name for _, call in unknown_calls(checkpoint)] == ["torch.storage._load_from_bytes"]
+    assert [use.name for use, _ in uses_of(checkpoint)] == ["torch.storage._load_from_bytes"]
     kept = b"\x80\x02cos\nmkdir\n(X\x01\0\0\0xtR."
     checkpoint = opened(stream(Made(torch.storage._load_from_bytes, (stream(kept, {}),)), {}), tmp_path)
-    assert [call.name for _, call in unknown_calls(checkpoint)] == ["os.mkdir"]
+    assert [use.name for use, _ in uses_of(checkpoint)] == ["os.mkdir"]
 
 
 def test_row_083_a_damaged_stream_in_bytes_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from ckptool.render.json import dumps
 from ckptool.render.style import PLAIN
 from ckptool.reports.diff import diff
 from ckptool.reports.listing import listing
-from ckptool.tree import tensors, unknown_calls, walk
+from ckptool.tree import tensors, uses_of, walk
 from ckptool.verbs.inspect import Inspection
 from ckptool.verbs.show import Shown
 
@@ -91,7 +91,7 @@ def _walked(checkpoint: Checkpoint, path: str) -> None:
     for _, node in islice(walk(checkpoint.tree), 2_000):
         summary(node, 100)
         str(node) if not isinstance(node, (dict, list, tuple)) else None
-    unknown_calls(checkpoint)
+    list(uses_of(checkpoint))
 
 
 def _values(checkpoint: Checkpoint, path: str) -> None:

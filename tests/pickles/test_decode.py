@@ -155,7 +155,8 @@ OPCODES: dict[str, tuple[bytes, Any]] = {
     "REDUCE": (F + b"K\x01\x85R.", call(1)),
     "BUILD": (b"ca\nB\nK\x01\x85\x81}b.", new({})),
     "INST": (b"(K\x01ia\nf\n.", call(1)),
-    "INST without arguments": (b"(ia\nB\n.", Object(Global("a", "B"), (), "new")),
+    "INST without arguments": (b"(ia\nB\n.", Object(Global("a", "B"), (), "call")),
+    "INST of a listed class": (b"(iuuid\nUUID\n.", Object(Global("uuid", "UUID"), (), "new")),
     "OBJ": (b"(ca\nf\nK\x01o.", call(1)),
     "NEWOBJ": (b"ca\nB\nK\x01\x85\x81.", new()),
     "NEWOBJ_EX": (b"ca\nB\nK\x01\x85}X\1\0\0\0kK\x02s\x92.", Object(Global("a", "B"), (1,), "new", {"k": 2})),
@@ -271,7 +272,9 @@ def test_row_60_calls_that_are_thrown_away_are_reported() -> None:
     assert [c.name for c in run(F + b")Rq\x000N.").discarded] == ["a.f"]
     assert [c.name for c in run(b"}" + F + b")RNs.").discarded] == []  # a key
     assert [c.name for c in run(b"ca\nB\n)\x81" + F + b")Rb.").discarded] == []  # a state
-    assert [c.name for c in run(b"ccollections\nOrderedDict\n)R0" + b"ca\nB\n)\x810N.").discarded] == []
+    assert [c.name for c in run(b"ccollections\nOrderedDict\n)R0" + b"ca\nB\n)\x810N.").discarded] == ["a.B"]
+    assert run(b"ccollections\nOrderedDict\n0" + b"ca\nB\n0N.").discarded == (Global("a", "B"),)
+    assert run(b"ccollections\nOrderedDict\n)R0N.").discarded == ()
 
 
 def test_an_unknown_call_swallowed_by_a_known_one_is_reported() -> None:

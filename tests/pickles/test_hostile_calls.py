@@ -12,7 +12,7 @@ import pytest
 
 import ckptool
 from ckptool.errors import UnsafeObject
-from ckptool.tree import unknown_calls
+from ckptool.tree import uses_of
 from tests.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text
 from tests.pickles.hostile_files import CALL, MARKER, Decoy, opened
 from tests.watched import LOOKING, Seen
@@ -100,7 +100,7 @@ def test_rows_53_to_60_and_85_calls_are_shown_and_never_passed_on(
     assert all(codes[command] == "ok" for command in LOOKING), codes
     assert codes["convert to pt"] == "unsafe-global", codes
     checkpoint = opened(CALLS[title], tmp_path)
-    assert unknown_calls(checkpoint)
+    assert list(uses_of(checkpoint))
     file = tmp_path / "input.pt"
     notes = [note.message for note in ckptool.inspect(file).notes if note.code == "unsafe-global"]
     assert len(notes) == 1 and "ckptool does not" in notes[0]
@@ -150,8 +150,8 @@ def test_row_55_a_name_that_is_computed(pickle: bytes, see: Callable[..., Seen])
 
 def test_row_60_what_is_thrown_away_is_listed(tmp_path: Path) -> None:
     for title in ("60-pop", "60-pop-mark", "60-memo", "60-overwritten-memo"):
-        calls = unknown_calls(opened(CALLS[title], tmp_path))
-        assert [call.name for _, call in calls] == ["ckptool_marker.run"], title
+        calls = list(uses_of(opened(CALLS[title], tmp_path)))
+        assert [use.name for use, _ in calls] == ["ckptool_marker.run"], title
         assert "ckptool_marker.run" in str(ckptool.inspect(tmp_path / "input.pt"))
 
 

@@ -27,7 +27,7 @@ from ckptool.formats import recovered
 from ckptool.formats.carried.record import KEY as KEY
 from ckptool.formats.carried.record import SCHEMA
 from ckptool.nodes import Object, check_depth
-from ckptool.pickles.known import is_known_call
+from ckptool.pickles.calls import is_quiet
 from ckptool.tree import address, walk
 
 
@@ -52,7 +52,7 @@ def _refuse_unknown(checkpoint: Checkpoint) -> None:
     unknown = [
         f"{printable(node.name)} at {printable(address(path)) or 'the top'}"
         for path, node in walk(checkpoint.tree)
-        if isinstance(node, Object) and not is_known_call(node.fn, node.args)
+        if isinstance(node, Object) and not is_quiet(node)
     ]
     if unknown or checkpoint.discarded:
         raise Unsupported(

@@ -1,0 +1,176 @@
+"""What loading a tree with `pickle` would run: the one judgement that `scan`, `inspect`, `load` and every writer ask.
+
+Everything in a tree is one of three. *Inert*: in the table of `known`, used as the table says, and so is all that is in it. *Custom*: an
+object of somebody's own class, made without arguments, filled with a state of plain values, tensors and further such objects; loading it
+imports the class and sets the state. *Unknown*: anything else, wherever it hides: calls, constructor arguments, names that
+stand by themselves, names of Python's own modules or of a known library that are not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import Composite
+from ckptool.nodes import MISSING, Global, Object, OrderedDict, Set
+from ckptool.pickles.known import Kind, is_own, kind_of
+
+CUSTOM, UNKNOWN = "custom", "unknown"
+CALLED, MADE, NAMED = "called", "made", "named"
+
+Trail = tuple[Any, Any] | None  # where something is: the trail of what it is in, and its key or index there
+
+
+class Use(NamedTuple):
+    """A name that is not inert where it stands. how: `called` (a call, or a class with arguments), `made` (an object), `named` (by itself).
+
+    trail: the nearest place that has an address.
+    """
+
+    verdict: str
+    how: str
+    name: str
+    trail: Trail
+
+    @property
+    def path(self) -> tuple[Any, ...]:
+        """The keys and indices that lead to it from the root."""
+        keys = []
+        trail = self.trail
+        while trail is not None:
+            trail, key = trail
+            keys.append(key)
+        return tuple(reversed(keys))
+
+
+def uses(root: Any) -> Iterator[Use]:
+    """Everything in a tree that is not inert, in order. Each object is looked at once, or twice where it is also an argument."""
+    return _Judge().judge(root)
+
+
+def is_inert(root: Any) -> bool:
+    """True if nothing that loading the tree does is unknown or somebody's own."""
+    return next(uses(root), None) is None
+
+
+def is_quiet(node: Object) -> bool:
+    """True if an object itself is inert; what is in it is another matter."""
+    return next(_judged(node, None, False), None) is None
+
+
+def stands_alone(name: Global) -> bool:
+    """True for a name that is listed as one that may stand by itself."""
+    kind = kind_of(name)
+    return kind is not None and kind.stands
+
+
+_LOOKED_INTO = frozenset({dict, OrderedDict, list, tuple, Set, Object, Composite, Global})
+
+_Step = tuple[Any, Trail, bool]  # a value, where it is, and whether it is an argument of a call
+
+
+class _Judge:
+    """One walk through a tree. Nothing in it recurses."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[set[int], set[int]] = (set(), set())  # as a value, as an argument
+
+    def judge(self, root: Any) -> Iterator[Use]:
+        stack: list[_Step] = [(root, None, False)]
+        while stack:
+            node, trail, argument = stack.pop()
+            kind = type(node)
+            if kind is Global:
+                if not stands_alone(node):
+                    yield Use(UNKNOWN, NAMED, str(node), trail)
+                continue
+            if kind not in _LOOKED_INTO or id(node) in self.seen[argument] or id(node) in self.seen[True]:
+                continue
+            self.seen[argument].add(id(node))
+            if kind is Composite:
+                node = node.made
+            if type(node) is Object:
+                yield from _judged(node, trail, argument)
+                steps = list(_of_object(node, trail, argument))
+            else:
+                steps = _of_container(node, trail, argument)
+            steps.reverse()
+            stack += steps
+
+
+def _of_container(node: Any, trail: Trail, argument: bool) -> list[_Step]:
+    if isinstance(node, dict):
+        steps = [(key, trail, argument) for key in node if type(key) is not str and type(key) in _LOOKED_INTO]
+        steps += [(value, (trail, key), argument) for key, value in node.items() if type(value) in _LOOKED_INTO]
+        if isinstance(node, OrderedDict) and node.attributes:
+            steps += _of_container(node.attributes, trail, argument)
+        return steps
+    items = node.items if isinstance(node, Set) else node
+    return [(item, (trail, index), argument) for index, item in enumerate(items) if type(item) in _LOOKED_INTO]
+
+
+def _class_of(fn: Any) -> Any:
+    """What makes an object, with a nested class as the one name that it is; protocols below 4 spell it `getattr(Outer, "Inner")`."""
+    inner: list[str] = []
+    while isinstance(fn, Object) and fn.how == "call" and str(fn.fn) in _GETATTR and _names_part(fn.args):
+        fn, part = fn.args
+        inner.append(part)
+    return Global(fn.module, ".".join([fn.name, *reversed(inner)])) if inner and type(fn) is Global else fn
+
+
+_GETATTR = ("__builtin__.getattr", "builtins.getattr")
+
+
+def _names_part(args: Any) -> bool:
+    return type(args) is tuple and len(args) == 2 and type(args[1]) is str and args[1].isidentifier()
+
+
+def _of_object(node: Object, trail: Trail, argument: bool) -> Iterator[_Step]:
+    if type(node.fn) is not Global and not is_own(_class_of(node.fn)):
+        yield node.fn, trail, True
+    kind = kind_of(node.fn)
+    for index, arg in enumerate(node.args if isinstance(node.args, tuple) else (node.args,)):
+        yield arg, trail, argument or kind is None or index < kind.state_at
+    yield node.kwargs, trail, True
+    yield from _of_container(node.items or {}, trail, argument)
+    yield from _of_container(node.elements or (), trail, argument)
+    if isinstance(node.state, dict):
+        yield from _of_container(node.state, trail, argument)
+    elif node.state is not MISSING:
+        yield node.state, trail, argument
+
+
+def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[Use]:
+    """How an object itself is to be taken, whatever is in it. An argument is used while the call is made: only an inert one will do."""
+    kind, bare = kind_of(node.fn), node.how == "new" and not node.args and not node.kwargs
+    if kind is None:
+        custom = bare and is_own(_class_of(node.fn))
+    elif _fits(kind, node, bare):
+        if not kind.custom:
+            return
+        custom = True
+    else:
+        yield Use(UNKNOWN, CALLED, node.name, trail)
+        return
+    verdict = CUSTOM if custom and not argument and _plain_slots(node) else UNKNOWN
+    yield Use(verdict, MADE if bare else CALLED, str(_class_of(node.fn)) if custom else node.name, trail)
+
+
+def _fits(kind: Kind, node: Object, bare: bool) -> bool:
+    """True if a listed name is used as the table says."""
+    made = (bare and kind.empty) or (
+        node.how != "persistent" and not node.kwargs and kind.called is not None and kind.called(node.args)
+    )
+    return (
+        made
+        and (kind.items or not node.items)
+        and (kind.elements or not node.elements)
+        and (kind.state or node.state is MISSING or not node.state)
+        and _plain_slots(node)
+    )
+
+
+def _plain_slots(node: Object) -> bool:
+    """True unless a state of slots names `__class__` or the like: those are set with `setattr`."""
+    slots = node.state[1] if type(node.state) is tuple and len(node.state) == 2 else None
+    return not isinstance(slots, dict) or not any(type(name) is str and name.startswith("__") for name in slots)

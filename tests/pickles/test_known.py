@@ -1,0 +1,317 @@
+"""The table of known names, held against torch; and what is common and harmless, which every writer takes without a word."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import enum
+import functools
+import importlib
+import logging
+import pathlib
+import random
+import re
+import sys
+import types
+import typing
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.errors import UnsafeObject
+from ckptool.pickles import known
+from ckptool.pickles.python_modules import PYTHON_MODULES
+from tests.hostile_inputs import ONE, name, pickle_zip, program, state, tensor, text
+
+OLD = ("torch.nn.backends", "torch.nn.modules.dropout_")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_listed_classes_of_torch_are_there() -> None:
+    for module, names in known._lines():
+        if not module.startswith(OLD):
+            found = importlib.import_module(module)
+            assert not [each for each in names.split() if not isinstance(getattr(found, each, None), type)], module
+
+
+def test_every_module_of_torch_nn_is_listed() -> None:
+    public = [value for value in vars(nn).values() if isinstance(value, type) and issubclass(value, nn.Module)]
+    optimizers = [v for v in vars(torch.optim).values() if isinstance(v, type) and issubclass(v, torch.optim.Optimizer)]
+    schedules = vars(torch.optim.lr_scheduler)
+    schedulers = [schedules[each] for each in torch.optim.lr_scheduler.__all__]
+    for cls in (*public, *optimizers, *schedulers):
+        kind = known._kind(cls.__module__, cls.__qualname__)
+        assert kind is not None and kind.empty and not kind.custom, cls
+
+
+def test_pythons_own_modules_are_in_the_closed_list() -> None:
+    assert sys.stdlib_module_names <= PYTHON_MODULES
+    assert {
+        "asynchat",
+        "imp",
+        "distutils",
+        "compression",
+        "annotationlib",
+        "__builtin__",
+        "commands",
+        "urllib2",
+    } <= PYTHON_MODULES
+    assert not {"__main__", "models", "mmcv", "ultralytics", "detectron2", "torchvision", "timm"} & PYTHON_MODULES
+
+
+# What is common and harmless ---------------------------------------------------------------------------------------------
+
+
+class Level(enum.Enum):
+    HIGH = "high"
+
+
+class Net(nn.Module):
+    """People's own model."""
+
+    class Block(nn.Sequential):
+        """A nested class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Net.Block(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GELU(), nn.Dropout(0.1))
+        self.norm = functools.partial(nn.LayerNorm, eps=1e-6)
+        self.activation = torch.nn.functional.relu
+        self.log = logging.getLogger("net")
+        self.names = {0: "person"}
+
+
+class Options:
+    """An object as fairseq's dictionary or ultralytics' namespace is: a class and its attributes."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+WEIGHTS = {"module.a.weight": torch.ones(2, 2), "module.a.bias": torch.zeros(2)}
+
+HARMLESS: dict[str, Callable[[], Any]] = {
+    "namespace": lambda: argparse.Namespace(lr=0.1, path=pathlib.Path("a/b"), sizes=[1, 2]),
+    "simple namespace": lambda: types.SimpleNamespace(a=1),
+    "numpy scalars": lambda: [np.float32(1), np.int64(2), np.bool_(True), np.str_("a"), np.datetime64("2020-01-01")],
+    "numpy arrays": lambda: [np.ones(3), np.array(["a"]), np.array([1, "a"], object), np.zeros(2, [("a", "i4")])],
+    "numpy types": lambda: [np.float32, np.dtype("f8"), np.ndarray],
+    "random states": lambda: {
+        "python": random.getstate(),
+        "generator": random.Random(1),
+        "numpy": np.random.get_state(),
+        "legacy": np.random.RandomState(1),
+        "new": np.random.default_rng(1),
+        "philox": np.random.Generator(np.random.Philox(1)),
+        "torch": torch.get_rng_state(),
+        "torch generator": torch.Generator(),
+    },
+    "paths": lambda: [pathlib.Path("/a"), pathlib.PurePosixPath("b"), pathlib.PureWindowsPath("c:/d")],
+    "dates and numbers": lambda: [
+        datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
+        datetime.timedelta(1),
+        decimal.Decimal("1.5"),
+        uuid.UUID(int=5),
+        1j,
+        range(3),
+        slice(1, 2),
+        bytearray(b"a"),
+        1 << 200,
+    ],
+    "containers": lambda: [
+        collections.defaultdict(list, a=[1]),
+        collections.Counter("aab"),
+        collections.deque([1, 2], maxlen=3),
+        collections.OrderedDict(a=1),
+        {1, 2},
+        frozenset({3}),
+    ],
+    "types": lambda: [typing.Any, dict[str, int], typing.Optional[int], typing.Union[int, str], type(None), ..., int, list],  # noqa: UP007, UP045
+    "a pattern": lambda: re.compile("a+", re.IGNORECASE),
+    "torch values": lambda: [torch.Size([1]), torch.device("cuda:0"), torch.float16, torch.__version__],
+    "modules": lambda: nn.Sequential(nn.LSTM(2, 2), nn.TransformerEncoderLayer(4, 2), nn.MultiheadAttention(4, 2)),
+    "hooks of torch": lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
+    "pruned": lambda: _pruned(),
+    "an optimizer": lambda: torch.optim.AdamW([nn.Parameter(torch.ones(2))]),
+    "a scheduler": lambda: torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1), 1, 10),
+    "a scaler": lambda: torch.amp.GradScaler("cpu"),
+    "a data set": lambda: torch.utils.data.TensorDataset(torch.ones(2)),
+    "references": lambda: {"optimizer": torch.optim.Adam, "loss": nn.CrossEntropyLoss, nn.ReLU: "as a key"},
+    "a jagged tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}  # fmt: skip
+
+
+def _pruned() -> nn.Module:
+    import torch.nn.utils.prune as prune
+
+    return prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.5)  # type: ignore[no-any-return]
+
+
+OWN: dict[str, Callable[[], Any]] = {
+    "a whole model": Net,
+    "a model in DataParallel": lambda: nn.DataParallel(Net()),
+    "an object": lambda: Options(names={0: "a"}, other=Options(w=torch.ones(2)), level=[1, None]),
+    "objects in a set and as keys": lambda: [{Options()}, {Options(): 1}],
+}
+
+
+def lightning(home: str, hyper_parameters: Any) -> bytes:
+    """A checkpoint as Lightning 1 (with callbacks as keys) and 2 write it; the names are not imported."""
+    weights = b"}(" + text("model.a.weight") + tensor((2, 2), (2, 1)) + b"u"
+    callback = name(f"{home}.callbacks.model_checkpoint", "ModelCheckpoint")
+    return state({
+        "epoch": b"K\x01",
+        "pytorch-lightning_version": text("1.5.0"),
+        "state_dict": weights,
+        "callbacks": b"}" + callback + b"}" + text("best_model_score") + b"Nss",
+        "hyper_parameters": hyper_parameters,
+    })  # fmt: skip
+
+
+def made(module: str, attribute: str, **attributes: bytes) -> bytes:
+    """NEWOBJ without arguments, and BUILD."""
+    fields = b"".join(text(key) + value for key, value in attributes.items())
+    return name(module, attribute) + b")\x81}(" + fields + b"ub"
+
+
+def called(module: str, attribute: str, value: str) -> bytes:
+    """REDUCE with a text."""
+    return name(module, attribute) + text(value) + b"\x85R"
+
+
+_CONFIG = made(
+    "omegaconf.dictconfig",
+    "DictConfig",
+    _content=b"}" + text("x") + made("omegaconf.nodes", "AnyNode", _val=b"K\x01") + b"s",
+    _metadata=made("omegaconf.base", "ContainerMetadata", ref_type=name("typing", "Any")),
+)
+_ARGUMENTS = made(
+    "transformers.training_args",
+    "TrainingArguments",
+    eval_strategy=called("transformers.trainer_utils", "IntervalStrategy", "no"),
+    distributed_state=made("accelerate.state", "PartialState", device=called("torch", "device", "cpu")),
+)
+_WEIGHTS = b"}" + text("module.a") + tensor((4,), (1,)) + b"s"
+
+TRAINERS: dict[str, bytes] = {
+    "Lightning 1": lightning(
+        "pytorch_lightning",
+        name("pytorch_lightning.utilities.parsing", "AttributeDict") + b")\x81" + text("lr") + b"K\x01s",
+    ),
+    "Lightning 2": lightning(
+        "lightning.pytorch",
+        name("lightning.fabric.utilities.data", "AttributeDict") + b")\x81" + text("cfg") + _CONFIG + b"s",
+    ),
+    "training_args": state({"state_dict": _WEIGHTS, "args": _ARGUMENTS}),
+    "fairseq": state(
+        {
+            "state_dict": _WEIGHTS,
+            "args": made("argparse", "Namespace", arch=text("wav2vec2")),
+            "task_state": made("fairseq.data.dictionary", "Dictionary", symbols=b"](" + text("a") + b"e"),
+            "ddp": called("fairseq.dataclass.constants", "DDP_BACKEND_CHOICES", "c10d"),
+        }
+    ),
+    "detectron2": state(
+        {"state_dict": _WEIGHTS, "cfg": made("detectron2.config.config", "CfgNode") + text("LR") + b"K\x01s"}
+    ),
+    "YOLO": state(
+        {"state_dict": _WEIGHTS, "model": made("ultralytics.nn.tasks", "DetectionModel", yaml=b"}", names=b"}")}
+    ),
+}
+# Those with objects whose class runs code of its own.
+MENTIONED = {"training_args", "fairseq", "detectron2", "YOLO"}
+
+
+def write_with_every_verb(file: Path, folder: Path) -> list[Any]:
+    """What each of the usual writers reports of a file with weights in `state_dict`."""
+    return [
+        ckptool.remap(file, folder / "remap.pt", to="cuda:1", verify=True),
+        ckptool.edit(file, folder / "edit.pt", set={"epoch": 3}),
+        ckptool.strip_module(file, folder / "strip.pt", at="state_dict"),
+        ckptool.strip_module(folder / "strip.pt", folder / "copy.pt", at="state_dict"),
+        ckptool.convert(file, folder / "convert.pt"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("title", HARMLESS)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_is_common_and_harmless_is_written_without_a_word(title: str, protocol: int, tmp_path: Path) -> None:
+    file = tmp_path / "in.pt"
+    torch.save({"state_dict": WEIGHTS, "epoch": 1, "x": HARMLESS[title]()}, file, pickle_protocol=protocol)
+    codes = {note.code for done in write_with_every_verb(file, tmp_path) for note in done.notes}
+    codes |= {note.code for note in ckptool.inspect(file).notes}
+    assert not codes & {"unsafe-global", "custom-class"} and not ckptool.scan(file).findings
+    assert torch.load(tmp_path / "convert.pt", weights_only=False).keys() == {"state_dict", "epoch", "x"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("title", OWN)
+def test_objects_of_peoples_own_classes_are_written_on_and_mentioned(title: str, tmp_path: Path) -> None:
+    file = tmp_path / "in.pt"
+    torch.save({"state_dict": WEIGHTS, "epoch": 1, "x": OWN[title]()}, file)
+    for done in write_with_every_verb(file, tmp_path):
+        assert [note.code for note in done.notes if note.code in ("unsafe-global", "custom-class")] == ["custom-class"]
+    (note,) = [note for note in ckptool.inspect(file).notes if note.code in ("unsafe-global", "custom-class")]
+    assert note.code == "custom-class" and __name__ in note.message and "imports and makes" in note.message
+    assert ckptool.scan(file).findings
+    with pytest.raises(UnsafeObject):
+        ckptool.load(file)
+    assert type(torch.load(tmp_path / "convert.pt", weights_only=False)["x"]) is type(OWN[title]())
+
+
+@pytest.mark.parametrize("title", TRAINERS)
+def test_checkpoints_of_trainers_are_written(title: str, tmp_path: Path) -> None:
+    file = tmp_path / "in.pt"
+    file.write_bytes(pickle_zip(TRAINERS[title], ONE))
+    lightning_keys = {"prefix": "model."} if "Lightning" in title else {}
+    for done in (
+        ckptool.remap(file, tmp_path / "remap.pt", to="cuda:0"),
+        ckptool.edit(file, tmp_path / "edit.pt", set={"epoch": 3}),
+        ckptool.strip_module(file, tmp_path / "strip.pt", **lightning_keys),
+        ckptool.convert(file, tmp_path / "convert.pt"),
+    ):
+        assert ("custom-class" in {note.code for note in done.notes}) is (title in MENTIONED)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        lambda: Level.HIGH,  # a call with a value
+        lambda: Options,  # a class by itself
+        lambda: functools.partial(Options),
+        lambda: collections.defaultdict(Options),
+        lambda: collections.deque([Options()]),
+        lambda: np.array([Options], object),
+    ],
+    ids=["enum", "class", "partial", "factory", "deque", "array"],
+)
+def test_what_is_only_nearly_harmless_needs_to_be_kept(hidden: Callable[[], Any], tmp_path: Path) -> None:
+    file = tmp_path / "in.pt"
+    torch.save({"state_dict": WEIGHTS, "epoch": 1, "x": {"here": hidden()}}, file)
+    unknown = [note for note in ckptool.inspect(file).notes if note.code == "unsafe-global"]
+    if not unknown:  # an object among the elements of a container
+        assert ckptool.remap(file, tmp_path / "out.pt", to="cuda:0").notes[0].code == "custom-class"
+        return
+    with pytest.raises(UnsafeObject, match="x/here") as refused:
+        ckptool.remap(file, tmp_path / "out.pt", to="cuda:0")
+    assert "--drop x/here" in refused.value.fix or "x/here" in refused.value.fix
+    ckptool.remap(file, tmp_path / "kept.pt", to="cuda:0", keep_unknown=True)
+    ckptool.edit(file, tmp_path / "dropped.pt", drop=["x/here"])
+    ckptool.remap(tmp_path / "dropped.pt", tmp_path / "out.pt", to="cuda:0")
+
+
+def test_nothing_is_made_of_what_a_pickle_only_names(tmp_path: Path) -> None:
+    file = tmp_path / "in.pt"
+    file.write_bytes(pickle_zip(program(b"}" + text("x") + name("posix", "system") + b"s"), ONE))
+    with pytest.raises(UnsafeObject, match=r"refers to posix\.system at x"):
+        ckptool.convert(file, tmp_path / "out.pt")
