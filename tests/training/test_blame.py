@@ -94,7 +94,7 @@ ODD = [
     "3",
     "'text'",
     "[1, 2]",
-    "pytest.param(object(), id="object")",
+    "object()",
     "{'x': None}",
     "{'x': 'y'}",
     "{'x': [1]}",
@@ -266,7 +266,9 @@ class Net(torch.nn.Linear):
     pass
 
 
-@pytest.mark.parametrize("value", [Net, Net(2, 2), torch.ones(2), len, {1, 2}, pytest.param(object(), id="object"), b"x", 1j, float], ids=str)
+@pytest.mark.parametrize(
+    "value", [Net, Net(2, 2), torch.ones(2), len, {1, 2}, pytest.param(object(), id="object"), b"x", 1j, float], ids=str
+)
 def test_a_value_that_no_configuration_can_hold_is_named(value: Any) -> None:
     with pytest.raises(UsageError, match=r"models\.main\.") as raised:
         config(models={"main": {"name": value}})
