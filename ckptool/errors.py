@@ -254,5 +254,13 @@ def printable(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    escapes = {ord(c): c.encode("unicode_escape", "surrogatepass").decode() for c in set(text) if not c.isprintable()}
-    return text.translate(escapes)
+    return text.translate({ord(c): _escape(c) for c in set(text) if not c.isprintable()})
+
+
+def _escape(character: str) -> str:
+    """As Python's `unicode_escape`, which is a module that there may be no more room to import."""
+    number = ord(character)
+    short = {9: "\\t", 10: "\\n", 13: "\\r"}.get(number)
+    return short or (
+        f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
+    )

@@ -295,7 +295,7 @@ def test_row_105_more_than_2_31_elements(tmp_path: Path) -> None:
 def test_row_106_state_of_parameters_that_are_not_there(tmp_path: Path) -> None:
     opened("106-optimizer", tmp_path)
     notes = {note.code: note.message for note in ckptool.inspect(tmp_path / "input.pt").notes}
-    assert "1 of 2 states belong to no parameter: 7" in notes["optimizer-mismatch"]
+    assert "1 of 2 states belongs to no parameter: 7" in notes["optimizer-mismatch"]
     good = written(torch_bytes(_trained()), tmp_path / "good.pt")
     assert "optimizer-mismatch" not in {note.code for note in ckptool.inspect(good).notes}
 

@@ -174,8 +174,13 @@ def test_a_plain_convert_keeps_the_object_and_says_what_to_type(tmp_path: Path) 
     file = saved({"model": Net()}, tmp_path / "model.pt")
     done = ckptool.convert(file, tmp_path / "copy.pt", verify=True)
     assert find_roots(read(tmp_path / "copy.pt"))[0].detail == "whole module models.Net"
-    (note,) = done.notes
-    assert note.code == "whole-module" and note.fix == ("ckptool", "convert", f"{file}#model", "-o", "weights.pt")
+    note, own = done.notes
+    assert (
+        own.code == "custom-class"
+        and "models.Net" in own.message
+        and note.code == "whole-module"
+        and note.fix == ("ckptool", "convert", f"{file}#model", "-o", "weights.pt")
+    )
     ckptool.convert(note.fix[2], tmp_path / "weights.pt")
     assert "fc.weight" in load(tmp_path / "weights.pt")
 

@@ -39,8 +39,8 @@ def in_words(error: Exception) -> CkptoolError:
             "This process may not open more files, start more threads or use more memory. Outputs were left as they were.",
             "Look at the limits: ulimit -a",
         )
-    if isinstance(error, (MemoryError, RecursionError)):
-        what = "there is not enough memory" if isinstance(error, MemoryError) else "values are nested too deep"
+    if isinstance(error, (MemoryError, RecursionError)) or _failed_silently(error):
+        what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
         return LimitExceeded(
             what, "The file asks for more than this machine has, or was built to. Outputs were left as they were."
         )
@@ -53,6 +53,11 @@ def in_words(error: Exception) -> CkptoolError:
             f"cannot write to standard output: {os.strerror(error.errno)}", "What was printed is not complete."
         )
     return _bug(error)
+
+
+def _failed_silently(error: Exception) -> bool:
+    """True where C code could not even make its `MemoryError`."""
+    return isinstance(error, SystemError) and "without exception set" in str(error)
 
 
 def _has_run_out(error: Exception) -> bool:

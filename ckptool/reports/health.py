@@ -348,7 +348,7 @@ def _of_notes(notes: Iterable[Note], way: Way | None) -> Iterator[Found]:
     for note in notes:
         wrapped = note.code in ("prefix-module", "prefix-compiled")
         if (
-            note.code in ("unsafe-global", MEMBERS)
+            note.code in ("unsafe-global", "custom-class", MEMBERS)
             or note.code in seen
             or (wrapped and way is not None and not way.unwraps)
         ):

@@ -69,13 +69,14 @@ def export(
 
 def _not_plain(node: dict[Any, Any], keys: set[str]) -> Iterator[str]:
     """The entries of a root that are tensors of several parts, or hold tensors, with what they are."""
+    written = [value for key, value in node.items() if type(key) is str and key in keys and type(value) is TensorEntry]
     for key, value in node.items():
         if isinstance(value, Composite) and key in keys:
             yield f"{printable(key)} ({value.kind})"
             continue
         if isinstance(value, (TensorEntry, Composite)) or (type(key) is str and key not in keys):
             continue
-        if count := len(lost_tensors(value, None)):
+        if count := len(lost_tensors(value, written)):
             yield f"{printable(str(key))} (a {_word(value)} with {count:,} tensor{'s' * (count != 1)})"
 
 

@@ -144,7 +144,7 @@ def test_cuts_that_are_not_there_or_out_of_order() -> None:
 def test_settings_that_do_not_fit() -> None:
     with pytest.raises(UsageError, match="go together"):
         config("strategy=split")
-    with pytest.raises(UsageError, match="1 cuts make 2 parts, for 3 devices"):
+    with pytest.raises(UsageError, match="1 cut makes 2 parts, for 3 devices"):
         config("split.devices=[cpu, cpu, cpu]", "split.at=['4']", "strategy=split")
     with pytest.raises(UsageError, match="'gpu:7' is no device here"):
         trainer(strategy="split", split={"devices": ["cpu", "gpu:7"], "at": ["4"]})
