@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptool.dtypes import DType
 from ckptool.errors import Corrupt, Unsupported, printable
 from ckptool.files import Input, Source
+from ckptool.graphs import read_only
 from ckptool.nodes import Object, structural_parts
 
 if TYPE_CHECKING:
@@ -369,7 +370,7 @@ class PartOf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """An opened checkpoint. Immutable: transforms return a new one.
+    """An opened checkpoint. Immutable, and so is what `checkpoint[key]` gives: transforms return a new one.
 
     tree: the values.  container: the format's name (`torch-zip`, `safetensors`).
     metadata: what the container says beside the tree.  source: the file it was read from, if any.
@@ -392,12 +393,18 @@ class Checkpoint:
     beside: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     part: PartOf | None = None
     base: tuple[Any, ...] = ()
+    _view: list[Any] = field(default_factory=list, init=False)  # the read-only copy of the tree, once somebody looks
 
     def __getitem__(self, key: Any) -> Any:
-        return self.tree[key]
+        return self._read_only()[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.tree)
+        return iter(self._read_only())
+
+    def _read_only(self) -> Any:
+        if not self._view:
+            self._view.append(read_only(self.tree))
+        return self._view[0]
 
     def __len__(self) -> int:
         return len(self.tree)

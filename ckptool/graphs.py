@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ckptool.errors import Corrupt
+from ckptool.nodes import OrderedDict
 
 Of = Callable[[Any], Any]
 
@@ -115,3 +116,68 @@ class Remake:
                     value, made.make([part if type(part) in SCALARS else self.results[id(part)] for part in made.parts])
                 )
         return self.results[id(value)]
+
+
+# Read-only copies ----------------------------------------------------------------------------------------------------
+
+
+def _refuse(self: Any, *_: Any, **__: Any) -> Any:
+    raise TypeError(
+        "what ckptool.open gives is read-only: change a copy (dict(...), list(...)) and ckptool.save that, or use ckptool.edit"
+    )
+
+
+_DICT_CHANGES = "__setitem__ __delitem__ __ior__ clear pop popitem setdefault update".split()
+_LIST_CHANGES = "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse sort".split()
+
+
+class ReadOnlyDict(dict[Any, Any]):
+    """A dictionary of an opened checkpoint; `copy.copy` and `copy.deepcopy` of it can be changed."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return dict, (), None, None, iter(self.items())
+
+
+class ReadOnlyOrderedDict(OrderedDict):
+    """An `OrderedDict` of an opened checkpoint, with its `metadata`."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return OrderedDict, ((), self.attributes), None, None, iter(self.items())
+
+
+class ReadOnlyList(list[Any]):
+    """A list of an opened checkpoint."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return list, (), None, iter(self)
+
+
+for _cls, _changes in (
+    (ReadOnlyDict, _DICT_CHANGES),
+    (ReadOnlyOrderedDict, _DICT_CHANGES),
+    (ReadOnlyList, _LIST_CHANGES),
+):
+    for _name in _changes:
+        setattr(_cls, _name, _refuse)
+
+
+def read_only(tree: Any) -> Any:
+    """The tree with dictionaries and lists that refuse to be changed; tensors and objects are the same. Sharing and cycles stay."""
+    return Remake(_begin_read_only).run(tree)
+
+
+def _begin_read_only(value: Any) -> Made:
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        made: dict[Any, Any] = ReadOnlyDict() if kind is dict else ReadOnlyOrderedDict((), value.attributes)
+        return Empty(made, lambda of: dict.update(made, ((key, of(item)) for key, item in value.items())))
+    if kind is list:
+        items = ReadOnlyList()
+        return Empty(items, lambda of: list.extend(items, map(of, value)))
+    return After(value, tuple) if kind is tuple else Done(value)

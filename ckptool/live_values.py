@@ -26,7 +26,18 @@ from ckptool.checkpoint import (
 )
 from ckptool.dtypes import DTYPES, DType
 from ckptool.errors import Unsupported, listed, printable
-from ckptool.graphs import SCALARS, After, Done, Empty, Made, Of, Remake
+from ckptool.graphs import (
+    SCALARS,
+    After,
+    Done,
+    Empty,
+    Made,
+    Of,
+    ReadOnlyDict,
+    ReadOnlyList,
+    ReadOnlyOrderedDict,
+    Remake,
+)
 from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.pickles.known import kind_of
 from ckptool.tree import address, walk
@@ -52,6 +63,7 @@ _AS_THEY_ARE = (
 )
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 _IDENTITY = frozenset(_AS_THEY_ARE)
+_DICTS = frozenset({dict, OrderedDict, collections.OrderedDict, ReadOnlyDict, ReadOnlyOrderedDict})
 
 
 def from_live(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Any:
@@ -104,9 +116,9 @@ class Reader:
         kind = type(value)
         if kind in _IDENTITY:
             return Done(value)
-        if isinstance(value, dict) and kind in (dict, OrderedDict, collections.OrderedDict):
+        if isinstance(value, dict) and kind in _DICTS:
             return _dict(value)
-        if kind is list:
+        if kind is list or kind is ReadOnlyList:
             made: list[Any] = []
             return Empty(made, lambda of: made.extend(map(of, value)))
         if kind is tuple:
@@ -197,7 +209,7 @@ class Reader:
 
 
 def _dict(value: dict[Any, Any]) -> Made:
-    plain = type(value) is dict
+    plain = type(value) in (dict, ReadOnlyDict)
     made: dict[Any, Any] = {} if plain else OrderedDict()
     attributes = None if plain else value.attributes if isinstance(value, OrderedDict) else vars(value) or None
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import subprocess
 import sys
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +31,45 @@ def test_an_open_file_is_a_lazy_mapping(tmp_path: Path) -> None:
         entry.torch(), torch.arange(6.0).reshape(2, 3)
     )
     assert repr(opened) == f"<checkpoint {tmp_path / 'x.pt'} (torch-zip)>" and repr(entry) == "<tensor f32[2, 3]>"
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "an item": lambda opened: opened["a"].__setitem__("x", 1),
+    "an item in a list": lambda opened: opened["a"]["list"][1].__setitem__("y", 3),
+    "a deletion": lambda opened: opened["a"].__delitem__("x"),
+    "update": lambda opened: opened["a"].update(x=2),
+    "|=": lambda opened: opened["a"].__ior__({"z": 1}),
+    "setdefault": lambda opened: opened["state_dict"].setdefault("z", 1),
+    "pop": lambda opened: opened["state_dict"].pop("w"),
+    "append": lambda opened: opened["a"]["list"].append(1),
+    "sort": lambda opened: opened["a"]["list"].sort(),
+    "an item of a list": lambda opened: opened["a"]["list"].__setitem__(0, 2),
+    "at the top": lambda opened: opened.__setitem__("z", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_open_checkpoint_refuses_changes(change: str, tmp_path: Path) -> None:
+    state = OrderedDict(w=torch.ones(2))
+    opened = ckptool.open(saved({"a": {"x": 0, "list": [1, {"y": 2}]}, "state_dict": state}, tmp_path / "x.pt"))
+    with pytest.raises((TypeError, AttributeError), match=r"read-only|__setitem__"):
+        CHANGES[change](opened)
+    assert opened["a"] == {"x": 0, "list": [1, {"y": 2}]} and list(opened["state_dict"]) == ["w"]
+
+
+def test_copies_of_what_is_in_a_checkpoint_can_be_changed_and_saved(tmp_path: Path) -> None:
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    opened = ckptool.open(saved({"a": {"x": 0, "list": [1, {"y": 2}]}, "state_dict": state}, tmp_path / "x.pt"))
+    changed = copy.deepcopy(opened["a"])
+    changed["list"][1]["y"] = dict(opened["a"])["x"]
+    assert (
+        type(changed) is dict
+        and opened["a"]["list"][1]["y"] == 2
+        and json.loads(json.dumps(opened["a"])) == opened["a"]
+    )
+    ckptool.save({"a": changed, "state_dict": opened["state_dict"]}, tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found["a"] == {"x": 0, "list": [1, {"y": 0}]} and found["state_dict"]._metadata == state._metadata
 
 
 def test_a_part(tmp_path: Path) -> None:
