@@ -393,7 +393,9 @@ class Checkpoint:
     beside: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     part: PartOf | None = None
     base: tuple[Any, ...] = ()
-    _view: list[Any] = field(default_factory=list, init=False)  # the read-only copy of the tree, once somebody looks
+    kept: dict[str, Any] = field(
+        default_factory=dict, init=False, repr=False
+    )  # what was worked out once and is asked for again
 
     def __getitem__(self, key: Any) -> Any:
         return self._read_only()[key]
@@ -402,9 +404,9 @@ class Checkpoint:
         return iter(self._read_only())
 
     def _read_only(self) -> Any:
-        if not self._view:
-            self._view.append(read_only(self.tree))
-        return self._view[0]
+        if "read-only" not in self.kept:
+            self.kept["read-only"] = read_only(self.tree)
+        return self.kept["read-only"]
 
     def __len__(self) -> int:
         return len(self.tree)

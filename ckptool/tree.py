@@ -373,16 +373,20 @@ def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:
 # What would run ------------------------------------------------------------------------------------------------------
 
 DISCARDED = "(made and thrown away)"
-_PROGRAM = "__torch__."  # a TorchScript file's own classes, which are in the file and which nothing imports
 
 
-def uses_of(checkpoint: Checkpoint) -> Iterator[tuple[Use, str]]:
+def uses_of(checkpoint: Checkpoint) -> tuple[tuple[Use, str], ...]:
     """What in a checkpoint is not inert, each with the nearest address; last what the file makes and throws away."""
-    for use in uses(checkpoint.tree):
-        if not (checkpoint.beside and use.name.startswith(_PROGRAM)):
-            yield use, address(use.path)
-    for use in uses(checkpoint.discarded):
-        yield use._replace(verdict=UNKNOWN), DISCARDED
+    if "uses" not in checkpoint.kept:
+        found = [(use, address(use.path)) for use in uses(checkpoint.tree)]
+        found += [(use._replace(verdict=UNKNOWN), DISCARDED) for use in uses(checkpoint.discarded)]
+        checkpoint.kept["uses"] = tuple(found)
+    return checkpoint.kept["uses"]  # type: ignore[no-any-return]
+
+
+def is_of_program(checkpoint: Checkpoint, use: Use) -> bool:
+    """True for a class of the program in a TorchScript file, which lies in the file itself and is imported from nowhere."""
+    return bool(checkpoint.beside) and use.name.startswith("__torch__.")
 
 
 def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool = False) -> tuple[Note, ...]:
@@ -395,13 +399,13 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
     count = 0
     for use, place in uses_of(checkpoint):
         if use.verdict == CUSTOM:
-            own[use.name] = own.get(use.name, 0) + 1
+            own[use.name] = own.get(use.name, 0) + (not is_of_program(checkpoint, use))
         elif not keep_unknown or (place == DISCARDED and not as_it_is):
             count += 1
             if len(unknown) < _NAMED_UNKNOWN:
                 unknown.setdefault(f"{_VERBS[use.how]} {printable(use.name)}", place)
     if not count:
-        return (custom_note(own),) if own else ()
+        return (custom_note(own),) if any(own.values()) else ()
     source = checkpoint.source or "the checkpoint"
     names = [f"{what} at {printable(place) or 'the top'}" for what, place in unknown.items()]
     if count > len(names):

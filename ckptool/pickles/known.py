@@ -9,7 +9,6 @@ the standard library (3.6 to 3.14) and of numpy 1 and 2, and the classes of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckptool.dtypes import BY_STORAGE, BY_TORCH
@@ -395,7 +394,6 @@ def kind_of(name: Any) -> Kind | None:
     return _kind(name.module, name.name) if type(name) is Global else None
 
 
-@lru_cache(maxsize=4096)
 def _kind(module: str, name: str) -> Kind | None:
     found = _KINDS.get((_HOMES.get(module, module), name))
     if found is None and module.startswith("torch."):

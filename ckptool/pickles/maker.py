@@ -25,6 +25,7 @@ from ckptool.pickles.tape import Tape
 from ckptool.pickles.texts import key_text, whole
 
 MAX_KEY_DEPTH = 4
+MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models name some hundreds
 
 
 class Maker:
@@ -49,6 +50,12 @@ class Maker:
             raise self.tape.corrupt(pos, f"the name {printable(module)[:200]}.{printable(attribute)[:200]}")
         found = Global(module, attribute)
         self.names[found] = None
+        if len(self.names) > MAX_NAMES:
+            self.tape.at = pos
+            raise LimitExceeded(
+                f"more than {MAX_NAMES:,} different classes and functions",
+                "No checkpoint names so many; it is built to exhaust its reader.",
+            )
         return found
 
     def computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:

@@ -15,7 +15,7 @@ from ckptool.nodes import Object, Set
 from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
 from ckptool.prefixes import COUNTER, wrappers
 from ckptool.roots import OPTIMIZER, Root, array_roots, beside_names, find_roots
-from ckptool.tree import MANY_NAMES, Path, address, check_names, custom_note, find, uses_of, walk
+from ckptool.tree import MANY_NAMES, Path, address, check_names, custom_note, find, is_of_program, uses_of, walk
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
@@ -172,7 +172,7 @@ def _use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
     unknown: dict[tuple[str, str], str] = {}
     for use, place in uses_of(checkpoint):
         if use.verdict == CUSTOM:
-            own[use.name] = own.get(use.name, 0) + 1
+            own[use.name] = own.get(use.name, 0) + (not is_of_program(checkpoint, use))
         else:
             unknown.setdefault((use.how, use.name), place)
     if unknown:
@@ -181,7 +181,7 @@ def _use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         yield Note(
             "unsafe-global", f"loading it with pickle would {listed(would)} (first at {first}); ckptool does not"
         )
-    if own:
+    if any(own.values()):
         yield custom_note(own)
 
 

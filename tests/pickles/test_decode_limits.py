@@ -141,3 +141,11 @@ def test_row_77_protocols_and_where_they_are_given() -> None:
     for protocol in (6, 42, 255):
         with pytest.raises(Unsupported, match=f"protocol {protocol}"):
             run(b"\x80%c]." % protocol)
+
+
+def test_more_classes_than_any_checkpoint_names() -> None:
+    names = b"](" + b"".join(b"cown%d\nNet\n" % number for number in range(MAX_NAMES + 1)) + b"e."
+    with pytest.raises(LimitExceeded, match="different classes and functions"):
+        decode(names, lambda pid: pid, {})
+    again = b"](" + b"cown\nNet\n" * (2 * MAX_NAMES) + b"e."
+    assert len(decode(again, lambda pid: pid, {}).root) == 2 * MAX_NAMES
