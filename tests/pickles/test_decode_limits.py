@@ -8,6 +8,8 @@ import pytest
 
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.nodes import ByteString, OrderedDict
+from ckptool.pickles.decode import decode
+from ckptool.pickles.maker import MAX_NAMES
 from tests.pickles.running import HOOKS, F, run, same
 
 
