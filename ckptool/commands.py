@@ -48,7 +48,7 @@ _OPTIONS = {
 
 
 class Use(Enum):
-    """What an address means to a verb."""
+    """The meaning of an address to a verb."""
 
     CHANGES = "changed there; the whole file is written"
     TAKES = "only that part is taken"
@@ -104,6 +104,7 @@ OUT_PT = Slot("OUT.pt", ".pt")
 OUT_SAFETENSORS = Slot("OUT.safetensors", ".safetensors")
 MODEL = Slot("MODEL")
 FOLDER = Slot("FOLDER")
+INTO = Slot(">")  # the shell's own
 
 
 class Command(tuple[str, ...]):
@@ -112,7 +113,7 @@ class Command(tuple[str, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return " ".join(">" if word == ">" and type(word) is Slot else quoted(word) for word in self)
+        return " ".join(word if word is INTO else quoted(word) for word in self)
 
     @property
     def writes(self) -> bool:
@@ -121,11 +122,6 @@ class Command(tuple[str, ...]):
     def with_words(self, words: Mapping[str, str]) -> Command:
         """The command with a word in place of each slot of that name."""
         return Command(words.get(word, word) if isinstance(word, Slot) else word for word in self)
-
-    @property
-    def is_own(self) -> bool:
-        """True unless it is another program's."""
-        return self[:1] == ("ckptool",)
 
 
 def command(verb: str, *arguments: str, **options: str | bool | Sequence[str]) -> Command:
@@ -155,14 +151,11 @@ def as_argument(path: str) -> str:
 
 
 def input_of(source: Any, address: str = "") -> str:
-    """What to call the file that a checkpoint was read from, or a part of it; where there is none, FILE."""
+    """The file that a checkpoint was read from, or a part of it, as an argument; FILE where there is none."""
     if source is None:
         return FILE / address
     path: str = getattr(source, "shown", None) or source.file.path
     return f"{path}#{address}" if address else path
-
-
-INTO = Slot(">")  # the shell's own
 
 
 def other_program(program: str, *files: str, into: str = "") -> Command:
@@ -191,7 +184,7 @@ class Advice(str):
 
     @property
     def otherwise(self) -> str:
-        """What is said after the first command."""
+        """The text after the first command, as a sentence of its own."""
         first = next((number for number, part in enumerate(self.parts) if isinstance(part, Command)), len(self.parts))
         text = "".join(map(str, self.parts[first + 1 :])).lstrip("; .")
         return text[:1].upper() + text[1:]

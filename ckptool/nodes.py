@@ -240,7 +240,6 @@ def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, 
     ]
     if isinstance(node, OrderedDict) and node.attributes is not None:
         below.append((node.attributes, depth, length))
-    below += [
-        (key, depth, length) for key in node if type(key) is not str and type(key) in _CONTAINERS
-    ]  # no address leads there
+    # No address leads there.
+    below += [(key, depth, length) for key in node if type(key) is not str and type(key) in _CONTAINERS]
     return below, len(node), sum([len(key) for key in node if type(key) is str])

@@ -230,7 +230,7 @@ def _array_root(path: Path, node: dict[Any, Any]) -> Root | None:
     count = sum(isinstance(value, TensorEntry) for value in made.values())
     if not count or 2 * count < len(made):
         return None
-    return Root(path, made, _kind_at(path), f"{count:,} numpy array{'s' * (count != 1)}", arrays=node)
+    return Root(path, made, _kind_at(path), counted(count, "numpy array"), arrays=node)
 
 
 def beside_names(root: Root) -> list[tuple[Path, Tensor]]:
@@ -362,7 +362,7 @@ def optimizer_detail(node: Any) -> str:
     count = sum(len(group["params"]) for group in groups if isinstance(group.get("params"), (list, tuple)))
     if not state:
         return f"optimizer without state yet, {counted(count, 'parameter')}"
-    return f"{name} state for {len(state):,} parameter{'s' * (len(state) != 1)}"
+    return f"{name} state for {counted(len(state), 'parameter')}"
 
 
 def optimizers(tree: Any) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -48,9 +48,8 @@ def in_python(text: str) -> str:
 
 def _translated(text: str) -> str:
     clauses = text.split("; ")
-    kept = [
-        clause for clause in clauses if not _FOLDER.search(clause)
-    ] or clauses  # most functions write no several files
+    # Most functions write no several files.
+    kept = [clause for clause in clauses if not _FOLDER.search(clause)] or clauses
     pieces = _COMMAND.split("; ".join(kept))
     return "".join(piece if number % 2 else _OPTION.sub(_argument, piece) for number, piece in enumerate(pieces))
 

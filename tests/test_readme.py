@@ -80,9 +80,8 @@ def test_every_example_prints_what_the_readme_says(folder: Path) -> None:
         if kind == "sh":
             for line in block.splitlines():
                 done = run_line(line, folder)
-                if done.returncode > 1 or done.stderr.startswith(
-                    "error["
-                ):  # 1 is an answer: it does not load, it does not fit
+                # 1 is an answer: it does not load, it does not fit.
+                if done.returncode > 1 or done.stderr.startswith("error["):
                     wrong.append(f"{line}\n{done.stdout}{done.stderr}")
             return match[0]
         shown = ""

@@ -22,9 +22,8 @@ from tests.cli.options import options_of
 
 FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
 COMMAND = re.compile(r"(?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*")
-OTHERS = re.compile(
-    r"^(gzip|bzip2|xz|zstd|lz4|unzip|mkdir|[a-z]+) -[a-z]+$|: (head|zip|ls) -"
-)  # programs with options of their own
+# Programs with options of their own.
+OTHERS = re.compile(r"^(gzip|bzip2|xz|zstd|lz4|unzip|mkdir|[a-z]+) -[a-z]+$|: (head|zip|ls) -")
 # What only a shell needs: how much is printed, and how.
 SHELL_ONLY = {
     "--json",

@@ -303,13 +303,14 @@ def _warm_up() -> None:
     from tests.hostile_inputs import KNOWN, ORDINARY, pickle_zip
 
     importlib.import_module("ml_dtypes")
+    # Chosen by us, not by a file.
     for codec in (
         "unicode_escape",
         "raw_unicode_escape",
         "utf-32-le",
         "utf-32-be",
         "latin-1",
-    ):  # chosen by us, not by a file
+    ):
         codecs.lookup(codec)
 
     with tempfile.TemporaryDirectory() as folder:

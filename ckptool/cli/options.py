@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ckptool.cli.answers import Answer, Answers
-from ckptool.errors import CkptoolError, Conflict, UsageError, counted, printable
+from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 if TYPE_CHECKING:
     from ckptool.verbs.saving import Written
@@ -273,12 +273,11 @@ def _refused(
 def _stopped(error: CkptoolError, file: str, number: int, count: int) -> CkptoolError:
     """The error of one of several files, saying what was done before it."""
     told = error.within(printable(file))
-    done = f"{number} of {count} files were done before; the rest were left as they are." if number else _NONE
+    done = "None of the files was written; to write the others: --skip-refused."
+    if number:
+        done = f"{number} of {count} files {form(number, 'was', 'were')} done before; the others were left as they are."
     told.why = " ".join(part for part in (told.why, done) if part)
     return told
-
-
-_NONE = "None of the files was written; to write the others: --skip-refused."
 
 
 def _outputs(verb: str, files: Sequence[str], target: Target, ways: str) -> list[str | None]:

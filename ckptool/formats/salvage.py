@@ -275,9 +275,8 @@ def _settle_names(walk: Walk) -> None:
     for piece in walk.pieces:
         name, crc, size = walk.mentions.get(piece.header, ("", 0, -1))
         if size == piece.size and piece.end and (piece.claims or not piece.method):
-            agrees = (
-                crc in piece.claims or not piece.claims
-            )  # else it is of other data that was here: bytes are missing
+            # Otherwise the checksum is of other data that was here: bytes are missing.
+            agrees = crc in piece.claims or not piece.claims
             piece.claims = (*piece.claims, crc)
             piece.why = "" if piece.why == NO_SUM else piece.why
             piece.named = piece.named or (agrees and name == piece.name)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import command
-from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, counted, printable
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, counted, form, printable
 from ckptool.files import Input, Readable, Source
 from ckptool.formats import zip_archive
 from ckptool.formats.torch_zip import (
@@ -204,7 +204,8 @@ class _Program:
         size, stored = (sum(getattr(record, name) for record in self.files.values()) for name in ("size", "stored"))
         if size > inflated_limit(stored):
             raise LimitExceeded(
-                f"{archive.source}: its {counted(len(self.files), 'file')} of code are {size:,} bytes when unpacked",
+                f"{archive.source}: its {counted(len(self.files), 'file')} of code "
+                f"{form(len(self.files), 'is', 'are')} {size:,} bytes when unpacked",
                 f"At most {inflated_limit(stored):,} are read of so little; it is built to exhaust its reader.",
             )
 

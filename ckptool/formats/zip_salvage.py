@@ -48,6 +48,7 @@ _STEP = 256  # what one step of a search costs, in bytes of reading
 _MAX_NAME = 4_096
 _NEAR = 1_024  # bytes that the small records before the first storage take up
 _PADDING = 0x4246  # "FB"
+# Extra fields with 64-bit sizes, and with the times, owners and names that Info-ZIP writes.
 _EXTRAS = {
     _PADDING,
     0x0001,
@@ -57,7 +58,7 @@ _EXTRAS = {
     0x7075,
     0x7855,
     0x7875,
-}  # 64-bit sizes; times, owners and names by zip
+}
 _NEXT = re.compile(rb"PK(?:\x03\x04|\x01\x02)")
 SMALL = ("data.pkl", ".format_version", ".storage_alignment", "byteorder", "version", ".data/serialization_id")
 
@@ -230,9 +231,8 @@ class Walk:
             return None
         raw = self._peek(end, DESCRIPTOR64.size + 2)
         found = [layout for layout in (DESCRIPTOR, DESCRIPTOR64) if _describes(raw, layout, stored, bool(piece.method))]
-        found.sort(
-            key=lambda layout: raw[layout.size : layout.size + 2] != b"PK"
-        )  # of none and empty bytes both may fit
+        # The descriptor of an empty record may fit both layouts.
+        found.sort(key=lambda layout: raw[layout.size : layout.size + 2] != b"PK")
         if found:
             _, crc, _, size = found[0].unpack_from(raw)
             piece.claims, piece.size, piece.end = (crc,), size, end + found[0].size

@@ -29,9 +29,8 @@ def keep_attributes(old: str, fd: int) -> list[str]:
     if lost or status.st_uid != mine.st_uid:
         mode &= ~(stat.S_ISUID | stat.S_ISGID)  # which would hand somebody else's rights on
     os.fchmod(fd, mode)
-    if status.st_uid != mine.st_uid and not _given(
-        fd, status.st_uid, -1
-    ):  # last: afterwards it may not be ours to change
+    # Last: afterwards it may not be ours to change.
+    if status.st_uid != mine.st_uid and not _given(fd, status.st_uid, -1):
         lost.insert(0, f"its owner ({status.st_uid})")
     return lost
 

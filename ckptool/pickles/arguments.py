@@ -1,4 +1,4 @@
-"""What the arguments of a known call may be: small rules, one for each kind of call in the table of `known`.
+"""Rules for the arguments of known calls, one for each kind of call in the table of `known`.
 
 A rule looks at the arguments themselves. What is inside of them (names, objects, further calls) is judged where it stands, by `calls`.
 """
@@ -41,7 +41,7 @@ def texts(args: Arguments) -> bool:
 
 
 def text_or_bytes(args: Arguments) -> bool:
-    """What `bytes` is made of; a number would be a size, and fill the memory."""
+    """Anything that `bytes` takes but a number, which would be a size, and fill the memory."""
     return all(type(arg) not in (int, float, bool) and not isinstance(arg, Object) for arg in args)
 
 
@@ -65,13 +65,8 @@ def mapping(args: Arguments) -> bool:
     return not args or (len(args) == 1 and isinstance(args[0], (dict, *_SEQUENCES)))
 
 
-def pairs(args: Arguments) -> bool:
-    """What an `OrderedDict` is made of: at most one list of pairs, or a dictionary."""
-    return mapping(args)
-
-
 def factory(args: Arguments) -> bool:
-    """What a `defaultdict` makes missing values with: None, or a known class or function, which is judged where it stands."""
+    """The factory of a `defaultdict`: None, or a known class or function, which is judged where it stands."""
     return len(args) <= 1 and all(arg is None or isinstance(arg, (Global, Object)) for arg in args)
 
 
@@ -83,8 +78,8 @@ def type_of_constant(args: Arguments) -> bool:
 _CONSTANTS = frozenset({"Ellipsis", "NotImplemented"})
 
 
-def known_function_first(args: Arguments) -> bool:
-    """`functools.partial`: a function or class by name, then what it will be given."""
+def name_first(args: Arguments) -> bool:
+    """A function or class by name, which is judged where it stands, then what it will be given: `functools.partial(torch.add, 1)`."""
     return bool(args) and type(args[0]) is Global
 
 
@@ -157,11 +152,6 @@ def rebuild_and_class(args: Arguments) -> bool:
 
 
 _REBUILDERS = ("torch._utils", "torch.nested._internal.nested_tensor")
-
-
-def class_first(args: Arguments) -> bool:
-    """`_rebuild_wrapper_subclass(class, …)`: the class by name, which is judged where it stands."""
-    return bool(args) and type(args[0]) is Global
 
 
 # numpy ---------------------------------------------------------------------------------------------------------------

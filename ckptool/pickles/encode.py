@@ -183,9 +183,8 @@ class _Encoder:
     def _entry(self, entry: TensorEntry) -> None:
         out, flags = self.out, entry.flags
         typed = entry.dtype.storage is not None
-        later = flags.requires_grad and not (
-            typed or flags.parameter
-        )  # `_rebuild_tensor_v3` cannot: pytorch's own files do not load
+        # `_rebuild_tensor_v3` cannot say it: torch's own files of this kind do not load.
+        later = flags.requires_grad and not (typed or flags.parameter)
         if flags.parameter:
             self._global(REBUILD_PARAMETER)
         if later:
@@ -286,9 +285,8 @@ class _Encoder:
         if len(value) > 3:
             self.out += b"("
         yield from self._each(value)
-        if (
-            id(value) in self.objects
-        ):  # it contains itself, and was written on the way: drop the parts, recall the whole
+        # It contains itself, and was written on the way: drop the parts, recall the whole.
+        if id(value) in self.objects:
             self.out += (b"1" if len(value) > 3 else b"0" * len(value)) + self.objects[id(value)]
         else:
             self.out += _TUPLE[min(len(value), 4)]

@@ -72,7 +72,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "torch.tensor": "_rebuild_from_type _rebuild_from_type_v2",
         },
     ),
-    (Kind(given.class_first), {"torch._utils": "_rebuild_wrapper_subclass"}),
+    (Kind(given.name_first), {"torch._utils": "_rebuild_wrapper_subclass"}),
     (Kind(given.anything, empty=True, state=True), {"torch.nn.parameter": "Parameter Buffer"}),
     (Kind(given.anything, empty=True, state=True), {"torch.autograd.variable": "Variable"}),
     (Kind(given.sequence, empty=True), {"torch": "Size"}),
@@ -140,7 +140,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (Kind(given.nothing), {"torch.nn.backends.thnn": "_get_thnn_function_backend"}),
     # Python
     (_MAPPING, {"argparse": "Namespace", "types": "SimpleNamespace"}),
-    (Kind(given.pairs, empty=True, state=True, items=True), {"collections": "OrderedDict"}),
+    (Kind(given.mapping, empty=True, state=True, items=True), {"collections": "OrderedDict"}),
     (Kind(given.factory, empty=True, state=True, items=True), {"collections": "defaultdict"}),
     (Kind(given.bounded_sequence, empty=True, state=True, elements=True), {"collections": "deque"}),
     (Kind(given.mapping, empty=True, state=True, items=True), {"collections": "Counter"}),
@@ -165,7 +165,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (Kind(given.nothing, empty=True, state=True), {"random": "Random"}),
     (Kind(given.texts, stands=False), {"logging": "getLogger"}),
     (Kind(given.pattern, stands=False), {"re": "_compile"}),
-    (Kind(given.known_function_first, state=True), {"functools": "partial"}),
+    (Kind(given.name_first, state=True), {"functools": "partial"}),
     (Kind(given.type_expression), {"operator": "getitem or_", "_operator": "getitem or_", "types": "GenericAlias"}),
     (Kind(given.type_expression, stands=False), {"functools": "reduce"}),
     (
@@ -370,8 +370,8 @@ def _kinds() -> dict[tuple[str, str], Kind]:
     for kind, modules in _TABLE:
         for module, names in modules.items():
             kinds.update(((module, name), kind) for name in names.split())
-    for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage"):
-        kinds.update(((module, name), _STORAGE if "Storage" in name else _NAME) for name in _constants(module))
+    for module, constants in _CONSTANTS.items():
+        kinds.update(((module, name), _STORAGE if "Storage" in name else _NAME) for name in constants)
     return kinds
 
 
@@ -385,6 +385,9 @@ def _constants(module: str) -> Iterator[str]:
         yield from "per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d preserve_format".split()
 
 
+_CONSTANTS = {
+    module: frozenset(_constants(module)) for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
+}
 _KINDS = _kinds()
 _LIBRARIES = frozenset(module.partition(".")[0] for module, _ in _KINDS) - PYTHON_MODULES
 
@@ -423,11 +426,4 @@ def is_own(name: Any) -> bool:
 
 def is_torch_name(name: Global) -> bool:
     """True for torch's dtypes, storages, layouts and quantization schemes: constants, of which nothing is called."""
-    return (
-        name.module in ("torch", "torch.storage", "torch.cuda", "torch.sparse") and name.name in _CONSTANTS[name.module]
-    )
-
-
-_CONSTANTS = {
-    module: frozenset(_constants(module)) for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
-}
+    return name.name in _CONSTANTS.get(name.module, ())

@@ -110,9 +110,8 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> Stream:
         left = {view.key for view in leaves((decoded.root, decoded.discarded), StorageView)}
         if not left:
             break
-        tables.alone |= (
-            tables.views.keys() if everything else left
-        )  # they cannot be parts of other storages: see `_view`
+        # They cannot be parts of other storages: see `_view`.
+        tables.alone |= tables.views.keys() if everything else left
         decoded = decode_lazily(made, run)
     keys = small_pickle(data, made.end, name)
     try:
@@ -222,7 +221,7 @@ def source_notes(sources: dict[str, dict[str, str | None]]) -> list[Note]:
     if not sources:
         return []
     what = "the source text of {} is in the file: shown by inspect --json, never run, and not kept in what is written"
-    count = f"{counted(len(sources), 'class', 'classes')}" if len(sources) > 1 else "a class"
+    count = counted(len(sources), "class", "classes") if len(sources) > 1 else "a class"
     return [Note("class-source", what.format(count))]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.checkpoint import Blob, Note
 from ckptool.commands import FILE, OUT, command
-from ckptool.errors import Corrupt, LimitExceeded, counted, form, printable
+from ckptool.errors import Corrupt, LimitExceeded, counted, form, listed, printable
 from ckptool.nodes import ByteString, Global
 
 MAX_STRING = 64 << 20
@@ -81,7 +81,7 @@ def key_text(key: Any) -> Any:
 
 
 def protocol_notes(protocol: int) -> list[Note]:
-    """What to say about a pickle of protocol 4 or 5: torch/_weights_only_unpickler.py knows none of their opcodes."""
+    """A note on a pickle of protocol 4 or 5: torch/_weights_only_unpickler.py knows none of their opcodes."""
     if protocol < 4:
         return []
     what = f"pickled with protocol {protocol}, which torch.load(weights_only=True) does not read"
@@ -89,7 +89,7 @@ def protocol_notes(protocol: int) -> list[Note]:
 
 
 def python2_notes(count: int) -> list[Note]:
-    """What to say about so many texts of Python 2 that are not UTF-8."""
+    """A note on so many texts of Python 2 that are not UTF-8."""
     if not count:
         return []
     what = (
@@ -103,18 +103,21 @@ LEFT_BEHIND = "old-gradients"
 
 
 def gradient_notes(count: int) -> list[Note]:
-    """What to say about the gradients that torch before 0.2 saved inside of parameters; no torch since then reads them."""
+    """A note on gradients that torch before 0.2 saved inside of parameters; no torch since then reads them."""
     if not count:
         return []
-    what = f"{counted(count, 'gradient')}" if count > 1 else "a gradient"
-    said = f"{what} inside of parameters, as torch saved them once: no later torch reads them, and they stay behind where this is rewritten"
+    what = counted(count, "gradient") if count > 1 else "a gradient"
+    said = f"{what} inside of parameters, as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
     return [Note(LEFT_BEHIND, said)]
 
 
 def nested_name_notes(names: Sequence[Global]) -> list[Note]:
-    """What to say about names of nested classes that stand in a pickle whose protocol has no way to say them."""
+    """A note on names of nested classes in a pickle whose protocol cannot spell them."""
     if not names:
         return []
-    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-    what = f"the name {printable(str(names[0]))}{more} has a dot, which pickles below protocol 4 cannot say: loading fails there"
+    named = listed([printable(str(name)) for name in names], 1)
+    what = (
+        f"{form(len(names), 'the name', 'the names')} {named} {form(len(names), 'has a dot', 'have dots')}, "
+        "which pickles below protocol 4 cannot spell: torch.load fails there"
+    )
     return [Note("nested-name", what, command("convert", FILE, out=OUT))]

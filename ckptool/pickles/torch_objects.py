@@ -444,9 +444,8 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
 
 def rebuilt(made: Object, before: Composite | None = None) -> Composite:
     """The composite of a rebuild call whose arguments were replaced (other storages, another location); `before`: the one that it was."""
-    if (
-        before is not None and made.args[0] is REBUILD_JAGGED
-    ):  # its parts are in a dictionary, which may not be filled yet
+    # Its parts are in a dictionary, which may not be filled yet.
+    if before is not None and made.args[0] is REBUILD_JAGGED:
         return Composite(made, before.kind, before.dtype, before.shape)
     value = BUILDERS[made.fn](made.args)
     if not isinstance(value, Composite):

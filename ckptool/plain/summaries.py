@@ -70,7 +70,7 @@ def _brackets(value: Any) -> tuple[str, str, str]:
 
 
 def _counted(items: Any) -> str:
-    return f"{len(items):,} item{'s' * (len(items) != 1)}"
+    return counted(len(items), "item")
 
 
 def _object(node: Object) -> str:
@@ -80,7 +80,7 @@ def _object(node: Object) -> str:
         (len(node.items or ()), "item"),
         (len(node.elements or ()), "element"),
     )
-    having = " and ".join(f"{count:,} {word}{'s' * (count != 1)}" for count, word in counts if count)
+    having = " and ".join(counted(count, word) for count, word in counts if count)
     kind = (
         ""
         if named

@@ -25,11 +25,11 @@ def spec_text(found: Spec, *, style: Style = PLAIN) -> str:
     ]
     ties = tie_groups(target.tensors.values())
     facts = [
-        f"{counted(len(target.tensors), 'name')}",
+        counted(len(target.tensors), "name"),
         *kinds,
         counted(sum(e.numel for e in unique), "value", shown=short),
     ]
-    facts += [f"{counted(len(ties), 'tied tensor')}"] if ties else []
+    facts += [counted(len(ties), "tied tensor")] if ties else []
     lines = [f"{style.bold(printable(target.name))}: {', '.join(facts)}"]
     lines += [f"  {style.dim(printable(remark))}" for remark in target.remarks]
     if found.output:

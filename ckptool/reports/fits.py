@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.commands import FILE, OUT, OUT_PT, Advice, Command, command
-from ckptool.errors import counted, listed, printable
+from ckptool.errors import counted, form, listed, printable
 from ckptool.nodes import OrderedDict
 from ckptool.prefixes import COUNTER, without_wrappers, wrappers
 from ckptool.reports.findings import Finding, Found
@@ -59,8 +59,8 @@ def fit(root: Root, target: Target, names: Mapping[str, str]) -> Fit:
 
 def _expected(target: Target) -> list[str]:
     """The names of the model: its tensors, and what its modules save beside them."""
-    beside = [name for name in target.values or () if name not in target.tensors and name.endswith("_extra_state")]
-    return [*target.tensors, *beside]
+    extra = [name for name in target.values or () if name not in target.tensors and name.endswith("_extra_state")]
+    return [*target.tensors, *extra]
 
 
 def _same_shape(value: Any, target: Target, name: str) -> bool:
@@ -154,7 +154,7 @@ def _by_adding(root: Root, target: Target, way: Way) -> Way | None:
 
 
 def _prefixes(names: Sequence[str], longer: Sequence[str]) -> list[str]:
-    """What stands before the first of the names in others."""
+    """The prefixes under which the first few of `names` stand among `longer`."""
     found: dict[str, None] = {}
     for name in names[:TRIED]:
         for other in longer:
@@ -204,7 +204,7 @@ def _tied_weights(tied: Sequence[str], target: Target) -> Found:
 
 def _keys_differ(missing: Sequence[str], extra: Sequence[str], target: Target, way: Way, root: Root) -> Found:
     parts = [
-        f"{len(names):,} {'is' if len(names) == 1 else 'are'} {word} ({listed([printable(key) for key in names], 2)})"
+        f"{len(names):,} {form(len(names), 'is', 'are')} {word} ({listed([printable(key) for key in names], 2)})"
         for word, names in (("missing", missing), ("unexpected", extra))
         if names
     ]
@@ -225,7 +225,7 @@ def _shape_mismatch(root: Root, target: Target, way: Way) -> Found:
         if name in way.fit.names
     ]
     count = len(way.fit.shapes)
-    what = f"{count:,} tensor{'s have' if count > 1 else ' has'} another shape than in {printable(target.name)}: {listed(told, 3)}"
+    what = f"{counted(count, 'tensor has', 'tensors have')} another shape than in {printable(target.name)}: {listed(told, 3)}"
     says = "size mismatch for …: copying a param with shape … from checkpoint"
     if target.kind == SPEC or way.fit.matched <= count:  # a spec has no values to fill up with
         return Finding("shape-mismatch", what, says), ()

@@ -162,9 +162,8 @@ def of_checkpoint(
     if found.part is not None:  # no verb that writes takes a part, so none of those mends it
         findings = [(each, fixes if each.code == PART else ()) for each, fixes in findings if each.code != "folder"]
     refused = any(note.code == "unsafe-global" for note in found.notes)
-    if refused and not any(
-        fixes for each, fixes in findings if each.code in _PLAIN
-    ):  # verbs that write would refuse it
+    # Verbs that write would refuse it.
+    if refused and not any(fixes for each, fixes in findings if each.code in _PLAIN):
         findings = [(each, tuple(fix for fix in fixes if not fix.writes)) for each, fixes in findings]
     unread = str(command("verify", file))
     ordered = _ordered(findings, found.container != "torch-zip")
@@ -172,12 +171,13 @@ def of_checkpoint(
     return Diagnosis(file, _is_a(found), filled, unread, against.name if against is not None else "")
 
 
+# Findings whose commands leave out what loading would call.
 _PLAIN = (
     "unsafe-global",
     "bare-pickle",
     "legacy-tar",
     "torchscript",
-)  # findings whose commands leave out what loading would call
+)
 
 
 def _filled(finding: Finding, fixes: tuple[Command, ...], chain: Chain) -> Finding:
@@ -239,9 +239,8 @@ def _of_container(found: Listing, file: str, values: Values) -> Iterator[Found]:
     elif kind not in ("safetensors", "npz") and suffix in (".safetensors", ".sft"):
         says = "Error while deserializing header: HeaderTooLarge"
         weights_alone = any(root.path == () and root.is_model for root in found.roots)
-        as_named = (
-            convert if weights_alone else _to_file()
-        )  # the suffix's own container holds one set of weights and nothing else
+        # The suffix's own container holds one set of weights and nothing else.
+        as_named = convert if weights_alone else _to_file()
         yield (
             Finding("misnamed", f"it is a {kind} file, though its name ends in {printable(suffix)}", says),
             (as_named,),

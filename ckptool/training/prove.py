@@ -26,12 +26,13 @@ from ckptool.training.layout import CHECKPOINTS, CONFIG, HISTORY, METRICS
 from ckptool.training.nursery import Nursery
 from ckptool.training.store import Lines, digest, name_of
 
+# Parts of the state that are left out, by the beginning of their keys.
 ABLATIONS = (
     "optimizer",
     "scheduler",
     "scaler",
     "ema",
-)  # parts of the state that are left out, by the beginning of their keys
+)
 SAVES = 20  # in a run, so that there is something to resume from wherever it is killed
 EVENTS_OF = {"save": 24, "prune": 2}  # how far into a save, or a prune, a kill may come
 SWEPT_STEPS, SWEPT_EVERY = 4, 2  # the run that is killed at every file-system event, and how often it saves

@@ -51,9 +51,8 @@ class Trainer:
     def thaw(self) -> None:
         """Sets which parameters learn in the next step."""
         for name, freezing in self.freezing.items():
-            if (
-                freezing.apply(self.step) and self.config.strategy == "ddp"
-            ):  # which of them processes exchange is fixed when it is wrapped
+            # Which gradients the processes exchange is fixed when the model is wrapped.
+            if freezing.apply(self.step) and self.config.strategy == "ddp":
                 self.runners[name] = wrapped(self.models[name], self.config, self.world)
 
     def runners_for(self, name: str) -> dict[str, nn.Module]:

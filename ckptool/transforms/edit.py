@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Literal, Storage, TensorEntry, row_major_strides
-from ckptool.errors import Conflict, NoMatch, UsageError, printable
+from ckptool.errors import Conflict, NoMatch, UsageError, counted, printable
 from ckptool.nodes import Object, OrderedDict
 from ckptool.roots import find_roots
 from ckptool.transforms.losses import lost_tensors
@@ -138,9 +138,9 @@ def _refuse_tensors(tree: Any, place: str, old: Any) -> None:
     """Raises `UsageError` where a plain value would take the place of tensors."""
     if count := len(lost_tensors(old, None)):
         single = isinstance(old, (TensorEntry, Composite))
-        shown = printable(place)
+        shown, held = printable(place), "is a tensor" if single else f"holds {counted(count, 'tensor')}"
         raise UsageError(
-            f"{shown} {'is a tensor' if single else f'holds {count:,} tensor' + 's' * (count != 1)}, and would become a plain value",
+            f"{shown} {held}, and would become a plain value",
             "Values would be lost. Nothing was written.",
             f"{f'Give it new values: --tensor {shown}=values.npy; or leave' if single else 'Leave'} it out: --drop {shown}",
         )

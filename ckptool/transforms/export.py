@@ -77,17 +77,13 @@ def _not_plain(node: dict[Any, Any], keys: set[str]) -> Iterator[str]:
         if isinstance(value, (TensorEntry, Composite)) or (type(key) is str and key not in keys):
             continue
         if count := len(lost_tensors(value, written)):
-            yield f"{printable(str(key))} (a {_word(value)} with {count:,} tensor{'s' * (count != 1)})"
+            yield f"{printable(str(key))} (a {_word(value)} with {counted(count, 'tensor')})"
 
 
 def _word(value: Any) -> str:
-    return (
-        type(value).__name__
-        if isinstance(value, (list, tuple))
-        else "dictionary"
-        if isinstance(value, dict)
-        else "object"
-    )
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__
+    return "dictionary" if isinstance(value, dict) else "object"
 
 
 def packed(root: Root) -> list[str]:

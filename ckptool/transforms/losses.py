@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
-from ckptool.errors import Unsupported, listed, printable
+from ckptool.errors import Unsupported, counted, listed, printable
 from ckptool.modules import module_attributes
 from ckptool.nodes import Object, Set
 from ckptool.plain import canonical
@@ -84,7 +84,7 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
         names = [f"{printable(address((*checkpoint.base, *path))) or 'the top'} ({kind})" for path, kind in found]
         source = checkpoint.source or "the checkpoint"
         raise Unsupported(
-            f"{len(found):,} tensor{'s' * (len(found) != 1)} of {source} would be lost: {listed(names, 6)}",
+            f"{counted(len(found), 'tensor')} of {source} would be lost: {listed(names, 6)}",
             f"{why} Nothing was written.",
             advice,
         )

@@ -100,9 +100,8 @@ class _Draft:
     notes: list[Note] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     left: set[str] = field(default_factory=set)  # names that were not to be loaded
-    supplied: list[str] = field(
-        default_factory=list
-    )  # names that torch's own modules give a value where an older file has none
+    # Names that torch's own modules give a value where an older file has none.
+    supplied: list[str] = field(default_factory=list)
 
 
 def match(root: Root, source: str, target: Target, wishes: Wishes, remark: str = "") -> Matching:

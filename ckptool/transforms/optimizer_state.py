@@ -177,7 +177,7 @@ def slot_names(optimizer: Mapping[str, Any], parameters: Shapes, place: str) -> 
     by_shape = _by_shape(shapes, parameters)
     if by_shape is not None:
         return by_shape, BY_SHAPES
-    count = f"{counted(len(slots), 'slot')} in {len(groups)} group{'s' * (len(groups) != 1)}, {counted(len(names), 'parameter')}"
+    count = f"{counted(len(slots), 'slot')} in {counted(len(groups), 'group')}, {counted(len(names), 'parameter')}"
     raise Conflict(
         f"it cannot be known which slots of {printable(place)} belong to which parameters ({count})",
         "They are numbers without names, and neither their count and shapes nor distinct shapes tell. Nothing was changed.",

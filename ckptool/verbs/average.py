@@ -57,7 +57,7 @@ def average(
     saved = save("average", last, changed, out, options, inputs=sources)
     remarks = list(dict.fromkeys(remark for _, remark in roots if remark))
     of = f" of {printable(roots[-1][0].address)}" if roots[-1][0].address else ""
-    summary = f"the mean of {counted(len(files), 'file')}: {found.averaged:,} tensor{'s' * (found.averaged != 1)}{of}"
+    summary = f"the mean of {counted(len(files), 'file')}: {counted(found.averaged, 'tensor')}{of}"
     summary += f" ({remarks[0]})" if remarks else ""
     details = [f"{share:.6g} × {printable(name)}" for share, name in zip(shares, names, strict=True)][:8]
     if found.kept:

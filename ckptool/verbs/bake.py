@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptool.errors import NoMatch
+from ckptool.errors import NoMatch, counted
 from ckptool.roots import model_roots
 from ckptool.transforms import bake as folding
 from ckptool.tree import rebuild
@@ -48,5 +48,5 @@ def bake(
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
     facts = {"folded": [each.weight for each in folded], "left": dict(left)}
     details = tuple(line for found in baked.values() for line in folding.told(found))
-    summary = f"{len(folded):,} weight{'s' * (len(folded) != 1)} {word}"
+    summary = f"{counted(len(folded), 'weight')} {word}"
     return written("bake", change.original, saved, change.options, summary, facts=facts, details=details)

@@ -76,7 +76,7 @@ def bundle(
     made, twins, saved_bytes = _made(parts, container, dedup, in_place=options.get("in_place", False))
     result = save("bundle", parts.original, made, out, options, inputs=parts.inputs)
     rows = table(made.tree, parts.origins)
-    summary = f"{len(rows):,} member{'s' * (len(rows) != 1)}"
+    summary = counted(len(rows), "member")
     if dedup:
         summary += f", {saved_bytes:,} bytes of equal tensors not stored twice" if twins else ", no equal tensors"
     facts = {"members": facts_of(rows), "twin_storages": twins, "twin_bytes": saved_bytes}
@@ -277,7 +277,7 @@ def lines_of(rows: Sequence[Member]) -> tuple[str, ...]:
         (
             printable(row.name),
             printable(row.kind),
-            f"{row.tensors:,} tensor{'s' * (row.tensors != 1)}" if row.tensors else "",
+            counted(row.tensors, "tensor") if row.tensors else "",
             f"{row.nbytes:,} bytes" if row.tensors else "",
             printable(row.origin),
         )

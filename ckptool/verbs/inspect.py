@@ -71,9 +71,8 @@ def _numbers(found: Listing) -> dict[str, Statistics]:
 def runnable(notes: Sequence[Note], path: str) -> tuple[Note, ...]:
     """The notes with commands that can be run as they are, one after the other: on this file, to names beside it that are not taken."""
     chain = Chain(path)
-    if any(
-        note.code == "unsafe-global" for note in notes
-    ):  # verbs that write refuse such a file; doctor says what to do first
+    # Verbs that write refuse such a file; doctor says what to do first.
+    if any(note.code == "unsafe-global" for note in notes):
         notes = [replace(note, fix=()) if isinstance(note.fix, Command) and note.fix.writes else note for note in notes]
     return tuple(
         replace(note, fix=fix) for note, fix in zip(notes, chain.each(note.fix for note in notes), strict=True)

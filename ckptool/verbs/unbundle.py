@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Literal, Plan, Storage
 from ckptool.commands import FILE, OUT, Advice, command
-from ckptool.errors import CkptoolError, Conflict, UsageError, printable
+from ckptool.errors import CkptoolError, Conflict, UsageError, counted, printable
 from ckptool.files import Folder, Input
 from ckptool.formats import Format, bundle_json, recovered
 from ckptool.given import several
@@ -65,9 +65,9 @@ def unbundle(
     )
     parts = {files[name]: _member(checkpoint, name, tree[name]) for name in files}
     result = _save(parts, bundle_json.text(record), os.fspath(folder), container, checkpoint, options)
-    summary = f"{len(files):,} file{'s' * (len(files) != 1)} and {bundle_json.NAME}"
+    summary = f"{counted(len(files), 'file')} and {bundle_json.NAME}"
     if values := len(tree) - len(files):
-        summary += f", with {values:,} plain value{'s' * (values != 1)}"
+        summary += f", with {counted(values, 'plain value')}"
     facts = {"members": facts_of(rows)}
     return written("unbundle", opened.checkpoint, result, options, summary, facts=facts, details=lines_of(rows))
 

@@ -25,9 +25,8 @@ from fixtures.traps import TRAPS
 from tests.bridge.unknown import UNKNOWN
 from tests.helpers import assert_same_objects, load, torch_bytes, written
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # torch warns of features in beta and going away; the library adds none
+# Torch warns of features in beta and going away; the library adds none.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def pickle_of(path: Path) -> bytes:

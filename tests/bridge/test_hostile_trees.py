@@ -23,9 +23,8 @@ from ckptool.formats import read, torch_zip
 from ckptool.nodes import Global, Object
 from ckptool.tree import uses_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # torch warns of features in beta and going away; the library adds none
+# Torch warns of features in beta and going away; the library adds none.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def entry(values: list[int], dtype: str = "i64") -> TensorEntry:

@@ -26,9 +26,8 @@ from tests.helpers import assert_same_objects, load, torch_bytes
 ONLY_WRITTEN = {"19-numpy-odd-arrays", "20-functions-and-classes", "20-random-states"}
 
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # torch warns of features in beta and going away; the library adds none
+# Torch warns of features in beta and going away; the library adds none.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 # Files to torch ------------------------------------------------------------------------------------------------------

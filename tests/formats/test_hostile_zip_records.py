@@ -392,9 +392,8 @@ def many(count: int, zip64: bool, path: Path) -> Path:
 def test_row_049_more_entries_than_the_end_record_can_count(tmp_path: Path) -> None:
     refused(many(65_536, False, tmp_path / "a.pt"), Corrupt)
     refused(many(65_537, False, tmp_path / "a.pt"), Corrupt)
-    refused(
-        many(65_535, False, tmp_path / "a.pt"), NotACheckpoint
-    )  # as Python writes it: all are there, none is a pickle
+    # As Python writes it: all are there, none is a pickle.
+    refused(many(65_535, False, tmp_path / "a.pt"), NotACheckpoint)
     refused(many(70_000, True, tmp_path / "a.pt"), NotACheckpoint)
 
 

@@ -124,9 +124,8 @@ NEWOBJ = b"ccopy_reg\n__newobj__\n(ctorch\nFloatTensor\ntR"
 @pytest.mark.parametrize("spelled", [RECONSTRUCTED, NEWOBJ, b"ctorch\nFloatTensor\n)\x81", b"(ctorch\nFloatTensor\no"])
 def test_tensors_given_a_state_in_other_spellings(spelled: bytes, tmp_path: Path) -> None:
     head, state = pickled((Pid(storage()), 1, (3,), (1,)))[:2], pickled((Pid(storage()), 1, (3,), (1,)))[2:-1]
-    value = (
-        head + b"]q\xf0(" + spelled + b"q\xf1" + state + b"bh\xf1e."
-    )  # the same tensor twice: it was stored before its state
+    # The same tensor twice: it was stored before its state.
+    value = head + b"]q\xf0(" + spelled + b"q\xf1" + state + b"bh\xf1e."
     first, second = opened(stream(value), tmp_path).tree
     assert first is second and values(first) == [1, 2, 3]
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from tests.hostile_inputs import ORDINARY, everything, pickle_zip
 
 LARGEST = 1 << 16
-BOMBS = tuple(
-    f"row {number}-" for number in (70, 71, 72, 74, 75)
-)  # slow where code is instrumented, and tested by themselves
+# Slow where code is instrumented, and tested by themselves.
+BOMBS = tuple(f"row {number}-" for number in (70, 71, 72, 74, 75))
 TARGETS = ("pickle", "zip", "legacy", "tar", "safetensors")
 
 

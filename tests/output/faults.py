@@ -248,9 +248,8 @@ def child(job: dict[str, Any]) -> None:
 
     def end(code: int) -> None:
         faults.quiet = True
-        signal.setitimer(
-            signal.ITIMER_REAL, 0
-        )  # a signal that was to be heard a moment later: the real process is gone by then
+        # A signal that was to be heard a moment later: the real process is gone by then.
+        signal.setitimer(signal.ITIMER_REAL, 0)
         with open(f"{scratch}/events", "wb") as file:
             pickle.dump((faults.events, faults.trace), file)
         ending(code)

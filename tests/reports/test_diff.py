@@ -266,9 +266,8 @@ def test_nan_is_the_same_as_itself(tmp_path: Path) -> None:
     value = {"w": torch.tensor([math.nan, 1.0]), "z": torch.tensor([complex(math.nan, 1)]), "x": math.nan}
     assert compared(value, value, tmp_path).same
     other = torch.tensor([0x7FC00001, 0x3F800000], dtype=torch.int32).view(torch.float32)
-    assert changes(compared(value, {**value, "w": other}, tmp_path)) == {
-        "w": {"values"}
-    }  # another payload: other bytes
+    # Another payload: other bytes.
+    assert changes(compared(value, {**value, "w": other}, tmp_path)) == {"w": {"values"}}
 
 
 def test_tolerances(tmp_path: Path) -> None:

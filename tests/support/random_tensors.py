@@ -169,18 +169,16 @@ class TensorGrammar:
         if kind == 0:
             return values.to_sparse()
         if kind == 1:
-            return torch.sparse_coo_tensor(
-                torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (2, 3)
-            )  # not coalesced
+            # Not coalesced.
+            return torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (2, 3))
         if kind == 2:
             return values.to_sparse_csc()
         return values.to_sparse_csr() if kind == 3 else torch.ones(4, 4).to_sparse_bsr((2, 2))
 
     def nested(self, _: int) -> torch.Tensor:
         parts = [self.bits(torch.float32, 3 * n).reshape(n, 3) for n in (2, 1)]
-        strided = not self.legacy and self.chance(
-            0.5
-        )  # torch looks at their sizes before it has read them, in old files
+        # Torch looks at their sizes before it has read them, in old files.
+        strided = not self.legacy and self.chance(0.5)
         return torch.nested.nested_tensor(parts, layout=torch.strided if strided else torch.jagged)
 
     def of_torch(self, _: int) -> Any:

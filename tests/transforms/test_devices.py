@@ -57,9 +57,8 @@ def test_cuda_to_cpu_loads_without_a_map_location(name: str, tmp_path: Path) -> 
     done = remap(read(path), "cpu")
     assert done.changed == done.total > 0 and done.moves == (("cuda:0", "cpu", done.total),)
     out = carry_out(torch_zip.write(done.checkpoint), tmp_path / "out.pt")
-    assert_same_objects(
-        load(path), torch.load(out, weights_only=True)
-    )  # load() maps to the CPU; the result needs no map
+    # `load` maps to the CPU; the result needs no map.
+    assert_same_objects(load(path), torch.load(out, weights_only=True))
     with pytest.raises(RuntimeError, match="CUDA"):
         torch.load(path, weights_only=True)
 
