@@ -232,8 +232,9 @@ def _prefix_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
             continue
         having = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
         partial = partial or 0 < having < len(names)  # the command is one for all roots
-        where = f"{sum(kinds.values()):,} of {counted(len(names), 'key')} of {printable(root.address) or 'the file'}"
-        message = f"{where} carry a wrapper's {listed(sorted(kinds))}"
+        wrapped = sum(kinds.values())
+        where = f"{wrapped:,} of {counted(len(names), 'key')} of {printable(root.address) or 'the file'}"
+        message = f"{where} {form(wrapped, 'carries', 'carry')} a wrapper's {listed(sorted(kinds))}"
         found.append(("prefix-module" if having else "prefix-compiled", message))
     fix = command("strip-module", FILE, partial=partial, out=OUT)
     yield from (Note(code, message, fix) for code, message in found)
