@@ -165,7 +165,7 @@ def test_the_command_of_a_note_mends_it(name: str, tmp_path: Path) -> None:
 def test_the_notes_say_what_and_where(tmp_path: Path) -> None:
     value = {"G": weights("module.a.w", "module.b.w"), "D": weights("module.c.w", "d.w"), "x": weights("e")}
     found = [note for note in listed(value, tmp_path).notes if note.code == "prefix-module"]
-    assert [note.message.partition(" carry")[0] for note in found] == ["2 of 2 keys of G", "1 of 2 keys of D"]
+    assert [note.message.partition(" carr")[0] for note in found] == ["2 of 2 keys of G", "1 of 2 keys of D"]
     assert all("--partial" in note.fix for note in found)  # one command mends both
     run(found[0].fix, tmp_path / "opened.pt", tmp_path / "mended.pt")
     assert listing(read(tmp_path / "mended.pt")).notes == ()
