@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 from ckptool.errors import quoted
+from ckptool.paths import absolute
 
 Words = tuple[str, ...]
 
@@ -246,7 +247,7 @@ def _beside(path: str) -> str:
     if os.path.basename(path) in ("", ".", ".."):
         path = os.path.normpath(path)
         last = os.path.basename(path)
-        outside = os.path.normpath(os.path.join(path, "..", os.path.basename(os.path.abspath(path))))
+        outside = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path))))
         return outside if last in (".", "..") else path
     return path
 

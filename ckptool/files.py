@@ -28,6 +28,7 @@ from ckptool.errors import (
     UsageError,
     printable,
 )
+from ckptool.paths import absolute
 
 MAX_FILES = 100_000  # that one looks at in a folder
 MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
@@ -410,7 +411,7 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
     fix = ""
     why = "No file can have such a name." if "null byte" in reason else _MEANINGS.get(number or 0, "")
     if number == errno.ENOENT:
-        folder = os.path.dirname(os.path.abspath(path))
+        folder = os.path.dirname(absolute(path))
         there = os.path.isdir(folder)
         why = (
             f"Its folder has nothing of that name{_meant(folder, os.path.basename(path))}" if there else "No such file."

@@ -13,6 +13,7 @@ import traceback
 from typing import Any
 
 from ckptool.errors import CkptoolError, UsageError, UserCodeFailed, listed, printable
+from ckptool.paths import absolute
 
 
 def names_code(text: str) -> bool:
@@ -65,17 +66,18 @@ def _module(place: str, what: str) -> Any:
 
 
 def _by_name(place: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # named by the user, who is in this folder
+    here = absolute(os.curdir)
+    if here not in sys.path:
+        sys.path.insert(0, here)  # named by the user, who is in this folder
     return importlib.import_module(place)
 
 
 def _from_file(place: str, what: str) -> Any:
     name = f"_ckptool_user_{os.path.splitext(os.path.basename(place))[0]}"
     known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == os.path.abspath(place):
+    if known is not None and getattr(known, "__file__", None) == absolute(place):
         return known
-    spec = importlib.util.spec_from_file_location(name, os.path.abspath(place))
+    spec = importlib.util.spec_from_file_location(name, absolute(place))
     if os.path.exists(place) and not os.path.isfile(place):
         raise UsageError(f"{what}: {printable(place)} is no file", "Code is read from a regular file.", "Name a file.")
     if spec is None or spec.loader is None or not os.path.isfile(place):

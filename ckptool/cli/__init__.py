@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckptool.cli.console import say, style_of, tell
+from ckptool.cli.console import LostAnswer, say, style_of, tell
 from ckptool.cli.examples import epilog
 from ckptool.errors import CkptoolError, printable
 
@@ -157,15 +158,24 @@ def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
     from ckptool.cli.problems import in_words
 
     problem: CkptoolError = in_words(error)
-    if as_json:
-        from ckptool.render.json import dumps, error_json
-
-        say(dumps(error_json(problem, done)) + "\n")
-    else:
+    if not (as_json and _said_as_json(problem, done)):
         from ckptool.render.text import error_text
 
         tell(error_text(problem, style_of(sys.stderr)))
     return problem.exit_code
+
+
+def _said_as_json(problem: CkptoolError, done: list[Json]) -> bool:
+    """Prints an error as JSON with what was done before it; False where standard output takes nothing."""
+    from ckptool.render.json import dumps, error_json
+
+    if isinstance(problem, LostAnswer):
+        return False
+    try:
+        say(dumps(error_json(problem, done)) + "\n")
+    except LostAnswer:
+        return False
+    return True
 
 
 def _told_in_short(error: Exception) -> int:
@@ -191,9 +201,13 @@ def _as_program() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Opens those that are closed (`>&-`) to nowhere: a file that got their number would have messages written into it."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
+    """Opens those that are closed (`>&-`), or open the wrong way (`1<FILE`), to nowhere.
+
+    A file that got the number of a closed one would have messages written into it.
+    """
+    for name, mode, wrong in (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_RDONLY)):
+        stream = getattr(sys, name)
+        if stream is None or fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == wrong:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115
 
 

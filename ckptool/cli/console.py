@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
+from ckptool.errors import FileProblem
 from ckptool.render.style import Style
 
 # For streams that cannot say them.
@@ -15,6 +16,10 @@ _ASCII = (
     | dict.fromkeys("▏▎▍", "")
     | dict.fromkeys("▌▋▊▉", "#")
 )
+
+
+class LostAnswer(FileProblem):
+    """Standard output takes no more."""
 
 
 def style_of(stream: TextIO) -> Style:
@@ -39,13 +44,26 @@ def _width(stream: TextIO) -> int | None:
 
 
 def say(text: str) -> None:
-    """Writes a piece of the answer. Where nobody reads on (`| head`), it goes nowhere: the work and the exit code stay what they are."""
+    """Writes a piece of the answer. Where nobody reads on (`| head`), it goes nowhere: the work and the exit code stay what they are.
+
+    Raises `LostAnswer` where it cannot be written for another reason.
+    """
     try:
         _write(sys.stdout, text)
-    except BrokenPipeError:
+    except (BrokenPipeError, ConnectionResetError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+    except OSError as error:
+        raise lost_answer(error) from error
+
+
+def lost_answer(error: OSError) -> LostAnswer:
+    """The error for what standard output did not take."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return LostAnswer(
+        f"cannot write to standard output: {reason}", "What was printed is not complete; files that were written are."
+    )
 
 
 def tell(text: str) -> None:

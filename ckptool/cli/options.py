@@ -13,6 +13,7 @@ import typer
 
 from ckptool.cli.answers import Answer, Answers
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
+from ckptool.paths import absolute
 
 if TYPE_CHECKING:
     from ckptool.verbs.saving import Written
@@ -334,7 +335,7 @@ def _in_folder(verb: str, files: Sequence[str], target: Target) -> Iterator[str]
 
 def _name_of(path: str) -> str:
     """The name of a file or folder; of an index of shards, which is written as a folder, what it is the index of."""
-    name = os.path.basename(os.path.abspath(path))
+    name = os.path.basename(absolute(path))
     return name.split(".")[0] if name.endswith(".index.json") else name
 
 

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import typer
 
+from ckptool.cli.console import lost_answer
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
 from ckptool.given import nearest
 
@@ -49,9 +50,7 @@ def in_words(error: Exception) -> CkptoolError:
         and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
         and error.filename is None
     ):
-        return FileProblem(
-            f"cannot write to standard output: {os.strerror(error.errno)}", "What was printed is not complete."
-        )
+        return lost_answer(error)  # of the help, which the parser prints
     return _bug(error)
 
 

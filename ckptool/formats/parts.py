@@ -26,6 +26,7 @@ from ckptool.formats import members
 from ckptool.formats.members import LAYER, MODEL_PARALLEL, MODEL_STATES, OF_WORLD, PIECES, STATES
 from ckptool.formats.shards import INDEX, NUMBERED
 from ckptool.nodes import Global, Object, Set
+from ckptool.paths import absolute
 
 RANK, SHARD, PLACEHOLDERS = "rank", "shard", "placeholders"
 CODE = "part"
@@ -94,7 +95,7 @@ class _Beside:
 
     @property
     def parent(self) -> str:
-        return os.path.basename(os.path.dirname(os.path.abspath(self.path))) if self.path else ""
+        return os.path.basename(os.path.dirname(absolute(self.path))) if self.path else ""
 
     @property
     def here(self) -> str:
@@ -337,7 +338,7 @@ def _of_model_parallel(tree: Any, beside: _Beside) -> PartOf | None:
     if found is None:
         meaning = "model parallelism divides the weights over several files, and this is one of them"
         return _ranked(None, world, meaning) if world is not None and world > 1 else None
-    above = os.path.dirname(os.path.abspath(beside.path))
+    above = os.path.dirname(absolute(beside.path))
     others = [name for name in _names_in(os.path.dirname(above)) if MODEL_PARALLEL.fullmatch(name)]
     return _one_of(found["rank"] + found["rest"], others, world)
 

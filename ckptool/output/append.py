@@ -19,6 +19,7 @@ from ckptool.files import Source, file_problem
 from ckptool.output.copying import write_all
 from ckptool.output.durable import _check_space, _close, _sweep, settle, write_problem
 from ckptool.output.sink import Progress, Sink, segments_of
+from ckptool.paths import absolute
 
 
 def append_in_place(
@@ -38,7 +39,7 @@ def append_in_place(
         raise file_problem(error, path, "change") from error
     try:
         _own(fd, source)
-        _check_space(plan.nbytes + len(plan.guard), os.path.dirname(os.path.abspath(path)), path)
+        _check_space(plan.nbytes + len(plan.guard), os.path.dirname(absolute(path)), path)
         try:
             _append(fd, plan, progress)
             if verify is not None:

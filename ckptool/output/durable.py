@@ -23,6 +23,7 @@ from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import reserve
 from ckptool.output.running import RunningDigest
 from ckptool.output.sink import Progress, Sink, segments_of
+from ckptool.paths import absolute
 
 ATTEMPTS = 100  # to make a temporary file that no other run takes for one that was left
 UNTOUCHED = "Nothing else was changed: {} is as it was."
@@ -37,7 +38,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
     if elsewhere := refused_place(path, writing=True):
         raise elsewhere
     real = os.path.realpath(path) if os.path.islink(path) else path
-    folder = os.path.dirname(os.path.abspath(real))
+    folder = os.path.dirname(absolute(real))
     try:
         status = os.stat(real)
     except FileNotFoundError:
@@ -97,7 +98,7 @@ def replace_file(
     real = check_target(target, overwrite=overwrite)
     temporary, fd = "", -1
     try:
-        _check_space(plan.nbytes, os.path.dirname(os.path.abspath(real)), real)
+        _check_space(plan.nbytes, os.path.dirname(absolute(real)), real)
         temporary, fd = _temporary_for(real)
         notes = attribute_notes(real, keep_attributes(real, fd))
         with unchanged(*inputs):
@@ -133,7 +134,7 @@ def make_folder(path: str) -> None:
     """Makes a folder, and those above it that are missing, so that their names survive a power cut. Raises `FileProblem`."""
     if elsewhere := refused_place(path, writing=True):
         raise elsewhere
-    missing, place = [], os.path.abspath(path)
+    missing, place = [], absolute(path)
     while not os.path.lexists(place):
         missing.append(place)
         place = os.path.dirname(place)
@@ -186,7 +187,7 @@ def _new_file(path: str, folder: int | None = None) -> int:
 
 def _temporary_for(target: str, make: Callable[[str], int] = _new_file) -> tuple[str, int]:
     """A new, locked, empty file beside the target (or what else `make` opens)."""
-    folder = os.path.dirname(os.path.abspath(target))
+    folder = os.path.dirname(absolute(target))
     for _ in range(ATTEMPTS):
         path, fd = os.path.join(folder, f"{_prefix(target)}{secrets.token_hex(8)}.tmp"), -1
         try:
@@ -226,7 +227,7 @@ def _lock(fd: int) -> bool | None:
 
 def _sweep(target: str) -> None:
     """Removes what killed runs left for this target: only files that nobody has locked."""
-    folder, prefix = os.path.dirname(os.path.abspath(target)), _prefix(target)
+    folder, prefix = os.path.dirname(absolute(target)), _prefix(target)
     try:
         names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(".tmp")]
     except OSError:
@@ -310,7 +311,7 @@ def _sync_folder(target: str) -> tuple[Note, ...]:
     """Makes the name itself survive a power cut. Returns a note where the disk says that it may not."""
     fd = -1
     try:
-        fd = os.open(os.path.dirname(os.path.abspath(target)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(os.path.dirname(absolute(target)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.fsync(fd)
     except OSError as error:
         return (

@@ -31,6 +31,7 @@ from ckptool.output.durable import (
     write_problem,
 )
 from ckptool.output.sink import Progress, Sink
+from ckptool.paths import absolute
 
 _HERE = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
@@ -74,7 +75,7 @@ def _real_path(target: str | os.PathLike[str]) -> str:
     """The absolute path of a folder, without a slash at its end; of a link, what it leads to."""
     path = os.fspath(target).rstrip("/") or "/"
     try:
-        return os.path.abspath(os.path.realpath(path) if os.path.islink(path) else path)
+        return absolute(os.path.realpath(path) if os.path.islink(path) else path)
     except ValueError as error:
         raise file_problem(error, path, "write") from error
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptool.errors import listed, printable
+from ckptool.paths import absolute
 from ckptool.training.blame import is_theirs
 from ckptool.training.config import Config
 from ckptool.training.data import Samples
@@ -42,9 +43,9 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
     names += [name for model in config.models.values() for name in (model.name, model.init)]
     places = {name.rpartition(":")[0] for name in names if names_code(name)}
     tops = [place if place.endswith(".py") else _file_of(place.partition(".")[0]) for place in places]
-    loaded = {os.path.abspath(_file_of(name)) for name in list(sys.modules)}
+    loaded = {absolute(_file_of(name)) for name in list(sys.modules)}
     for top in filter(None, tops):
-        folder = os.path.dirname(os.path.abspath(top))
+        folder = os.path.dirname(absolute(top))
         if os.path.basename(top) == "__init__.py":
             folder = os.path.dirname(folder)
         for path in loaded:

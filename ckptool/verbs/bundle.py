@@ -15,6 +15,7 @@ from ckptool.files import Folder, Input
 from ckptool.formats import Format, bundle_json, recovered
 from ckptool.given import several
 from ckptool.nodes import OrderedDict
+from ckptool.paths import absolute
 from ckptool.transforms.bundles import (
     Member,
     Shared,
@@ -142,7 +143,7 @@ class _Parts:
     def _taken(self, file: PathLike) -> Checkpoint:
         """The part of a file that a member is. Parts of one file keep their ties; what is taken twice is two things."""
         path, at = split(file)
-        readings = self.opened.setdefault(os.path.realpath(path), [])
+        readings = self.opened.setdefault(os.path.realpath(absolute(path)), [])
         for checkpoint, taken in readings:
             place, node = find(checkpoint.tree, at or "")
             if not any(place[: len(other)] == other[: len(place)] for other in taken):

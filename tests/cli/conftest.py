@@ -12,6 +12,7 @@ import torch
 
 from ckptool.cli import main
 from fixtures.make import make_all
+from tests.cli.small_files import make_small_files
 
 NAMES = [
     "dp.pt",
@@ -39,6 +40,15 @@ class Ran:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     make_all(folder, NAMES)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small files of all kinds, and a run; not to be changed."""
+    folder = tmp_path_factory.mktemp("worst") / "made"
+    folder.mkdir()
+    make_small_files(folder)
     return folder
 
 

@@ -92,6 +92,45 @@ def test_a_full_disk_behind_stdout_is_told(disk: str, files: Path, tmp_path: Pat
     )
 
 
+@pytest.mark.parametrize("disk", FULL_DISKS)
+def test_a_json_answer_that_is_lost_is_told_in_words(disk: str, files: Path, tmp_path: Path) -> None:
+    program, place = FULL_DISKS[disk]
+    for words, told in (
+        (["inspect", "dp.pt"], b"cannot write to standard output"),
+        (["inspect", "nothing.pt"], b"cannot read nothing.pt"),
+    ):
+        with open(tmp_path / place, "wb") as full:
+            ended = subprocess.run([*program, *words, "--json"], stdout=full, stderr=subprocess.PIPE, check=False)
+        assert ended.returncode == 2 and told in ended.stderr and b"as they were" not in ended.stderr
+
+
+def test_outputs_that_are_there_are_not_denied_where_the_answer_is_lost(files: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no full device")
+    for options in ([], ["--json"]):
+        with open("/dev/full", "wb") as full:
+            words = [*PROGRAM, "strip-module", "dp.pt", "-o", "out.pt", "-f", *options]
+            ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False)
+        assert ended.returncode == 2 and b"files that were written are" in ended.stderr
+        Path("out.pt").unlink()
+
+
+def test_a_working_directory_that_is_gone(files: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    for words, code, told in (
+        (["strip-module", tmp_path / "dp.pt", "-o", "out.pt"], 2, b"working directory is gone"),
+        (["inspect", "dp.pt"], 2, b"working directory is gone"),
+        (["strip-module", tmp_path / "dp.pt", "-d", "out"], 2, b"working directory is gone"),
+        (["strip-module", tmp_path / "dp.pt", "-o", tmp_path / "out.pt"], 0, b""),
+    ):
+        gone.mkdir()
+        script = 'cd "$0"; rmdir "$0"; exec "$@"'
+        ended = subprocess.run(
+            ["bash", "-c", script, gone, *PROGRAM, *words], cwd=tmp_path, capture_output=True, check=False
+        )
+        assert ended.returncode == code and told in ended.stderr, (words, ended.stderr)
+
+
 def test_colours_only_on_a_terminal(files: Path) -> None:
     code, shown = on_terminal(100, "inspect", "dp.pt")
     assert code == 0 and "\x1b[1mdp.pt\x1b[0m" in shown

@@ -16,48 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy
 import pytest
-import torch
-import yaml
-from torch import nn
 
 from ckptool.cli import COMMANDS, main
 from tests.cli.options import Option, options_of
-from tests.training.small import MLP
+from tests.cli.small_files import HARNESS, PLAIN, contents, words_of
 
-HARNESS = ("train", "resume", "prove", "prune")
 LONG = ("--exhaustive", "--processes", "--steps", "--kills")  # of `prove`: they take their time when all is well
 SECONDS = 10
 
-# A command line of each command that ends well, with the output that it writes.
-PLAIN = {
-    "inspect": "m.pt",
-    "show": "m.pt#epoch",
-    "diff": "m.pt n.pt",
-    "verify": "m.pt",
-    "doctor": "m.pt",
-    "scan": "there",
-    "strip-module": "m.pt -o out.pt",
-    "add-module": "m.pt -o out.pt",
-    "rename": "m.pt,*weight => *w,-o,out.pt",
-    "remap": "m.pt --to cpu -o out.pt",
-    "cast": "m.pt --dtype bf16 -o out.pt",
-    "edit": "m.pt --drop epoch -o out.pt",
-    "slim": "m.pt -o out.pt",
-    "convert": "m.pt -o out.safetensors",
-    "recover": "m.pt -o out.pt",
-    "bundle": "a=m.pt b=n.pt -o out.pt",
-    "unbundle": "g.pt -d out",
-    "average": "m.pt n.pt -o out.pt",
-    "bake": "m.pt -o out.pt",
-    "warm-start": "m.pt --against n.pt -o out.pt",
-    "spec": "m.pt -o out.json",
-    "train": "run.yaml",
-    "resume": "run",
-    "prove": "run.yaml --steps 2 --kills 1",
-    "prune": "run",
-}
 # For an option that takes a value: words that are no sense, other sense, too much sense.
 VALUES = (
     *("", " ", "m.pt", "out.pt", "there", ".", "..", "missing.pt", "missing/out.pt", "m.pt/x", "there/", "text.txt"),
@@ -146,35 +113,6 @@ def _stuck(number: int, frame: object) -> NoReturn:
     raise Stuck
 
 
-@pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small files of all kinds, and a run."""
-    folder = tmp_path_factory.mktemp("worst") / "made"
-    folder.mkdir()
-    state = {"module.a.weight": torch.arange(6.0).reshape(2, 3), "module.a.bias": torch.zeros(2)}
-    torch.save({"sd": state, "epoch": 3}, folder / "m.pt")
-    torch.save({"sd": {key: value + 1 for key, value in state.items()}, "epoch": 4}, folder / "n.pt")
-    torch.save({"G": nn.Linear(3, 2).state_dict(), "D": nn.Linear(2, 1).state_dict(), "epoch": 3}, folder / "g.pt")
-    (folder / "there").mkdir()
-    shutil.copy(folder / "m.pt", folder / "there" / "one.pt")
-    (folder / "text.txt").write_text("some words\n")
-    (folder / "rules.yaml").write_text("- 'module.* => x.*'\n")
-    numpy.save(folder / "v.npy", numpy.ones((2, 3), "f4"))
-    os.symlink("m.pt", folder / "link.pt")
-    os.symlink("loop.pt", folder / "loop.pt")
-    os.symlink("nowhere.pt", folder / "broken.pt")
-    os.mkfifo(folder / "pipe")
-    config = {**MLP, "run": "run", "train": {"steps": 2}, "eval": {"every": 2}, "save": {"every": 1}}
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    here = os.getcwd()
-    os.chdir(folder)
-    try:
-        assert main(["train", "run.yaml", "-q"]) == 0
-    finally:
-        os.chdir(here)
-    return folder
-
-
 @pytest.fixture
 def folder(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A place of its own for every try; what `..` would write stays below the test's."""
@@ -197,23 +135,8 @@ def fresh(small: Path, folder: Path) -> Path:
     return place
 
 
-def contents(place: Path) -> dict[str, bytes | str]:
-    found: dict[str, bytes | str] = {}
-    for path in sorted(place.parent.rglob("*")):
-        name = str(path.relative_to(place.parent))
-        found[name] = (
-            "" if path.is_dir() else path.read_bytes() if path.is_file() and not path.is_symlink() else "other"
-        )
-    return found
-
-
 def options(command: str) -> list[Option]:
     return [option for option in options_of(command) if option.flag not in LONG]
-
-
-def words_of(command: str) -> list[str]:
-    text = PLAIN[command]
-    return text.split("," if "," in text else None)
 
 
 def given(option: Option, value: str) -> list[str]:

@@ -1,0 +1,86 @@
+"""Small files of all kinds, and for every command a line about them that ends well."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy
+import torch
+import yaml
+from torch import nn
+
+from ckptool.cli import main
+from tests.training.small import MLP
+
+HARNESS = ("train", "resume", "prove", "prune")
+
+# A command line of each command that ends well, with the output that it writes.
+PLAIN = {
+    "inspect": "m.pt",
+    "show": "m.pt#epoch",
+    "diff": "m.pt n.pt",
+    "verify": "m.pt",
+    "doctor": "m.pt",
+    "scan": "there",
+    "strip-module": "m.pt -o out.pt",
+    "add-module": "m.pt -o out.pt",
+    "rename": "m.pt,*weight => *w,-o,out.pt",
+    "remap": "m.pt --to cpu -o out.pt",
+    "cast": "m.pt --dtype bf16 -o out.pt",
+    "edit": "m.pt --drop epoch -o out.pt",
+    "slim": "m.pt -o out.pt",
+    "convert": "m.pt -o out.safetensors",
+    "recover": "m.pt -o out.pt",
+    "bundle": "a=m.pt b=n.pt -o out.pt",
+    "unbundle": "g.pt -d out",
+    "average": "m.pt n.pt -o out.pt",
+    "bake": "m.pt -o out.pt",
+    "warm-start": "m.pt --against n.pt -o out.pt",
+    "spec": "m.pt -o out.json",
+    "train": "run.yaml",
+    "resume": "run",
+    "prove": "run.yaml --steps 2 --kills 1",
+    "prune": "run",
+}
+
+
+def make_small_files(folder: Path) -> None:
+    """Makes the files, a run among them, in a folder that is there."""
+    state = {"module.a.weight": torch.arange(6.0).reshape(2, 3), "module.a.bias": torch.zeros(2)}
+    torch.save({"sd": state, "epoch": 3}, folder / "m.pt")
+    torch.save({"sd": {key: value + 1 for key, value in state.items()}, "epoch": 4}, folder / "n.pt")
+    torch.save({"G": nn.Linear(3, 2).state_dict(), "D": nn.Linear(2, 1).state_dict(), "epoch": 3}, folder / "g.pt")
+    (folder / "there").mkdir()
+    shutil.copy(folder / "m.pt", folder / "there" / "one.pt")
+    (folder / "text.txt").write_text("some words\n")
+    (folder / "rules.yaml").write_text("- 'module.* => x.*'\n")
+    numpy.save(folder / "v.npy", numpy.ones((2, 3), "f4"))
+    os.symlink("m.pt", folder / "link.pt")
+    os.symlink("loop.pt", folder / "loop.pt")
+    os.symlink("nowhere.pt", folder / "broken.pt")
+    os.mkfifo(folder / "pipe")
+    config = {**MLP, "run": "run", "train": {"steps": 2}, "eval": {"every": 2}, "save": {"every": 1}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        assert main(["train", "run.yaml", "-q"]) == 0
+    finally:
+        os.chdir(here)
+
+
+def words_of(command: str) -> list[str]:
+    text = PLAIN[command]
+    return text.split("," if "," in text else None)
+
+
+def contents(place: Path) -> dict[str, bytes | str]:
+    found: dict[str, bytes | str] = {}
+    for path in sorted(place.parent.rglob("*")):
+        name = str(path.relative_to(place.parent))
+        found[name] = (
+            "" if path.is_dir() else path.read_bytes() if path.is_file() and not path.is_symlink() else "other"
+        )
+    return found
