@@ -126,6 +126,17 @@ def state_of(folder: Folder) -> tuple[Layout, PartOf] | None:
     return layout, _counted(folder, layout, wrong)
 
 
+def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The members of the folder that was named which are not in the tree, as weights stand for it; none where a file was named."""
+    source, part = checkpoint.source, checkpoint.part
+    named = (part is not None and part.kind == MEMBERS) or any(note.code == MEMBERS for note in checkpoint.notes)
+    if source is None or not named or checkpoint.container == NAME:
+        return ()
+    folder = source if isinstance(source, Folder) else Folder(os.path.dirname(source.path) or os.curdir)
+    layout = layout_of(folder, beside=True)
+    return layout.names if layout is not None else ()
+
+
 def _problem(found: Checkpoint | CkptoolError) -> str:
     """Why a member is not whole; empty where it is, which a rank's share is as a member."""
     if isinstance(found, CkptoolError):

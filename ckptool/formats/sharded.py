@@ -55,6 +55,12 @@ def detect(head: bytes, source: Input) -> bool:
     return start.startswith(b"{") and (_is_index(source.path) or b'"weight_map"' in head)
 
 
+def checkpoints_in(folder: Folder) -> list[str]:
+    """The files that each stand for a whole checkpoint; where there are several, nothing is wrong with them, but one has to be named."""
+    found = candidates(folder)
+    return [*found, ".metadata"] if found and ".metadata" in folder else found
+
+
 def candidates(folder: Folder) -> list[str]:
     """The names in a folder of which one stands for it: its indexes, else its single files; variants where there is nothing else."""
     indexes = [name for name in folder.names if _is_index(name)]
@@ -90,9 +96,7 @@ def read(source: Input) -> Checkpoint:
     """
     if isinstance(source, Source):
         return _read_index(Folder(os.path.dirname(source.path), shown=source.path), os.path.basename(source.path))
-    found = candidates(source)
-    if ".metadata" in source and found:
-        found.append(".metadata")
+    found = checkpoints_in(source)
     if len(found) > 1:
         raise Ambiguous(
             f"{source} holds {counted(len(found), 'checkpoint')}: {listed([printable(name) for name in found])}",

@@ -55,12 +55,12 @@ class Branch:
     def children(self) -> list[Branch]:
         if self.leaf is not None:
             return []
-        groups: dict[str | tuple[str], list[Item]] = {}
+        groups: dict[str | tuple[str, int], list[Item]] = {}
         depth, sizes = self.depth, self.part.sizes
         for item in self.items:
             pieces = item[0]
             name = pieces[depth]
-            key = name if len(pieces) > depth + 1 else (name,)  # `a` may stand beside `a.b`
+            key = name if len(pieces) > depth + 1 else (name, item[1])  # `a` may stand beside `a.b`, or another `a`
             if key in groups:
                 groups[key].append(item)
             else:

@@ -128,6 +128,8 @@ _SAFETENSORS_SAID = {
 def _said_of(error: CkptoolError, file: str) -> str:
     """What the programs say that people open such a file with."""
     if os.path.isdir(file):
+        if error.code == "ambiguous":
+            return ""  # transformers takes one of them without a word
         return "OSError: … does not appear to have a file named …; or: FileNotFoundError"
     if error.code == "truncated" and " is empty" in error.what:
         return "EOFError: Ran out of input"

@@ -121,7 +121,7 @@ class _Plain:
                 new, result = of(key), of(item)
                 if result is DROPPED or new is DROPPED:
                     continue
-                if isinstance(new, (dict, list, Set, TensorEntry)):
+                if isinstance(new, (dict, list, Set)):
                     new = str(key)
                 if new in made:
                     raise Conflict(

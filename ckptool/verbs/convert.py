@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import OUT, Advice, command
 from ckptool.errors import Unsupported, UsageError, counted, printable
-from ckptool.formats import Format, by_name, carried, for_output, keeps_ties, sharded, tensors_only
+from ckptool.formats import Format, by_name, carried, for_output, keeps_ties, members, sharded, tensors_only
 from ckptool.given import several
 from ckptool.modules import module_attributes
 from ckptool.nodes import OrderedDict
@@ -183,7 +183,13 @@ def _to_pickle(part: Checkpoint, named: bool, only: Sequence[str], exclude: Sequ
     weights_only = bool(part.beside) and not named  # of a program, only its weights can be written
     module = named and module_attributes(part.tree) is not None
     if not (only or exclude or weights_only or module):
-        what = f"all of {printable(address(part.base))}" if part.base else "everything"
+        what = (
+            f"all of {printable(address(part.base))}"
+            if part.base
+            else "the weights"
+            if members.beside(part)
+            else "everything"
+        )
         return part, f"{what}, in a compact file", [], _module_notes(part, path)
     root, _ = one_root(part, "" if named else None)
     here = root.base + root.path

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import printable
+from ckptool.errors import listed, printable
 from ckptool.files import Folder, Source, unchanged
+from ckptool.formats import members
 from ckptool.given import several
 from ckptool.modules import module_attributes
 from ckptool.reports.diff import Diff
@@ -42,6 +43,7 @@ def diff(
     parts, remarks = _comparable(a, b)
     if "prefix" in ignore:
         parts = _unwrapped(parts[0]), _unwrapped(parts[1])
+    remarks += tuple(_not_joined(each) for each in (a, b) if each.at is None and members.beside(each.checkpoint))
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         return compare(*parts, atol=atol, rtol=rtol, ignore=ignore, quick=quick, statistics=stat, remarks=remarks)
 
@@ -85,6 +87,11 @@ def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     remarks += [f"compared {printable(root.address)} of {checkpoint.source}"] if root.path else []
     remarks += [f"compared the state dict of the {root.detail} in {checkpoint.source}"] if root.module else []
     return replace(checkpoint, tree=root.node if root.arrays is None else root.arrays)
+
+
+def _not_joined(opened: Opened) -> str:
+    names = [printable(name) for name in members.beside(opened.checkpoint)]
+    return f"compared the weights of {printable(opened.path)}, not {listed(names, 6)} beside them"
 
 
 def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:

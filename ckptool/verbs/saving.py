@@ -345,5 +345,12 @@ def written(verb: str, original: Checkpoint, saved: Saved, options: SaveOptions,
     verified = options.get("verify", False) and not dry and saved.how != "nothing"
     where = (saved.output, saved.container, saved.how, saved.bytes_written, saved.file_bytes)
     left = [note for note in original.notes if note.code == LEFT_BEHIND and saved.how == "new file"]
+    left += _members_left(original) if saved.how != "nothing" and not options.get("in_place", False) else []
     more["notes"] = (*more.get("notes", ()), *left, *saved.notes)
     return Written(verb, file, *where, summary, dry_run=dry, verified=verified, **more)
+
+
+def _members_left(original: Checkpoint) -> list[Note]:
+    """What to say where weights were taken for the folder that holds them: the optimizer's file beside them is not in the output."""
+    names = [printable(name) for name in members.beside(original)]
+    return [Note(members.MEMBERS, f"left behind, as weights alone are written: {listed(names, 6)}")] if names else []

@@ -19,7 +19,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.files import Folder, Input, Source, open_input
-from ckptool.formats import members, parts, recovered
+from ckptool.formats import members, parts, recovered, sharded
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
 from ckptool.reports.verification import (
@@ -75,6 +75,8 @@ def verify(
     try:
         checkpoint = formats.read_source(source)
     except _DAMAGE as error:
+        if isinstance(source, Folder) and len(sharded.checkpoints_in(source)) > 1:
+            raise  # none of them was looked at, so none is called damaged
         return _damaged(path, source, error)
     part = checkpoint if named is None else part_of(checkpoint, named)
     found = _checked(path, source, part, progress)

@@ -164,3 +164,22 @@ def test_two_keys_that_become_one_are_refused(tmp_path: Path) -> None:
 def test_names_of_dtypes_stay(tmp_path: Path) -> None:
     torch.save({"dtype": torch.float32}, tmp_path / "in.pt")
     assert weights_only(read(tmp_path / "in.pt")).checkpoint.tree == {"dtype": Global("torch", "float32")}
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_optimizers_keep_the_state_of_every_parameter(make: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))  # two parameters of each shape
+    optimizer = make(model.parameters(), lr=0.1, **({"momentum": 0.9} if make is torch.optim.SGD else {}))
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    loaded, _ = plain(tmp_path, {"model": model, "optimizer": optimizer})
+    made = loaded["optimizer"]
+    assert len(made["state"]) == 4
+    for (key, state), (was, expected) in zip(made["state"].items(), optimizer.state.items(), strict=True):
+        assert torch.equal(key, was) and all(torch.equal(state[name], value) for name, value in expected.items())
+    assert all(a is b for a, b in zip(made["state"], made["param_groups"][0]["params"], strict=True))
+
+
+def test_tensors_that_are_keys_stay(tmp_path: Path) -> None:
+    loaded, _ = plain(tmp_path, {torch.tensor([1.0]): np.float64(1), torch.tensor([2.0]): Path("b")})
+    assert [(key.item(), value) for key, value in loaded.items()] == [(1.0, 1.0), (2.0, "b")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import ckptool
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.checkpoints import saved
+from tests.cli.conftest import run as run  # a fixture
 
 
 def test_a_listing(tmp_path: Path) -> None:
@@ -59,3 +62,20 @@ def test_row_statistics_of_everything(name: str, tmp_path: Path) -> None:
     for row in found.listing.tensors:
         values = found.statistics.get(row.address)
         assert values is None or values.count == row.tensor.numel  # type: ignore[union-attr]
+
+
+def test_tensors_under_keys_that_read_alike(tmp_path: Path, run: Callable[..., Any]) -> None:
+    """An optimizer that was pickled whole keeps its state by parameters, and two of one shape have one name."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save(
+        {"optimizer": optimizer, "keys": {torch.ones(2): torch.ones(1), torch.ones(2): torch.ones(1)}},
+        file := tmp_path / "x.pt",
+    )
+    for words in ((), ("--all",), ("--depth", "9"), ("--sort", "size"), ("--stats",), ("--json",)):
+        found = run("inspect", str(file), *words)
+        assert found.code == 0 and not found.err, (words, found)
+    shown = run("inspect", str(file), "--depth", "9").out
+    assert shown.count("exp_avg_sq") == 6 and shown.count("<tensor f32[2]>") == 2, shown
