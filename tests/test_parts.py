@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -401,3 +403,25 @@ def test_folders_that_lead_back_to_themselves_end(tmp_path: Path, run: Callable[
         assert run(verb, str(folder)).code in (0, 1, 2)
     found = run("inspect", str(folder))
     assert "1 of 2 members" in found.out and "unet" in found.out
+
+
+def test_pipes_under_the_names_of_tables_are_not_waited_for(tmp_path: Path) -> None:
+    """Beside a shard, and in a folder of members: opening a pipe that nobody writes to would never return."""
+
+    def too_late(*_: object) -> None:
+        raise TimeoutError("a pipe was waited for")
+
+    save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    for name in ("model.safetensors.index.fp16.json", "modules.json", "model_index.json", "trainer_state.json"):
+        os.mkfifo(tmp_path / name)
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(30)
+    try:
+        shard = ckptool.open(tmp_path / "model-00001-of-00002.safetensors").part
+        folder = ckptool.scan(tmp_path)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert shard is not None and shard.label == "shard 1 of 2"
+    assert folder.files

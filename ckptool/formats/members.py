@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartOf
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
-from ckptool.files import Folder, Input, Source, open_input
+from ckptool.files import Folder, Input, Source, open_input, read_small
 
 NAME = "folder"
 MEMBERS = "members"
@@ -334,9 +334,8 @@ def _table(folder: Folder, name: str, kind: type = dict) -> Any:
     if name not in folder:
         return None
     try:
-        with open(os.path.join(folder.path, name), "rb") as file:
-            table = json.loads(file.read(MAX_JSON))
-    except (OSError, ValueError, RecursionError):
+        table = json.loads(read_small(os.path.join(folder.path, name), "a table", MAX_JSON))
+    except (CkptoolError, ValueError, RecursionError):
         return None
     return table if isinstance(table, kind) else None
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, TensorEntry
 from ckptool.commands import command
-from ckptool.errors import OnlyAPart, counted, listed, printable
-from ckptool.files import Folder, Input
+from ckptool.errors import CkptoolError, OnlyAPart, counted, listed, printable
+from ckptool.files import Folder, Input, read_small
 from ckptool.formats import members
 from ckptool.formats.members import LAYER, MODEL_PARALLEL, MODEL_STATES, OF_WORLD, PIECES, STATES
 from ckptool.formats.shards import INDEX, NUMBERED
@@ -254,10 +254,7 @@ def _sharded_is_whole(tensor: Composite, state: Any, facts: _Facts) -> bool:
     for shard in _inside_of(state[0]):
         local = shard.attributes.get("tensor") if isinstance(shard, Object) else None
         here += local.numel if isinstance(local, TensorEntry) else 0
-    count = 1
-    for size in tensor.shape or ():
-        count *= size
-    return tensor.shape is not None and here >= count
+    return tensor.shape is not None and here >= prod(tensor.shape)
 
 
 def _note_ranks(facts: _Facts, rank: Any, world: Any) -> None:
@@ -407,10 +404,8 @@ def _index_of(beside: _Beside) -> tuple[str, list[str]]:
 
 def _files_of(index: str) -> list[str]:
     try:
-        with open(index, "rb") as file:
-            text = file.read(MAX_INDEX + 1)
-        table = json.loads(text).get("weight_map") if len(text) <= MAX_INDEX else None
-    except (OSError, ValueError, AttributeError, RecursionError):
+        table = json.loads(read_small(index, "an index", MAX_INDEX)).get("weight_map")
+    except (CkptoolError, ValueError, AttributeError, RecursionError):
         return []
     return sorted({file for file in table.values() if type(file) is str}) if isinstance(table, dict) else []
 
