@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ckptool.checkpoint import Blob, LongBytes
-from ckptool.nodes import ByteString, Global, Object, Set
+from ckptool.checkpoint import Blob, Composite, LongBytes, StorageRef, TensorEntry
+from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 
 Arguments = tuple[Any, ...]
 
@@ -41,8 +41,22 @@ def texts(args: Arguments) -> bool:
 
 
 def text_or_bytes(args: Arguments) -> bool:
-    """Anything that `bytes` takes but a number, which would be a size, and fill the memory."""
-    return all(type(arg) not in (int, float, bool) and not isinstance(arg, Object) for arg in args)
+    """What `bytes` is made of; a number would be a size, and fill the memory, and any codec but the usual ones runs code of its own."""
+    return all(isinstance(arg, (str, bytes, Blob, LongBytes, *_SEQUENCES)) for arg in args[:1]) and _usual_codec(args)
+
+
+def decoded(args: Arguments) -> bool:
+    """What `str` is made of: a scalar, or bytes and a usual codec."""
+    return scalars(args) and _usual_codec(args)
+
+
+def _usual_codec(args: Arguments) -> bool:
+    codec = args[1].lower() if len(args) > 1 and type(args[1]) is str else None
+    return len(args) < 2 or (codec in _CODECS and all(arg in _ON_ERROR for arg in args[2:3]) and len(args) <= 3)
+
+
+_CODECS = ("latin1", "latin-1", "iso-8859-1", "ascii", "us-ascii", "utf8", "utf-8")
+_ON_ERROR = ("strict", "ignore", "replace", "surrogateescape", "surrogatepass")
 
 
 def scalars_and_dates(args: Arguments) -> bool:
@@ -61,7 +75,9 @@ def bounded_sequence(args: Arguments) -> bool:
 
 
 def mapping(args: Arguments) -> bool:
-    """At most one dictionary, or sequence of pairs."""
+    """At most one dictionary, or sequence of pairs. One with attributes of its own may have a `keys` that is called."""
+    if isinstance(args[0] if args else None, OrderedDict) and args[0].attributes:
+        return False
     return not args or (len(args) == 1 and isinstance(args[0], (dict, *_SEQUENCES)))
 
 
@@ -78,9 +94,68 @@ def type_of_constant(args: Arguments) -> bool:
 _CONSTANTS = frozenset({"Ellipsis", "NotImplemented"})
 
 
-def name_first(args: Arguments) -> bool:
-    """A function or class by name, which is judged where it stands, then what it will be given: `functools.partial(torch.add, 1)`."""
-    return bool(args) and type(args[0]) is Global
+def application(args: Arguments) -> bool:
+    """`functools.partial`: a function or class that does no more than compute, and plain values that it will be given."""
+    return bool(args) and _computes(args[0]) and _is_plain(args[1:])
+
+
+def same_application(node: Object) -> bool:
+    """True unless the state of a `functools.partial` puts another function in its place, or something that is not plain."""
+    state = node.state
+    if state is MISSING:
+        return True
+    return type(state) is tuple and len(state) == 4 and state[0] is node.args[0] and _is_plain(state[1:])
+
+
+def _computes(name: Any) -> bool:
+    """Layers, optimizers, losses, functions of numbers: whatever they are called with, nothing outside of the process changes."""
+    if type(name) is not Global:
+        return False
+    if name.module in ("builtins", "__builtin__"):
+        return name.name in _CONVERSIONS
+    return name.module in _COMPUTING or name.module.startswith(_COMPUTING_BELOW)
+
+
+_CONVERSIONS = frozenset("int long float bool complex str unicode list tuple dict set frozenset len abs round".split())
+_COMPUTING = ("math", "torch.nn.functional", "torch.nn.init", "torch._C._nn", "transformers.activations")
+_COMPUTING_BELOW = ("torch.nn.modules.", "torch.optim.", "torch.ao.nn.", "torch.nn.quantized.", "torch.distributions.")
+
+
+def _is_plain(value: Any) -> bool:
+    """Numbers, texts, names, tensors, sizes and devices, in lists, tuples and dictionaries."""
+    return _all_parts(value, lambda part: type(part) is Global or _is_torch_value(part))
+
+
+def _all_parts(value: Any, allowed: Callable[[Any], bool]) -> bool:
+    """True if all that is in containers is a scalar, a tensor, or allowed. Containers are few and have no attributes."""
+    if not isinstance(value, _CONTAINERS):
+        return type(value) in _SCALARS or isinstance(value, _TENSORS) or allowed(value)
+    stack, left = [value], _MOST_PARTS
+    while stack:
+        container = stack.pop()
+        parts = container.items if isinstance(container, Set) else container
+        left -= 1 + len(parts)
+        if left < 0 or (isinstance(parts, OrderedDict) and parts.attributes):
+            return False
+        inside = [*parts.keys(), *parts.values()] if isinstance(parts, dict) else parts
+        if _SCALARS.issuperset(map(type, inside)):
+            continue
+        for part in inside:
+            if isinstance(part, _CONTAINERS):
+                stack.append(part)
+            elif type(part) not in _SCALARS and not isinstance(part, _TENSORS) and not allowed(part):
+                return False
+    return True
+
+
+_CONTAINERS = (dict, *_SEQUENCES)
+_MOST_PARTS = 256  # in the arguments of a call: sizes, strides, a few options
+_TENSORS = (TensorEntry, Composite, StorageRef)
+
+
+def _is_torch_value(value: Any) -> bool:
+    """True for sizes, devices, layouts."""
+    return isinstance(value, Object) and _module(value) in ("torch", "torch.serialization") and value.state is MISSING
 
 
 def pattern(args: Arguments) -> bool:
@@ -91,22 +166,36 @@ def pattern(args: Arguments) -> bool:
 def type_expression(args: Arguments) -> bool:
     """`typing.Dict[str, int]`, `int | None`: names, None, and such expressions, in tuples and lists."""
     stack: list[Any] = list(args)
-    for _ in range(_MOST):
-        if not stack:
-            return bool(args)
+    literal = bool(args) and _name(args[0]) == "typing.Literal"
+    left = _MOST
+    while stack:
         part = stack.pop()
         if isinstance(part, (tuple, list)):
+            left -= 1 + len(part)
+            if left < 0:
+                return False
             stack += part
         elif isinstance(part, Object):
-            if _module(part) not in _EXPRESSIONS:
+            if _name(part.fn) not in _EXPRESSIONS or part.state is not MISSING:
                 return False
-        elif not (part is None or type(part) in (str, Global)):
+        elif type(part) is str:  # which is evaluated by those who ask what type it is
+            if not literal and not part.replace(".", "").isidentifier():
+                return False
+        elif not (part is None or type(part) is Global or (literal and type(part) in _SCALARS)):
             return False
-    return False
+    return bool(args)
 
 
-_MOST = 1_000
-_EXPRESSIONS = ("operator", "_operator", "types", "typing", "functools", "builtins", "__builtin__")
+def union(args: Arguments) -> bool:
+    """`functools.reduce(operator.or_, [int, str])`; any other function would be called."""
+    return len(args) == 2 and _name(args[0]) in ("operator.or_", "_operator.or_") and type_expression(args[1:])
+
+
+_MOST = 64  # parts of one type
+_EXPRESSIONS = frozenset(
+    "operator.getitem operator.or_ _operator.getitem _operator.or_ types.GenericAlias functools.reduce _functools.reduce"
+    " __builtin__.reduce builtins.type __builtin__.type".split()
+)
 
 
 def getattr_of_known(args: Arguments) -> bool:
@@ -115,18 +204,58 @@ def getattr_of_known(args: Arguments) -> bool:
         return False
     of = args[0]
     if type(of) is Global:
-        return of.module == "torch._C" and of.name == "_VariableFunctionsClass"
+        return of.module == "torch._C" and of.name == "_VariableFunctionsClass" and args[1].rstrip("_") in _FUNCTIONS
     return isinstance(of, Object) and of.how == "new" and not of.args and _module(of).startswith("torch.nn.modules.")
+
+
+# torch's functions of tensors that models and configurations hold; `torch.from_file`, which makes files, is in the same class.
+_FUNCTIONS = frozenset(
+    "abs absolute acos acosh add addmm alpha_dropout amax amin any all arange argmax argmin asin asinh atan atan2 atanh"
+    " baddbmm bmm bitwise_and bitwise_not bitwise_or bitwise_xor cat ceil celu clamp clamp_max clamp_min clip clone concat"
+    " conv1d conv2d conv3d cos cosh cosine_similarity cumprod cumsum deg2rad det diag div divide dot dropout einsum elu embedding"
+    " empty empty_like eq erf erfc erfinv exp exp2 expm1 eye feature_dropout flatten flip floor floor_divide fmod frac full"
+    " full_like gather ge gelu group_norm gt hardshrink heaviside hypot index_select instance_norm isfinite isinf isnan kron"
+    " layer_norm le leaky_relu lerp linspace log log10 log1p log2 log_softmax logaddexp logical_and logical_not logical_or"
+    " logical_xor logit logspace logsumexp lt masked_fill masked_select matmul max maximum mean median min minimum mm mode mul"
+    " multiply mv nan_to_num ne neg negative nonzero norm normal ones ones_like outer permute pow prelu prod rad2deg rand"
+    " rand_like randint randn randn_like randperm real reciprocal relu relu6 remainder reshape rms_norm roll round rrelu rsqrt"
+    " scatter select selu sgn sigmoid sign sin sinc sinh softmax sort split sqrt square squeeze stack std sub subtract sum svd"
+    " swapaxes t take tan tanh tensor tensordot threshold tile topk trace transpose tril triu true_divide trunc unbind"
+    " unsqueeze var where xlogy zeros zeros_like".split()
+)
 
 
 # torch ---------------------------------------------------------------------------------------------------------------
 
 
+def of_tensors(args: Arguments) -> bool:
+    """What tensors are made of: storages, tensors, sizes, numbers, element types, arrays.
+
+    Of anything else torch would ask for attributes and methods (`data.detach()`), and call what it is given.
+    """
+    return _all_parts(args, lambda part: type(part) is Global or _is_torch_value(part) or _is_tensor_call(part))
+
+
+def _is_tensor_call(part: Any) -> bool:
+    """True for calls that stand for a tensor, an array, a storage or a dictionary, as far as they are not made into such already."""
+    if not isinstance(part, Object):
+        return False
+    module = _module(part)
+    return (
+        part.how == "persistent"
+        or module.startswith(
+            ("torch._utils", "torch._tensor", "torch.nn.parameter", "torch.storage", "numpy.", "torch.nested.")
+        )
+        or module in ("numpy", "torch.tensor", "torch.autograd.variable", "torch.cuda")
+        or (_name(part.fn) == "collections.OrderedDict" and part.state is MISSING)
+    )
+
+
 def without_hooks(at: int) -> Callable[[Arguments], bool]:
-    """Any arguments with no backward hooks at this place: hooks are functions that torch calls when gradients are computed."""
+    """What tensors are made of, and no backward hooks at this place: hooks are functions that torch calls when gradients are computed."""
 
     def rule(args: Arguments) -> bool:
-        return len(args) <= at or no_hooks(args[at])
+        return (len(args) <= at or no_hooks(args[at])) and of_tensors(args[:at])
 
     return rule
 
@@ -148,10 +277,16 @@ def rebuild_and_class(args: Arguments) -> bool:
         and args[0].name.startswith("_rebuild_")
         and type(args[1]) is Global
         and type(args[2]) is tuple
+        and of_tensors(args[2])
     )
 
 
 _REBUILDERS = ("torch._utils", "torch.nested._internal.nested_tensor")
+
+
+def class_first(args: Arguments) -> bool:
+    """`_rebuild_wrapper_subclass(class, …)`: the class by name, which is judged where it stands, and what describes a tensor."""
+    return bool(args) and type(args[0]) is Global and of_tensors(args[1:])
 
 
 # numpy ---------------------------------------------------------------------------------------------------------------
@@ -178,3 +313,7 @@ def of_numpy_random(args: Arguments) -> bool:
 
 def _module(node: Object) -> str:
     return node.fn.module if type(node.fn) is Global else ""
+
+
+def _name(value: Any) -> str:
+    return str(value) if type(value) is Global else ""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Composite
 from ckptool.nodes import MISSING, Global, Object, OrderedDict, Set
-from ckptool.pickles.known import Kind, is_own, kind_of
+from ckptool.pickles.known import NOWHERE, Kind, is_own, kind_of
 
 CUSTOM, UNKNOWN = "custom", "unknown"
 CALLED, MADE, NAMED = "called", "made", "named"
@@ -74,6 +74,7 @@ class _Judge:
 
     def __init__(self) -> None:
         self.seen: tuple[set[int], set[int]] = (set(), set())  # as a value, as an argument
+        self.given: set[tuple[int, int, bool]] = set()  # arguments, from where on they are a state, and as what
 
     def judge(self, root: Any) -> Iterator[Use]:
         stack: list[_Step] = [(root, None, False)]
@@ -91,11 +92,27 @@ class _Judge:
                 node = node.made
             if type(node) is Object:
                 yield from _judged(node, trail, argument)
-                steps = list(_of_object(node, trail, argument))
+                steps = list(self._of_object(node, trail, argument))
             else:
                 steps = _of_container(node, trail, argument)
             steps.reverse()
             stack += steps
+
+    def _of_object(self, node: Object, trail: Trail, argument: bool) -> Iterator[_Step]:
+        if type(node.fn) is not Global and not is_own(_class_of(node.fn)):
+            yield node.fn, trail, True
+        kind = kind_of(node.fn)
+        state_at = kind.state_at if kind is not None else NOWHERE
+        given = (id(node.args), state_at, argument)
+        if given not in self.given:  # the same may be given again and again
+            self.given.add(given)
+            for index, arg in enumerate(node.args if isinstance(node.args, tuple) else (node.args,)):
+                if type(arg) in _LOOKED_INTO:
+                    yield arg, trail, argument or index < state_at
+        yield node.kwargs, trail, True
+        yield from _of_container(node.items or {}, trail, argument)
+        yield from _of_container(node.elements or (), trail, argument)
+        yield node.state, trail, argument
 
 
 def _of_container(node: Any, trail: Trail, argument: bool) -> list[_Step]:
@@ -125,21 +142,6 @@ def _names_part(args: Any) -> bool:
     return type(args) is tuple and len(args) == 2 and type(args[1]) is str and args[1].isidentifier()
 
 
-def _of_object(node: Object, trail: Trail, argument: bool) -> Iterator[_Step]:
-    if type(node.fn) is not Global and not is_own(_class_of(node.fn)):
-        yield node.fn, trail, True
-    kind = kind_of(node.fn)
-    for index, arg in enumerate(node.args if isinstance(node.args, tuple) else (node.args,)):
-        yield arg, trail, argument or kind is None or index < kind.state_at
-    yield node.kwargs, trail, True
-    yield from _of_container(node.items or {}, trail, argument)
-    yield from _of_container(node.elements or (), trail, argument)
-    if isinstance(node.state, dict):
-        yield from _of_container(node.state, trail, argument)
-    elif node.state is not MISSING:
-        yield node.state, trail, argument
-
-
 def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[Use]:
     """How an object itself is to be taken, whatever is in it. An argument is used while the call is made: only an inert one will do."""
     kind, bare = kind_of(node.fn), node.how == "new" and not node.args and not node.kwargs
@@ -159,18 +161,31 @@ def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[Use]:
 def _fits(kind: Kind, node: Object, bare: bool) -> bool:
     """True if a listed name is used as the table says."""
     made = (bare and kind.empty) or (
-        node.how != "persistent" and not node.kwargs and kind.called is not None and kind.called(node.args)
+        node.how != "persistent"
+        and not node.kwargs
+        and kind.called is not None
+        and len(node.args) <= _MOST_ARGUMENTS
+        and kind.called(node.args)
     )
     return (
         made
         and (kind.items or not node.items)
         and (kind.elements or not node.elements)
         and (kind.state or node.state is MISSING or not node.state)
+        and (kind.filled is None or kind.filled(node))
         and _plain_slots(node)
     )
+
+
+_MOST_ARGUMENTS = 32  # more than anything known takes: each call looks at all of its own
 
 
 def _plain_slots(node: Object) -> bool:
     """True unless a state of slots names `__class__` or the like: those are set with `setattr`."""
     slots = node.state[1] if type(node.state) is tuple and len(node.state) == 2 else None
-    return not isinstance(slots, dict) or not any(type(name) is str and name.startswith("__") for name in slots)
+    if not isinstance(slots, dict):
+        return True
+    return len(slots) <= _MOST_SLOTS and not any(type(name) is str and name.startswith("__") for name in slots)
+
+
+_MOST_SLOTS = 64  # of one class: each of its objects looks at all of them

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ckptool.dtypes import BY_STORAGE, BY_TORCH
-from ckptool.nodes import Global
+from ckptool.nodes import Global, Object
 from ckptool.pickles import arguments as given
 from ckptool.pickles.python_modules import PYTHON_MODULES
 from ckptool.pickles.torch_classes import CLASSES, MOVED
 
 Arguments = tuple[Any, ...]
+
+
+NOWHERE = 1 << 30  # of no call's arguments
 
 
 class Kind(NamedTuple):
@@ -27,6 +30,7 @@ class Kind(NamedTuple):
     empty: it may be made without arguments.  state, items, elements: what may be given to the object afterwards.
     stands: it may stand by itself, as a value or a key.  state_at: the first argument that is a state.
     custom: an object whose class runs somebody's code, as of people's own classes (it is written on, and always mentioned).
+    filled: whether the object with its state is one that may be, where that is more than each of its parts.
     """
 
     called: Callable[[Arguments], bool] | None = None
@@ -35,18 +39,19 @@ class Kind(NamedTuple):
     items: bool = False
     elements: bool = False
     stands: bool = True
-    state_at: int = 1 << 30
+    state_at: int = NOWHERE
     custom: bool = False
+    filled: Callable[[Object], bool] | None = None
 
 
 _NAME = Kind()  # a class, a function or a constant that is only referred to
 _OBJECT = Kind(empty=True, state=True)
-_CUSTOM = Kind(empty=True, state=True, items=True, elements=True, custom=True)
+_CUSTOM = Kind(empty=True, state=True, items=True, elements=True, custom=True, stands=False)
 _MAPPING = Kind(given.nothing, empty=True, state=True, items=True)
 _CONTAINER = Kind(given.nothing, empty=True, state=True, items=True, elements=True)
 _SCALARS = Kind(given.scalars, empty=True)
 _ENUM = Kind(given.one_scalar)
-_TENSOR = Kind(given.anything)
+_TENSOR = Kind(given.of_tensors)
 _STORAGE = Kind(given.sequence)  # with its numbers, as very old pickles have it
 
 _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
@@ -66,15 +71,15 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (Kind(given.without_hooks(2), state_at=3), {"torch._utils": "_rebuild_parameter_with_state"}),
     (Kind(given.without_hooks(6)), {"torch._utils": "_rebuild_qtensor"}),
     (
-        Kind(given.rebuild_and_class, state_at=3),
+        Kind(given.rebuild_and_class, state_at=3, stands=False),  # it sets any attribute of what any function gives
         {
             "torch._tensor": "_rebuild_from_type _rebuild_from_type_v2",
             "torch.tensor": "_rebuild_from_type _rebuild_from_type_v2",
         },
     ),
-    (Kind(given.name_first), {"torch._utils": "_rebuild_wrapper_subclass"}),
-    (Kind(given.anything, empty=True, state=True), {"torch.nn.parameter": "Parameter Buffer"}),
-    (Kind(given.anything, empty=True, state=True), {"torch.autograd.variable": "Variable"}),
+    (Kind(given.class_first), {"torch._utils": "_rebuild_wrapper_subclass"}),
+    (Kind(given.of_tensors, empty=True, state=True), {"torch.nn.parameter": "Parameter Buffer"}),
+    (Kind(given.of_tensors, empty=True, state=True), {"torch.autograd.variable": "Variable"}),
     (Kind(given.sequence, empty=True), {"torch": "Size"}),
     (_SCALARS, {"torch": "device", "torch.serialization": "_get_layout", "torch.torch_version": "TorchVersion"}),
     (Kind(given.anything, state=True), {"torch": "Generator", "torch._C": "Generator"}),
@@ -127,8 +132,6 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         {
             "torch.distributed.tensor._dtensor_spec": "TensorMeta ShardOrderEntry",
             "torch.distributed.tensor.placement_types": "Placement Shard Replicate Partial _Partial _StridedShard _MaskPartial",
-            "torch.distributed.device_mesh": "DeviceMesh",
-            "torch.distributed._tensor.device_mesh": "DeviceMesh",
             "torch.distributed._mesh_layout": "_MeshLayout",
             "torch.distributed.remote_device": "_remote_device",
             "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING",
@@ -136,6 +139,11 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
             "torch.distributed.checkpoint._hf_utils": "_HFStorageInfo",
         },
+    ),
+    # made with arguments, it opens connections
+    (
+        Kind(empty=True, state=True, stands=False),
+        {"torch.distributed.device_mesh": "DeviceMesh", "torch.distributed._tensor.device_mesh": "DeviceMesh"},
     ),
     (Kind(given.nothing), {"torch.nn.backends.thnn": "_get_thnn_function_backend"}),
     # Python
@@ -148,8 +156,9 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (Kind(given.sequence, empty=True, elements=True), {"builtins": "list set"}),
     (Kind(given.sequence, empty=True), {"builtins": "tuple frozenset"}),
     (Kind(given.text_or_bytes, empty=True), {"builtins": "bytes bytearray"}),
-    (_SCALARS, {"builtins": "str int long float bool complex slice range xrange unicode object"}),
-    (Kind(given.type_of_constant), {"builtins": "type"}),
+    (_SCALARS, {"builtins": "int long float bool complex slice range xrange object"}),
+    (Kind(given.decoded, empty=True), {"builtins": "str unicode"}),
+    (Kind(given.type_of_constant, stands=False), {"builtins": "type"}),
     (_NAME, {"builtins": "Ellipsis NotImplemented abs max min sum len round sorted"}),
     (Kind(given.scalars_and_dates), {"datetime": "datetime date time timedelta timezone"}),
     (_SCALARS, {"decimal": "Decimal", "fractions": "Fraction"}),
@@ -165,9 +174,9 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (Kind(given.nothing, empty=True, state=True), {"random": "Random"}),
     (Kind(given.texts, stands=False), {"logging": "getLogger"}),
     (Kind(given.pattern, stands=False), {"re": "_compile"}),
-    (Kind(given.name_first, state=True), {"functools": "partial"}),
+    (Kind(given.application, state=True, stands=False, filled=given.same_application), {"functools": "partial"}),
     (Kind(given.type_expression), {"operator": "getitem or_", "_operator": "getitem or_", "types": "GenericAlias"}),
-    (Kind(given.type_expression, stands=False), {"functools": "reduce"}),
+    (Kind(given.union, stands=False), {"functools": "reduce", "_functools": "reduce"}),
     (
         _NAME,
         {
@@ -403,7 +412,7 @@ def _kind(module: str, name: str) -> Kind | None:
         old = next((old for old in MOVED if module == old or module.startswith(f"{old}.")), None)
         found = _KINDS.get((MOVED[old] + module.removeprefix(old), name)) if old is not None else None
     if found is None and module.startswith(_MODEL_MODULES) and module.rpartition(".")[2].startswith(_MODEL_FILES):
-        found = _CUSTOM if name.isidentifier() and name[:1].isupper() else None
+        found = _CUSTOM._replace(stands=True) if name.isidentifier() and name[:1].isupper() else None
     return found
 
 

@@ -159,6 +159,8 @@ class Maker:
         """What BUILD gives: the state of an object, the attributes of an `OrderedDict`, the flags of a tensor."""
         if type(target) is Object and target.state is MISSING:
             target.state = state
+            if not is_quiet(target):
+                self.objects.append(target)
         elif (
             type(target) is OrderedDict
             and target.attributes is None
