@@ -336,7 +336,7 @@ Tensor = TensorEntry | Composite
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something about a file that its user should know. `fix`: the command that mends it, as argv (`ckptool.commands`)."""
+    """Something about a file that its user should know. `fix`: the command that fixes it, as argv (`ckptool.commands`)."""
 
     code: str
     message: str

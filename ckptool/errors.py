@@ -163,7 +163,7 @@ class OutputExists(Conflict):
 
 
 class OnlyAPart(CkptoolError):
-    """What was given is a part of a checkpoint (a rank's share, one shard, placeholders), and would have been taken for a whole."""
+    """A part of a checkpoint (a rank's share, one shard, placeholders) was given where a whole one is needed."""
 
     code = "part"
 

@@ -1,4 +1,4 @@
-"""What people give: one text where several may be, and names that are nearly right."""
+"""Arguments as people give them: one text where several may be, and names that are nearly right."""
 
 from __future__ import annotations
 

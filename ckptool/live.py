@@ -161,7 +161,7 @@ def target_of_code(name: str) -> Target:
 
 
 def _prefix_of(outer: nn.Module, inner: nn.Module) -> str:
-    """What the wrappers around a model put before its names."""
+    """The prefix that the wrappers around a model put before its names."""
     return next((f"{name}." for name, module in outer.named_modules() if module is inner and name), "")
 
 

@@ -147,7 +147,7 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
 
 
 def _at_address(path: Path, node: Any, base: Path, *, arrays: bool) -> list[Root]:
-    """What an address names, as a set of weights, whatever it looks like."""
+    """The thing at an address as a set of weights, whatever it looks like."""
     if isinstance(node, dict):
         root = (arrays and _array_root(path, node)) or Root(path, node, WEIGHTS)
         return [replace(root, base=base)]

@@ -34,7 +34,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> Answers:
-    """Why a checkpoint does not load, and the commands that mend it, in order. Exit 1: something keeps it from loading."""
+    """Why a checkpoint does not load, and the commands that fix it, in order. Exit 1: something keeps it from loading."""
     from ckptool.verbs.doctor import doctor
 
     text = _from_input() if error == "-" else error

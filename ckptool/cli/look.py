@@ -32,7 +32,7 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """What is in a checkpoint: parts, sizes, an outline, and notes with the commands that mend it; of a run, its checkpoints."""
+    """What is in a checkpoint: parts, sizes, an outline, and notes with the commands that fix it; of a run, its checkpoints."""
     return Answers(_inspected(files, all, at, sort.value, depth, stats), as_json, separate=True)
 
 

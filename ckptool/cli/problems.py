@@ -88,7 +88,7 @@ def was_redirected(words: Iterable[str]) -> bool:
 
 
 def _usage(error: Any) -> CkptoolError:
-    """What the parser of the command line did not understand, told with what is allowed there."""
+    """The error for a command line that could not be parsed, with what is allowed there."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "ckptool"
     usage = " ".join(context.get_usage().split()) if context else ""

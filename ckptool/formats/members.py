@@ -50,7 +50,7 @@ _RANKED = re.compile(r"(?P<set>rng_state_|random_states_)(?P<rank>\d+)(?P<rest>)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a folder holds. kind: what it is, for people.  names: its members that are there (`mp_rank_00/model_optim_rng.pt`).
+    """The members of a folder. kind: what it is, for people.  names: its members that are there (`mp_rank_00/model_optim_rng.pt`).
 
     missing: those that it says or shows it once had.  beside: they are beside weights that stand for the folder.
     """
@@ -175,7 +175,7 @@ def opened(folder: Folder, layout: Layout) -> Iterator[tuple[str, Checkpoint | C
 
 
 def open_member(folder: Folder, name: str) -> Checkpoint:
-    """What is in a member. Raises `Corrupt` for one whose own members are folders again, and what opening it raises."""
+    """Opens a member. Raises `Corrupt` for one whose own members are folders again, and what opening it raises."""
     from ckptool import formats
 
     if name.endswith(".json"):
@@ -280,7 +280,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _training(folder: Folder, beside: bool) -> Layout | None:
-    """What transformers' Trainer and accelerate save beside weights; and the modules of sentence-transformers."""
+    """The files that transformers' Trainer and accelerate save beside weights, and the modules of sentence-transformers."""
     names = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name) and not _is_folder(folder, name)]
     sets = [name for name in folder.names if _FOLDERS.fullmatch(name) and _is_set(folder, name)]
     modules = list(_modules(folder))
@@ -359,7 +359,7 @@ def claimed(folder: Folder) -> set[str]:
 
 
 def step_of(folder: str) -> dict[str, Any]:
-    """What a Trainer says of how far it was: `{"global_step": 500, "epoch": 1.0}`; empty where none does."""
+    """How far a Trainer was, as its state says: `{"global_step": 500, "epoch": 1.0}`; empty where none does."""
     try:
         found = _table(Folder(folder), "trainer_state.json")
     except CkptoolError:

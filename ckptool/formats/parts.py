@@ -124,7 +124,7 @@ def _names_in(folder: str) -> list[str]:
 
 @dataclass(slots=True)
 class _Facts:
-    """What was met in a tree. shared: tensors of which only a rank's share is there; tensors: of those kinds in all."""
+    """Counts of a tree. shared: tensors of which only a rank's share is there; tensors: of those kinds in all."""
 
     shared: int = 0
     tensors: int = 0
@@ -268,7 +268,7 @@ def _note_ranks(facts: _Facts, rank: Any, world: Any) -> None:
 
 
 def _share(facts: _Facts, beside: _Beside) -> PartOf | None:
-    """What one rank saved of tensors that several ranks share."""
+    """One rank's share of tensors that several ranks hold."""
     named = OF_WORLD.fullmatch(beside.name)
     found = named or _RANK_IN_NAME.search(os.path.splitext(beside.name)[0])
     rank = int(found["rank"]) if found else facts.rank

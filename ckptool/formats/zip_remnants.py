@@ -1,4 +1,4 @@
-"""What an interrupted in-place edit leaves behind an archive, told from what anybody else put there.
+"""Bytes behind an archive: those that an interrupted in-place edit leaves, and anybody else's.
 
 An edit stretches the file, puts a copy of the old end records (the guard) at its very end, and writes the new records in between
 (`output/append.py`). A reader that goes by the offset in the copy finds the old archive. One that looks for a directory right before the
@@ -21,7 +21,7 @@ SECTOR = 512  # bytes that a disk writes or loses together
 
 
 def guard(records: bytes) -> bytes:
-    """What of an archive's end records has to be the last thing in a file for readers to find the archive (22 or 42 bytes)."""
+    """The end records that have to be the last thing in a file for readers to find the archive (22 or 42 bytes)."""
     located = records[-LOCATOR.size - END.size :]
     return located if located[:4] == b"PK\x06\x07" else records[-END.size :]
 
@@ -33,7 +33,7 @@ def is_torn_guard(after: bytes, before: bytes) -> bool:
 
 
 def check_copy(source: Readable, end_at: int, records_end: int, end_records: bytes, size: int) -> None:
-    """The end record at `end_at` is a copy that an interrupted in-place edit put at the very end, and no other archive's own."""
+    """Raises `Ambiguous` or `Corrupt` unless the end record at `end_at` is the copy that an interrupted edit put at the very end."""
     tail = guard(end_records)
     seems_two = any(ends_another(source, end_at, wide) for wide in (size, min(size, FULL)))
     if seems_two and not _is_finished_edit(source, end_at + END.size - len(tail), records_end):

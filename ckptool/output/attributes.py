@@ -1,4 +1,4 @@
-"""What a file has beside its contents: owner, group, permissions, access lists, extended attributes. They stay when it is replaced."""
+"""Owner, group, permissions, access lists and extended attributes of a file, which stay when it is replaced."""
 
 from __future__ import annotations
 

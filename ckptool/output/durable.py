@@ -270,7 +270,7 @@ def _remove(path: str, fd: int = -1) -> None:
 
 
 def _unlink(path: str, fd: int) -> None:
-    """Whatever else somebody puts under the name meanwhile, a link to a folder of ours, say: only what is open is emptied."""
+    """Removes a file, or a folder with the files in it, but nothing that somebody else put under the name meanwhile."""
     if fd >= 0 and not os.path.samestat(os.lstat(path), os.fstat(fd)):
         return
     if not stat.S_ISDIR(os.lstat(path).st_mode):

@@ -1,4 +1,4 @@
-"""What loading a tree with `pickle` would run: the one judgement that `scan`, `inspect`, `load` and every writer ask.
+"""The judgement on what loading a tree with `pickle` would run, which `scan`, `inspect`, `load` and every writer ask.
 
 Everything in a tree is one of three. *Inert*: in the table of `known`, used as the table says, and so is all that is in it. *Custom*: an
 object of somebody's own class, made without arguments, filled with a state of plain values, tensors and further such objects; loading it
@@ -127,7 +127,7 @@ def _of_container(node: Any, trail: Trail, argument: bool) -> list[_Step]:
 
 
 def _class_of(fn: Any) -> Any:
-    """What makes an object, with a nested class as the one name that it is; protocols below 4 spell it `getattr(Outer, "Inner")`."""
+    """The callable that makes an object, a nested class as one name; protocols below 4 spell it `getattr(Outer, "Inner")`."""
     inner: list[str] = []
     while isinstance(fn, Object) and fn.how == "call" and str(fn.fn) in _GETATTR and _names_part(fn.args):
         fn, part = fn.args

@@ -46,7 +46,7 @@ class Decoded:
 
     @property
     def notes(self) -> list[Note]:
-        """What is unusual about the pickle, in words."""
+        """Notes on what is unusual about the pickle."""
         return [
             *python2_notes(self.byte_strings),
             *nested_name_notes(self.unreachable),
@@ -54,7 +54,7 @@ class Decoded:
         ]
 
     def aside(self) -> tuple[Any, ...]:
-        """What is not inert in a pickle beside the checkpoint's own, of which only the value is used."""
+        """Everything that is not inert in a pickle of which only the value is used."""
         return self.discarded if is_inert(self.root) else (*self.discarded, self.root)
 
 

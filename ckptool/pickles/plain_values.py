@@ -1,4 +1,4 @@
-"""What the calls of Python's own types mean that pickles make plain values with: dictionaries, sets, bytes, complex numbers.
+"""Calls of Python's own types by which pickles make plain values: dictionaries, sets, bytes, complex numbers.
 
 Source: the `__reduce__` methods of Python 2.7 to 3.14, and Lib/pickle.py (`save_bytes`, `save_set`).
 """

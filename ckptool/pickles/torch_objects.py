@@ -322,7 +322,7 @@ def _jagged(args: tuple[Any, ...]) -> Any:
 
 
 def _with_grad(args: tuple[Any, ...]) -> Any:
-    """What `_rebuild_from_type_v2` makes of a plain tensor whose only attribute is that it requires gradients: that tensor.
+    """The tensor that `_rebuild_from_type_v2` makes, where its only attribute is that it requires gradients.
 
     So are those written whose own call cannot say it (torch 2.13: "a leaf Variable that requires grad is being used in place").
     """

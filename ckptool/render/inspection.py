@@ -34,7 +34,7 @@ NAMES = 56  # columns for names; longer ones are cut on a terminal, and push the
 def inspection_text(
     found: Inspection, *, all: bool = False, sort: str = "none", depth: int | None = None, style: Style = PLAIN
 ) -> str:
-    """What is in a file: its parts with what they look like, an outline of their tensors, notes with the commands that mend them.
+    """What is in a file: its parts with what they look like, an outline of their tensors, notes with the commands that fix them.
 
     all: every tensor and entry, a line each.  sort: `name`, `size` or `none`.  depth: levels of the outline, instead of what fits.
     """

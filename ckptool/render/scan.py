@@ -102,7 +102,7 @@ def _table(found: Scan, style: Style) -> list[str]:
 
 
 def _reason(file: ScannedFile) -> str:
-    """What is wrong with a file, without its name, which stands at the beginning of the row."""
+    """The problem of a file, without its name, which stands at the beginning of the row."""
     own, said = printable(file.path), file.problem
     return said[len(own) :].lstrip(": ") if said.startswith(own) else said
 

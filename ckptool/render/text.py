@@ -23,7 +23,7 @@ WHOLE = "(the whole file)"
 
 
 def notes_text(notes: Sequence[Note], style: Style = PLAIN) -> str:
-    """Notes with their codes, and the command that mends each, ready to paste."""
+    """Notes with their codes, and the command that fixes each, ready to paste."""
     lines = []
     for note in notes:
         first, *rest = style.prose(f"{note.code}: {printable(note.message)}")

@@ -1,4 +1,4 @@
-"""What loading a checkpoint with `pickle` would call, make and import, name by name."""
+"""The names that loading a checkpoint with `pickle` would call, make and import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error messages that people search for, what each means, and what mends it.
+"""The error messages that people search for, what each means, and what fixes it.
 
 Texts of torch 0.4 to 2.13, safetensors, pickle and the systems below them, matched as regular expressions in the order of this table: the
 more exact first. A fix is a command; its PREFIX is what the pattern names so.
@@ -28,7 +28,7 @@ class KnownError:
     advice: str = ""
 
     def found(self, text: str) -> dict[str, str]:
-        """What the pattern's named groups are in a message, as the slots of commands are called: `PREFIX`."""
+        """The pattern's named groups in a message, by the names of the slots that they fill: `PREFIX`."""
         match = self.pattern.search(text[:MAX_TEXT])
         return {name.upper(): value for name, value in match.groupdict().items() if value} if match else {}
 

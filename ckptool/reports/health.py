@@ -1,4 +1,4 @@
-"""Why a checkpoint does not load, and what mends it."""
+"""Why a checkpoint does not load, and what fixes it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a file is, and what is the matter with it. `file` is empty where only an error text was given.
+    """A file's kind, and its problems. `file` is empty where only an error text was given.
 
     unread: the command that reads the data of the tensors, which was not looked at; empty where nothing was opened.
     against: the model that it was compared with.
@@ -50,7 +50,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What `torch.load(weights_only=True)` refuses in a checkpoint, in words. lossy: plain values in its place would lose tensors."""
+    """Values of a checkpoint that `weights_only` refuses, in words. lossy: plain values in its place would lose tensors."""
 
     refused: tuple[str, ...]
     lossy: bool
@@ -144,7 +144,7 @@ def of_checkpoint(
     values: Values,
     against: Target | None = None,
 ) -> Diagnosis:
-    """What keeps an opened checkpoint from loading. found: its listing.  values: what in it `weights_only` refuses.
+    """The reasons why an opened checkpoint does not load. found: its listing.  values: what in it `weights_only` refuses.
 
     against: the model that it is for.
     """
@@ -161,7 +161,7 @@ def of_checkpoint(
         *of_layout(found, chosen, against is None, taken),
         *(of_target(chosen, against, way) if chosen is not None and against is not None and way is not None else ()),
     ]
-    if found.part is not None:  # no verb that writes takes a part, so none of those mends it
+    if found.part is not None:  # no verb that writes takes a part, so none of those fixes it
         findings = [(each, fixes if each.code == PART else ()) for each, fixes in findings if each.code != "folder"]
     refused = any(note.code == "unsafe-global" for note in found.notes)
     # Verbs that write would refuse it.
@@ -204,7 +204,7 @@ _STAGES = {code: stage for stage, codes in enumerate(_ORDER) for code in codes.s
 def _ordered(findings: Iterable[Found], anew: bool) -> list[Found]:
     """In the order in which things are done; commands of later findings work on what the earlier ones wrote, and none is there twice.
 
-    anew: whatever is written is a new file in another container, so that to write it once more mends nothing.
+    anew: whatever is written is a new file in another container, so that to write it once more fixes nothing.
     """
     compact = command("convert", FILE, out=OUT)
     ordered, seen = (
@@ -214,11 +214,11 @@ def _ordered(findings: Iterable[Found], anew: bool) -> list[Found]:
     told: list[Found] = []
     for finding, fixes in ordered:
         if fixes not in seen and anew and fixes == (compact,) and any(before[-1].writes for before in seen if before):
-            told.append((replace(finding, advice="What the commands above write is mended in this as well."), ()))
+            told.append((replace(finding, advice="The commands above fix this as well."), ()))
         elif not fixes or fixes not in seen:
             told.append((finding, fixes))
         elif not any(finding.code == other.code for other, _ in told):
-            told.append((replace(finding, advice="The same command mends it."), ()))
+            told.append((replace(finding, advice="The same command fixes it."), ()))
         seen.add(fixes)
     return told
 

@@ -33,7 +33,7 @@ def mains(found: Listing) -> list[Root]:
 
 
 def of_layout(found: Listing, chosen: Root | None, alone: bool, taken: Root | None) -> Iterator[Found]:
-    """What `load_state_dict` would say of the top. chosen: the weights that the model fits best, where it is known.  alone: it is not.
+    """Findings on where the weights are. chosen: the weights that the model fits best, where it is known.  alone: it is not.
 
     taken: the set of weights that an earlier command has written alone.
     """

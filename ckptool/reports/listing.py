@@ -167,7 +167,7 @@ def _notes(checkpoint: Checkpoint, roots: tuple[Root, ...], rows: list[TensorRow
 
 
 def _use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
-    """What loading the file would run."""
+    """Notes on what loading the file would run."""
     own: dict[str, int] = {}
     unknown: dict[tuple[str, str], str] = {}
     for use, place in uses_of(checkpoint):

@@ -130,7 +130,7 @@ _LIMITS = {
 
 
 def _words(problem: Any) -> str:
-    """What is wrong, in words of ours: those that pydantic has are about its own types."""
+    """A problem in words of ours: pydantic's are about its own types."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         return str(context["error"])

@@ -1,4 +1,4 @@
-"""What a run is made of besides its configuration: the user's own files, and how much data there is. Told when it is not what it was."""
+"""The user's own files and the amount of data of a run, which are compared when it goes on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fingerprint(config: Config, data: Samples) -> dict[str, Any]:
 
 
 def differences(before: Any, now: dict[str, Any]) -> list[str]:
-    """What is not as it was, in words; nothing is said of files that are only in one of the two."""
+    """The changes since then, in words; files that are only in one of the two do not count."""
     if not isinstance(before, dict):
         return []
     old, new = before.get("code"), now["code"]

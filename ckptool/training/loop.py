@@ -81,7 +81,7 @@ def _steps(
 
 
 def _between(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks, saver: Saver, rate: float) -> None:
-    """What follows a step: evaluation, a line, a checkpoint. Nothing of it where the run is to stop and the evaluation was dropped."""
+    """Evaluates, logs and saves after a step; does none of it where the run is to stop and the evaluation was dropped."""
     trainer.metrics = {}
     if trainer.pending:
         evaluate(trainer, stop)

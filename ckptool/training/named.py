@@ -49,7 +49,7 @@ def _takes(found: Any) -> str:
 
 
 def numbers(found: Any, what: str, name: str) -> dict[str, float]:
-    """What the user's code found, as numbers by name. Raises `UsageError` for anything else."""
+    """The numbers that the user's code gave, by name. Raises `UsageError` for anything else."""
     if not isinstance(found, Mapping):
         raise UsageError(
             f"{what}: {printable(name)} gave {type(found).__name__}, not a dictionary of numbers",

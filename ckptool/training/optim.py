@@ -183,7 +183,7 @@ _ENDS = {
 
 
 def ends_early(schedule: torch.optim.lr_scheduler.LRScheduler, settings: Schedule, length: int, key: str) -> str:
-    """What is told of a schedule that is shorter than the run; the empty text for all others. length: of the run, in its own units."""
+    """A warning for a schedule that is shorter than the run; empty for all others. length: of the run, in its own units."""
     name = settings.name if settings.name in _LAMBDAS else type(schedule).__name__
     argument, rate, floor = _ENDS.get(name, ("", "", ""))
     end = settings.args.get(argument)

@@ -1,4 +1,4 @@
-"""What in a run's folder the run itself wrote. Nothing else is ever changed or deleted there: it is named, and the run does not begin."""
+"""The files in a run's folder that the run itself wrote. No other is ever changed or deleted: it is named, and the run does not begin."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def check(saved: Saved, verify: str) -> None:
 
 
 def _known(sidecar: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a checkpoint may be: the one that was written, or the one that it was about to replace."""
+    """The size and digest that a checkpoint may have: those of the one that was written, or of the one that it was to replace."""
     return [each for each in (sidecar, sidecar.get("replaces")) if isinstance(each, dict)]
 
 

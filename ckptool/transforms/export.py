@@ -115,7 +115,7 @@ def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[
 
 
 def around(checkpoint: Checkpoint, root: Root) -> list[str]:
-    """What a file holds besides a root: tensors of its module that have no name in a state dict, then everything beside it."""
+    """The addresses of all else in a file: tensors of the root's module without a name in a state dict, then everything beside it."""
     beside = [address(root.base + path) for path, _ in beside_names(root)] if root.module is not None else []
     return beside + siblings(checkpoint.tree, root.path, root.base)
 

@@ -42,7 +42,7 @@ def lost_tensors(before: Any, after: Any) -> Lost:
 
 
 def _views(node: Any) -> list[tuple[Any, ...]]:
-    """What makes each of a node's tensors the same in another tree; of one without any data, itself."""
+    """Keys by which a node's tensors are found again in another tree; a tensor without any data is its own."""
     if isinstance(node, Composite):
         return [_view(part) for part in node.parts()] or [(id(node.made),)]
     return [_view(part) for part in stored_parts(node)]

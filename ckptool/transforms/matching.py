@@ -276,7 +276,7 @@ def _fit(draft: _Draft, name: str, on_mismatch: str) -> None:
 
 
 def _misfit(tensor: Tensor, expected: Expected, there: Any) -> str:
-    """What keeps a tensor from going where it is expected; the empty text if nothing does. there: the target's own, if it has one."""
+    """The aspect in which a tensor does not fit where it is expected; empty if it fits. there: the target's own, if it has one."""
     if tensor.shape is None or expected.shape is None:
         fits = isinstance(tensor, Composite) and isinstance(there, Composite) and _same_layout(tensor, there)
         return "" if fits else "kind"

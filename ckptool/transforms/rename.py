@@ -24,7 +24,7 @@ Rename = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """What a renaming did: the checkpoint, how many keys changed of how many, by root, and the names that changed, old to new."""
+    """The result of a renaming: the checkpoint, how many keys changed of how many, by root, and the names that changed, old to new."""
 
     checkpoint: Checkpoint
     changed: int

@@ -1,4 +1,4 @@
-"""What torch's own modules accept of state dicts that older versions of them saved.
+"""The rules by which torch's own modules accept state dicts that older versions of them saved.
 
 Source: the `_load_from_state_dict` and load hooks of torch 2.13 (nn/modules/batchnorm.py, nn/utils/spectral_norm.py,
 nn/utils/parametrizations.py, ao/nn/intrinsic/qat/modules/conv_fused.py, ao/quantization/observer.py). A module tells the version of what
@@ -35,7 +35,7 @@ class Accepted:
 
 
 def accepted(pairs: Mapping[str, str], missing: Collection[str], free: Mapping[str, str], metadata: Any) -> Accepted:
-    """What torch makes of the names that a model misses in an older state dict.
+    """Does with the names that a model misses in an older state dict what torch does.
 
     pairs: name of the model -> the checkpoint's key that it gets.  free: names without a counterpart -> their keys.
     metadata: the state dict's `_metadata`, None where it has none.

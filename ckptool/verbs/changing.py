@@ -1,4 +1,4 @@
-"""What every verb that changes a file has in common: it acts on the whole of it or at an address, and writes the whole.
+"""The frame of every verb that changes a file: it acts on the whole of it or at an address, and writes the whole.
 
 The part at an address is a checkpoint of its own, which the verb changes as it would a file; it is then put back. Nothing outside of it
 changes: what its tensors share with the rest is no longer the part's alone to change.

@@ -126,7 +126,7 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, tuple[str, ...], li
 
 
 def _without(part: Checkpoint, lost: Lost, path: str) -> Advice:
-    """What to type to be rid of tensors first."""
+    """The command that drops these tensors first."""
     places = dict.fromkeys(droppable(part.tree, place) for place, _ in lost)
     patterns = [escape(address((*part.base, *place))) for place in places if place]
     if not 0 < len(patterns) <= MANY_LOST:
@@ -165,7 +165,7 @@ def _to_tensors(
     copy_ties: bool,
     materialize: bool,
 ) -> Outcome:
-    """What a container of tensors alone gets: one set of weights."""
+    """One set of weights, for a container of tensors alone."""
     if part.tensors_only and not named and isinstance(part.tree, dict):
         root, remark = Root((), part.tree, "model weights"), ""
     else:

@@ -38,7 +38,7 @@ class Inspection:
 
 
 def inspect(file: PathLike, *, at: str | None = None, stats: bool = False) -> Inspection:
-    """Lists what is in `file`, or in the part at an address, with notes on what one should know and the commands that mend it.
+    """Lists what is in `file`, or in the part at an address, with notes on what one should know and the commands that fix it.
 
     Reads no tensor data, unless `stats`: then min, max, mean, std, norm, zeros, NaN and Inf of every plain tensor, read in chunks.
     """

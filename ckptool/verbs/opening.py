@@ -27,7 +27,7 @@ class Opened:
 
     @property
     def taken(self) -> Checkpoint:
-        """What was named, as a checkpoint of its own. Raises `UsageError` where nothing is at the address."""
+        """The whole or the part that was named, as a checkpoint of its own. Raises `UsageError` where nothing is at the address."""
         return self.checkpoint if self.at is None else part_of(self.checkpoint, self.at)
 
 

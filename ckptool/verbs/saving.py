@@ -325,7 +325,7 @@ def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
 
 
 def unreadable_names(checkpoint: Checkpoint) -> str:
-    """What the checkpoint's notes say of names that torch cannot find; empty where it finds them all."""
+    """The note on names that torch cannot find; empty where it finds them all."""
     return next((note.message for note in checkpoint.notes if note.code == "nested-name"), "")
 
 
