@@ -8,7 +8,11 @@ from ckptool.errors import FileProblem, printable
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The path from the root on. Raises `FileProblem` for a relative one where the working directory was removed."""
+    """The path from the root on. Raises `FileProblem` for a name that no file can have, and for a relative one where the working
+    directory was removed.
+    """
+    if "\0" in os.fspath(path):
+        raise FileProblem(f"there is no {printable(os.fspath(path))}", "No file can have such a name.")
     try:
         return os.path.abspath(path)
     except OSError as error:

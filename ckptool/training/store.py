@@ -170,7 +170,7 @@ def has_checkpoints(folder: str) -> bool:
         return any(_NAME.fullmatch(name) for name in os.listdir(place))
     except FileNotFoundError:
         return False
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise file_problem(error, place, "read") from error
 
 

@@ -108,7 +108,7 @@ def problem_of(command: str, around: Surroundings, plain: Ended, ended: Ended) -
         return f"says {bad}: {told[:600]}"
     if left := [name for name in ended.files if "/.ckptool-" in name or name.startswith(("home/", "tmp/"))]:
         return f"leaves {left}"
-    if ended.code == 2 and around.after not in FULL and not told.strip() and ">" not in around.after:
+    if ended.code == 2 and not told.strip() and not re.search("[<>]", around.after):
         return "says nothing"
     if around.harmless and ended.code != plain.code:
         return f"ends with {ended.code}, elsewhere with {plain.code}: {told[:600]}"
