@@ -187,7 +187,7 @@ def test_what_is_no_regular_file_is_refused_at_once_wherever_a_file_is_taken(spe
             ran = run(*shlex.split(command.format(place)))
             told = ran.err + ran.out if command == "doctor {0}" else ran.err  # there it is an answer
             assert ran.code in (1, 2) and "bug" not in told and told.startswith(("error[", "problem [")), (command, ran)
-            assert time.monotonic() - began < 5, (command, place)
+            assert time.monotonic() - began < 60, (command, place)  # /dev/zero would fill the memory first
     assert not Path("out.pt").exists()
 
 
