@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,10 +16,17 @@ TERMINAL = [
     "-c",
     "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))",
 ]
-# Root as everybody else: it may not write where the modes of a folder forbid it.
-UNPRIVILEGED = (
-    [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if shutil.which("setpriv") else None
-)
+
+
+def _unprivileged() -> tuple[str, ...] | None:
+    """What starts root as everybody else, who may not write where the modes of a folder forbid it; None where nothing does."""
+    if os.geteuid():
+        return ()
+    words = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
+    try:
+        return words if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0 else None
+    except FileNotFoundError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ LOCALES = {
         "ASCII streams": {"PYTHONIOENCODING": "ascii"},
         "Latin-1 streams": {"PYTHONIOENCODING": "latin-1:strict"},
     }.items()
-    for names in (str, _foreign, _raw)
+    for names in (str, _foreign, *((_raw,) if sys.platform == "linux" else ()))  # others' file systems take text alone
 }
 VARIABLES = {
     "no HOME": _variables(HOME=None),
@@ -158,8 +165,7 @@ PLACES = {
     "outputs in /proc": Surroundings(names=lambda word: word.replace("out", "/proc/out"), harmless=False),
     "outputs in /sys": Surroundings(names=lambda word: word.replace("out", "/sys/out"), harmless=False),
 }
-if UNPRIVILEGED is not None:
-    _wrapper = tuple(UNPRIVILEGED)
+if (_wrapper := _unprivileged()) is not None:
     PLACES |= {
         "unprivileged": Surroundings(wrapper=_wrapper),
         "read-only folder": Surroundings(before="chmod a-w .", wrapper=_wrapper, harmless=False),
@@ -170,4 +176,9 @@ if UNPRIVILEGED is not None:
         "HOME is locked": Surroundings(before='chmod 0 "$HOME"', wrapper=_wrapper),
         "TMPDIR is locked": Surroundings(before='chmod 0 "$TMPDIR"', wrapper=_wrapper),
     }
-ALL = {**STREAMS, **LOST, **ODD_ENDS, **LOCALES, **VARIABLES, **TERMINALS, **PROCESS, **PLACES}
+ALL = {
+    name: around
+    for group in (STREAMS, LOST, ODD_ENDS, LOCALES, VARIABLES, TERMINALS, PROCESS, PLACES)
+    for name, around in group.items()
+    if "/dev/full" not in around.after or os.path.exists("/dev/full")
+}
