@@ -169,8 +169,8 @@ def _fits(kind: Kind, node: Object, bare: bool) -> bool:
     )
     return (
         made
-        and (kind.items or not node.items)
-        and (kind.elements or not node.elements)
+        and (kind.items or node.items is None)
+        and (kind.elements or node.elements is None)
         and (kind.state or node.state is MISSING or not node.state)
         and (kind.filled is None or kind.filled(node))
         and _plain_slots(node)

@@ -91,7 +91,10 @@ class Maker:
         if isinstance(target, dict):
             mapping = target
         elif type(target) is Object:
-            mapping = target.items = {} if target.items is None else target.items
+            if target.items is None:
+                target.items = {}
+                self._used(target)
+            mapping = target.items
         else:
             raise self.tape.corrupt(pos, f"items set on a {_kind(target)}")
         if len(items) % 2:
@@ -137,11 +140,17 @@ class Maker:
         else:
             raise self.tape.corrupt(pos, f"values appended to a {_kind(target)}")
 
-    @staticmethod
-    def _extend(target: Object, items: list[Any]) -> None:
+    def _extend(self, target: Object, items: list[Any]) -> None:
         if target.elements is None:
             target.elements = []
         target.elements.extend(items)
+        if len(target.elements) == len(items):
+            self._used(target)
+
+    def _used(self, target: Object) -> None:
+        """Remembers an object that is no longer inert by what it was given."""
+        if not is_quiet(target):
+            self.objects.append(target)
 
     def add(self, target: Any, items: list[Any], pos: int) -> None:
         """Values into a set, or an object that is like one."""
@@ -159,8 +168,7 @@ class Maker:
         """What BUILD gives: the state of an object, the attributes of an `OrderedDict`, the flags of a tensor."""
         if type(target) is Object and target.state is MISSING:
             target.state = state
-            if not is_quiet(target):
-                self.objects.append(target)
+            self._used(target)
         elif (
             type(target) is OrderedDict
             and target.attributes is None

@@ -59,6 +59,16 @@ CALLERS: dict[str, Callable[[str], bytes]] = {
     ),
 }
 
+# What is given to an object that takes none, by whose attributes it is taken.
+TAKEN: dict[str, bytes] = {
+    "items": name("torch.nn.modules.linear", "Identity") + b")\x81" + text("k") + b"K\x01s",
+    "elements": name("torch.nn.modules.linear", "Identity") + b")\x81(K\x01e",
+    "no elements": name("torch.nn.modules.linear", "Identity") + b")\x81(e",
+    "elements added": name("torch.nn.modules.linear", "Identity") + b")\x81(K\x01\x90",
+    "a class in slots": name("argparse", "Namespace") + b")\x81N}" + text("__class__") + name("torch.nn.modules.linear", "Linear")
+    + b"s\x86b",
+}  # fmt: skip
+
 # The same without a file: what is written nowhere, and would call something all the same.
 COMPOSED: dict[str, bytes] = {
     "a partial of a rebuild function": name("functools", "partial") + name("torch._utils", "_rebuild_tensor") + b"\x85R",
@@ -117,7 +127,16 @@ def test_what_could_call_something_is_no_value(title: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("title", CALLERS)
 def test_what_was_called_and_thrown_away_is_told(title: str) -> None:
-    thrown_away = program(CALLERS[title]("made") + b"0N", 4)
+    check_told_though_thrown_away(CALLERS[title]("made"))
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_what_an_object_does_not_take_is_told_though_it_was_thrown_away(what: str) -> None:
+    check_told_though_thrown_away(TAKEN[what])
+
+
+def check_told_though_thrown_away(pickled: bytes) -> None:
+    thrown_away = program(pickled + b"0N", 4)
     assert decode(thrown_away, lambda key: key, BUILDERS).discarded
 
 
