@@ -174,7 +174,7 @@ def read_small(path: str | os.PathLike[str], what: str, most: int) -> bytes:
     if len(data) > most:
         raise LimitExceeded(
             f"{printable(os.fspath(path))} is larger than {what} can be: it has more than {most:,} bytes",
-            "It is probably another file than was meant.",
+            "It is probably not the file that you meant.",
         )
     return data
 

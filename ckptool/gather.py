@@ -169,7 +169,7 @@ def to_numpy(entry: TensorEntry) -> numpy.ndarray[tuple[int, ...], numpy.dtype[n
     except (MemoryError, ValueError) as error:
         raise LimitExceeded(
             f"{entry!r} takes {entry.nbytes:,} bytes of memory",
-            "That is more than there is.",
+            "That is more than is available.",
             "Look at a part: --slice '0:4'.",
         ) from error
     raw = array.view(numpy.uint8)

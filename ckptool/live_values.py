@@ -291,7 +291,7 @@ def array_entry(value: Any) -> TensorEntry:
     if dtype is None:
         raise Unsupported(
             f"a numpy array of type {given.dtype} is no tensor",
-            "Tensors hold numbers and truths.",
+            "Tensors hold numbers and booleans.",
             "Convert it first: array.astype('float32').",
         )
     array = numpy.ascontiguousarray(given, given.dtype.newbyteorder("<")).reshape(given.shape)

@@ -212,7 +212,8 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
             )
         if depth > MAX_DEPTH:
             raise LimitExceeded(
-                f"values nested more than {MAX_DEPTH:,} deep", "No checkpoint is; it is built to break its reader."
+                f"values nested more than {MAX_DEPTH:,} deep",
+                "Real checkpoints are not nested this deep; it is built to break its reader.",
             )
         below, size, names = _contents(node, depth + 1, length + 8)
         nodes += size

@@ -59,7 +59,7 @@ def _hashed(cls: type, parts: list[Any]) -> Any:
     try:
         return cls(parts)
     except TypeError:
-        raise Corrupt(f"a {cls.__name__} of things that cannot be in one") from None
+        raise Corrupt(f"a {cls.__name__} with unhashable members") from None
 
 
 def attributes(items: Mapping[Any, Any], of: Of) -> dict[str, Any]:

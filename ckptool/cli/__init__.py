@@ -184,7 +184,7 @@ def _told_in_short(error: Exception) -> int:
     if isinstance(error, CkptoolError):
         code, what = error.code, printable(error.what)
     elif isinstance(error, (OSError, ImportError)):
-        code, what = "io", f"the system gives no more: {printable(str(error))}"
+        code, what = "io", f"a system limit was reached: {printable(str(error))}"
     elif isinstance(error, MemoryError):
         code, what = "limit-exceeded", "there is not enough memory"
     tell(f"error[{code}]: {what}\n  Outputs were left as they were.\n")

@@ -258,7 +258,9 @@ def _pairs(texts: Sequence[str], separator: str, option: str, example: str) -> d
         old, found, new = text.rpartition(separator)
         if not (found and old and new):
             raise UsageError(
-                f"{option} {printable(text)!r} has no two sides", "It is written OLD=NEW.", f"For example: {example}"
+                f"{option} {printable(text)!r} is not of the form OLD=NEW",
+                "Both sides are needed.",
+                f"For example: {example}",
             )
         pairs.append((old, new))
     return _once(option, pairs)

@@ -127,8 +127,8 @@ def _renames(texts: Sequence[str]) -> dict[str, str]:
         old, _, new = text.partition("=")
         if not (old and new):
             raise UsageError(
-                f"--rename {printable(text)!r} has no two sides",
-                "It is written OLD=NEW.",
+                f"--rename {printable(text)!r} is not of the form OLD=NEW",
+                "Both sides are needed.",
                 "For example: --rename G=generator",
             )
         if old in pairs:

@@ -71,7 +71,7 @@ def recover(
         typer.Option(
             "--fill-from",
             metavar="OTHER",
-            help="Take lost tensors from this checkpoint: same key, type and shape. The output says so for ever.",
+            help="Take lost tensors from this checkpoint: same key, type and shape. Every later inspect reports it.",
         ),
     ] = None,
     force: Force = False,

@@ -36,7 +36,7 @@ def in_words(error: Exception) -> CkptoolError:
         return _usage(error)
     if _has_run_out(error):
         return FileProblem(
-            f"the system gives no more: {printable(str(error))}",
+            f"a system limit was reached: {printable(str(error))}",
             "This process may not open more files, start more threads or use more memory. Outputs were left as they were.",
             "Look at the limits: ulimit -a",
         )

@@ -79,5 +79,5 @@ def attribute_notes(target: str, lost: Iterable[str]) -> tuple[Note, ...]:
     found = list(dict.fromkeys(lost))
     if not found:
         return ()
-    message = f"{printable(target)} was replaced by a file of yours: {listed(found)} could not be kept"
+    message = f"{printable(target)} was replaced by a file that you own: {listed(found)} could not be kept"
     return (Note("attributes-lost", message),)

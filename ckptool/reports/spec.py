@@ -100,7 +100,7 @@ def _dtype(name: Any, where: str) -> DType:
     try:
         return by_name(name if type(name) is str else "")
     except KeyError:
-        raise Corrupt(f"{where} has the type {printable(str(name))[:40]!r}, which there is not") from None
+        raise Corrupt(f"{where} has the unknown dtype {printable(str(name))[:40]!r}") from None
 
 
 def _tie(tensors: dict[str, Expected], names: Any, where: str) -> None:

@@ -108,7 +108,7 @@ class Hooks:
 
 
 def _made(name: str) -> Any:
-    """The hook of this name. Raises `UsageError` for one of whose methods none would be called, or one that is nearly called so."""
+    """The hook of this name. Raises `UsageError` where none of its methods would be called, or one is misspelt."""
     hook = called(find_named(name, IN_THE_BOX, "hooks"), "hooks", name)
     there = [method for method in METHODS if callable(getattr(hook, method, None))]
     kind = type(hook)
@@ -125,7 +125,7 @@ def _made(name: str) -> Any:
     if not there:
         meant = next(filter(None, (_meant(other, 0.5) for other in others)), None)
         raise UsageError(
-            f"hooks: {printable(name)} made {type(hook).__name__}, of whose methods none would be called",
+            f"hooks: {printable(name)} made {type(hook).__name__}, none of whose methods would be called",
             f"The methods of a hook are {', '.join(METHODS)}.",
             f"Did you mean {meant}?" if meant else "",
         )

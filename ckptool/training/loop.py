@@ -169,7 +169,7 @@ def _one_number(loss: Any, task: str) -> torch.Tensor:
         kind = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UsageError(
             f"task: the loss of {printable(task)} is of {kind}, not a tensor of one number",
-            "It is what gradients are computed of.",
+            "Gradients are computed from it.",
             "Return the mean over the samples of the batch.",
         )
     return loss.reshape(())

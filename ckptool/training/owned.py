@@ -64,7 +64,7 @@ def not_ours(folder: str, names: Sequence[str]) -> Conflict:
     several = len(names) > 1
     return Conflict(
         f"{printable(folder)} holds {listed([printable(name) for name in names])}, which this run did not write",
-        f"It would write over {'them' if several else 'it'}. Nothing was changed.",
+        f"It would overwrite {'them' if several else 'it'}. Nothing was changed.",
         f"Give the run a folder of its own: --set run=OTHER; or move {'them' if several else 'it'} away",
     )
 

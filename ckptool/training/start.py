@@ -87,7 +87,7 @@ def _trained(config: Config, run: Run, world: World, told: Told | None, say: Any
         run.fingerprint = fingerprint(config, trainer.data)
         changed = differences((saved.sidecar or {}).get("fingerprint"), run.fingerprint) if saved is not None else []
         if changed:
-            say(f"resumed from step {trainer.step}, but {'; '.join(changed)}: the run may end otherwise")
+            say(f"resumed from step {trainer.step}, but {'; '.join(changed)}: the result may differ")
         if world.is_first:
             run.store.refuse_others(trainer.step, trainer.total_steps)
             if config.profile is not None:
@@ -138,7 +138,9 @@ def _crossing(saved: Saved, trainer: Trainer, say: Any) -> None:
         if before.get(key) not in (None, now[key])
     ]
     if crossed:
-        say(f"resumed from step {saved.step} under other conditions ({', '.join(crossed)}): the last bits may differ")
+        say(
+            f"resumed from step {saved.step} in a different environment ({', '.join(crossed)}): results may differ in the last bits"
+        )
 
 
 @contextmanager

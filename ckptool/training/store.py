@@ -111,7 +111,7 @@ class Store:
         if foreign := sorted(name for name in names if not self._wrote(os.path.join(self.folder, name))):
             raise Conflict(
                 f"{printable(self.folder)} holds {listed([printable(name) for name in foreign], 3)}, which this run did not write",
-                "A checkpoint of it would be written over. Nothing was changed.",
+                "A checkpoint of this run would overwrite it. Nothing was changed.",
                 "Move such files away, or start the run in another folder: --set run=OTHER",
             )
 
@@ -365,7 +365,7 @@ class Lock:
             if held and not _HOLDER.fullmatch(held):
                 raise Conflict(
                     f"{printable(path)} is not the lock of a run",
-                    "A run would write over it. It was left as it is.",
+                    "A run would overwrite it. It was left as it is.",
                     "Move it away, or give the run a folder of its own: --set run=OTHER",
                 )
             if held or not there:  # an empty one may be anybody's: a lock works without a name in it

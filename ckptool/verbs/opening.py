@@ -89,7 +89,7 @@ def _member(checkpoint: Checkpoint) -> str:
 
 
 def open_to_change(file: PathLike, at: str | None = None) -> Opened:
-    """The same for a verb that changes keys, types or entries: not of one shard, which has to go on fitting to its index.
+    """The same for a verb that changes keys, types or entries: not of one shard, which has to go on fitting its index.
 
     Raises `OnlyAPart` for a file that the index beside it names, and for a folder of files that are not joined.
     """
@@ -104,7 +104,7 @@ def open_to_change(file: PathLike, at: str | None = None) -> Opened:
     if found is not None and found.index:
         raise OnlyAPart(
             f"{opened.checkpoint.source} is {found.label} of {printable(os.path.join(found.whole, found.index))}",
-            "Changed alone, it would no longer fit to the index and the other shards. Nothing was written.",
+            "Changed alone, it would no longer fit the index and the other shards. Nothing was written.",
             f"Name the folder instead: {quoted(found.whole)}",
         )
     return opened

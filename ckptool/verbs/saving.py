@@ -166,7 +166,7 @@ def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
         source = checkpoint.source or "the checkpoint"
         raise Unsupported(
             f"{source} holds {listed(sorted(checkpoint.beside))} beside its tensors; {container.NAME} cannot",
-            "What is left without its program is no longer that model. Nothing was written.",
+            "Without its program the file would no longer be that model. Nothing was written.",
             Advice(
                 "Write its weights alone, then change those: ",
                 command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),

@@ -492,7 +492,7 @@ def test_the_command(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["a="], "names no member"),
         (["epoch:=tree"], "is not JSON"),
         (["a=G.pt", "b=ema.pt", "--drop", "a"], "change one bundle"),
-        (["b.tar", "--rename", "x"], "has no two sides"),
+        (["b.tar", "--rename", "x"], "is not of the form OLD=NEW"),
         (["b.tar", "--rename", "a=b", "--rename", "a=c"], "was given 'a' twice"),
         ([], "no members"),
     ],
