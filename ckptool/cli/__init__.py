@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -50,6 +51,7 @@ COMMANDS = {
     "bake": ("bake", "Change"),
 }
 INTERRUPTED = 130
+LEAST_WIDTH = 20  # columns
 HELP = ["-h", "--help"]
 
 
@@ -193,6 +195,7 @@ def _told_in_short(error: Exception) -> int:
 
 def _as_program() -> None:
     _open_standard_streams()
+    _forget_odd_widths()
     sys.unraisablehook = _raised_in_vain
     gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -209,6 +212,16 @@ def _open_standard_streams() -> None:
         stream = getattr(sys, name)
         if stream is None or fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == wrong:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the help has letters that not every encoding has
+
+
+def _forget_odd_widths() -> None:
+    """Takes away widths that the help cannot be printed in: it would come out empty, or not at all."""
+    for name in ("COLUMNS", "TERMINAL_WIDTH"):
+        text = os.environ.get(name, "80")
+        if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text) >= LEAST_WIDTH):
+            del os.environ[name]
 
 
 def _raised_in_vain(lost: Any) -> None:

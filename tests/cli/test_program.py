@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptool.cli import COMMANDS
 from ckptool.cli.progress import progress_bar
 from fixtures.sparse import make_sparse
 from tests.helpers import default_signals
@@ -148,6 +149,21 @@ def test_lines_fit_the_terminal(columns: int, files: Path) -> None:
     for name in ("training.pt", "numpy_values.pt"):
         shown = on_terminal(columns, "inspect", name, NO_COLOR="1")[1]
         assert max(map(len, shown.replace("\r", "").split("\n"))) <= columns
+
+
+@pytest.mark.parametrize("name", ["COLUMNS", "TERMINAL_WIDTH"])
+def test_the_help_is_printed_whatever_the_width(name: str) -> None:
+    plain = run("convert", "--help").stdout
+    for width in ("0", "1", "-5", "many", "", "²", "9" * 30):
+        ended = run("convert", "--help", **{name: width})
+        assert (ended.returncode, ended.stdout) == (0, plain), width
+    assert run("convert", "--help", **{name: "120"}).stdout != plain
+
+
+def test_the_help_is_printed_in_every_encoding() -> None:
+    for command in COMMANDS:
+        ended = run(command, "--help", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+        assert ended.returncode == 0 and b"--help" in ended.stdout, ended.stderr
 
 
 def test_other_encodings(files: Path) -> None:
