@@ -132,4 +132,6 @@ class _Source:
 
 def _name(storage: Storage) -> str:
     data = storage.data
-    return f"{data.file}: the {data.length:,} bytes from {data.offset:,}" if isinstance(data, FileRange) else ""
+    return (
+        f"{data.file}: the data at byte {data.offset:,} ({data.length:,} bytes)" if isinstance(data, FileRange) else ""
+    )

@@ -213,7 +213,7 @@ def made(late: Late) -> bytes:
 
 def _place(data: Data) -> str:
     return (
-        f"{data.file}: the {data.length:,} bytes from {data.offset:,}"
+        f"{data.file}: the data at byte {data.offset:,} ({data.length:,} bytes)"
         if isinstance(data, FileRange)
         else f"a record of {data.length:,} bytes"
     )

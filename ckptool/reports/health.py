@@ -50,10 +50,14 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Values of a checkpoint that `weights_only` refuses, in words. lossy: plain values in its place would lose tensors."""
+    """Values of a checkpoint that `weights_only` refuses, in words. lossy: plain values in its place would lose some of it.
+
+    dropped: the addresses of what `convert --weights-only` leaves out, as it has no plain form.
+    """
 
     refused: tuple[str, ...]
     lossy: bool
+    dropped: tuple[str, ...] = ()
 
 
 # From an error text --------------------------------------------------------------------------------------------------
@@ -158,7 +162,7 @@ def of_checkpoint(
         *_of_values(values, found, taken),
         *_of_notes(found.notes, way),
         *(_of_modules(found) if way is None or way.unwraps else ()),
-        *of_layout(found, chosen, against is None, taken),
+        *of_layout(found, chosen, against is None, taken, values.dropped if taken is None and not values.lossy else ()),
         *(of_target(chosen, against, way) if chosen is not None and against is not None and way is not None else ()),
     ]
     if found.part is not None:  # no verb that writes takes a part, so none of those fixes it
@@ -270,7 +274,7 @@ def _of_container(found: Listing, file: str, values: Values) -> Iterator[Found]:
         says = "file in archive is not in a subdirectory; or: invalid load key, '\\x93'"
         yield (
             Finding("numpy-archive", what, says),
-            ((_to_file(),) if any(root.is_model for root in found.roots) else ()),
+            ((_to_file(),) if found.tensors else ()),
         )
     elif kind == "pickle":
         says = "Invalid magic number; corrupt file? or: Unsupported operand 149"
@@ -323,7 +327,7 @@ def _of_values(values: Values, found: Listing, taken: Root | None) -> Iterator[F
             (alone,),
         )
     elif values.lossy:
-        advice = "Plain values would lose tensors, so no command is offered: load it where these classes are installed, if you trust it."
+        advice = "Plain values would lose some of it, so no command is offered: load it where these classes are installed, if you trust it."
         yield Finding("unsafe-global", what, says, advice=advice), ()
     else:
         yield Finding("unsafe-global", what, says), (command("convert", FILE, weights_only=True, out=OUT),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ckptool.arrays import array_tensor
@@ -32,10 +32,12 @@ def mains(found: Listing) -> list[Root]:
     return [root for root in models if root.kind == WEIGHTS] or models
 
 
-def of_layout(found: Listing, chosen: Root | None, alone: bool, taken: Root | None) -> Iterator[Found]:
+def of_layout(
+    found: Listing, chosen: Root | None, alone: bool, taken: Root | None, gone: Collection[str] = ()
+) -> Iterator[Found]:
     """Findings on where the weights are. chosen: the weights that the model fits best, where it is known.  alone: it is not.
 
-    taken: the set of weights that an earlier command has written alone.
+    taken: the set of weights that an earlier command has written alone.  gone: addresses of what an earlier command has left out.
     """
     if found.container == "torchscript":
         return
@@ -50,7 +52,7 @@ def of_layout(found: Listing, chosen: Root | None, alone: bool, taken: Root | No
         finding, fixes = _nested(found, root, [] if chosen is not None else candidates)
         yield finding, (() if root is taken else fixes)
     if root.module is None:
-        yield from _not_tensors(root)
+        yield from _not_tensors(root, gone)
         yield from _counter(root, alone)
         if alone:
             yield from _inner_prefix(found, root)
@@ -136,8 +138,12 @@ def not_tensors(root: Root) -> dict[str, Any]:
     }
 
 
-def _not_tensors(root: Root) -> Iterator[Found]:
-    odd = {key: value for key, value in not_tensors(root).items() if not _becomes_tensor(value)}
+def _not_tensors(root: Root, gone: Collection[str]) -> Iterator[Found]:
+    odd = {
+        key: value
+        for key, value in not_tensors(root).items()
+        if not _becomes_tensor(value) and address((*root.path, key)) not in gone
+    }
     if not odd:
         return
     shown = listed([f"{printable(str(key))} ({_kind(value)})" for key, value in odd.items()], 3)

@@ -52,6 +52,9 @@ def cast(
     result = change.save(plan.checkpoint, out, changes=plan.tensors > 0)
     if plan.tensors:
         summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {plan.bytes_before:,} → {plan.bytes_after:,} bytes"
+    elif plan.skipped:
+        left = counted(len(plan.skipped), "tensor is", "tensors are")
+        summary = f"nothing was cast: {left} left as before; any others are {target.name} already"
     else:
         summary = f"already clean: every floating tensor that was asked for is {target.name}"
     details = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, UsageError
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
 from ckptool.reports.health import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
 from ckptool.reports.listing import listing
 from ckptool.training.layout import is_run
@@ -31,10 +32,7 @@ def doctor(file: PathLike | None = None, *, against: PathLike | None = None, err
     try:
         opened = open_file(path)
         checkpoint, path = opened.taken, opened.path
-        plain = weights_only(checkpoint)
-        refused = list(dict.fromkeys(what.split(" → ")[0] for _, what in (*plain.converted, *plain.dropped)))
-        lossy = bool(lost_tensors(checkpoint.tree, plain.checkpoint.tree))
-        return of_checkpoint(checkpoint, listing(checkpoint), path, Values(tuple(refused), lossy), target)
+        return of_checkpoint(checkpoint, listing(checkpoint), path, _values(checkpoint), target)
     except FileProblem as problem:
         if not os.path.islink(path):
             raise
@@ -43,3 +41,15 @@ def doctor(file: PathLike | None = None, *, against: PathLike | None = None, err
         if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
             return of_folder(problem, path, is_run(path), scan(path).latest)
         return of_problem(problem, path)
+
+
+def _values(checkpoint: Checkpoint) -> Values:
+    """The values that `weights_only` refuses. Lossy: `convert --weights-only` would write nothing, or lose a tensor."""
+    try:
+        plain = weights_only(checkpoint)
+    except Conflict:
+        return Values(("keys that would become the same text",), True)
+    refused = list(dict.fromkeys(what.split(" → ")[0] for _, what in (*plain.converted, *plain.dropped)))
+    nothing = plain.checkpoint.tree is None and checkpoint.tree is not None
+    lossy = nothing or bool(lost_tensors(checkpoint.tree, plain.checkpoint.tree))
+    return Values(tuple(refused), lossy, tuple(place for place, _ in plain.dropped))

@@ -61,7 +61,7 @@ def warm_start(
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_root(opened.checkpoint, opened.at)
-    plan = match(root, os.fspath(file), target, wishes, remark)
+    plan = match(root, opened.path, target, wishes, remark)
     report = plan.report
     if suggest is not None and _has_rules(report):
         check_target(suggest, overwrite=options.get("overwrite", False))

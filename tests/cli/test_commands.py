@@ -291,3 +291,9 @@ def test_a_parameter_called_like_an_option_is_a_file(files: Path, run: Run) -> N
 
 def test_main_does_not_end_the_process_of_those_who_call_it(files: Path) -> None:
     assert main(["--version"]) == 0
+
+
+def test_warm_start_names_a_part_once(tmp_path: Path, run: Callable[..., Ran]) -> None:
+    torch.save({"G": {"weight": torch.ones(2)}, "D": {"weight": torch.ones(3)}}, file := tmp_path / "gan.pt")
+    found = run("warm-start", f"{file}#G", "--against", f"{file}#G")
+    assert found.out.startswith(f"{file}#G into "), found

@@ -96,3 +96,15 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a floating type"):
         ckptool.cast(file, tmp_path / "out.pt", dtype="int8")
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_what_cannot_be_cast_is_not_called_clean(tmp_path: Path) -> None:
+    w = torch.eye(4)
+    for kind in (w.to_sparse(), w.to_sparse_csr()):
+        file = saved({"w": kind, "b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "in.pt")
+        done = ckptool.cast(file, tmp_path / "out.pt", dtype="bf16", overwrite=True)
+        assert "clean" not in done.summary and "1 tensor is left as before" in done.summary, done.summary
+    done = ckptool.cast(
+        saved({"b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "in.pt"), tmp_path / "c.pt", dtype="bf16"
+    )
+    assert done.summary.startswith("already clean")

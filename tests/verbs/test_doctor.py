@@ -434,3 +434,36 @@ def test_every_command_for_a_real_file_succeeds(name: str, tmp_path: Path) -> No
     if out := run_all(found):
         again = ckptool.doctor(out)
         assert {finding.code for finding in again.findings if finding.blocks} <= {"prefix-module"}
+
+
+NUMPY_FILES: dict[str, Any] = {
+    "array.npy": lambda path: np.save(path, np.ones((2, 3), np.float32)),
+    "dictionary.npy": lambda path: np.save(path, np.array({"a": 1}, dtype=object)),
+    "texts.npy": lambda path: np.save(path, np.array(["a", "b"])),
+    "lists.npy": lambda path: np.save(path, np.array([np.ones(2), np.ones(3)], dtype=object)),
+    "beside.npz": lambda path: np.savez(
+        path, w=np.ones(2), cfg=np.array({"a": 1}, dtype=object), names=np.array(["a"])
+    ),
+    "dates.npz": lambda path: np.savez(path, **{"a.w": np.ones(2), "when": np.array(["2020"], dtype="datetime64[s]")}),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY_FILES)
+def test_commands_for_arrays_that_have_no_plain_form_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    NUMPY_FILES[name](name)
+    found = ckptool.doctor(name)
+    assert not found.loads
+    out = run_all(found)
+    assert bool(out) == (name == "array.npy" or name.endswith(".npz"))
+    if out:
+        torch.load(out, weights_only=True)
+
+
+def test_keys_that_would_become_one_are_no_problem_of_the_file(tmp_path: Path) -> None:
+    found = ckptool.doctor(saved(tmp_path / "two.pt", {**weights(), Path("a"): torch.ones(1), "a": torch.ones(1)}))
+    assert "conflict" not in codes(found) and "unsafe-global" in codes(found)
+    assert not any("ADDRESS" in fix for finding in found.findings for fix in finding.fixes)
+    run_all(found)
