@@ -103,14 +103,12 @@ def of_folder(error: CkptoolError, folder: str, is_run: bool, newest: ScannedFil
     """A folder that is no checkpoint itself: a run, or several checkpoints. newest: the latest good one in it."""
     if newest is None and not is_run:
         return of_problem(error, folder)
-    code, what = "folder-of-checkpoints", "it is a folder of checkpoints, and not one itself; the commands name one"
-    look = command("scan", folder)
     if is_run:
-        code, what, look = (
-            "run",
-            "it is the folder of a run, not a checkpoint; its checkpoints are in it",
-            command("inspect", folder),
-        )
+        code, what = "run", "it is the folder of a run, not a checkpoint; its checkpoints are in it"
+        look = command("inspect", folder)
+    else:
+        code, what = "folder-of-checkpoints", "it is a folder of checkpoints, and not one itself; the commands name one"
+        look = command("scan", folder)
     fixes = [look] + ([command("doctor", newest.path)] if newest is not None else [])
     said = "IsADirectoryError: [Errno 21] Is a directory"
     return Diagnosis(folder, "", (Finding(code, what, said, True, tuple(map(str, fixes))),))
