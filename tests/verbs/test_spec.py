@@ -119,7 +119,7 @@ def with_tensor(**more: Any) -> dict[str, Any]:
         (with_tensor(shape=[True]), Corrupt, "has no shape"),
         (with_tensor(shape=[1 << 70]), Corrupt, "has no shape"),
         (with_tensor(dtype="f33"), Corrupt, "unknown dtype 'f33'"),
-        (with_tensor(dtype=None), Corrupt, "has the type"),
+        (with_tensor(dtype=None), Corrupt, "unknown dtype"),
         (with_tensor(kind="weight"), Corrupt, "neither a parameter nor a buffer"),
         (with_tensor(name="count"), Corrupt, "'count' twice"),
         (changed(ties=[["a.weight"]]), Corrupt, "ties names"),
