@@ -292,6 +292,34 @@ def class_first(args: Arguments) -> bool:
 # numpy ---------------------------------------------------------------------------------------------------------------
 
 
+def says_if_it_has_objects(node: Object) -> bool:
+    """False for an element type with objects whose state denies that: numpy would take numbers for their addresses."""
+    if not (type(node.state) is tuple and len(node.state) >= 8):
+        return True
+    inside, fields, flags = node.state[2], node.state[4], node.state[7]
+    parts = [*inside[:1]] if isinstance(inside, (list, tuple)) else []
+    for field in fields.values() if isinstance(fields, dict) else ():
+        parts += field[:1] if isinstance(field, tuple) else ()
+    has = any(_named_object(part) for part in (*node.args[:1], *parts)) or any(_flags(part) & 1 for part in parts)
+    return type(flags) is int and (not has or flags & _OF_OBJECTS == _OF_OBJECTS)
+
+
+_OF_OBJECTS = (
+    27  # counted, listed in pickles, made empty at first, used by Python: numpy/ndarraytypes.h, NPY_FROM_FIELDS
+)
+
+
+def _named_object(of: Any) -> bool:
+    text = of.args[0] if isinstance(of, Object) and type(of.args) is tuple and of.args else of
+    made = isinstance(of, Object) and _name(of.fn).endswith("ObjectDType")
+    return made or (isinstance(text, (str, bytes)) and ("O" in str(text) or "object" in str(text)))
+
+
+def _flags(of: Any) -> int:
+    state = of.state if isinstance(of, Object) else None
+    return state[7] if type(state) is tuple and len(state) >= 8 and type(state[7]) is int else 0
+
+
 def array_class(args: Arguments) -> bool:
     """`_reconstruct(ndarray, (0,), b"b")`: a class of arrays in memory, an empty shape, a type."""
     return len(args) == 3 and type(args[0]) is Global and args[0].name in _ARRAYS and type(args[1]) is tuple

@@ -188,7 +188,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         },
     ),
     # numpy
-    (Kind(given.scalars, state=True), {"numpy": "dtype"}),
+    (Kind(given.scalars, state=True, filled=given.says_if_it_has_objects), {"numpy": "dtype"}),
     (Kind(given.array_class, state=True), {"numpy.core.multiarray": "_reconstruct"}),
     (Kind(given.anything), {"numpy.core.multiarray": "scalar", "numpy.core.numeric": "_frombuffer"}),
     (

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -157,3 +158,26 @@ def test_what_many_calls_share_is_not_looked_at_each_time(shared: str) -> None:
     decoded = decode(program(SHARED[shared] + b"e", 4), lambda key: key, BUILDERS, file_bytes=2_000_000)
     assert sum(1 for _ in calls.uses([decoded.root, decoded.discarded])) >= 20_000
     assert time.process_time() - started < 6  # some hundred without
+
+
+def element_type(spelled: str, flags: int, fields: bytes = b"NN") -> bytes:
+    made = name("numpy", "dtype") + text(spelled) + b"\x89\x88\x87R"
+    return made + b"(K\x03" + text("|") + b"N" + fields + b"K\x08K\x01" + integer(flags) + b"tb"
+
+
+def test_arrays_of_addresses_are_no_arrays_of_objects() -> None:
+    for flags, fine in ((63, True), (0, False), (8, False)):
+        plain = element_type("O8", flags)
+        assert calls.is_inert(decode(program(plain, 4), lambda key: key, BUILDERS).root) is fine
+    for flags, fine in ((27, True), (0, False)):
+        fields = text("a") + b"\x85}" + text("a") + element_type("O8", 63) + b"K\x00\x86s"
+        record = element_type("V8", flags, fields)
+        assert calls.is_inert(decode(program(record, 4), lambda key: key, BUILDERS).root) is fine
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_arrays_of_objects_in_fields_are_harmless(tmp_path: Path) -> None:
+    arrays = [np.array([1, "a"], object), np.zeros(2, [("a", "O"), ("b", "i4")]), np.zeros(2, [("a", [("c", "O", 2)])])]
+    for protocol in (2, 4):
+        torch.save({"w": torch.ones(1), "x": arrays}, tmp_path / "in.pt", pickle_protocol=protocol)
+        assert not ckptool.scan(tmp_path / "in.pt").findings
