@@ -261,7 +261,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     segments: list[Segment] = [Literal(header)]
     checks: list[Storage] = []
     for name in in_order:
-        _add(stored[name], segments, checks)
+        _add(name, stored[name], segments, checks)
     return Plan({"": segments}, checks)
 
 
@@ -285,11 +285,11 @@ def _file_shape(entry: TensorEntry) -> tuple[int, ...]:
     return (*entry.shape[:-1], entry.shape[-1] * 2) if entry.dtype.name == "f4_e2m1fn_x2" else entry.shape
 
 
-def _add(entry: TensorEntry, segments: list[Segment], checks: list[Storage]) -> None:
+def _add(name: str, entry: TensorEntry, segments: list[Segment], checks: list[Storage]) -> None:
     """The tensor's bytes; the stored checksum of what they come from is checked on the way."""
     storage, data = entry.storage, resolved(entry).row_major()
     if data is storage.data and storage.crc is not None:
-        segments.append(Summed(data, Crc(expected=storage.crc, name=f"the storage of a {entry!r}")))
+        segments.append(Summed(data, Crc(expected=storage.crc, name=f"the storage of {name}")))
         return
     if storage.crc is not None:
         checks.append(storage)

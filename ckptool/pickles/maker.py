@@ -25,6 +25,7 @@ from ckptool.pickles.tape import Tape
 from ckptool.pickles.texts import key_text, whole
 
 MAX_KEY_DEPTH = 4
+MAX_NAME = 1_000  # characters of a module and a name in it
 MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models name some hundreds
 
 
@@ -48,6 +49,12 @@ class Maker:
         """A name that pickles may have; it is never looked up."""
         if not (module.isprintable() and attribute.isprintable()):
             raise self.tape.corrupt(pos, f"the name {printable(module)[:200]}.{printable(attribute)[:200]}")
+        if len(module) + len(attribute) > MAX_NAME:
+            self.tape.at = pos
+            raise LimitExceeded(
+                f"a class or function whose name has {len(module) + len(attribute):,} characters",
+                "No program calls one so; it is built to exhaust its reader.",
+            )
         found = Global(module, attribute)
         self.names[found] = None
         if len(self.names) > MAX_NAMES:

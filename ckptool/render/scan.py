@@ -33,6 +33,13 @@ def scan_text(found: Scan, *, latest_good: bool = False, quiet: bool = False, st
     lines = [_summary(found, style)]
     if found.files:
         lines += ["", *_table(found, style)]
+    if not found.full and any(file.is_good for file in found.files):
+        lines += [
+            "",
+            style.dim(
+                "good: tables and structure are whole; the data was not compared with its checksums (--full does)"
+            ),
+        ]
     if risky := [file for file in found.files if file.calls]:
         lines += ["", f"{style.yellow('would run code')} when loaded with pickle: see  ckptool scan FILE"]
         lines += [f"  {_relative(found, file)}: {_names(file)}" for file in risky]
@@ -152,6 +159,7 @@ def scan_json(found: Scan) -> Json:
         "latest_good": found.latest.path if found.latest else None,
         "latest_by": found.by or None,
         "other_files": found.others,
+        "full": found.full,
         "files": [_file_json(file) for file in found.files],
     }
 

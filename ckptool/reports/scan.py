@@ -69,7 +69,10 @@ class ScannedFile:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The checkpoints of a folder, or one file. latest: the newest good one, None where there is none; by: how that was told."""
+    """The checkpoints of a folder, or one file. latest: the newest good one, None where there is none; by: how that was told.
+
+    full: the data was read and compared with its checksums; otherwise good means that tables and structure are whole.
+    """
 
     path: str
     is_folder: bool
@@ -77,6 +80,7 @@ class Scan:
     others: int
     latest: ScannedFile | None
     by: str
+    full: bool = False
 
     @property
     def findings(self) -> int:

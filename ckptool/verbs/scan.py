@@ -34,7 +34,7 @@ def scan(path: PathLike, *, full: bool = False, latest_only: bool = False) -> Sc
     refuse_address("scan", name)
     if not os.path.isdir(name):
         row = _row(name, full, strict=True)
-        return Scan(name, False, (row,), 0, row if row.is_good else None, "")
+        return Scan(name, False, (row,), 0, row if row.is_good else None, "", full)
     found: list[ScannedFile] = []
     others = 0
     for file in _files(name):
@@ -45,7 +45,7 @@ def scan(path: PathLike, *, full: bool = False, latest_only: bool = False) -> Sc
     latest, by = latest_good(found)
     if latest_only:
         found = [latest] if latest else []
-    return Scan(name, True, tuple(found), others, latest, by)
+    return Scan(name, True, tuple(found), others, latest, by, full)
 
 
 def _row(path: str, full: bool, strict: bool) -> ScannedFile:

@@ -149,5 +149,7 @@ def test_more_classes_than_any_checkpoint_names() -> None:
     names = b"](" + b"".join(b"cown%d\nNet\n" % number for number in range(MAX_NAMES + 1)) + b"e."
     with pytest.raises(LimitExceeded, match="different classes and functions"):
         decode(names, lambda pid: pid, {})
+    with pytest.raises(LimitExceeded, match="1,600,003 characters"):
+        decode(b"cown\n" + b"Network." * 200_000 + b"\n.", lambda pid: pid, {})
     again = b"](" + b"cown\nNet\n" * (2 * MAX_NAMES) + b"e."
     assert len(decode(again, lambda pid: pid, {}).root) == 2 * MAX_NAMES

@@ -205,3 +205,11 @@ def test_a_row_of_a_damaged_file_says_why_and_not_its_own_name_again(tmp_path: P
             assert str(tmp_path) not in row
     told = scan_text(ckptool.scan(tmp_path))
     assert "is empty" in told or "empty" in told
+
+
+def test_what_good_means_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a.w": torch.ones(2)}, tmp_path / "a.pt")
+    for words, told in ((["scan", str(tmp_path)], True), (["scan", str(tmp_path), "--full"], False)):
+        assert main(words) == 0
+        assert ("not compared with its checksums" in capsys.readouterr().out) is told
+    assert ckptool.scan(tmp_path, full=True).full and not ckptool.scan(tmp_path).full
