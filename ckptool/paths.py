@@ -12,7 +12,9 @@ def absolute(path: str | os.PathLike[str]) -> str:
     directory was removed.
     """
     if "\0" in os.fspath(path):
-        raise FileProblem(f"there is no {printable(os.fspath(path))}", "No file can have such a name.")
+        raise FileProblem(
+            f"cannot use {printable(os.fspath(path))}: it has a NUL character", "No file can have such a name."
+        )
     try:
         return os.path.abspath(path)
     except OSError as error:

@@ -263,7 +263,7 @@ def test_row_142_outputs_that_cannot_be(tmp_path: Path) -> None:
             error = refused(
                 "io", tmp_path, lambda output=output, options=options: ckptool.strip_module(path, output, **options)
             )
-            assert error.what.startswith("cannot write")
+            assert error.what.startswith(("cannot write", "cannot use"))
 
 
 def test_row_143_the_temporary_file_is_beside_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

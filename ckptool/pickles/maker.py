@@ -52,7 +52,7 @@ class Maker:
         if len(module) + len(attribute) > MAX_NAME:
             self.tape.at = pos
             raise LimitExceeded(
-                f"a class or function whose name has {len(module) + len(attribute):,} characters",
+                f"a class or function with a name of {counted(len(module) + len(attribute), 'character')}",
                 "No program calls one so; it is built to exhaust its reader.",
             )
         found = Global(module, attribute)

@@ -167,7 +167,7 @@ def test_the_corpus() -> None:
     assert len(entries) == 4 and {str(entry.dtype) for entry in entries} == {"f32"}
     assert sorted(entry.shape or () for entry in entries) == [(2,), (2, 32), (32,), (32, 32)]
     folder = Folder(path)
-    places = dcp._places(folder, dcp._metadata(folder)["storage_data"])
+    places = dcp._places(folder, dcp._metadata(folder)[0]["storage_data"])
     for name, entry in found["model"].items():
         parts = sorted((key[1], place) for key, place in places.items() if key[0] == f"model.{name}")
         halves = [torch.load(io.BytesIO(raw_bytes(path, place)), weights_only=True) for _, place in parts]

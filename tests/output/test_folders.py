@@ -117,7 +117,7 @@ def test_row_142_targets_that_cannot_be(tmp_path: Path) -> None:
         ):
             with pytest.raises(FileProblem) as caught:
                 check(tmp_path / target)
-            assert caught.value.code == "io" and "cannot write" in caught.value.what
+            assert caught.value.code == "io" and caught.value.what.startswith(("cannot write", "cannot use"))
     assert names(tmp_path) == ["file", "loop"] and (tmp_path / "file").read_bytes() == b"old"
 
 
