@@ -9,6 +9,7 @@ the standard library (3.6 to 3.14) and of numpy 1 and 2, and the classes of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckptool.dtypes import BY_STORAGE, BY_TORCH
@@ -403,7 +404,12 @@ _LIBRARIES = frozenset(module.partition(".")[0] for module, _ in _KINDS) - PYTHO
 
 def kind_of(name: Any) -> Kind | None:
     """How a name may be used; None for one that is not listed, and for what is no name."""
-    return _kind(name.module, name.name) if type(name) is Global else None
+    return _kind_of(name) if type(name) is Global else None
+
+
+@lru_cache(maxsize=1024)
+def _kind_of(name: Global) -> Kind | None:
+    return _kind(name.module, name.name)
 
 
 def _kind(module: str, name: str) -> Kind | None:
@@ -412,7 +418,7 @@ def _kind(module: str, name: str) -> Kind | None:
         old = next((old for old in MOVED if module == old or module.startswith(f"{old}.")), None)
         found = _KINDS.get((MOVED[old] + module.removeprefix(old), name)) if old is not None else None
     if found is None and module.startswith(_MODEL_MODULES) and module.rpartition(".")[2].startswith(_MODEL_FILES):
-        found = _CUSTOM._replace(stands=True) if name.isidentifier() and name[:1].isupper() else None
+        found = _CUSTOM if name.isidentifier() and name[:1].isupper() else None
     return found
 
 
@@ -421,8 +427,11 @@ def is_own(name: Any) -> bool:
 
     A nested class (`Outer.Inner`) is one; a name behind something in lower case (`os.system`) leads out of the module and is none.
     """
-    if type(name) is not Global:
-        return False
+    return type(name) is Global and _is_own(name)
+
+
+@lru_cache(maxsize=1024)
+def _is_own(name: Global) -> bool:
     top = name.module.partition(".")[0]
     outer = name.name.split(".")[:-1]
     return (

@@ -41,7 +41,7 @@ class Maker:
         self.blobs = blobs  # whether some texts may still lie in the file
         self.byte_strings = 0  # texts of Python 2 that are not UTF-8
         self.names: dict[Global, None] = {}
-        self.objects: list[Object] = []  # those that are not plainly inert
+        self.objects: dict[int, Object] = {}  # those that are not plainly inert
         self.gradients = 0  # inside of old parameters
         self.hashed = 0  # parts of keys so far
 
@@ -78,7 +78,7 @@ class Maker:
         """The object that stands for a call, which is not made."""
         made = Object(fn, args, how, kwargs)
         if not is_quiet(made):
-            self.objects.append(made)
+            self.objects[id(made)] = made
         return made
 
     def new(self, cls: Any, args: Any, kwargs: Any, pos: int) -> Any:
@@ -156,8 +156,8 @@ class Maker:
 
     def _used(self, target: Object) -> None:
         """Remembers an object that is no longer inert by what it was given."""
-        if not is_quiet(target):
-            self.objects.append(target)
+        if id(target) not in self.objects and not is_quiet(target):
+            self.objects[id(target)] = target
 
     def add(self, target: Any, items: list[Any], pos: int) -> None:
         """Values into a set, or an object that is like one."""
@@ -208,7 +208,7 @@ class Maker:
             if id(node) not in seen:
                 seen.add(id(node))
                 stack.extend(structural_parts(getattr(node, "made", node)))
-        lost = [made for made in self.objects if id(made) not in seen]
+        lost = [made for made in self.objects.values() if id(made) not in seen]
         names -= {made.fn for made in lost if type(made.fn) is Global}
         return (*lost, *sorted((name for name in names if id(name) not in seen), key=str))
 
