@@ -384,7 +384,7 @@ def uses_of(checkpoint: Checkpoint) -> tuple[tuple[Use, str], ...]:
     return checkpoint.kept["uses"]  # type: ignore[no-any-return]
 
 
-def is_of_program(checkpoint: Checkpoint, use: Use) -> bool:
+def _is_of_program(checkpoint: Checkpoint, use: Use) -> bool:
     """True for a class of the program in a TorchScript file, which lies in the file itself and is imported from nowhere."""
     return bool(checkpoint.beside) and use.name.startswith("__torch__.")
 
@@ -394,18 +394,15 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
 
     as_it_is: the file is copied, so that what it makes and throws away is kept too.
     """
-    own: dict[str, int] = {}
     unknown: dict[str, str] = {}
     count = 0
     for use, place in uses_of(checkpoint):
-        if use.verdict == CUSTOM:
-            own[use.name] = own.get(use.name, 0) + (not is_of_program(checkpoint, use))
-        elif not keep_unknown or (place == DISCARDED and not as_it_is):
+        if use.verdict == UNKNOWN and (not keep_unknown or (place == DISCARDED and not as_it_is)):
             count += 1
             if len(unknown) < _NAMED_UNKNOWN:
                 unknown.setdefault(f"{_VERBS[use.how]} {printable(use.name)}", place)
     if not count:
-        return (custom_note(own),) if any(own.values()) else ()
+        return custom_notes(checkpoint)
     source = checkpoint.source or "the checkpoint"
     names = [f"{what} at {printable(place) or 'the top'}" for what, place in unknown.items()]
     if count > len(names):
@@ -448,7 +445,9 @@ def _entry(tree: Any, place: str) -> str:
     return found
 
 
-def custom_note(names: Mapping[str, int]) -> Note:
+def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:
     """What is to be said wherever a file with objects of people's own classes is looked at or written."""
-    what = listed([printable(name) for name in names], 4)
-    return Note("custom-class", f"loading it with pickle imports and makes {what}; ckptool does not")
+    custom = (use for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM and not _is_of_program(checkpoint, use))
+    names = [printable(name) for name in dict.fromkeys(use.name for use in custom)]
+    what = f"loading it with pickle imports and makes {listed(names, 4)}; ckptool does not"
+    return (Note("custom-class", what),) if names else ()

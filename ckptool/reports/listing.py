@@ -12,10 +12,10 @@ from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, command
 from ckptool.errors import counted, form, listed, printable
 from ckptool.files import Folder
 from ckptool.nodes import Object, Set
-from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
+from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN
 from ckptool.prefixes import COUNTER, wrappers
 from ckptool.roots import OPTIMIZER, Root, array_roots, beside_names, find_roots
-from ckptool.tree import MANY_NAMES, Path, address, check_names, custom_note, find, is_of_program, uses_of, walk
+from ckptool.tree import MANY_NAMES, Path, address, check_names, custom_notes, find, uses_of, walk
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
@@ -168,12 +168,9 @@ def _notes(checkpoint: Checkpoint, roots: tuple[Root, ...], rows: list[TensorRow
 
 def _use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
     """Notes on what loading the file would run."""
-    own: dict[str, int] = {}
     unknown: dict[tuple[str, str], str] = {}
     for use, place in uses_of(checkpoint):
-        if use.verdict == CUSTOM:
-            own[use.name] = own.get(use.name, 0) + (not is_of_program(checkpoint, use))
-        else:
+        if use.verdict == UNKNOWN:
             unknown.setdefault((use.how, use.name), place)
     if unknown:
         would = [f"{verb} {listed(names)}" for how, verb in _WOULD if (names := _names(unknown, how))]
@@ -181,8 +178,7 @@ def _use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         yield Note(
             "unsafe-global", f"loading it with pickle would {listed(would)} (first at {first}); ckptool does not"
         )
-    if any(own.values()):
-        yield custom_note(own)
+    yield from custom_notes(checkpoint)
 
 
 _WOULD = ((CALLED, "call"), (MADE, "make"), (NAMED, "import"))
