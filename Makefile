@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11 python3.10,$(shell \
 	$(python) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(python))))
 
-.PHONY: help venv test lint pytest demo bench soak fuzz fixtures clean
+.PHONY: help venv test lint pytest house demo bench soak fuzz fixtures clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make bench     the ratios of the README, measured again"
 	@echo "make soak      the long sweeps: kills, faults, fuzzing, big files"
 	@echo "make fuzz      coverage-guided fuzzing of the readers: make SECONDS=3600 fuzz"
+	@echo "make house     how the package is built: lines, modules, layers, circles of imports"
 	@echo "make fixtures  the checkpoints of fixtures/make.py, in build/fixtures"
 	@echo "make venv      only the set-up       make clean    remove everything that was made"
 
@@ -40,6 +41,9 @@ lint: $(STAMP)
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -n 2
+
+house: $(STAMP)
+	@$(BIN)/python -m tests.support.house
 
 demo: $(STAMP)
 	@$(BIN)/python -m fixtures.demo
