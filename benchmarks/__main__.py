@@ -1,4 +1,5 @@
-"""`make bench`: each claim as a ratio against its peer, whole processes in turn in one run. It prints, and never fails a build.
+"""`make bench`: each claim as a ratio against its peer, whole processes in turn in one run. It prints, and never fails
+a build.
 
 python -m benchmarks [--runs 5] [--folder DIR] [--only TEXT]
 """

@@ -36,7 +36,8 @@ def equal(path: Path) -> None:
 
 
 def step(path: Path) -> None:
-    """0.5 GB: one of the last checkpoints of a run. Several have to stay in the page cache together, with what is written."""
+    """0.5 GB: one of the last checkpoints of a run. Several have to stay in the page cache together, with what is
+    written."""
     import torch
 
     generator = torch.Generator().manual_seed(int(path.name.removeprefix("step")[0]))
@@ -80,7 +81,8 @@ def prepare(folder: Path) -> None:
         if not path.exists():
             print(f"making {path} …", flush=True)
             half = path.with_name(f"{name}.half")
-            # In a process of its own: what is measured later would begin with the peak memory of the one that it is forked from.
+            # In a process of its own: what is measured later would begin with the peak memory of the one that it is
+            # forked from.
             subprocess.run([sys.executable, "-m", "benchmarks.files", name, str(half)], check=True)
             half.rename(path)
 

@@ -37,7 +37,8 @@ def to_safetensors(file: str, out: str) -> None:
 
 
 def average(*files: str) -> None:
-    """As fairseq and others do: one file after the other, added up in the type they have, then divided. The last name is the output."""
+    """As fairseq and others do: one file after the other, added up in the type they have, then divided. The last name
+    is the output."""
     *inputs, out = files
     total = torch.load(inputs[0], map_location="cpu", weights_only=True)
     weights = total["state_dict"]

@@ -1,8 +1,10 @@
-"""Saving a checkpoint of a run against `torch.save` of the same state and a sync, and what verifying costs when it is resumed from.
+"""Saving a checkpoint of a run against `torch.save` of the same state and a sync, and what verifying costs when it is
+resumed from.
 
     python -m benchmarks.saving [--megabytes 300] [--runs 7] [--folder build/bench]
 
-The two take turns, on the same disk; the run's side writes the file, its sha256 and its sidecar, syncs them and the folder, and renames.
+The two take turns, on the same disk; the run's side writes the file, its sha256 and its sidecar, syncs them and the
+folder, and renames.
 """
 
 from __future__ import annotations

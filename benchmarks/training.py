@@ -1,8 +1,9 @@
-"""A step of the harness against the same loop written by hand, on the conv model; and a save against `torch.save`, each in turn.
+"""A step of the harness against the same loop written by hand, on the conv model; and a save against `torch.save`, each
+in turn.
 
-Both loops are in one process, learn from the same data set, and go through the same switches; one step of each, which of them first by
-chance, so that what else the machine does falls on both. A ratio is the median over such pairs; beside it stands that of the quickest of
-each, on which other work of the machine fell least.
+Both loops are in one process, learn from the same data set, and go through the same switches; one step of each, which
+of them first by chance, so that what else the machine does falls on both. A ratio is the median over such pairs; beside
+it stands that of the quickest of each, on which other work of the machine fell least.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def compared(
     goal: str,
     before: Callable[[], Any] = lambda: None,
 ) -> Row:
-    """Both in turn, in an order that is drawn for each pair. `before` each of them something is done that does not count."""
+    """Both in turn, in an order that is drawn for each pair. `before` each of them something is done that does not
+    count."""
     dice = random.Random(0)
     times: dict[Callable[[], Any], list[float]] = {ours: [], theirs: []}
     for _ in range(pairs + WARM):

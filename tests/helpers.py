@@ -1,4 +1,5 @@
-"""What several tests need: two trees compared as graphs, two live objects compared bit for bit, a plan carried out quickly."""
+"""What several tests need: two trees compared as graphs, two live objects compared bit for bit, a plan carried out
+quickly."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class Mapping:
 
 
 def assert_same_tree(a: Any, b: Any, *, locations: bool = True) -> None:
-    """Fails unless two trees are the same graph: types, keys and their order, identity of what is shared, tensors' bytes,
-    views, flags, locations and which of them share a storage. Floats are compared by their bits."""
+    """Fails unless two trees are the same graph: types, keys and their order, identity of what is shared, tensors'
+    bytes, views, flags, locations and which of them share a storage. Floats are compared by their bits."""
     if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
         a, b = a.tree, b.tree
     objects, storages = Mapping(), Mapping()
@@ -149,11 +150,11 @@ _ATOMS = (
 
 
 def assert_same_objects(a: Any, b: Any, *, storages: bool = True, tuples: bool = False) -> None:
-    """Fails unless two objects that torch loaded are the same, bit for bit: taken apart by their own `__reduce_ex__`, torch
-    tensors too, and the bytes of storages and arrays compared. What is shared must be shared in both.
+    """Fails unless two objects that torch loaded are the same, bit for bit: taken apart by their own `__reduce_ex__`,
+    torch tensors too, and the bytes of storages and arrays compared. What is shared must be shared in both.
 
-    storages=False: of strided tensors only the values count, not what else is in their storage.  tuples: so do which tuples, sets and
-    byte arrays are one object.
+    storages=False: of strided tensors only the values count, not what else is in their storage.  tuples: so do which
+    tuples, sets and byte arrays are one object.
     """
     objects, stored = Mapping(), Mapping()
     pending: list[tuple[Any, Any, str]] = [(a, b, "")]
@@ -295,7 +296,8 @@ def rewritten(path: Path, out: Path, **options: Any) -> Checkpoint:
 
 
 def default_signals() -> None:
-    """For `preexec_fn`: signals as a shell in the foreground gives them. Started in the background, tests inherit them ignored."""
+    """For `preexec_fn`: signals as a shell in the foreground gives them. Started in the background, tests inherit them
+    ignored."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -304,7 +306,8 @@ def default_signals() -> None:
 
 
 def quickest(work: Callable[[], object], times: int = 3) -> float:
-    """Seconds of processor time that `work` takes, the least of several runs, without the garbage of the tests before it.
+    """Seconds of processor time that `work` takes, the least of several runs, without the garbage of the tests before
+    it.
 
     Others are at work on the same cores; what takes quadratic time is slow in every run.
     """

@@ -1,6 +1,8 @@
-"""What looking at hostile bytes costs: `inspect`, as text and as JSON, in a process of its own whose time and memory are measured.
+"""What looking at hostile bytes costs: `inspect`, as text and as JSON, in a process of its own whose time and memory
+are measured.
 
-A server without torch forks one child for each input, so that a measurement takes milliseconds and starts from a small process.
+A server without torch forks one child for each input, so that a measurement takes milliseconds and starts from a small
+process.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Outcome:
 def meets_budget(
     data: bytes | Path, suffix: str = ".pt", seconds: float = SECONDS, megabytes: float = MEGABYTES
 ) -> Outcome:
-    """The outcome of `inspect` on these bytes (or on a file). Fails if it is a crash, or takes more than 1 s of processor time or 300 MB.
+    """The outcome of `inspect` on these bytes (or on a file). Fails if it is a crash, or takes more than 1 s of
+    processor time or 300 MB.
 
     Fails too if a control character would reach a terminal.
     """

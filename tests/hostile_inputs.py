@@ -1,7 +1,8 @@
 """Inputs that nobody should send, made by code; nothing in them would do anything but leave a trace if it ran.
 
-Test modules that make such inputs have them in a dictionary `INPUTS` (name -> bytes, or a function that gives them; the suffix of
-a name says what kind of file it is); `everything()` gathers them for the suites that run all: that nothing is executed, and fuzzing.
+Test modules that make such inputs have them in a dictionary `INPUTS` (name -> bytes, or a function that gives them; the
+suffix of a name says what kind of file it is); `everything()` gathers them for the suites that run all: that nothing is
+executed, and fuzzing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def everything() -> Iterator[tuple[str, bytes]]:
             yield title, contents() if callable(contents) else contents
 
 
-# Pieces of pickles -----------------------------------------------------------------------------------------------------
+# Pieces of pickles ----------------------------------------------------------------------------------------------------
 
 
 def text(value: str) -> bytes:
@@ -96,7 +97,7 @@ def state(items: Mapping[str, bytes]) -> bytes:
     return program(b"}(" + b"".join(text(key) + value for key, value in items.items()) + b"u")
 
 
-# Files -----------------------------------------------------------------------------------------------------------------
+# Files ----------------------------------------------------------------------------------------------------------------
 
 ONE = {"data/0": bytes(range(16))}
 

@@ -1,6 +1,7 @@
 """Files that are only parts of checkpoints, as the programs write them that divide one over processes or files.
 
-Tensors of torch.distributed are saved by two real processes; DeepSpeed's and Megatron's layouts are made of what their files hold.
+Tensors of torch.distributed are saved by two real processes; DeepSpeed's and Megatron's layouts are made of what their
+files hold.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).parent.parent
 
-# Two processes that each save their share of one model: FSDP2, ShardedTensor, and three ways of torch.distributed.checkpoint.
+# Two processes that each save their share of one model: FSDP2, ShardedTensor, and three ways of
+# torch.distributed.checkpoint.
 RANKS = """
     import os, sys, warnings
     warnings.simplefilter("ignore")

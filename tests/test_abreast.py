@@ -1,4 +1,5 @@
-"""`Abreast`: the bytes of the sources in any order of asking, their checksums looked at once whatever that order was."""
+"""`Abreast`: the bytes of the sources in any order of asking, their checksums looked at once whatever that order
+was."""
 
 from __future__ import annotations
 

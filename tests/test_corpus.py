@@ -51,7 +51,8 @@ def path_of(row: Row) -> Path:
 
 # What loading the file would run, worst first; None: nothing. Where it is unknown, writing needs to be told.
 VERDICTS = {
-    "chemprop__example_model_v2_regression_mol.ckpt": UNKNOWN,  # names of classes by themselves, a metric made with arguments
+    # names of classes by themselves, a metric made with arguments
+    "chemprop__example_model_v2_regression_mol.ckpt": UNKNOWN,
     "skorch__net_cuda.pkl": UNKNOWN,
     "pytorch-vdsr__model_epoch_50.pth": CUSTOM,  # a whole model
     "silero-vad__model_micro.jit": CUSTOM,  # classes of its own program
@@ -192,7 +193,9 @@ def test_add_and_strip_a_prefix(row: Row, in_place: bool, tmp_path: Path) -> Non
         work, there, back = file, tmp_path / f"there{file.suffix}", tmp_path / f"back{file.suffix}"
 
     def step(verb: Any, source: Path, out: Path, **options: Any) -> Written:
-        return verb(source, None if in_place else out, in_place=in_place, verify=True, **kept(row), **options)  # type: ignore[no-any-return]
+        # return]
+        # any
+        return verb(source, None if in_place else out, in_place=in_place, verify=True, **kept(row), **options)  # type: ignore[no
 
     if not has_weights(row):
         with pytest.raises(UsageError, match="no dictionary that looks like model weights"):

@@ -25,7 +25,8 @@ from ckptool.nodes import Global, Object, OrderedDict, Set
 from ckptool.output import replace_file
 from ckptool.tree import walk
 
-# ESC, BEL, backspace, carriage return, C1's CSI, DEL, bidi marks, separators of lines, an invisible space, half of a surrogate pair.
+# ESC, BEL, backspace, carriage return, C1's CSI, DEL, bidi marks, separators of lines, an invisible space, half of a
+# surrogate pair.
 ODD = (
     "\x1b[31m",
     "\x07",

@@ -1,7 +1,8 @@
-"""Every byte of a small file changed, and every length of it: an error of ours or the right values, and no other exception.
+"""Every byte of a small file changed, and every length of it: an error of ours or the right values, and no other
+exception.
 
-A zip carries checksums, so that no value may come out wrong. A safetensors file carries none: what is changed in its data is seen in that
-tensor and nowhere else, and a changed header means what the stock library takes it to mean.
+A zip carries checksums, so that no value may come out wrong. A safetensors file carries none: what is changed in its
+data is seen in that tensor and nowhere else, and a changed header means what the stock library takes it to mean.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def bits(length: int) -> Iterable[tuple[int, int]]:
 def sweep(
     data: bytes, masks: Iterable[tuple[int, int]], path: Path, check: Callable[[Path, int], None]
 ) -> tuple[int, int]:
-    """How many of the changed files were refused, and how many were read. `check` looks at every one that is not refused."""
+    """How many of the changed files were refused, and how many were read. `check` looks at every one that is not
+    refused."""
     refused = passed = 0
     with path.open("wb") as file:
         file.write(data)
@@ -137,7 +139,7 @@ def test_any_length_of_a_zip(name: str, tmp_path: Path) -> None:
             read(path)
 
 
-# safetensors -----------------------------------------------------------------------------------------------------------
+# safetensors ----------------------------------------------------------------------------------------------------------
 
 
 def plain_file(path: Path) -> Path:

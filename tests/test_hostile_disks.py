@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
     return saved(state(), tmp_path / "in.pt")
 
 
-# Full disks ------------------------------------------------------------------------------------------------------------
+# Full disks -----------------------------------------------------------------------------------------------------------
 
 FILLED = """
 import io, json, os, sys
@@ -61,7 +61,8 @@ for room in free:
 
 
 def filled(words: list[str], free: list[int], model: Path) -> list[list[Any]]:
-    """What `main(words)` does on a tmpfs with so many bytes free; where there are no user namespaces, with so low a limit on files."""
+    """What `main(words)` does on a tmpfs with so many bytes free; where there are no user namespaces, with so low a
+    limit on files."""
     small = model.parent / "small"
     small.mkdir()
     script, arguments = model.parent / "run.py", [str(small), json.dumps(words), json.dumps(free), str(model)]
@@ -117,7 +118,7 @@ def test_row_151_the_limit_on_file_sizes(words: list[str], model: Path) -> None:
     assert {path.name: path.read_bytes() for path in model.parent.iterdir()} == before
 
 
-# Errors that come late -------------------------------------------------------------------------------------------------
+# Errors that come late ------------------------------------------------------------------------------------------------
 
 
 class Calls:

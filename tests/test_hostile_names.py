@@ -52,7 +52,7 @@ def refused(code: str, folder: Path, action: Callable[[], object]) -> CkptoolErr
     return caught.value
 
 
-# Keys ------------------------------------------------------------------------------------------------------------------
+# Keys -----------------------------------------------------------------------------------------------------------------
 
 
 def test_row_133_stripping_would_make_two_keys_equal(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_row_138_keys_that_are_no_strings(tmp_path: Path, run: Run) -> None:
     assert done.facts["left_behind"] and any("7" in line for line in done.details)
 
 
-# Where it writes -------------------------------------------------------------------------------------------------------
+# Where it writes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["same", "dot", "hard link", "symlink", "folder link"])
@@ -290,7 +290,7 @@ def test_row_144_devices_that_are_none(device: str, tmp_path: Path) -> None:
     refused("usage", tmp_path, lambda: ckptool.remap(path, tmp_path / "out.pt", moves={"cpu": device}))
 
 
-# What it is told -------------------------------------------------------------------------------------------------------
+# What it is told ------------------------------------------------------------------------------------------------------
 
 LONG = "a" * 60 + "!"
 

@@ -28,7 +28,8 @@ SETTINGS = ["ckptool.toml", ".ckptool.toml", "pyproject.toml", ".env", ".ckptool
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory in which every module leaves a trace when it is imported, and every settings file is broken."""
+    """A working directory in which every module leaves a trace when it is imported, and every settings file is
+    broken."""
     folder = tmp_path / "trap"
     folder.mkdir()
     for name in DECOYS:
@@ -70,7 +71,8 @@ def test_row_147_nothing_beside_the_checkpoint_is_imported_or_read(command: str,
     assert not (trap / "TRACE").exists(), (trap / "TRACE").read_text()
 
 
-# Every way to start it that has the working directory on the path: its words before the command, PYTHONPATH, and the folder.
+# Every way to start it that has the working directory on the path: its words before the command, PYTHONPATH, and the
+# folder.
 SCRIPT = "import re\nimport sys\nfrom ckptool.__main__ import main\nsys.exit(main())\n"  # as pip makes it
 WAYS = {
     "-m": (["-m", "ckptool"], None, "full"),

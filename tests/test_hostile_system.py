@@ -1,7 +1,7 @@
 """HOSTILE.md, row 131 and section 7: inputs that change while they are read, signals, pipes, and other processes.
 
-The sweep over every event of every command is `tests/output/test_faults.py`; here are the faults that need a system of their own.
-Full disks and late errors are in `test_hostile_disks`, limits of the process in `test_hostile_limits`.
+The sweep over every event of every command is `tests/output/test_faults.py`; here are the faults that need a system of
+their own. Full disks and late errors are in `test_hostile_disks`, limits of the process in `test_hostile_limits`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def model(tmp_path: Path) -> Path:
     return saved(state(), tmp_path / "in.pt")
 
 
-# Inputs that change ----------------------------------------------------------------------------------------------------
+# Inputs that change ---------------------------------------------------------------------------------------------------
 
 READING: dict[str, Callable[[Path, Path], object]] = {
     "inspect": lambda file, out: ckptool.inspect(file, stats=True),
@@ -111,7 +111,7 @@ def test_row_131_the_input_changes_while_it_is_read(
     assert noticed >= 3
 
 
-# Signals and pipes -----------------------------------------------------------------------------------------------------
+# Signals and pipes ----------------------------------------------------------------------------------------------------
 
 
 def test_row_150_nobody_reads_what_is_said(model: Path) -> None:
@@ -157,7 +157,7 @@ cli.main()
     assert ended.returncode == 128 + number and "Traceback" not in ended.stderr and time.monotonic() - start < 15
 
 
-# Several at once -------------------------------------------------------------------------------------------------------
+# Several at once ------------------------------------------------------------------------------------------------------
 
 
 def test_rows_158_and_159_two_writers_and_a_reader(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_row_158_two_writers_in_place(tmp_path: Path) -> None:
     assert_same_objects(load(file), {f"{prefix}{key}": value for key, value in state().items()})
 
 
-# What others left ------------------------------------------------------------------------------------------------------
+# What others left -----------------------------------------------------------------------------------------------------
 
 
 def test_row_162_clocks_that_jump(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,8 @@ def test_row_162_a_locked_file_is_somebody_elses_whoever_that_is(model: Path, tm
 def test_row_162_a_file_system_without_locks(
     number: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files are written all the same; what a killed run left stays, since nobody can tell whose it is. In place is refused."""
+    """Files are written all the same; what a killed run left stays, since nobody can tell whose it is. In place is
+    refused."""
 
     def refused(*args: Any) -> None:
         raise OSError(number, os.strerror(number))

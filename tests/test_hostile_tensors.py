@@ -196,7 +196,8 @@ def test_row_93_overlapping_views_are_copied(tmp_path: Path) -> None:
 
 
 def test_row_96_and_97_names_are_never_paths(tmp_path: Path) -> None:
-    """The records of an archive are found in its directory; what stands on the disk under such a name is not looked at."""
+    """The records of an archive are found in its directory; what stands on the disk under such a name is not looked
+    at."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "0").write_bytes(bytes(16))
     for key in ("../data/0", str(tmp_path / "data" / "0"), "0"):

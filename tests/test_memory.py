@@ -1,6 +1,7 @@
 """At most 64 MB plus 2 KB for each tensor, whatever the size of the file; each verb in a process of its own.
 
-The files are sparse: their tensors are holes. `make test` uses 300 MB, `make soak` the 2 GB of the promise; the limit is the same.
+The files are sparse: their tensors are holes. `make test` uses 300 MB, `make soak` the 2 GB of the promise; the limit
+is the same.
 """
 
 from __future__ import annotations

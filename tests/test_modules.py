@@ -26,7 +26,8 @@ from tests.helpers import assert_same_objects, load, torch_bytes, written
 
 
 class Net(nn.Module):
-    """A bit of everything: buffers of both kinds, None entries, ties, a module in two places, tensors that are plain attributes."""
+    """A bit of everything: buffers of both kinds, None entries, ties, a module in two places, tensors that are plain
+    attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +261,7 @@ def test_a_module_without_weights_is_a_plain_value(tmp_path: Path) -> None:
     assert [(root.address, root.is_model) for root in find_roots(read(file))] == [("loss", False), ("net", True)]
 
 
-# Modules as files may have them, made by hand ----------------------------------------------------------------------------
+# Modules as files may have them, made by hand -------------------------------------------------------------------------
 
 
 def entry(n: int = 1) -> TensorEntry:

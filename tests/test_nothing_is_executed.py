@@ -1,7 +1,9 @@
-"""Nothing is executed: every file of the corpus and every hostile input goes through the verbs in a process with an audit hook.
+"""Nothing is executed: every file of the corpus and every hostile input goes through the verbs in a process with an
+audit hook.
 
-The hook fails on an import, a compilation, a call of a program, a connection or a library that is loaded, once all that ckptool itself
-needs is there (`tests/watched.py`). Beside the input, which is also the working directory, lie decoys that would leave a trace.
+The hook fails on an import, a compilation, a call of a program, a connection or a library that is loaded, once all that
+ckptool itself needs is there (`tests/watched.py`). Beside the input, which is also the working directory, lie decoys
+that would leave a trace.
 """
 
 from __future__ import annotations

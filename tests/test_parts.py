@@ -227,7 +227,7 @@ def test_empty_shares_of_ranks_are_not_called_unused(ranks: Path) -> None:
     assert ckptool.verify(ranks / "dcp").fine
 
 
-# Folders of several files ----------------------------------------------------------------------------------------------
+# Folders of several files ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", FOLDERS)

@@ -1,4 +1,5 @@
-"""Plain values of inert objects: what people see of a date, a path, an array, a configuration; and JSON that cannot explode."""
+"""Plain values of inert objects: what people see of a date, a path, an array, a configuration; and JSON that cannot
+explode."""
 
 from __future__ import annotations
 

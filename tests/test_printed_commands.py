@@ -1,4 +1,5 @@
-"""The commands that ckptool prints: each is one that its own parser takes, quoted once, with file names that follow each other."""
+"""The commands that ckptool prints: each is one that its own parser takes, quoted once, with file names that follow
+each other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Every block of the README is run, one after the other in one folder as a reader pastes them, and prints what the README says.
+"""Every block of the README is run, one after the other in one folder as a reader pastes them, and prints what the
+README says.
 
     CKPTOOL_UPDATE_README=1 pytest tests/test_readme.py     puts the real output into the README
 
-A line of output that ends in `…` may go on differently (times, versions); a line that is `…` alone stands for any lines.
+A line of output that ends in `…` may go on differently (times, versions); a line that is `…` alone stands for any
+lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A process that runs verbs on untrusted files under an audit hook, each file in a fork of its own, and says what it saw.
+"""A process that runs verbs on untrusted files under an audit hook, each file in a fork of its own, and says what it
+saw.
 
-`Watched` is the side of the tests. The other side is this file run as a script: it loads what the verbs need on a warm-up file, then
-every import, compilation, call of a program or connection that follows is a violation: the file must have caused it.
+`Watched` is the side of the tests. The other side is this file run as a script: it loads what the verbs need on a
+warm-up file, then every import, compilation, call of a program or connection that follows is a violation: the file must
+have caused it.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ OPTIONAL = ("scan", "verify", "doctor")
 
 @dataclass(frozen=True)
 class Step:
-    """One command on one file. `code`: `ok`, `answer-no`, the error's code, or `bug` with the traceback in `message`."""
+    """One command on one file. `code`: `ok`, `answer-no`, the error's code, or `bug` with the traceback in
+    `message`."""
 
     command: str
     code: str
@@ -94,7 +97,8 @@ class Seen:
 
 
 def limit(command: str) -> float:
-    """The seconds of CPU that a command may take: twice the promise to open and list, here where both the text and the JSON are made.
+    """The seconds of CPU that a command may take: twice the promise to open and list, here where both the text and the
+    JSON are made.
 
     Comparing opens two files; converting reads back what it wrote; a table of every tensor is written twice too.
     """

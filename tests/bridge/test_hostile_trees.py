@@ -1,4 +1,5 @@
-"""Trees that nobody should send to torch: views, indices and calls that do not fit are refused before torch sees them."""
+"""Trees that nobody should send to torch: views, indices and calls that do not fit are refused before torch sees
+them."""
 
 from __future__ import annotations
 

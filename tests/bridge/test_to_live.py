@@ -41,7 +41,8 @@ def test_what_torch_saved_is_what_torch_loads(name: str, mmap: bool, saved: Any)
 
 
 def _native(value: Any) -> Any:
-    """The same with its arrays in this machine's byte order: numpy turns them when it unpickles, we keep them as they were saved."""
+    """The same with its arrays in this machine's byte order: numpy turns them when it unpickles, we keep them as they
+    were saved."""
     if type(value) is dict and any(isinstance(part, numpy.ndarray) for part in value.values()):
         return {key: _native(part) for key, part in value.items()}
     if isinstance(value, numpy.ndarray) and not value.dtype.fields and not value.dtype.isnative:
@@ -214,7 +215,8 @@ def test_one_composite_and_one_parameter(saved: Any) -> None:
     tree = read(saved({"s": torch.eye(3).to_sparse(), "p": parameter})).tree
     assert tree["s"].torch().to_dense().tolist() == torch.eye(3).tolist()
     made = bridge.to_torch(tree["p"], device="meta")
-    assert (type(made), made.note, made.device.type) == (torch.nn.Parameter, "kept", "meta")  # type: ignore[attr-defined]
+    # defined]
+    assert (type(made), made.note, made.device.type) == (torch.nn.Parameter, "kept", "meta")  # type: ignore[attr
 
 
 def test_deep_trees_do_not_recurse(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from ckptool.cli import function_of
 
 @dataclass(frozen=True)
 class Option:
-    """flag: `--out`, or empty for an argument.  metavar: what its help calls the value.  choices, number: what it takes."""
+    """flag: `--out`, or empty for an argument.  metavar: what its help calls the value.  choices, number: what it
+    takes."""
 
     name: str
     flag: str

@@ -1,4 +1,5 @@
-"""What a program can be started in: streams that are closed or full, odd variables, folders that are gone or may not be written."""
+"""What a program can be started in: streams that are closed or full, odd variables, folders that are gone or may not be
+written."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ TERMINAL = [
 
 
 def _unprivileged() -> tuple[str, ...] | None:
-    """What starts root as everybody else, who may not write where the modes of a folder forbid it; None where nothing does."""
+    """What starts root as everybody else, who may not write where the modes of a folder forbid it; None where nothing
+    does."""
     if os.geteuid():
         return ()
     words = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
@@ -35,9 +37,9 @@ class Surroundings:
 
     after: what follows the command (a redirection, a pipe).  before: what is run before it.
     variables: set, or unset where None.  wrapper: the program that starts it.
-    harmless: the command ends and writes as it does without all this.  quiet: it also says on stderr what it says without.
-    absolute: files are named by whole paths.  names: how a word of the command is spelled.
-    options: that are given, too, to commands that have them.
+    harmless: the command ends and writes as it does without all this.  quiet: it also says on stderr what it says
+    without. absolute: files are named by whole paths.  names: how a word of the command is spelled. options: that are
+    given, too, to commands that have them.
     """
 
     after: str = ""

@@ -1,4 +1,5 @@
-"""Every command in all surroundings, as real processes: how they end and what they write is what it is elsewhere, or they say why not.
+"""Every command in all surroundings, as real processes: how they end and what they write is what it is elsewhere, or
+they say why not.
 
 The commands are the program's own, so that a new one is tried, too. A seeded part is tried in the normal run.
 """

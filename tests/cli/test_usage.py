@@ -1,4 +1,5 @@
-"""Option values that make no sense, and names that are nearly right: told in ckptool's own words, with what is allowed."""
+"""Option values that make no sense, and names that are nearly right: told in ckptool's own words, with what is
+allowed."""
 
 from __future__ import annotations
 

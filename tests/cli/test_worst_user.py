@@ -1,6 +1,8 @@
-"""Every option of every command, as its worst user gives it: never a traceback, a hang, another exit code, or a file half written.
+"""Every option of every command, as its worst user gives it: never a traceback, a hang, another exit code, or a file
+half written.
 
-The commands and their options are the program's own, so that a new one is tried, too. A seeded part is tried in the normal run.
+The commands and their options are the program's own, so that a new one is tried, too. A seeded part is tried in the
+normal run.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def vector(name: str, folder: Path) -> Path:
 
 
 def round_trip(container: Format, checkpoint: Checkpoint, out: Path, **options: Any) -> Checkpoint:
-    """Writes a checkpoint, reads it again, and asserts that it is the same, that writing it twice gives the same bytes, and
-    that the input was not touched."""
+    """Writes a checkpoint, reads it again, and asserts that it is the same, that writing it twice gives the same bytes,
+    and that the input was not touched."""
     source = checkpoint.source
     before = Path(source.path).read_bytes() if source else b""
     carry_out(container.write(checkpoint, **options), out)
@@ -55,7 +55,8 @@ def refusal(action: Any) -> CkptoolError | None:
 
 
 def same_for_torch(original: Path, out: Path, *, mmap: bool) -> None:
-    """Fails unless torch loads the same from both, bit for bit; with `weights_only=True` if it so loads the original."""
+    """Fails unless torch loads the same from both, bit for bit; with `weights_only=True` if it so loads the
+    original."""
     try:
         before, safe = load(original, mmap=mmap), True
     except Exception as error:  # noqa: BLE001 (torch's refusal: an UnpicklingError, but also others)

@@ -193,7 +193,7 @@ def test_keys_that_look_the_same_or_reserved_come_back(keys: tuple[Any, ...], tm
     assert_same_tree(tree, carry(in_memory(tree), tmp_path / "a.safetensors").tree)
 
 
-# The record under attack -------------------------------------------------------------------------------------------------------
+# The record under attack ----------------------------------------------------------------------------------------------
 
 
 def record_of(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytes]:

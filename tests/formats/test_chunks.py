@@ -1,4 +1,5 @@
-"""One tensor out of rectangular chunks: any division that covers it gives its bytes, at any place; no other is believed."""
+"""One tensor out of rectangular chunks: any division that covers it gives its bytes, at any place; no other is
+believed."""
 
 from __future__ import annotations
 

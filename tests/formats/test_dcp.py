@@ -1,4 +1,5 @@
-"""Folders of torch.distributed.checkpoint: read as torch reads them, bit for bit, without torch and without running anything."""
+"""Folders of torch.distributed.checkpoint: read as torch reads them, bit for bit, without torch and without running
+anything."""
 
 from __future__ import annotations
 

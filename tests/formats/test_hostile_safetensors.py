@@ -1,4 +1,5 @@
-"""HOSTILE.md rows 119 to 128 and 132: safetensors files whose header lies, is a bomb, or that are another file as well."""
+"""HOSTILE.md rows 119 to 128 and 132: safetensors files whose header lies, is a bomb, or that are another file as
+well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""HOSTILE.md rows 31 to 51: zip records whose header, descriptor and directory contradict each other, bombs, and odd contents."""
+"""HOSTILE.md rows 31 to 51: zip records whose header, descriptor and directory contradict each other, bombs, and odd
+contents."""
 
 from __future__ import annotations
 
@@ -447,7 +448,7 @@ def test_row_051_storage_alignment(text: bytes, put: Put) -> None:
     refused(put(changed(honest(), "archive/.storage_alignment", content=text)), Corrupt, "storage_alignment")
 
 
-# Archives of other programs are read ------------------------------------------------------------------------------------
+# Archives of other programs are read ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("descriptor", ["none", "signed", "bare", "wide", "wide-bare"])

@@ -1,4 +1,5 @@
-"""Legacy files that nobody should send: what stands in front of the data, keys, counts and views that do not fit, and damage."""
+"""Legacy files that nobody should send: what stands in front of the data, keys, counts and views that do not fit, and
+damage."""
 
 from __future__ import annotations
 
@@ -191,8 +192,8 @@ def test_row_114_a_tensor_larger_than_its_view(tmp_path: Path) -> None:
 
 
 def test_row_115_every_flipped_byte_is_refused_or_said_to_be_unnoticeable(tmp_path: Path) -> None:
-    """The format has no checksums: a note says so. What flips in the pickles or numbers must not crash, and in the data only
-    changes the data."""
+    """The format has no checksums: a note says so. What flips in the pickles or numbers must not crash, and in the data
+    only changes the data."""
     data = torch_bytes(SMALL, **LEGACY)
     file = tmp_path / "flipped.pt"
     whole = opened(data, tmp_path)

@@ -1,4 +1,5 @@
-"""What is no checkpoint is named, with what to do: rows 1 to 11, 13, 14 and 16 of HOSTILE.md, and torch's other kinds of file."""
+"""What is no checkpoint is named, with what to do: rows 1 to 11, 13, 14 and 16 of HOSTILE.md, and torch's other kinds
+of file."""
 
 from __future__ import annotations
 
@@ -188,7 +189,8 @@ def test_row_009_npz_and_npy_are_read(tmp_path: Path) -> None:
 
 
 def test_row_009_onnx_as_torch_writes_it(tmp_path: Path) -> None:
-    header = b"\x08\x07\x12\x07pytorch\x1a\x031.9:\xba\x01\n\x16\n\x07input.1\x12\x016"  # the first bytes of torch.onnx.export
+    # the first bytes of torch.onnx.export
+    header = b"\x08\x07\x12\x07pytorch\x1a\x031.9:\xba\x01\n\x16\n\x07input.1\x12\x016"
     refused(written(header + bytes(200), tmp_path / "model.onnx"), Unsupported, "ONNX")
 
 

@@ -1,4 +1,5 @@
-"""`pickle`: bare pickles of every protocol read alike; nothing in them is run, imported or loaded before it is asked for."""
+"""`pickle`: bare pickles of every protocol read alike; nothing in them is run, imported or loaded before it is asked
+for."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ def test_small_values_are_told_from_texts(value: Any, optimized: bool, protocol:
 
 
 def test_pickles_of_python_2(tmp_path: Path) -> None:
-    """Written by hand: `cPickle.dump({"w": numpy.arange(3, dtype="u1")}, f, 2)`, with bytes that are and are not UTF-8."""
+    """Written by hand: `cPickle.dump({"w": numpy.arange(3, dtype="u1")}, f, 2)`, with bytes that are and are not
+    UTF-8."""
     for content in (b"abc", b"\xc3\xa9\x80", "éé".encode(), b"\xff\xfe\xfd\xfc"):
         dtype = b"cnumpy\ndtype\nq\x04U\x02u1q\x05K\x00K\x01\x87q\x06Rq\x07(K\x03U\x01|q\x08NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\tb"
         data = (

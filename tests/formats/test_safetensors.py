@@ -34,7 +34,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and raw[0] == raw[1]
 
 
-# The law -------------------------------------------------------------------------------------------------------------------
+# The law --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TRAPS)
@@ -138,7 +138,7 @@ def test_odd_names_reach_stock_unchanged(tmp_path: Path) -> None:
     assert list(read(path).tree) == names
 
 
-# Hostile headers -----------------------------------------------------------------------------------------------------------
+# Hostile headers ------------------------------------------------------------------------------------------------------
 
 
 def made(header: Any, data: bytes = b"", path: Path = Path(), size: int | None = None) -> Path:

@@ -275,7 +275,8 @@ def test_a_damaged_header_that_the_directory_makes_up_for(what: str, tmp_path: P
 
 
 def test_bytes_missing_from_the_middle_join_no_header_with_the_data_of_another(tmp_path: Path) -> None:
-    """Four records of one length are gone: the header of one stands before the data, and the valid checksum, of another."""
+    """Four records of one length are gone: the header of one stands before the data, and the valid checksum, of
+    another."""
     begin = header_of("archive/data/3") + 70
     stride = header_of("archive/data/4") - header_of("archive/data/3")
     data = PLAIN[:begin] + PLAIN[begin + 4 * stride :]
@@ -299,7 +300,8 @@ def test_a_zip_in_a_tensor_is_not_taken_for_the_file(tmp_path: Path) -> None:
 
 
 def test_the_order_of_a_rezipped_file_is_its_own(tmp_path: Path) -> None:
-    """Records in the order of their names, sizes in their headers: believed where the directory is there, or the size is unique."""
+    """Records in the order of their names, sizes in their headers: believed where the directory is there, or the size
+    is unique."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(PLAIN)) as archive, zipfile.ZipFile(out, "w") as again:
         for name in sorted(archive.namelist(), key=lambda name: name[::-1]):
@@ -363,7 +365,7 @@ def test_other_writers(name: str, tmp_path: Path) -> None:
     assert half and half == {key: expected[key] for key in half}
 
 
-# In-place edits --------------------------------------------------------------------------------------------------------
+# In-place edits -------------------------------------------------------------------------------------------------------
 
 
 def edited(path: Path) -> tuple[bytes, bytes]:
@@ -405,7 +407,7 @@ def test_two_archives_are_not_an_edit(tmp_path: Path) -> None:
         read(path)
 
 
-# Safetensors -----------------------------------------------------------------------------------------------------------
+# Safetensors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("whole_tree", [False, True])

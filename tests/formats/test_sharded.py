@@ -1,4 +1,5 @@
-"""Checkpoints in shards: index and shards agree on every name, or are refused; what is written, stock safetensors reads."""
+"""Checkpoints in shards: index and shards agree on every name, or are refused; what is written, stock safetensors
+reads."""
 
 from __future__ import annotations
 
@@ -199,7 +200,7 @@ def test_ties_within_a_shard(tmp_path: Path) -> None:
     assert_values(found, {**state(), "head": state()[names[0]]})
 
 
-# Index and shards against each other ------------------------------------------------------------------------------------
+# Index and shards against each other ----------------------------------------------------------------------------------
 
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:

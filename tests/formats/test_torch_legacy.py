@@ -1,4 +1,5 @@
-"""Legacy files: those of every vector and producer against torch's own reader, and those of torch before 0.4 and of Python 2."""
+"""Legacy files: those of every vector and producer against torch's own reader, and those of torch before 0.4 and of
+Python 2."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tests.helpers import assert_same_objects, assert_same_tree, carry_out, load
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
-# Against torch ---------------------------------------------------------------------------------------------------------
+# Against torch --------------------------------------------------------------------------------------------------------
 
 PROTOCOL_OF = {name: (1, 2, 3, 4, 5)[number % 5] for number, name in enumerate(TRAPS)}
 
@@ -97,11 +98,12 @@ def test_many_tensors_in_linear_time(tmp_path: Path) -> None:
     assert time.process_time() - begin < 3
 
 
-# Older than any torch that installs ------------------------------------------------------------------------------------
+# Older than any torch that installs -----------------------------------------------------------------------------------
 
 
 def test_tensors_made_empty_and_given_a_state(tmp_path: Path) -> None:
-    """TRAPS 33: `torch.cuda.FloatTensor()` and a state, as pickles of torch 0.1 have them, in each of the ways to make an object."""
+    """TRAPS 33: `torch.cuda.FloatTensor()` and a state, as pickles of torch 0.1 have them, in each of the ways to make
+    an object."""
     place = storage("1", 6, location="cuda:0", kind=torch.cuda.FloatStorage)
     state = (Pid(place), 2, torch.Size([2, 2]), (2, 1))
     made = {
@@ -204,7 +206,7 @@ def test_a_view_that_stands_by_itself_is_a_storage_of_its_own(tmp_path: Path) ->
     assert "views-apart" in {note.code for note in checkpoint.notes}
 
 
-# Python 2 --------------------------------------------------------------------------------------------------------------
+# Python 2 -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", [1, 2])
@@ -231,7 +233,7 @@ def test_a_persistent_id_in_bytes(tmp_path: Path) -> None:
     assert values(entry) == [0, 1, 2, 3] and entry.location == "cpu"
 
 
-# Whole modules ---------------------------------------------------------------------------------------------------------
+# Whole modules --------------------------------------------------------------------------------------------------------
 
 
 def test_row_082_the_source_of_a_class_is_kept_as_text(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_a_module_pickled_whole_is_read_without_its_class(tmp_path: Path) -> Non
     assert "class Linear(Module)" in checkpoint.metadata["sources"]["models.not_here_anywhere.L"]["source"]
 
 
-# Byte order ------------------------------------------------------------------------------------------------------------
+# Byte order -----------------------------------------------------------------------------------------------------------
 
 BIG = {**INFO, "little_endian": False}
 
@@ -306,7 +308,7 @@ def test_row_099_untyped_storages_cannot_be_turned(tmp_path: Path) -> None:
     assert isinstance(refused(data, tmp_path), Unsupported)
 
 
-# Texts and bytes -------------------------------------------------------------------------------------------------------
+# Texts and bytes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 4, 5])

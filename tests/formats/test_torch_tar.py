@@ -63,7 +63,7 @@ def refused(data: bytes, folder: Path) -> CkptoolError:
     return caught.value
 
 
-# Against torch ---------------------------------------------------------------------------------------------------------
+# Against torch --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -123,7 +123,7 @@ def test_the_order_of_the_files_does_not_matter(members: dict[str, bytes], tmp_p
     assert list(opened(tar_bytes(dict(reversed(members.items()))), tmp_path).tree) == ["w", "b"]
 
 
-# Older than any torch that installs --------------------------------------------------------------------------------------
+# Older than any torch that installs -----------------------------------------------------------------------------------
 
 
 def by_hand(**changes: bytes) -> bytes:
@@ -213,7 +213,7 @@ def test_row_099_a_big_endian_archive_is_turned(tmp_path: Path) -> None:
     assert entry_of(little, tmp_path).numpy().tolist() == [0, 1, 2, 3]
 
 
-# The rows of HOSTILE.md --------------------------------------------------------------------------------------------------
+# The rows of HOSTILE.md -----------------------------------------------------------------------------------------------
 
 
 def with_entry(members: dict[str, bytes], **fields: Any) -> bytes:

@@ -19,7 +19,8 @@ from tests.helpers import assert_same_objects, load, rewritten, torch_bytes, wri
 
 
 def sparse(path: Path, sizes: list[int]) -> Checkpoint:
-    """A torch zip with zeros for data, almost all of them holes, written by our own layout; torch reads it like its own."""
+    """A torch zip with zeros for data, almost all of them holes, written by our own layout; torch reads it like its
+    own."""
     shapes = {f"w{i}": size for i, size in enumerate(sizes)}
     source = path.with_suffix(".zeros")
     with source.open("wb") as file:
@@ -96,7 +97,8 @@ def test_row_22_zip64(sizes: list[int], tmp_path: Path) -> None:
 
 
 def test_row_22_records_pushed_across_4_gib_by_a_longer_pickle(tmp_path: Path) -> None:
-    """The header of a record that ends up beyond 4 GiB needs 64-bit offsets, and so another descriptor: it is written anew."""
+    """The header of a record that ends up beyond 4 GiB needs 64-bit offsets, and so another descriptor: it is written
+    anew."""
     path = write_with_holes(sparse(tmp_path / "a.pt", [(1 << 32) - 10_000, 64, 64]), tmp_path / "a.pt")
     checkpoint = read(path)
     grown = Checkpoint(

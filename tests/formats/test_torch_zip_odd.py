@@ -1,4 +1,5 @@
-"""`torch-zip` files that are odd or damaged: re-zipped, without checksums, of the other byte order, cut off, with records that lie."""
+"""`torch-zip` files that are odd or damaged: re-zipped, without checksums, of the other byte order, cut off, with
+records that lie."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.formats.small_zips import small
 from tests.formats.zips import record_starts, rezipped, with_record
 from tests.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
 
-# Odd archives --------------------------------------------------------------------------------------------------------------
+# Odd archives ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
@@ -241,7 +242,7 @@ def test_row_90_a_tensor_beyond_its_storage(tmp_path: Path) -> None:
         read(rezipped(original, tmp_path / "b.pt", zipfile.ZIP_STORED, {"archive/data.pkl": pickle}))
 
 
-# Damage ----------------------------------------------------------------------------------------------------------------------
+# Damage ---------------------------------------------------------------------------------------------------------------
 
 
 def test_row_17_cut_off_at_every_length(tmp_path: Path) -> None:
@@ -253,7 +254,8 @@ def test_row_17_cut_off_at_every_length(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["as torch writes", "deflated"])
 def test_every_flipped_byte_is_noticed_or_harmless(how: str, tmp_path: Path) -> None:
-    """Opened, written as a zip and as safetensors: an error of ours, or the right values; never others, never a crash."""
+    """Opened, written as a zip and as safetensors: an error of ours, or the right values; never others, never a
+    crash."""
     original = written(
         torch_bytes({"w": torch.arange(40.0), "t": torch.arange(6).reshape(2, 3).t(), "n": 5}), tmp_path / "a.pt"
     )

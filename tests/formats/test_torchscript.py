@@ -1,4 +1,5 @@
-"""TorchScript files: the state dict that torch.jit.load gives, bit for bit; the program as text; what pretends to be one."""
+"""TorchScript files: the state dict that torch.jit.load gives, bit for bit; the program as text; what pretends to be
+one."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ MODELS: dict[str, Any] = {
 
 def quantized() -> nn.Module:
     torch.manual_seed(0)
-    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4)))  # type: ignore[no-any-return]
+    # return]
+    # any
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4)))  # type: ignore[no
 
 
 def saved(name: str, path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -241,7 +244,7 @@ def test_the_commands_of_notes_work(tmp_path: Path) -> None:
             ckptool.show(note.fix[2])
 
 
-# Files that are made to mislead ------------------------------------------------------------------------------------------
+# Files that are made to mislead ---------------------------------------------------------------------------------------
 
 
 def plain(path: Path) -> Path:

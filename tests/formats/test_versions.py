@@ -1,4 +1,5 @@
-"""What torch 1.13, 2.0, 2.4 and the installed one write of the same contents reads alike: the same tree, the same bytes.
+"""What torch 1.13, 2.0, 2.4 and the installed one write of the same contents reads alike: the same tree, the same
+bytes.
 
 The files of the older ones are kept in fixtures/, made by fixtures/make_old.py.
 """

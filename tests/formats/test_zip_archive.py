@@ -164,7 +164,7 @@ def test_broken_archive_row(name: str, tmp_path: Path) -> None:
     assert path.read_bytes() == data
 
 
-# Predicted, then confirmed -----------------------------------------------------------------------------------------------
+# Predicted, then confirmed --------------------------------------------------------------------------------------------
 
 UNCONFIRMED: dict[str, tuple[Edit, type[CkptoolError]]] = {
     "30 another name": (renamed(b"archive/data/0", b"archive/data/7", "local"), Ambiguous),
@@ -251,7 +251,8 @@ def test_row_22_python_uses_64_bits_from_2_gib_on(wide: tuple[int, int, int], tm
 
 
 def test_edits_in_place_are_counted_and_bounded(tmp_path: Path) -> None:
-    """Each state inside the file is looked at by the reader: a file with more than a hundred is refused, without recursion's own error."""
+    """Each state inside the file is looked at by the reader: a file with more than a hundred is refused, without
+    recursion's own error."""
     from ckptool.checkpoint import Checkpoint
     from ckptool.errors import Conflict
     from ckptool.formats import torch_zip

@@ -1,4 +1,5 @@
-"""Zip archives mutated by structure: whenever ckptool reads one, torch reads the same values and Python's `zipfile` the same records."""
+"""Zip archives mutated by structure: whenever ckptool reads one, torch reads the same values and Python's `zipfile` the
+same records."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_soak_readers_agree_about_whatever_is_read(part: int, folder: Path) -> N
     assert not tally.wrong, "\n".join(tally.wrong)
 
 
-# What must not be refused ----------------------------------------------------------------------------------------------
+# What must not be refused ---------------------------------------------------------------------------------------------
 
 
 def test_healthy_archives_are_read(folder: Path) -> None:
@@ -85,7 +86,8 @@ def test_every_fixture_is_read_however_it_was_zipped_again(folder: Path) -> None
 
 
 def test_a_checkpoint_in_a_tensor_of_a_checkpoint_is_no_second_archive(folder: Path) -> None:
-    """Wherever in the file it is, and even if it is nearly all of it: the last end record is the one that all readers take."""
+    """Wherever in the file it is, and even if it is nearly all of it: the last end record is the one that all readers
+    take."""
     inner = by_torch(tree(3, 1))
     far = b"x" * 70_000
     for value in (

@@ -1,7 +1,7 @@
 """Zip archives laid out field by field, honest and not, and a hypothesis strategy of them.
 
-`build` writes what it is told, lies included. `layouts` draws a small checkpoint's records in any order, with gaps, duplicates, overlaps,
-sizes that lie, comments, prefixes and odd flags; most are nearly right, as hostile files are.
+`build` writes what it is told, lies included. `layouts` draws a small checkpoint's records in any order, with gaps,
+duplicates, overlaps, sizes that lie, comments, prefixes and odd flags; most are nearly right, as hostile files are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ RECORDS = records_of(FILE)
 class Entry:
     """One record as it is written. What is None is what is true; `*_local` is what its own header says instead.
 
-    descriptor: `none`, `signed`, `bare` (without signature), `wide` (64-bit) or `wide-bare`.  at: the header's offset in the directory.
+    descriptor: `none`, `signed`, `bare` (without signature), `wide` (64-bit) or `wide-bare`.  at: the header's offset
+    in the directory.
     """
 
     name: bytes
@@ -148,7 +149,8 @@ def _entry(entry: Entry, place: int) -> bytes:
 
 def honest(**changes: object) -> Layout:
     """The small checkpoint, as another program zips it."""
-    return replace(Layout(tuple(Entry(name.encode(), data) for name, data in RECORDS.items())), **changes)  # type: ignore[arg-type]
+    # type]
+    return replace(Layout(tuple(Entry(name.encode(), data) for name, data in RECORDS.items())), **changes)  # type: ignore[arg
 
 
 def with_entry(record: str, /, **changes: object) -> Layout:

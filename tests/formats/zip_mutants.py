@@ -1,7 +1,8 @@
 """Torch zips mutated by their structure, and the judge of what comes out: stock torch and Python's `zipfile`.
 
-`mutant(seed)` takes one of the benign archives (torch's own, re-zipped ones, in-place edits, finished and interrupted) and takes it apart,
-puts it together otherwise, splices others into it, and lies in its headers. `verdict` says whether readers agree about the result.
+`mutant(seed)` takes one of the benign archives (torch's own, re-zipped ones, in-place edits, finished and interrupted)
+and takes it apart, puts it together otherwise, splices others into it, and lies in its headers. `verdict` says whether
+readers agree about the result.
 """
 
 from __future__ import annotations
@@ -265,7 +266,8 @@ def records_in_another_order(pieces: Pieces, rng: Rng) -> Pieces:
 
 
 def record_again(pieces: Pieces, rng: Rng) -> Pieces:
-    """A second record of a name, its values others: first or last in the file, first or last in the directory, or in neither."""
+    """A second record of a name, its values others: first or last in the file, first or last in the directory, or in
+    neither."""
     at = _some(pieces, rng)
     line, of = pieces.lines[at]
     local, twin = record(_name(line), pieces.records[of][-40:])
@@ -498,9 +500,11 @@ def two_in_one(data: bytes, rng: Rng) -> bytes:
 
 
 def behind_a_guard(data: bytes, rng: Rng) -> bytes:
-    """As if an in-place edit had been interrupted: another archive's records and directory, then a copy of the first one's end records.
+    """As if an in-place edit had been interrupted: another archive's records and directory, then a copy of the first
+    one's end records.
 
-    A reader that looks for the directory right before the end record finds the second, one that goes by its offset the first.
+    A reader that looks for the directory right before the end record finds the second, one that goes by its offset the
+    first.
     """
     first = apart(data)
     names = [_name(line) for line, _ in first.lines]

@@ -1,7 +1,9 @@
-"""Fuzzes the readers for a time: `python -m tests.fuzz [--seconds N] [--target pickle|zip|legacy|tar|safetensors|all] [--jobs N]`.
+"""Fuzzes the readers for a time: `python -m tests.fuzz [--seconds N] [--target pickle|zip|legacy|tar|safetensors|all]
+[--jobs N]`.
 
-Each target gets its share of the time in a process of its own. What was learnt is kept in `build/fuzz/corpus` and gone on from;
-an input that crashes, hangs or takes too much is kept in `build/fuzz/crashes` and told, and the exit code is then 1.
+Each target gets its share of the time in a process of its own. What was learnt is kept in `build/fuzz/corpus` and gone
+on from; an input that crashes, hangs or takes too much is kept in `build/fuzz/crashes` and told, and the exit code is
+then 1.
 """
 
 from __future__ import annotations

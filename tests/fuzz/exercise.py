@@ -36,7 +36,8 @@ SMALL = 1 << 16
 
 
 def cut_off_sooner() -> None:
-    """What a file repeats again and again is cut off sooner: that it is cut off at all is tested elsewhere, and takes a second."""
+    """What a file repeats again and again is cut off sooner: that it is cut off at all is tested elsewhere, and takes a
+    second."""
     tree.REPEATED_NODES = 2_000
     jsons.MAX_JSON_NODES = 2_000
 

@@ -17,7 +17,8 @@ from tests.hostile_inputs import ONE, pickle_zip
 
 
 def confirmed(data: bytes) -> None:
-    """Runs an input through. Instrumented code is up to fifty times as slow: what takes too long here is tried again without."""
+    """Runs an input through. Instrumented code is up to fifty times as slow: what takes too long here is tried again
+    without."""
     try:
         exercise_bytes(data)
     except TooMuch:

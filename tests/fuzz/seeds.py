@@ -1,4 +1,5 @@
-"""Small real files of each kind, made by torch, safetensors and numpy, and every hostile input: what a fuzzer starts from."""
+"""Small real files of each kind, made by torch, safetensors and numpy, and every hostile input: what a fuzzer starts
+from."""
 
 from __future__ import annotations
 

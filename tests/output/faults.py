@@ -1,8 +1,9 @@
 """A file system that fails: commands run in forked children in which any system call can be the last one, or go wrong.
 
-`Bench` starts one warm process (`python -m tests.output.faults`) that has everything imported. For every point it forks; the
-child is the program, with the functions of `os` through which the package touches files wrapped. They count as events, and at the
-chosen event the child is killed, gets an error or a signal, or has half of the work done. Everything else is real.
+`Bench` starts one warm process (`python -m tests.output.faults`) that has everything imported. For every point it
+forks; the child is the program, with the functions of `os` through which the package touches files wrapped. They count
+as events, and at the chosen event the child is killed, gets an error or a signal, or has half of the work done.
+Everything else is real.
 """
 
 from __future__ import annotations
@@ -401,8 +402,8 @@ def after_power_loss(
 ) -> dict[str, bytes]:
     """What the disk may hold when power is lost before operation `stop`.
 
-    Of the writes to a file since its last sync any may be missing; of the changes of names since the folder's last sync, any of the
-    later ones (each folder by itself). A file keeps its contents under whatever names it has.
+    Of the writes to a file since its last sync any may be missing; of the changes of names since the folder's last
+    sync, any of the later ones (each folder by itself). A file keeps its contents under whatever names it has.
     """
     files = {number: File(bytearray(data), []) for number, data in enumerate(before.values())}
     now: dict[str, int] = dict(zip(before, files, strict=True))  # name -> file, as processes see it; folders are -1

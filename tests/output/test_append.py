@@ -77,7 +77,7 @@ ARCHIVES = {
 }
 
 
-# When nothing goes wrong ---------------------------------------------------------------------------------------------------
+# When nothing goes wrong ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("archive", ARCHIVES)
@@ -157,7 +157,7 @@ def test_progress_is_told(tmp_path: Path) -> None:
     assert told[-1] == (plan.nbytes, plan.nbytes)
 
 
-# Crash points ----------------------------------------------------------------------------------------------------------------
+# Crash points ---------------------------------------------------------------------------------------------------------
 
 
 def recorded(
@@ -273,7 +273,8 @@ def test_row_149_an_edit_on_top_of_others_stopped_anywhere(tmp_path: Path, monke
 def test_row_157_power_is_lost_and_writes_since_the_last_sync_are_lost_in_any_combination(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two syncs, any of the operations may have reached the disk, or not; a cut comes after a sync, and is one step."""
+    """Between two syncs, any of the operations may have reached the disk, or not; a cut comes after a sync, and is one
+    step."""
     size = 150_000
     path = ARCHIVES["by torch"](size, tmp_path)
     before = path.read_bytes()
@@ -341,7 +342,7 @@ def test_row_149_killed_at_any_time_many_times(tmp_path: Path) -> None:
     killed_at_random(tmp_path, 500)
 
 
-# When something goes wrong -----------------------------------------------------------------------------------------------------
+# When something goes wrong --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EFBIG])

@@ -1,4 +1,5 @@
-"""What a file has beside its contents stays when it is replaced: owner, group, permissions, access lists, extended attributes."""
+"""What a file has beside its contents stays when it is replaced: owner, group, permissions, access lists, extended
+attributes."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def finished(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     return process.returncode, (out + err).decode()
 
 
-# What there is at the target ---------------------------------------------------------------------------------------------
+# What there is at the target ------------------------------------------------------------------------------------------
 
 
 def test_a_new_file(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "two").read_bytes() == b"theirs" and names(tmp_path) == ["out", "two"]
 
 
-# What goes wrong ---------------------------------------------------------------------------------------------------------
+# What goes wrong ------------------------------------------------------------------------------------------------------
 
 
 class Failing:
@@ -316,7 +316,7 @@ def test_row_151_the_limit_on_file_sizes(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == b"old" and names(tmp_path) == ["out"]
 
 
-# Several at once, and those that were killed ------------------------------------------------------------------------------
+# Several at once, and those that were killed --------------------------------------------------------------------------
 
 
 def waiting(target: Path, mark: Path) -> subprocess.Popen[bytes]:
@@ -388,7 +388,8 @@ def test_a_file_that_only_looks_like_ours_is_left_alone(tmp_path: Path) -> None:
 def test_a_new_temporary_file_is_not_taken_for_one_that_was_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between being made and being locked it is nobody's; another run may sweep it then. Its writer notices, and makes another."""
+    """Between being made and being locked it is nobody's; another run may sweep it then. Its writer notices, and makes
+    another."""
     real, swept = fcntl.flock, []
 
     def slow(fd: int, operation: int) -> None:

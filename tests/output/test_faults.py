@@ -1,4 +1,5 @@
-"""Every verb that writes, stopped or failing at every file-system event: the old file or the new one, and nothing that stays.
+"""Every verb that writes, stopped or failing at every file-system event: the old file or the new one, and nothing that
+stays.
 
 A sample here; `make soak` goes through all points.
 """
@@ -166,7 +167,8 @@ CASES = {
 
 
 class Trial:
-    """One case in a folder of its own: what was there, what a run without faults makes of it, and what is there after one with."""
+    """One case in a folder of its own: what was there, what a run without faults makes of it, and what is there after
+    one with."""
 
     def __init__(self, case: Case, bench: Bench, folder: Path) -> None:
         import shlex
@@ -213,7 +215,8 @@ class Trial:
         }
 
     def states(self, files: Files) -> set[str]:
-        """Whether each changed file is `old` or `new`; fails where one is neither, or anything else is not as it was."""
+        """Whether each changed file is `old` or `new`; fails where one is neither, or anything else is not as it
+        was."""
         kept = {name: data for name, data in files.items() if not is_temporary(name)}
         assert self.others(kept) == self.others(self.before)
         if self.case.folder:
@@ -366,7 +369,8 @@ def test_rows_149_to_157_a_sample_of_points(case: str, bench: Bench, tmp_path: P
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_rows_149_to_157_every_point(case: str, bench: Bench, tmp_path: Path) -> None:
-    """Over all commands some 8,000: a kill at, within and after every event, every error at every event, every signal."""
+    """Over all commands some 8,000: a kill at, within and after every event, every error at every event, every
+    signal."""
     trial = Trial(CASES[case], bench, tmp_path / "work")
     counts = {kind: sweep(kind, trial) for kind in KINDS}
     power_lost(trial, 500)
@@ -375,7 +379,8 @@ def test_rows_149_to_157_every_point(case: str, bench: Bench, tmp_path: Path) ->
 
 
 def power_lost(trial: Trial, times: int) -> None:
-    """Row 157: after a power cut at any operation, with any of what was not synced lost, the file is the old one or the new."""
+    """Row 157: after a power cut at any operation, with any of what was not synced lost, the file is the old one or the
+    new."""
     assert not [operation for operation in trial.trace if operation[0] == "unknown"]
     chosen = random.Random(trial.case.words)
     stops = [*range(len(trial.trace) + 1)]

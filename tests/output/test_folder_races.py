@@ -152,7 +152,8 @@ def test_row_149_killed_at_any_time_many_times(how: str, tmp_path: Path) -> None
 
 
 def test_row_149_killed_between_two_renames(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where names cannot be exchanged there is an instant without a folder; the next run puts the old one back first."""
+    """Where names cannot be exchanged there is an instant without a folder; the next run puts the old one back
+    first."""
     aside = Path(folders._aside(str(old)))
     old.rename(aside)
     with pytest.raises(OutputExists):

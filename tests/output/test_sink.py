@@ -1,4 +1,5 @@
-"""The sink: every kind of segment ends up where the plan says, joined where it can be, summed and checked on the way."""
+"""The sink: every kind of segment ends up where the plan says, joined where it can be, summed and checked on the
+way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random pickle programs: walks over the opcodes that keep to the rules of the stack, and real pickles with bytes changed."""
+"""Random pickle programs: walks over the opcodes that keep to the rules of the stack, and real pickles with bytes
+changed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Known names that together call something: each is harmless, and one hands another what it calls.
 
-torch is the judge: loading such a file makes a file of its own, by `torch.from_file`, which is a function of torch like `torch.relu`.
+torch is the judge: loading such a file makes a file of its own, by `torch.from_file`, which is a function of torch like
+`torch.relu`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from tests.pickles.running import HOOKS, F, run, same
 PROTOCOLS = range(6)
 
 
-# Against Python --------------------------------------------------------------------------------------------------------
+# Against Python -------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
@@ -69,7 +69,7 @@ def test_long_texts_bytes_and_integers(protocol: int) -> None:
     same(pickle.dumps(value, protocol), as_tree(value))
 
 
-# Opcode by opcode ------------------------------------------------------------------------------------------------------
+# Opcode by opcode -----------------------------------------------------------------------------------------------------
 
 
 def new(state: Any = None) -> Object:
@@ -193,7 +193,7 @@ def test_every_opcode_of_python_is_tested() -> None:
     assert {opcode.name for opcode in pickletools.opcodes} == tested
 
 
-# Torch's calls -----------------------------------------------------------------------------------------------------------
+# Torch's calls --------------------------------------------------------------------------------------------------------
 
 
 def storage(nbytes: int = 16, dtype: str | None = "f32") -> StorageRef:
@@ -237,7 +237,7 @@ def test_rows_56_and_58_arguments_that_torch_does_not_write_stay_a_call(argument
     assert isinstance(found, Object) and found.name == "torch._utils._rebuild_tensor_v2"
 
 
-# What would run ------------------------------------------------------------------------------------------------------------
+# What would run -------------------------------------------------------------------------------------------------------
 
 MARKERS = {
     "GLOBAL": b"cckptool_marker\nrun\nX\5\0\0\0trace\x85R.",

@@ -97,7 +97,8 @@ def test_row_64_bytes_after_the_end_are_not_read() -> None:
 
 
 def test_row_72_billion_laughs_stay_small() -> None:
-    """A hundred lists, each with ten references to the one before: 10^100 texts for whoever does not see that they are shared."""
+    """A hundred lists, each with ten references to the one before: 10^100 texts for whoever does not see that they are
+    shared."""
     data = b"]q\x00" + b"".join(b"0](" + b"h%c" % i * 10 + b"eq%c" % (i + 1) for i in range(100)) + b"."
     inner = run(data).root
     for _ in range(100):

@@ -53,8 +53,8 @@ def test_the_same_tree_gives_the_same_bytes_again_and_again(graph: Any) -> None:
 @settings(max_examples=150, deadline=None)
 @given(graphs())
 def test_opcodes_are_those_of_pythons_pickler_at_protocol_2(graph: Any) -> None:
-    """Up to equal texts and bytes, which Python recalls when they are one object, and the encoder always; and up to graphs in
-    which something refers to itself before it is complete: Python then makes it twice."""
+    """Up to equal texts and bytes, which Python recalls when they are one object, and the encoder always; and up to
+    graphs in which something refers to itself before it is complete: Python then makes it twice."""
     theirs, ours = pickle.dumps(graph, 2), to_bytes(as_tree(graph))
     assume("POP" not in {opcode.name for opcode, _, _ in pickletools.genops(theirs)})
     assume(len(spelled := _bytes_in(graph)) == len(set(spelled)))
@@ -180,7 +180,7 @@ def test_depth_does_not_matter() -> None:
     assert len(to_bytes(deep)) > 100_000
 
 
-# Torch's pickles ---------------------------------------------------------------------------------------------------------
+# Torch's pickles ------------------------------------------------------------------------------------------------------
 
 
 def pickle_of(path: Path) -> bytes:

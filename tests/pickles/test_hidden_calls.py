@@ -1,4 +1,5 @@
-"""Something unknown hidden in the use of something known: nothing passes it on, everything mentions it, nothing runs it."""
+"""Something unknown hidden in the use of something known: nothing passes it on, everything mentions it, nothing runs
+it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ VERBS: dict[str, Verb] = {
 
 
 class _Watch:
-    """What the process imports, opens to write and starts while a verb works; the hook stays for the process, so it can be turned off."""
+    """What the process imports, opens to write and starts while a verb works; the hook stays for the process, so it can
+    be turned off."""
 
     events: list[str]
 
@@ -93,7 +95,8 @@ def check(case: Case, verb: str, folder: Path) -> None:
 
 
 def _mentions(file: Path, case: Case) -> bool:
-    """Whether `inspect` and `scan` name what is hidden, and `load` refuses; also where the file cannot be opened at all."""
+    """Whether `inspect` and `scan` name what is hidden, and `load` refuses; also where the file cannot be opened at
+    all."""
     try:
         notes = [note.message for note in ckptool.inspect(file).notes if note.code == "unsafe-global"]
     except CkptoolError:
@@ -108,7 +111,8 @@ def _mentions(file: Path, case: Case) -> bool:
 
 
 def names_in(path: Path) -> Iterator[str]:
-    """Every name in the pickles of an archive, as Python's own tool reads them; all texts, as those may become names."""
+    """Every name in the pickles of an archive, as Python's own tool reads them; all texts, as those may become
+    names."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -131,7 +135,8 @@ def sampled(count: int, seed: int) -> list[tuple[Case, str]]:
 
 
 def sweep(chosen: list[tuple[Case, str]], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Every combination in a folder of its own, with modules on the path that would leave a trace if they were imported."""
+    """Every combination in a folder of its own, with modules on the path that would leave a trace if they were
+    imported."""
     for module in DECOYS:
         (folder / f"{module}.py").write_text(f"import pathlib\npathlib.Path({str(folder / 'trace')!r}).touch()\n")
     patch.syspath_prepend(folder)
@@ -154,7 +159,7 @@ def test_every_known_name_can_be_among_them() -> None:
     assert len(known_names()) > 900 and combinations() > 400_000
 
 
-# Pickles beside the checkpoint's own ------------------------------------------------------------------------------------
+# Pickles beside the checkpoint's own ----------------------------------------------------------------------------------
 
 
 def _legacy(hidden: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """HOSTILE.md section 3: pickles that nobody should send, in files, through the verbs.
 
-What the machine itself does with each opcode is in `test_decode`, what would run in `test_hostile_calls`, what would exhaust
-its reader in `test_hostile_bombs`; here is what a user sees of the rest.
+What the machine itself does with each opcode is in `test_decode`, what would run in `test_hostile_calls`, what would
+exhaust its reader in `test_hostile_bombs`; here is what a user sees of the rest.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_row_65_a_memo_slot_that_is_used_again(tmp_path: Path) -> None:
     assert tree == (1, 2, 2)
 
 
-# What is odd and read all the same --------------------------------------------------------------------------------------
+# What is odd and read all the same ------------------------------------------------------------------------------------
 
 
 CYCLES: dict[str, bytes] = {

@@ -1,4 +1,5 @@
-"""The table of known names, held against torch; and what is common and harmless, which every writer takes without a word."""
+"""The table of known names, held against torch; and what is common and harmless, which every writer takes without a
+word."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_pythons_own_modules_are_in_the_closed_list() -> None:
     assert not {"__main__", "models", "mmcv", "ultralytics", "detectron2", "torchvision", "timm"} & PYTHON_MODULES
 
 
-# What is common and harmless ---------------------------------------------------------------------------------------------
+# What is common and harmless ------------------------------------------------------------------------------------------
 
 
 class Level(enum.Enum):

@@ -1,4 +1,5 @@
-"""What holds for every pickle program: a tree or an error of ours, for plain values Python's own, and the same again when written."""
+"""What holds for every pickle program: a tree or an error of ours, for plain values Python's own, and the same again
+when written."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ class Restricted(pickle.Unpickler):
 @modest
 @given(st.one_of(walks(plain=True), mutations()))
 def test_plain_values_are_what_python_says(data: bytes) -> None:
-    """Where both read a program, they read the same; what only Python reads are the cases that are refused on purpose."""
+    """Where both read a program, they read the same; what only Python reads are the cases that are refused on
+    purpose."""
     try:
         expected = Restricted(io.BytesIO(data), encoding="utf-8", errors="strict").load()
     except Exception:  # noqa: BLE001 (Python's own refusals are of many kinds)

@@ -1,4 +1,5 @@
-"""Names of nested classes, and numbers of protocol 0: what stock readers make of what is written, and of what is read."""
+"""Names of nested classes, and numbers of protocol 0: what stock readers make of what is written, and of what is
+read."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_names_of_python_2_are_those_of_python_3_where_the_protocol_is_raised() 
     assert encode([nested], str)[:2] == b"\x80\x04" and encode(given, str)[:2] == b"\x80\x02"
 
 
-# Protocol 0 ------------------------------------------------------------------------------------------------------------
+# Protocol 0 -----------------------------------------------------------------------------------------------------------
 
 PIECES = st.sampled_from(
     ["", "+", "-", "0", "1", "00", "01", "7", "10", "9", "x", "_", " ", "L", "e", ".", "inf", "nan", "\t", "0x"]

@@ -1,4 +1,5 @@
-"""Skeletons of pickles: with the long values left out and put back they decode to what the pickle does, and read no more than they must."""
+"""Skeletons of pickles: with the long values left out and put back they decode to what the pickle does, and read no
+more than they must."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def use_tiny(monkeypatch: pytest.MonkeyPatch, window: int = 3, long_value: int =
     monkeypatch.setattr(lexing, "LONG_VALUE", long_value)
 
 
-# The same as decoding the whole ------------------------------------------------------------------------------------------
+# The same as decoding the whole ---------------------------------------------------------------------------------------
 
 
 @settings(max_examples=120, deadline=None)
@@ -118,7 +119,7 @@ def test_values_on_the_memo_stay_shared() -> None:
     assert root[0] is root[1] is root[2]["a"] and root[0] == noise
 
 
-# What builders make of blobs ----------------------------------------------------------------------------------------------
+# What builders make of blobs ------------------------------------------------------------------------------------------
 
 
 def keep_blobs(name: str = "keep") -> dict[Global, Any]:
@@ -218,7 +219,7 @@ def test_an_array_of_protocol_2_costs_no_memory(tmp_path: Path) -> None:
     assert len(made.data) < 400 and len(made.blobs) == 1
 
 
-# Damaged, and built to mislead ---------------------------------------------------------------------------------------------
+# Damaged, and built to mislead ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -41,7 +41,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(plain.flatten().view(torch.uint8).tolist()) if plain.numel() else b""
 
 
-# The definition ----------------------------------------------------------------------------------------------------------
+# The definition -------------------------------------------------------------------------------------------------------
 
 
 def test_a_root_is_digested_as_defined(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_order_device_strides_ties_and_gradients_make_no_difference(tmp_path: Pa
     assert len({root_digest(opened(tree, tmp_path).tree) for tree in others} | digests) == 5
 
 
-# Values -------------------------------------------------------------------------------------------------------------------
+# Values ---------------------------------------------------------------------------------------------------------------
 
 
 PLAIN_DTYPES = [dtype for dtype in DTYPES if hasattr(torch, dtype.torch) and dtype.kind not in ("quantized", "bits")]
@@ -172,7 +172,7 @@ def test_a_composite_of_other_parts_has_another_digest(tmp_path: Path) -> None:
     assert len(set(digests)) == 4 and quantized(0.5, 0, 1.0) == digests[0]
 
 
-# Containers ---------------------------------------------------------------------------------------------------------------
+# Containers -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_pt_and_its_safetensors_agree(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_pt_and_its_safetensors_agree(tmp_path: Path) -> None:
         assert root_digests(read(tmp_path / f"{name}.safetensors").tree) == root_digests(read(path).tree), name
 
 
-# Kept ---------------------------------------------------------------------------------------------------------------------
+# Kept -----------------------------------------------------------------------------------------------------------------
 
 
 def digests() -> Digests:

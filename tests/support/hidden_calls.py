@@ -1,6 +1,8 @@
-"""Pickles that hide something unknown: every known name, every way to hide something in its use, every kind of unknown thing.
+"""Pickles that hide something unknown: every known name, every way to hide something in its use, every kind of unknown
+thing.
 
-A case is three choices. What is hidden would leave a trace if it ran: functions of a decoy module, or of Python's that an audit hook sees.
+A case is three choices. What is hidden would leave a trace if it ran: functions of a decoy module, or of Python's that
+an audit hook sees.
 """
 
 from __future__ import annotations
@@ -136,7 +138,8 @@ def combinations() -> int:
 
 
 def cases(rng: random.Random) -> Iterator[Case]:
-    """Cases without end. Every way comes as often as any other, and so does every kind of known name, whatever their numbers."""
+    """Cases without end. Every way comes as often as any other, and so does every kind of known name, whatever their
+    numbers."""
     kinds: dict[known.Kind, list[tuple[str, str]]] = {}
     for listed in known_names():
         kinds.setdefault(known._KINDS[listed], []).append(listed)

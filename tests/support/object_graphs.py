@@ -1,8 +1,9 @@
 """A grammar of what people save: random graphs of everything that `torch.save` and pickle take, made from a seed.
 
-`saved_graph(seed)` gives a checkpoint: a dictionary with weights under `model` (every key begins with `module.`) and anything under
-`extra`: containers with keys of every kind, shared and cyclic, tensors of every type and layout, arrays, dates, paths, whole modules,
-people's own classes. The same seed gives the same graph. Others may take parts of it: `Grammar(seed).value()`, `.tensor()`, `.array()`.
+`saved_graph(seed)` gives a checkpoint: a dictionary with weights under `model` (every key begins with `module.`) and
+anything under `extra`: containers with keys of every kind, shared and cyclic, tensors of every type and layout, arrays,
+dates, paths, whole modules, people's own classes. The same seed gives the same graph. Others may take parts of it:
+`Grammar(seed).value()`, `.tensor()`, `.array()`.
 """
 
 from __future__ import annotations
@@ -342,7 +343,8 @@ class Graph:
 
 
 def saved_graph(seed: int) -> Graph | None:
-    """The graph of a seed as torch saves it; None where torch itself cannot (it cannot load it, or refuses to save it)."""
+    """The graph of a seed as torch saves it; None where torch itself cannot (it cannot load it, or refuses to save
+    it)."""
     protocol, legacy = random.Random(-seed).choice([2, 2, 3, 4, 5]), random.Random(~seed).random() < 0.2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -94,7 +94,8 @@ class TensorGrammar:
         )
 
     def tensor(self, _: int = 0) -> torch.Tensor:
-        """A strided tensor of any type: some share a storage, some see it turned, repeated, conjugated or from its middle."""
+        """A strided tensor of any type: some share a storage, some see it turned, repeated, conjugated or from its
+        middle."""
         if self.bases and self.chance(0.4):
             base = self.used("shared storage", self.pick(self.bases))
         else:

@@ -1,4 +1,5 @@
-"""Small runs for the tests of the harness: configurations, trainers without a folder, and their state compared bit for bit."""
+"""Small runs for the tests of the harness: configurations, trainers without a folder, and their state compared bit for
+bit."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def again(made: Trainer, path: Path) -> Trainer:
 
 
 def resumes(path: Path, *changes: str, middle: int = 5, steps: int = 9, **sections: Any) -> Trainer:
-    """Asserts that a run which is saved and loaded in the middle ends with the same state; returns the trainer at its end."""
+    """Asserts that a run which is saved and loaded in the middle ends with the same state; returns the trainer at its
+    end."""
     whole = trainer(*changes, **sections)
     take(whole, steps)
     first = trainer(*changes, **sections)

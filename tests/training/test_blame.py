@@ -1,4 +1,5 @@
-"""Whatever the user's own code raises or returns, in whichever phase of a run, is told as theirs, with the place; exit 2 and no bug."""
+"""Whatever the user's own code raises or returns, in whichever phase of a run, is told as theirs, with the place; exit
+2 and no bug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The configuration: lines and suggestions in errors, numbers, changes, what may change in a run, the example and the schema."""
+"""The configuration: lines and suggestions in errors, numbers, changes, what may change in a run, the example and the
+schema."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
 def test_copies_of_the_state_are_gone_with_their_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Before a copy is made, none of an earlier one is left; and none is at the end. The collector of garbage does not run."""
+    """Before a copy is made, none of an earlier one is left; and none is at the end. The collector of garbage does not
+    run."""
     made, copies, left = saving.gathered, [], []
 
     def gathered(trainer: Trainer, *, copied: bool) -> dict[str, Any]:

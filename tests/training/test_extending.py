@@ -16,7 +16,8 @@ FIRST, STEPS = 10, 20
 
 
 def extended(path: Path, *changes: str, **sections: Any) -> None:
-    """Asserts that some steps and then the rest are the whole run: nothing of the state knows where the run was to end."""
+    """Asserts that some steps and then the rest are the whole run: nothing of the state knows where the run was to
+    end."""
     run(path / "whole", f"train.steps={STEPS}", *changes, **sections)
     for first in (FIRST, 13):
         parts = path / f"{first}"

@@ -1,4 +1,5 @@
-"""Kill -9 at any time: the last file is byte for byte that of a run that was never killed, and no checkpoint is ever lost."""
+"""Kill -9 at any time: the last file is byte for byte that of a run that was never killed, and no checkpoint is ever
+lost."""
 
 from __future__ import annotations
 

@@ -366,7 +366,8 @@ def test_config_refuses_several_optimizers_for_one_model() -> None:
 @pytest.mark.parametrize("per", ["step", "epoch"])
 @pytest.mark.parametrize("name", sorted(ARGS))
 def test_a_schedule_that_is_shorter_than_the_run_is_told(tmp_path: Path, name: str, per: str) -> None:
-    """Judged by the rates themselves: nothing is trained at a rate of 0, or at one that rises again after its end, without a word."""
+    """Judged by the rates themselves: nothing is trained at a rate of 0, or at one that rises again after its end,
+    without a word."""
     args = {**ARGS[name], **({"floor": 0.0} if "floor" in ARGS[name] else {})}
 
     def built(steps: int, args: dict[str, Any]) -> tuple[Trainer, list[str]]:

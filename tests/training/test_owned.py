@@ -1,4 +1,5 @@
-"""No file that a run did not write is ever changed or deleted, whatever it is called; and no run is begun over another's checkpoints."""
+"""No file that a run did not write is ever changed or deleted, whatever it is called; and no run is begun over
+another's checkpoints."""
 
 from __future__ import annotations
 

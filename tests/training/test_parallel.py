@@ -1,4 +1,5 @@
-"""Strategies: one process, copies, several processes; files without a wrapper's prefix, and the same samples everywhere."""
+"""Strategies: one process, copies, several processes; files without a wrapper's prefix, and the same samples
+everywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NO_DROPOUT = "models.main.args.dropout=0.0"
 
 
 def processes(count: int, *works: Callable[[int], Any]) -> None:
-    """Runs each `work(rank)` in so many processes of its own, as torchrun starts them; fails with what any of them raised."""
+    """Runs each `work(rank)` in so many processes of its own, as torchrun starts them; fails with what any of them
+    raised."""
     for work in works:
         together(count, work)
 
@@ -159,7 +161,8 @@ def test_two_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_three_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
-    """With three, a sum depends on its order, and the order on where a gradient lies in what they exchange: the same in every step."""
+    """With three, a sum depends on its order, and the order on where a gradient lies in what they exchange: the same in
+    every step."""
 
     def trained(name: str, steps: int) -> Callable[[int], Any]:
         return lambda rank: run(

@@ -119,7 +119,8 @@ def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> Non
 
 
 def test_a_run_of_several_processes_is_proved(tmp_path: Path) -> None:
-    """They start as torchrun starts them; a kill is for all of them, and where the one that writes dies, the others end too."""
+    """They start as torchrun starts them; a kill is for all of them, and where the one that writes dies, the others end
+    too."""
     with Nursery(str(tmp_path / "stderr"), 2) as nursery:
         proof = Proof(24, 2)
         made = Lab(configured(config(strategy="ddp"), 24), 24, str(tmp_path / "runs"), random.Random(2), nursery, str)
@@ -155,7 +156,8 @@ def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_one_of_several_fails(first: str, second: str, code: int) -> None:
-    """The others would wait for it: they are ended. But where it was asked to stop, the others were too, and may finish."""
+    """The others would wait for it: they are ended. But where it was asked to stop, the others were too, and may
+    finish."""
     children = []
     for work in (first, second):
         child = os.fork()

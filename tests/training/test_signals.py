@@ -12,7 +12,8 @@ from ckptool.training.signals import stopping
 
 
 def test_the_first_signal_is_the_one_that_is_answered() -> None:
-    """A scheduler signals all processes of a job, and torchrun passes on the one that it got: that is no second wish."""
+    """A scheduler signals all processes of a job, and torchrun passes on the one that it got: that is no second
+    wish."""
     with stopping(Stop()) as stop:
         assert (stop.asked, stop.exit_code) == (False, 0)
         os.kill(os.getpid(), signal.SIGTERM)

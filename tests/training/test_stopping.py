@@ -15,7 +15,8 @@ from ckptool.training.store import Lines, name_of
 from tests.training.small import config, last
 from tests.training.test_optim import scheduled
 
-# A task that counts the batches of its evaluations, and does something in the second batch of one, as often as it is told.
+# A task that counts the batches of its evaluations, and does something in the second batch of one, as often as it is
+# told.
 TASK = """
 import json, os, signal
 from ckptool.training.tasks import Task, classify

@@ -113,7 +113,8 @@ def test_a_sidecar_that_cannot_be_written_is_no_commit(tmp_path: Path, monkeypat
 
 
 def test_the_order_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is synced before any of it has its name, the checkpoint's name comes last, and then the folder, once."""
+    """Everything is synced before any of it has its name, the checkpoint's name comes last, and then the folder,
+    once."""
     store, seen = made(tmp_path, 1), []
     fsync, replace = os.fsync, os.replace
 

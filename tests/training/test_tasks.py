@@ -76,7 +76,8 @@ def test_tasks_in_the_box_learn(task: str, data: dict[str, Any], model: dict[str
 
 
 def test_a_gan_step_is_the_one_that_is_written_by_hand() -> None:
-    """The discriminator first, on made samples without a gradient; then the generator, against the new discriminator."""
+    """The discriminator first, on made samples without a gradient; then the generator, against the new
+    discriminator."""
     made = trainer(**GAN)
     generator, judge = copy.deepcopy(made.models["generator"]), copy.deepcopy(made.models["discriminator"])
     optims = [torch.optim.Adam(model.parameters(), lr=0.001) for model in (judge, generator)]

@@ -1,4 +1,5 @@
-"""What is the user's own: what their model's code froze and how it is set, and the names by which its parts are found again."""
+"""What is the user's own: what their model's code froze and how it is set, and the names by which its parts are found
+again."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def moved(made: Trainer, steps: int) -> set[str]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_the_users_own_code_froze_stays_so(tmp_path: Path, seed: int) -> None:
-    """Whatever rules name, when they end, where the run is resumed, and when rules are taken away: only those that a rule names change."""
+    """Whatever rules name, when they end, where the run is resumed, and when rules are taken away: only those that a
+    rule names change."""
     dice = random.Random(seed)
     frozen, ruled, later = (dice.sample(NAMES, dice.randrange(4)) for _ in range(3))
     rules = [*ruled, *({"match": name, "until": 3} for name in later if name not in ruled)]
@@ -87,7 +89,8 @@ def test_each_model_keeps_what_its_own_code_froze(tmp_path: Path) -> None:
 
 
 def test_a_module_that_the_user_put_into_evaluation_mode_stays_there(tmp_path: Path) -> None:
-    """Evaluation gives each module the mode that it had, so a run that is resumed behind one ends with the same bytes."""
+    """Evaluation gives each module the mode that it had, so a run that is resumed behind one ends with the same
+    bytes."""
     own = {"main": owned(tmp_path, ["norm"])}
     run(tmp_path / "a", models=own)
     tree = torch.load(tmp_path / "a/run/checkpoints/step-00000020.pt", weights_only=True)

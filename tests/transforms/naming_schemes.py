@@ -1,4 +1,5 @@
-"""Names and shapes of models as libraries write them, without the libraries: timm, torchvision, Hugging Face, DINO, Lightning."""
+"""Names and shapes of models as libraries write them, without the libraries: timm, torchvision, Hugging Face, DINO,
+Lightning."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def _joined(key: str) -> list[str]:
 
 
 def torchvision_vit(depth: int = 12, width: int = 768, classes: int = 1000, old: bool = False) -> Shapes:
-    """torchvision's VisionTransformer, in its own order; old: with the names that its MLP had before version 2 of the block."""
+    """torchvision's VisionTransformer, in its own order; old: with the names that its MLP had before version 2 of the
+    block."""
     shapes: Shapes = {"class_token": (1, 1, width)}
     shapes |= conv("conv_proj", width, 3, 16) | {"conv_proj.bias": (width,), "encoder.pos_embedding": (1, 197, width)}
     first, second = ("linear_1", "linear_2") if old else ("0", "3")

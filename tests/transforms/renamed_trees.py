@@ -48,7 +48,8 @@ def spelled_out(path: tuple[Part, ...]) -> list[str]:
 
 @st.composite
 def renamings(draw: Callable[[Any], Any]) -> tuple[dict[str, str], Shapes]:
-    """Keys with their true new names, and their shapes: names stay or become ones that are nowhere else, numbers stay."""
+    """Keys with their true new names, and their shapes: names stay or become ones that are nowhere else, numbers
+    stay."""
     fresh = (f"z{a}{b}" for a in string.ascii_lowercase for b in string.ascii_lowercase)
     often, wrapper = draw(st.sampled_from([0, 1, 2, 4])), draw(st.sampled_from([(), ("model",)]))
     names: dict[tuple[Part, ...], Part] = {}

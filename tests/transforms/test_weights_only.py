@@ -1,4 +1,5 @@
-"""Plain values: whatever a checkpoint holds, what comes out opens with `weights_only=True`, and nothing goes without a word."""
+"""Plain values: whatever a checkpoint holds, what comes out opens with `weights_only=True`, and nothing goes without a
+word."""
 
 from __future__ import annotations
 

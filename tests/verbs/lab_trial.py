@@ -1,4 +1,5 @@
-"""One trial of the lab: what `doctor` says of a specimen, its commands as a shell reads them, and torch as the judge of what comes out."""
+"""One trial of the lab: what `doctor` says of a specimen, its commands as a shell reads them, and torch as the judge of
+what comes out."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ REMARKS = frozenset(
 
 @dataclass
 class Trial:
-    """What became of a specimen. `failed`: commands that did not exit 0.  loads: stock torch takes what came out, and the model that."""
+    """What became of a specimen. `failed`: commands that did not exit 0.  loads: stock torch takes what came out, and
+    the model that."""
 
     codes: set[str]
     blocks: bool

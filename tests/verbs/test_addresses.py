@@ -1,4 +1,5 @@
-"""`FILE#ADDRESS` and `--at`: the same thing to every verb of a kind. Stock torch is the judge of what changed and what did not."""
+"""`FILE#ADDRESS` and `--at`: the same thing to every verb of a kind. Stock torch is the judge of what changed and what
+did not."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ class Holder:
 
 
 def model(prefix: str = "module.") -> OrderedDict[str, torch.Tensor]:
-    """A state dict that every verb finds something to change in: a wrapper's prefix, weight norm, a slice, floats on another device."""
+    """A state dict that every verb finds something to change in: a wrapper's prefix, weight norm, a slice, floats on
+    another device."""
     names: OrderedDict[str, Any] = OrderedDict()
     names[f"{prefix}fc.weight_g"] = torch.rand(3, 1) + 1
     names[f"{prefix}fc.weight_v"] = torch.randn(3, 4)
     names[f"{prefix}fc.bias"] = torch.randn(1000)[10:13]
     names[f"{prefix}n"] = torch.tensor(3)
-    names._metadata = OrderedDict({"": {"version": 1}, prefix.rstrip("."): {"version": 1}})  # type: ignore[attr-defined]
+    # defined]
+    names._metadata = OrderedDict({"": {"version": 1}, prefix.rstrip("."): {"version": 1}})  # type: ignore[attr
     return names
 
 
@@ -270,7 +273,7 @@ def test_slim_does_not_drop_the_part_that_it_was_given(original: Path, tmp_path:
         ckptool.slim(f"{original}#optimizer", tmp_path / "out.pt")
 
 
-# Verbs that take the part, and those that refuse one -------------------------------------------------------------------
+# Verbs that take the part, and those that refuse one ------------------------------------------------------------------
 
 
 def test_verify_reads_the_part(tmp_path: Path) -> None:

@@ -201,7 +201,8 @@ def test_dedup_finds_equals_where_only_one_container_has_checksums(files: Path) 
 
 
 def test_dedup_never_trusts_a_checksum(files: Path) -> None:
-    """Two tensors with one CRC-32 and other bytes: the checksum of zeros with a multiple of its polynomial in them is the same."""
+    """Two tensors with one CRC-32 and other bytes: the checksum of zeros with a multiple of its polynomial in them is
+    the same."""
     poly = 0x104C11DB7  # 33 bits; added to a message, it changes no CRC
     zeros, other = bytearray(4096), bytearray(4096)
     for bit in range(33):

@@ -91,11 +91,12 @@ def test_optimizers_are_compared(tmp_path: Path) -> None:
     assert change.address == "optimizer_state_dict/param_groups/0/lr" and change.aspects["value"][1] == 0.5
 
 
-# One file under two names -----------------------------------------------------------------------------------------------
+# One file under two names ---------------------------------------------------------------------------------------------
 
 
 def big(path: Path, kind: str) -> Path:
-    """A file of a megabyte of numbers that cannot be compared as one range of it: turned, expanded, compressed, in another byte order."""
+    """A file of a megabyte of numbers that cannot be compared as one range of it: turned, expanded, compressed, in
+    another byte order."""
     w = torch.arange(1 << 17, dtype=torch.float32).reshape(256, 512)
     value = {"w": w, "turned": w.t(), "part": w[:, ::2], "array": numpy.asfortranarray(w.numpy()).astype(">f4")}
     if kind == "legacy":
@@ -139,7 +140,7 @@ def test_parts_of_one_file_are_still_compared(tmp_path: Path) -> None:
     assert not ckptool.diff(f"{path}#a", f"{path}#b", quick=True).same and ckptool.diff(f"{path}#a", f"{path}#a").same
 
 
-# Arrays and tensors -----------------------------------------------------------------------------------------------------
+# Arrays and tensors ---------------------------------------------------------------------------------------------------
 
 ARRAYS = {
     "torch": saved,
@@ -151,7 +152,8 @@ ARRAYS = {
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("left", "right"), list(itertools.product(ARRAYS, ARRAYS)))
 def test_an_array_is_no_tensor_where_both_files_can_say_so(left: str, right: str, nested: bool, tmp_path: Path) -> None:
-    """Whichever is on the left, and also where one of the files is taken for a bare set of weights and the other is not."""
+    """Whichever is on the left, and also where one of the files is taken for a bare set of weights and the other is
+    not."""
     tensor = {"w": torch.arange(6.0).reshape(2, 3), "v": torch.ones(2, dtype=torch.int64)}
     array = {name: part.numpy() for name, part in tensor.items()}
     wrap = (lambda value: {"model": value, "epoch": 1}) if nested else (lambda value: value)

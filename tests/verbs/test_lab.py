@@ -1,4 +1,5 @@
-"""The lab: what `doctor` says of every specimen, with its model and without, and what its commands make. Torch is the judge."""
+"""The lab: what `doctor` says of every specimen, with its model and without, and what its commands make. Torch is the
+judge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""No tensor disappears inside what was taken: its bytes are in the output, or its address is in the report, or nothing is written.
+"""No tensor disappears inside what was taken: its bytes are in the output, or its address is in the report, or nothing
+is written.
 
 Every tensor has random bytes of its own, which are looked for in the files as they are on the disk.
 """

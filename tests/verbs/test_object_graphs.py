@@ -1,7 +1,8 @@
-"""Random graphs of everything that people save, through every verb that writes: stock torch loads what it loaded before.
+"""Random graphs of everything that people save, through every verb that writes: stock torch loads what it loaded
+before.
 
-Values, types, bits, strides, the order of keys, `requires_grad`, and which objects are one and which are two. What is not kept is refused
-by name, and that only for the kinds in `REFUSED`.
+Values, types, bits, strides, the order of keys, `requires_grad`, and which objects are one and which are two. What is
+not kept is refused by name, and that only for the kinds in `REFUSED`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""For every code of a note, and of an error that names a command: the command is printed, a shell reads it, and it runs."""
+"""For every code of a note, and of an error that names a command: the command is printed, a shell reads it, and it
+runs."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ NOTES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "torchscript": ("a.jit", lab.SPECIMENS["script.pt"].make),
     "no-state-dict": ("a.jit", frozen),
 }
-# Made by hand in the tests of what they are about: a nested class in an old pickle, a part of a checkpoint; of `verify` and `convert`.
+# Made by hand in the tests of what they are about: a nested class in an old pickle, a part of a checkpoint; of `verify`
+# and `convert`.
 ELSEWHERE = {"nested-name", "unused-bytes", "part", "recover", "whole-module"}
 
 

@@ -1,4 +1,5 @@
-"""`recover`: what is whole comes back in a checkpoint that others open; what is lost is left out and named, what is filled says so."""
+"""`recover`: what is whole comes back in a checkpoint that others open; what is lost is left out and named, what is
+filled says so."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def notes(path: Path) -> list[str]:
     return [note.code for note in ckptool.inspect(path).notes]
 
 
-# What comes back --------------------------------------------------------------------------------------------------------
+# What comes back ------------------------------------------------------------------------------------------------------
 
 
 def test_a_64_tensor_zip_cut_at_half(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_another_container_may_be_written(tmp_path: Path) -> None:
     assert ckptool.verify(tmp_path / "out.safetensors").problems[0].code == "recovered-file"
 
 
-# In-place edits ---------------------------------------------------------------------------------------------------------
+# In-place edits -------------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_edit_is_undone_byte_for_byte(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_an_interrupted_edit_is_undone_byte_for_byte(tmp_path: Path) -> None:
         assert done.complete and "was not finished" in str(done), number
 
 
-# Filled in --------------------------------------------------------------------------------------------------------------
+# Filled in ------------------------------------------------------------------------------------------------------------
 
 
 def test_lost_tensors_are_filled_in_and_the_output_says_so_for_ever(tmp_path: Path) -> None:
@@ -344,7 +345,7 @@ def test_marks_add_up() -> None:
     assert recovered.notes({}) == ()
 
 
-# Refusals and the command -----------------------------------------------------------------------------------------------
+# Refusals and the command ---------------------------------------------------------------------------------------------
 
 
 def test_refusals(tmp_path: Path) -> None:

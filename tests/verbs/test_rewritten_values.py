@@ -1,4 +1,5 @@
-"""Values that are what they were: lazy views, types without a storage class, byte orders, views that overlap. Torch is the judge."""
+"""Values that are what they were: lazy views, types without a storage class, byte orders, views that overlap. Torch is
+the judge."""
 
 from __future__ import annotations
 

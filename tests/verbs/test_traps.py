@@ -1,4 +1,5 @@
-"""Every vector of TRAPS.md through every verb that rewrites: it comes back bit for bit, or is refused by name. torch is the judge."""
+"""Every vector of TRAPS.md through every verb that rewrites: it comes back bit for bit, or is refused by name. torch is
+the judge."""
 
 from __future__ import annotations
 
@@ -83,8 +84,8 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return saved(TRAPS[request.node.callspec.params["name"]](), tmp_path / "in.pt")
 
 
-# `same_for_torch` compares storages, strides, types, ties, order and types of keys, `_metadata`, and loads the result as
-# safely as the original.
+# `same_for_torch` compares storages, strides, types, ties, order and types of keys, `_metadata`, and loads the result
+# as safely as the original.
 each = pytest.mark.parametrize("name", TRAPS)
 
 

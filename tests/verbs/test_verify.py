@@ -49,7 +49,7 @@ def codes(found: Verification) -> list[str]:
     return [problem.code for problem in found.problems]
 
 
-# Whole ------------------------------------------------------------------------------------------------------------------
+# Whole ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_row_115_a_format_without_checksums_says_so(tmp_path: Path) -> None:
         assert verification_json(found)["checksums"] == "none"
 
 
-# Damaged ----------------------------------------------------------------------------------------------------------------
+# Damaged --------------------------------------------------------------------------------------------------------------
 
 
 def test_row_034_every_damaged_record_is_named_with_its_tensors(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_filled_file_is_never_called_intact(tmp_path: Path) -> None:
         assert "recovered, not intact" in str(found) and not found.fixes
 
 
-# Values -----------------------------------------------------------------------------------------------------------------
+# Values ---------------------------------------------------------------------------------------------------------------
 
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
@@ -247,7 +247,7 @@ def test_row_092_an_endless_view_is_not_searched(tmp_path: Path) -> None:
     assert "not searched for NaN: w.x" in str(found)
 
 
-# Digests ----------------------------------------------------------------------------------------------------------------
+# Digests --------------------------------------------------------------------------------------------------------------
 
 
 def test_digests_are_kept_and_compared(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_digests_that_cannot_be_used(what: str, tmp_path: Path, monkeypatch: pyt
         verify(path, against=kept)
 
 
-# The command ------------------------------------------------------------------------------------------------------------
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 Said = Callable[..., tuple[int, str]]

@@ -1,4 +1,5 @@
-"""`--verify` of the verbs that write: a damaged input is told before anything is written, and so is a pickle that torch cannot load."""
+"""`--verify` of the verbs that write: a damaged input is told before anything is written, and so is a pickle that torch
+cannot load."""
 
 from __future__ import annotations
 
@@ -151,7 +152,8 @@ def test_what_was_one_object_and_is_two_fails(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_not_verified_is_copied_with_its_damage(tmp_path: Path) -> None:
-    """Without `--verify` copied records are not read; their checksums go along, so that the damage can still be found."""
+    """Without `--verify` copied records are not read; their checksums go along, so that the damage can still be
+    found."""
     path = saved(checkpoint(), tmp_path / "a.pt")
     damaged(path, "archive/data/0")
     ckptool.strip_module(path, tmp_path / "b.pt")

@@ -1,4 +1,5 @@
-"""Weights that stand for a folder of several files: what is made of them names the files it leaves, `diff` those it did not look at."""
+"""Weights that stand for a folder of several files: what is made of them names the files it leaves, `diff` those it did
+not look at."""
 
 from __future__ import annotations
 
