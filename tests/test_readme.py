@@ -1,10 +1,8 @@
-"""Every block of the README is run, one after the other in one folder as a reader pastes them, and prints what the
-README says.
+"""Every example of the README and of docs/ is run as a reader pastes it, page by page, and prints what the page says.
 
-    CKPTOOL_UPDATE_README=1 pytest tests/test_readme.py     puts the real output into the README
+    CKPTOOL_UPDATE_README=1 pytest tests/test_readme.py     puts the real output into the pages
 
-A line of output that ends in `…` may go on differently (times, versions); a line that is `…` alone stands for any
-lines.
+A line of output that ends in `…` may go on differently (times, versions); a line that is `…` alone stands for any lines.
 """
 
 from __future__ import annotations
@@ -13,23 +11,30 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from ckptool import cli
 from fixtures.readme import make_readme_files
 
-README = Path(__file__).parent.parent / "README.md"
+HOME = Path(__file__).parent.parent
+README = HOME / "README.md"
+PAGES = [README, *sorted((HOME / "docs").glob("*.md"))]
 BLOCK = re.compile(r"```(console|python|sh)\n(.*?)```", re.DOTALL)
 BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("readme")
-    make_readme_files(path)
-    return path
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each page, with the files that its examples work on."""
+    folders = {page.stem: tmp_path_factory.mktemp(page.stem) for page in PAGES}
+    for page in PAGES:
+        if BLOCK.search(page.read_text()):
+            make_readme_files(folders[page.stem])
+    return folders
 
 
 def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -65,8 +70,10 @@ def agrees(printed: str, promised: str) -> bool:
     return re.fullmatch(pattern, printed.rstrip("\n") + "\n" if printed.strip() else "") is not None
 
 
-def test_every_example_prints_what_the_readme_says(folder: Path) -> None:
-    text = README.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_example_prints_what_its_page_says(page: Path, folders: dict[str, Path]) -> None:
+    text = page.read_text()
+    folder = folders[page.stem]
     update = os.environ.get("CKPTOOL_UPDATE_README")
     wrong: list[str] = []
 
@@ -95,14 +102,75 @@ def test_every_example_prints_what_the_readme_says(folder: Path) -> None:
         return f"```console\n{shown}```"
 
     renewed = BLOCK.sub(checked, text)
-    assert text.count("```console") >= 4
     if update:
-        README.write_text(renewed)
+        page.write_text(renewed)
     else:
         assert not wrong, "\n\n".join(wrong)
 
 
-def test_what_the_examples_made_loads_in_torch(folder: Path) -> None:
-    state_dict = torch.load(folder / "clean.pt", weights_only=True)["state_dict"]
+def test_what_the_examples_made_loads_in_torch(folders: dict[str, Path]) -> None:
+    state_dict = torch.load(folders["README"] / "clean.pt", weights_only=True)["state_dict"]
     assert not any(key.startswith("module.") for key in state_dict)
     assert all(tensor.device.type == "cpu" for tensor in state_dict.values())
+
+
+def test_the_readme_is_short_and_shows_the_first_minute() -> None:
+    text = README.read_text()
+    assert text.count("\n") <= 250
+    assert text.count("```console") >= 4
+
+
+# Links ----------------------------------------------------------------------------------------------------------------
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    for page in [*PAGES, HOME / "CHANGELOG.md", *HOME.glob("*/README.md")]:
+        for target in LINK.findall(page.read_text().replace("\n", " ")):
+            if "://" not in target:
+                yield page, target
+
+
+def test_links_lead_somewhere() -> None:
+    for page, target in links():
+        name, _, anchor = target.partition("#")
+        aim = page.parent / name if name else page
+        assert aim.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(aim), f"{page.name}: {target}"
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    reached = {(page.parent / target.partition("#")[0]).resolve() for page, target in links() if page == README}
+    assert {page for page in PAGES if page != README} <= reached
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+def sections(text: str) -> dict[str, str]:
+    """The text below each heading of the third level."""
+    parts = re.split(r"^#{2,3} (.*)$", text, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_the_readme_has_a_line_for_every_command() -> None:
+    table = sections(README.read_text())["Commands"]
+    assert [name for name in cli.COMMANDS if not re.search(rf"`{name} ", table)] == []
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_the_page_of_commands_has_every_option(name: str) -> None:
+    text = sections(re.sub(r"```.*?```", "", (HOME / "docs" / "commands.md").read_text(), flags=re.DOTALL))
+    shared = set(re.findall(r"`(-[a-z-]+)", text["Options of many commands"]))
+    parameters = cli.parser([name]).commands[name].params
+    options = {option for parameter in parameters for option in parameter.opts if option.startswith("-")}
+    said = set(re.findall(r"(?<![\w-])(-{1,2}[a-z][a-z-]*)", text[name]))
+    assert options - shared - said == set()
+    assert {option for option in said if option.startswith("--")} - options == set(), "options that there are not"
