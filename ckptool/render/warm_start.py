@@ -14,8 +14,7 @@ from ckptool.reports.targets import BUFFER
 from ckptool.reports.warm_start import AS_IT_IS, percent
 
 if TYPE_CHECKING:
-    from ckptool.reports.warm_start import Absent, DtypeChange, LoadReport, Mismatch
-    from ckptool.transforms.suggest import Suggestion
+    from ckptool.reports.warm_start import Absent, DtypeChange, LoadReport, Mismatch, Suggestion
 
 _LINES = 16  # of one kind on a terminal; elsewhere, all
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Note
 from ckptool.dtypes import DType
 from ckptool.errors import PlanRefused, UsageError, counted, listed, printable
 from ckptool.transforms.select import matcher
-
-if TYPE_CHECKING:
-    from ckptool.transforms.suggest import Suggestion
 
 Shape = tuple[int, ...] | None
 AS_IT_IS, SLICED, PADDED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "skipped", "refused"
@@ -81,6 +78,22 @@ class OptimizerReport:
     carried: tuple[str, ...]
     fresh: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Rules that belong together, in the order in which they have to be given; `why`, the evidence for them.
+
+    agree: how many keys get a name of the target with the same shape.  total: how many keys the rules take.
+    unambiguous: False where something else would fit as well: to be looked at before it is used.
+    rules: empty where no renaming can help.
+    """
+
+    rules: tuple[str, ...]
+    agree: int
+    total: int
+    unambiguous: bool
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

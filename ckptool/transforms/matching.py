@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Composite, Note, StorageRef, Tensor, TensorEntry
 from ckptool.dtypes import DType
@@ -32,6 +32,7 @@ from ckptool.reports.warm_start import (
     LoadReport,
     Mismatch,
     Refusal,
+    Suggestion,
     checked_share,
     unmet,
 )
@@ -40,9 +41,6 @@ from ckptool.transforms.conversion import EXACT, LOSSY, conversion, losses
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from ckptool.transforms.select import selected
 from ckptool.transforms.torch_versions import Accepted, accepted
-
-if TYPE_CHECKING:
-    from ckptool.transforms.suggest import Suggestion
 
 ON_MISMATCH = ("error", "skip", "slice", "pad")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller type, in all

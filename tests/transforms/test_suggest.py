@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.transforms.key_words import contradict, spellings, words
+from ckptool.reports.warm_start import Suggestion
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
-from ckptool.transforms.suggest import Suggestion, rules_file, suggest
+from ckptool.transforms.suggest import rules_file, suggest
+from ckptool.transforms.suggest.names import contradict, spellings, words
 from tests.helpers import quickest
 from tests.transforms.naming_schemes import (
     CHUNKS,
@@ -333,6 +334,7 @@ def test_words() -> None:
 # Any names -----------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(renamings(), st.booleans())
 def test_no_wrong_assignment_is_accepted_silently(case: tuple[dict[str, str], Shapes], in_order: bool) -> None:
     truth, source = case
