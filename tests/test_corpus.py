@@ -22,7 +22,7 @@ from ckptool.pickles.calls import CUSTOM, UNKNOWN
 from ckptool.roots import find_roots
 from ckptool.tree import tensors, uses_of
 from ckptool.verbs.saving import Written
-from tests.helpers import assert_same_objects, assert_same_tree, load
+from tests.support.helpers import assert_same_objects, assert_same_tree, load
 
 CORPUS = Path(__file__).resolve().parents[2] / "shared" / "corpus"
 

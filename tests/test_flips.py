@@ -23,8 +23,8 @@ from ckptool.errors import CkptoolError
 from ckptool.formats import read
 from ckptool.tree import tensors
 from ckptool.verbs.convert import convert
-from tests.formats.zip_layouts import Layout, honest
-from tests.helpers import assert_same_tree, torch_bytes, written
+from tests.support.helpers import assert_same_tree, torch_bytes, written
+from tests.support.zip_layouts import Layout, honest
 
 TREE = {"w": torch.arange(3.0), "b": torch.tensor([1, -2], dtype=torch.int16), "n": 3}
 STATE = {name: value for name, value in TREE.items() if isinstance(value, torch.Tensor)}

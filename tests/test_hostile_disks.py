@@ -20,9 +20,9 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import FileProblem
 from ckptool.output import copying
-from tests.checkpoints import saved
-from tests.helpers import assert_same_objects, load
-from tests.hostile_system import FULL, PROGRAM, ROOT, clean, state, temporaries
+from tests.support.checkpoints import saved
+from tests.support.helpers import assert_same_objects, load
+from tests.support.hostile_system import FULL, PROGRAM, ROOT, clean, state, temporaries
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import saved
-from tests.helpers import load
-from tests.hostile_system import FULL, PROGRAM, state, temporaries
+from tests.support.checkpoints import saved
+from tests.support.helpers import load
+from tests.support.hostile_system import FULL, PROGRAM, state, temporaries
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from ckptool.errors import CkptoolError, FileProblem, OutputExists
 from ckptool.transforms import expressions
 from ckptool.transforms.rules import parse_rule
 from ckptool.transforms.select import matcher
-from tests.checkpoints import saved, three_parts, weights
-from tests.helpers import assert_same_objects, load
+from tests.support.checkpoints import saved, three_parts, weights
+from tests.support.helpers import assert_same_objects, load
 from tests.test_memory import LIMIT, peak
 
 Ran = tuple[int, str, str]

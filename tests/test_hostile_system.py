@@ -25,9 +25,9 @@ import safetensors.torch
 import ckptool
 from ckptool.errors import CkptoolError, FileChanged, FileProblem
 from ckptool.output import durable
-from tests.checkpoints import saved
-from tests.helpers import assert_same_objects, default_signals, load
-from tests.hostile_system import PROGRAM, ROOT, clean, state, temporaries
+from tests.support.checkpoints import saved
+from tests.support.helpers import assert_same_objects, default_signals, load
+from tests.support.hostile_system import PROGRAM, ROOT, clean, state, temporaries
 
 
 @pytest.fixture

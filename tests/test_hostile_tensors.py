@@ -16,9 +16,9 @@ from ckptool.errors import BadTensor, CkptoolError, Conflict, Corrupt, Unsupport
 from ckptool.formats import read
 from ckptool.nodes import Object
 from fixtures.sparse import make_sparse
-from tests.helpers import assert_same_objects, load, torch_bytes, written
-from tests.hostile_inputs import HOOKS, ONE, integer, integers, name, pickle_zip, state, storage, tensor, text
-from tests.watched import LOOKING, Seen, Watched, watched
+from tests.support.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.hostile_inputs import HOOKS, ONE, integer, integers, name, pickle_zip, state, storage, tensor, text
+from tests.support.watched import LOOKING, Seen, Watched, watched
 
 QINT = b"(" + text("storage") + name("torch", "QInt8Storage") + text("0") + text("cpu") + integer(16) + b"tQ"
 INDEX = storage("LongStorage", "i", numel=4)

@@ -12,8 +12,8 @@ from torch import nn
 import ckptool
 from ckptool.errors import Conflict, NoMatch, UsageError
 from fixtures.make import mlp, train
-from tests.checkpoints import saved
-from tests.live_models import bits, refused
+from tests.support.checkpoints import saved
+from tests.support.live_models import bits, refused
 
 STEPS = 3
 

@@ -15,8 +15,8 @@ from torch import nn
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, NoMatch, PlanRefused, Unsupported, UsageError
 from fixtures.make import TiedLanguageModel, mlp
-from tests.checkpoints import saved, three_parts
-from tests.live_models import Classifier, bits, refused, snapshot
+from tests.support.checkpoints import saved, three_parts
+from tests.support.live_models import Classifier, bits, refused, snapshot
 
 
 def test_zero_matches(tmp_path: Path) -> None:

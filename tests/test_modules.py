@@ -22,7 +22,7 @@ from ckptool.nodes import Global, Object, OrderedDict, Set
 from ckptool.roots import WEIGHTS, find_roots
 from ckptool.tree import find
 from ckptool.verbs.inspect import inspect
-from tests.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.helpers import assert_same_objects, load, torch_bytes, written
 
 
 class Net(nn.Module):

@@ -2,7 +2,7 @@
 audit hook.
 
 The hook fails on an import, a compilation, a call of a program, a connection or a library that is loaded, once all that
-ckptool itself needs is there (`tests/watched.py`). Beside the input, which is also the working directory, lie decoys
+ckptool itself needs is there (`tests/support/watched.py`). Beside the input, which is also the working directory, lie decoys
 that would leave a trace.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile_inputs import ORDINARY, everything, pickle_zip
+from tests.support.hostile_inputs import ORDINARY, everything, pickle_zip
+from tests.support.watched import OPTIONAL, Watched, watched
 from tests.test_corpus import CORPUS
-from tests.watched import OPTIONAL, Watched, watched
 
 DECOYS = (
     "torch",

@@ -17,7 +17,7 @@ import ckptool
 from ckptool.cli import COMMANDS
 from ckptool.errors import OnlyAPart
 from tests.cli.conftest import run as run  # a fixture
-from tests.part_files import (
+from tests.support.part_files import (
     DISTRIBUTED,
     FOLDERS,
     MADE,

@@ -25,7 +25,7 @@ from ckptool.live_values import from_live
 from ckptool.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.plain import Array, expand, plain, python_value, summary, to_json
 from fixtures.traps import TRAPS
-from tests.helpers import torch_bytes
+from tests.support.helpers import torch_bytes
 
 
 def nodes(value: Any) -> Any:

@@ -14,7 +14,7 @@ from ckptool.formats import read
 from ckptool.roots import AVERAGE, OPTIMIZER, PLAIN, WEIGHTS, find_roots, model_roots, one_root
 from ckptool.verbs.opening import part_of
 from fixtures.make import PRODUCERS, make
-from tests.checkpoints import opened, saved, three_parts, weights
+from tests.support.checkpoints import opened, saved, three_parts, weights
 
 MODEL = weights("fc.weight", "fc.bias")
 OTHER = weights("fc.weight", "fc.bias", "out.weight")

@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 import ckptool
 from ckptool.errors import OutputExists
 from fixtures.make import TiedLanguageModel, mlp
-from tests.live_models import compiled, same
+from tests.support.live_models import compiled, same
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ckptool.cli import COMMANDS, main
 from ckptool.errors import CkptoolError
 from ckptool.spelling import NAMES, VALUED, in_python
 from ckptool.verbs import changing, saving
-from tests.cli.options import options_of
+from tests.support.command_options import options_of
 
 FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
 COMMAND = re.compile(r"(?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*")

@@ -28,8 +28,8 @@ from ckptool.tree import (
     walk,
 )
 from fixtures.traps import TRAPS
-from tests.checkpoints import opened
-from tests.helpers import assert_same_tree
+from tests.support.checkpoints import opened
+from tests.support.helpers import assert_same_tree
 
 F32 = by_name("f32")
 

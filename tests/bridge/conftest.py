@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import torch_bytes, written
+from tests.support.helpers import torch_bytes, written
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from ckptool.errors import Conflict, Unsupported
 from ckptool.formats import read
 from ckptool.pickles.encode import encode
 from fixtures.traps import TRAPS
-from tests.bridge.unknown import UNKNOWN
-from tests.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.unknown_traps import UNKNOWN
 
 # Torch warns of features in beta and going away; the library adds none.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -19,8 +19,8 @@ from ckptool.errors import Corrupt, FileChanged, UnsafeObject, Unsupported, Usag
 from ckptool.formats import read
 from ckptool.tree import find
 from fixtures.traps import TRAPS
-from tests.bridge.unknown import LOADED_IN_ESSENCE, UNKNOWN
-from tests.helpers import assert_same_objects, load, torch_bytes
+from tests.support.helpers import assert_same_objects, load, torch_bytes
+from tests.support.unknown_traps import LOADED_IN_ESSENCE, UNKNOWN
 
 # What can be written but, for now, not made again without pickle.
 ONLY_WRITTEN = {"19-numpy-odd-arrays", "20-functions-and-classes", "20-random-states"}

@@ -12,7 +12,7 @@ import torch
 
 from ckptool.cli import main
 from fixtures.make import make_all
-from tests.cli.small_files import make_small_files
+from tests.support.small_files import make_small_files
 
 NAMES = [
     "dp.pt",

@@ -16,7 +16,7 @@ import pytest
 from ckptool.cli import COMMANDS
 from ckptool.cli.progress import progress_bar
 from fixtures.sparse import make_sparse
-from tests.helpers import default_signals
+from tests.support.helpers import default_signals
 
 PROGRAM = [sys.executable, "-c", "import sys; from ckptool.cli import main; sys.exit(main())"]
 

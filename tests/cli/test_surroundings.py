@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from ckptool.cli import COMMANDS
-from tests.cli.options import options_of
-from tests.cli.small_files import HARNESS, contents, words_of
-from tests.cli.surroundings import ALL, FULL, MODULE, SCRIPT, Surroundings
+from tests.support.command_options import options_of
+from tests.support.small_files import HARNESS, contents, words_of
+from tests.support.surroundings import ALL, FULL, MODULE, SCRIPT, Surroundings
 
 pytestmark = pytest.mark.skipif(not shutil.which("bash"), reason="the surroundings are made by bash")
 

@@ -14,7 +14,7 @@ import torch
 
 from ckptool.cli import COMMANDS
 from tests.cli.conftest import Ran
-from tests.cli.options import Option, options_of
+from tests.support.command_options import Option, options_of
 
 Run = Callable[..., Ran]
 FOREIGN = ("Invalid value", "Possible options", "Value error", "No such", "Missing ", "Got unexpected", "Input should")

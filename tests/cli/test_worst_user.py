@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import pytest
 
 from ckptool.cli import COMMANDS, main
-from tests.cli.options import Option, options_of
-from tests.cli.small_files import HARNESS, PLAIN, contents, words_of
+from tests.support.command_options import Option, options_of
+from tests.support.small_files import HARNESS, PLAIN, contents, words_of
 
 LONG = ("--exhaustive", "--processes", "--steps", "--kills")  # of `prove`: they take their time when all is well
 SECONDS, SECONDS_OF_RUNS = 10, 40

@@ -21,8 +21,8 @@ from ckptool.formats import carried, read, safetensors, torch_zip
 from ckptool.nodes import ByteString, Global, Object, OrderedDict, Set
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
-from tests.helpers import assert_same_tree, carry_out, torch_bytes, written
-from tests.pickles.graphs import as_tree, graphs
+from tests.support.helpers import assert_same_tree, carry_out, torch_bytes, written
+from tests.support.pickled_graphs import as_tree, graphs
 
 REFUSED = {
     "11-wrapper-subclass": "fixtures.traps.classes.Wrapper",

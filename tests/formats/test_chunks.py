@@ -13,7 +13,7 @@ from ckptool.checkpoint import Literal, Storage, TensorEntry, row_major_strides
 from ckptool.dtypes import by_name
 from ckptool.errors import Unsupported
 from ckptool.formats.chunks import Chunk, assembled, boxes_between, covers
-from tests.helpers import quickest
+from tests.support.helpers import quickest
 
 
 def entry_of(tensor: torch.Tensor) -> TensorEntry:

@@ -36,8 +36,8 @@ from ckptool.errors import (
 from ckptool.files import Folder
 from ckptool.formats import dcp, read
 from ckptool.tree import tensors
-from tests.checkpoints import three_parts
-from tests.helpers import assert_same_objects
+from tests.support.checkpoints import three_parts
+from tests.support.helpers import assert_same_objects
 from tests.test_corpus import CORPUS
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.formats.streams import INFO, Made, Pid, Rebuilt, block, floats, pickled, storage, stream
-from tests.hostile import meets_budget
+from tests.support.budget import meets_budget
+from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, block, floats, pickled, storage, stream
 
 LOAD = torch.storage._load_from_bytes
 CALL = b"\x80\x02cos\nmkdir\n(X\x09\0\0\0/tmp/evilt R".replace(b" ", b"")

@@ -19,8 +19,8 @@ from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint,
 from ckptool.formats import read
 from ckptool.nodes import MISSING, Object
 from ckptool.tree import uses_of
-from tests.formats.pickle_files import each, pickled
-from tests.helpers import torch_bytes, written
+from tests.support.helpers import torch_bytes, written
+from tests.support.pickle_files import each, pickled
 
 
 class Ran:

@@ -23,9 +23,9 @@ from ckptool.errors import (
     Unsupported,
 )
 from ckptool.formats import read
-from tests.formats.zip_layouts import honest
-from tests.helpers import written
-from tests.hostile import meets_budget
+from tests.support.budget import meets_budget
+from tests.support.helpers import written
+from tests.support.zip_layouts import honest
 
 W = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 DATA = b"\0\0\x80\x3f"

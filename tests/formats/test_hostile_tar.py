@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.formats.streams import Pid, block, pickled
 from tests.formats.test_torch_tar import EVIL, WRONG, by_hand, count, four, place, triple, with_entry
-from tests.hostile import meets_budget
+from tests.support.budget import meets_budget
+from tests.support.legacy_streams import Pid, block, pickled
 
 FILES = {"sys_info": b"N.", "pickle": b"N.", "tensors": b"K\0.", "storages": b"K\0.]."}
 

@@ -29,8 +29,9 @@ from ckptool.errors import (
 )
 from ckptool.formats import read, torch_zip
 from ckptool.formats.zip_records import LOCATOR
-from tests.formats.zip_layouts import RECORDS, Entry, Layout, changed, honest, layouts, with_entry, with_more
-from tests.formats.zips import (
+from tests.support.helpers import torch_bytes, written
+from tests.support.zip_layouts import RECORDS, Entry, Layout, changed, honest, layouts, with_entry, with_more
+from tests.support.zips import (
     DIRECTORY,
     END64_AT,
     END_AT,
@@ -44,7 +45,6 @@ from tests.formats.zips import (
     torch_sees,
     values,
 )
-from tests.helpers import torch_bytes, written
 
 OTHER = torch_bytes({"w": torch.zeros(3), "v": torch.zeros(2)})
 Put = Callable[..., Path]

@@ -26,8 +26,10 @@ from ckptool.errors import (
 from ckptool.formats import read
 from ckptool.formats.zip_records import CENTRAL, END, END64, LOCAL, LOCATOR
 from ckptool.verbs.convert import convert
-from tests.formats.zip_layouts import RECORDS, Entry, Layout, changed, honest, with_entry, with_more
-from tests.formats.zips import (
+from tests.support.budget import meets_budget
+from tests.support.helpers import torch_bytes, written
+from tests.support.zip_layouts import RECORDS, Entry, Layout, changed, honest, with_entry, with_more
+from tests.support.zips import (
     END64_AT,
     END_AT,
     EXPECTED,
@@ -41,8 +43,6 @@ from tests.formats.zips import (
     torch_sees,
     values,
 )
-from tests.helpers import torch_bytes, written
-from tests.hostile import meets_budget
 
 Put = Callable[..., Path]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.formats.pickle_files import pickled
+from tests.support.pickle_files import pickled
 
 LIMIT = 64_000_000
 

@@ -25,9 +25,9 @@ from ckptool.errors import (
 from ckptool.formats import read
 from ckptool.pickles import legacy
 from ckptool.tree import tensors
-from tests.formats.legacy_files import LEGACY, SMALL, opened, refused, values
-from tests.formats.streams import INFO, Pid, Rebuilt, pickled, storage, stream
-from tests.helpers import torch_bytes, written
+from tests.support.helpers import torch_bytes, written
+from tests.support.legacy_files import LEGACY, SMALL, opened, refused, values
+from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickled, storage, stream
 
 
 @pytest.mark.parametrize(

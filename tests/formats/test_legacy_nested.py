@@ -16,9 +16,9 @@ from ckptool.errors import Corrupt, LimitExceeded, Truncated
 from ckptool.formats import read, torch_zip
 from ckptool.nodes import Object
 from ckptool.tree import uses_of
-from tests.formats.legacy_files import opened, refused, values
-from tests.formats.streams import Made, Rebuilt, pickled, storage, stream
-from tests.helpers import carry_out, load, torch_bytes, written
+from tests.support.helpers import carry_out, load, torch_bytes, written
+from tests.support.legacy_files import opened, refused, values
+from tests.support.legacy_streams import Made, Rebuilt, pickled, storage, stream
 
 
 def nested(value: Any, levels: int) -> Any:

@@ -18,7 +18,7 @@ from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExc
 from ckptool.formats import npy_array, read
 from ckptool.nodes import Object
 from ckptool.plain import array, plain
-from tests.helpers import written
+from tests.support.helpers import written
 
 NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 

@@ -26,10 +26,10 @@ from ckptool.nodes import Object
 from ckptool.plain import plain
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.checkpoints import saved, weights
 from tests.formats import contract
-from tests.formats.zip_mutants import OF_PIECES, apart, around, lie
-from tests.helpers import carry_out, load, quickest, written
+from tests.support.checkpoints import saved, weights
+from tests.support.helpers import carry_out, load, quickest, written
+from tests.support.zip_mutants import OF_PIECES, apart, around, lie
 
 SAVERS = {"stored": np.savez, "deflated": np.savez_compressed}
 each = pytest.mark.parametrize("how", SAVERS)

@@ -35,8 +35,8 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.formats import read
-from tests.formats.zips import with_record
-from tests.helpers import torch_bytes, written
+from tests.support.helpers import torch_bytes, written
+from tests.support.zips import with_record
 
 CHECKPOINT = torch_bytes({"weight": torch.ones(2)})
 

@@ -23,8 +23,8 @@ from ckptool.errors import Ambiguous, NotACheckpoint, Unsupported
 from ckptool.formats import pickle_file, read
 from ckptool.plain import array, plain
 from ckptool.tree import tensors
-from tests.formats.pickle_files import each, model, pickled, same
-from tests.helpers import torch_bytes, written
+from tests.support.helpers import torch_bytes, written
+from tests.support.pickle_files import each, model, pickled, same
 
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
 

@@ -12,7 +12,7 @@ import torch
 import ckptool
 from ckptool.errors import CkptoolError, Unsupported
 from ckptool.formats import read
-from tests.formats.pickle_files import model, pickled, same
+from tests.support.pickle_files import model, pickled, same
 
 
 def weights() -> dict[str, np.ndarray[Any, Any]]:

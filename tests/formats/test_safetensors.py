@@ -19,7 +19,7 @@ from ckptool.formats import read
 from ckptool.formats import safetensors as ours
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
-from tests.helpers import assert_same_tree, carry_out, torch_bytes, written
+from tests.support.helpers import assert_same_tree, carry_out, torch_bytes, written
 
 
 def converted(tree: Any, folder: Path) -> Path:

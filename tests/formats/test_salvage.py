@@ -25,8 +25,8 @@ from ckptool.tree import address, walk
 from ckptool.verbs.convert import convert
 from ckptool.verbs.edit import edit
 from fixtures.make import make
-from tests.formats.damaged import PLAIN, state
-from tests.helpers import torch_bytes, written
+from tests.support.damaged import PLAIN, state
+from tests.support.helpers import torch_bytes, written
 
 Values = dict[str, bytes]
 

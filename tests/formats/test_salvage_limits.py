@@ -15,8 +15,8 @@ from ckptool.files import Source
 from ckptool.formats import read, salvage
 from ckptool.formats.zip_parts import local_header
 from ckptool.formats.zip_records import CENTRAL, LOCAL
-from tests.formats.damaged import PLAIN
-from tests.helpers import written
+from tests.support.damaged import PLAIN
+from tests.support.helpers import written
 
 
 def header(name: bytes = b"a/data/1", flags: int = 0x808, stored: int = 0, crc: int = 0) -> bytes:

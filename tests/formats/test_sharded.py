@@ -26,8 +26,8 @@ from ckptool.errors import (
     Unsupported,
 )
 from ckptool.formats import read, sharded
-from tests.checkpoints import saved, three_parts
-from tests.helpers import written
+from tests.support.checkpoints import saved, three_parts
+from tests.support.helpers import written
 
 INDEX = "model.safetensors.index.json"
 

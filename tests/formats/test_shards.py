@@ -17,9 +17,9 @@ from ckptool.checkpoint import Checkpoint, Plan, TensorEntry
 from ckptool.errors import OutputExists, Unsupported, UsageError
 from ckptool.formats import by_name, read, sharded
 from ckptool.formats.shards import NUMBERED, _split, _Unit, size_in_bytes
-from tests.checkpoints import opened, saved
 from tests.formats.test_sharded import INDEX, assert_values, bins, hub, index_of, state
-from tests.helpers import assert_same_tree, carry_out
+from tests.support.checkpoints import opened, saved
+from tests.support.helpers import assert_same_tree, carry_out
 
 
 def carried_out(plan: Plan, folder: Path) -> Path:

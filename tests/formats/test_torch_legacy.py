@@ -21,9 +21,9 @@ from ckptool.nodes import ByteString, Global
 from ckptool.tree import tensors
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
-from tests.formats.legacy_files import LEGACY, SMALL, opened, refused, values
-from tests.formats.streams import INFO, Made, Pid, Rebuilt, block, floats, pickled, storage, stream
-from tests.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
+from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
+from tests.support.legacy_files import LEGACY, SMALL, opened, refused, values
+from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, block, floats, pickled, storage, stream
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -22,8 +22,8 @@ from ckptool.formats import read, torch_zip
 from ckptool.nodes import Global
 from ckptool.tree import tensors
 from fixtures.torch_tar import SYS_INFO, save_tar, tar_bytes, tar_members
-from tests.formats.streams import Made, Pid, block, pickled
-from tests.helpers import assert_same_objects, carry_out, load, written
+from tests.support.helpers import assert_same_objects, carry_out, load, written
+from tests.support.legacy_streams import Made, Pid, block, pickled
 
 
 def values() -> dict[str, Any]:

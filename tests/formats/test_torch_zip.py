@@ -18,9 +18,9 @@ from ckptool.formats import read, torch_zip
 from ckptool.tree import map_storages, tensors
 from fixtures.traps import TRAPS
 from tests.formats import contract
-from tests.formats.small_zips import small
-from tests.formats.zips import record_starts
-from tests.helpers import assert_same_objects, carry_out, load, rewritten, torch_bytes, written
+from tests.support.helpers import assert_same_objects, carry_out, load, rewritten, torch_bytes, written
+from tests.support.small_zips import small
+from tests.support.zips import record_starts
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

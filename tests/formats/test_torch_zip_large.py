@@ -14,8 +14,8 @@ from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry
 from ckptool.dtypes import by_name
 from ckptool.formats import read, torch_zip
 from ckptool.tree import tensors
-from tests.formats.small_zips import small
-from tests.helpers import assert_same_objects, load, rewritten, torch_bytes, written
+from tests.support.helpers import assert_same_objects, load, rewritten, torch_bytes, written
+from tests.support.small_zips import small
 
 
 def sparse(path: Path, sizes: list[int]) -> Checkpoint:

@@ -15,9 +15,9 @@ from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, NotAChec
 from ckptool.formats import read, safetensors, torch_zip
 from ckptool.tree import tensors
 from tests.formats import contract
-from tests.formats.small_zips import small
-from tests.formats.zips import record_starts, rezipped, with_record
-from tests.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
+from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
+from tests.support.small_zips import small
+from tests.support.zips import record_starts, rezipped, with_record
 
 # Odd archives ---------------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from ckptool.formats.torchscript import _folders
 from ckptool.nodes import Object
 from ckptool.roots import PLAIN, WEIGHTS, find_roots
 from ckptool.tree import find, tensors
-from tests.formats.zips import with_record
-from tests.helpers import load, torch_bytes, written
+from tests.support.helpers import load, torch_bytes, written
+from tests.support.zips import with_record
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 

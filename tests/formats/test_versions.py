@@ -16,7 +16,7 @@ import ckptool
 from ckptool.formats import read
 from ckptool.nodes import OrderedDict
 from fixtures import make_old
-from tests.helpers import assert_same_objects, assert_same_tree, load
+from tests.support.helpers import assert_same_objects, assert_same_tree, load
 
 FIXTURES = Path(make_old.__file__).parent / "versions"
 OLD = ("1.13", "2.0", "2.4")

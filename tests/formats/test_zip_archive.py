@@ -16,8 +16,8 @@ from ckptool.formats import read, zip_archive
 from ckptool.formats.zip_archive import Archive, read_archive
 from ckptool.formats.zip_parts import moved_entry
 from ckptool.formats.zip_records import CENTRAL, END, END64, LOCAL, LOCATOR, Record
-from tests.formats.zips import record_starts
-from tests.helpers import torch_bytes, written
+from tests.support.helpers import torch_bytes, written
+from tests.support.zips import record_starts
 
 Edit = Callable[[bytes], bytes]
 FILE = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})

@@ -15,7 +15,8 @@ from ckptool.errors import Ambiguous, CkptoolError
 from ckptool.formats import read
 from ckptool.tree import walk
 from fixtures.make import make_all
-from tests.formats.zip_mutants import (
+from tests.support.helpers import written
+from tests.support.zip_mutants import (
     Tally,
     apart,
     behind_a_guard,
@@ -28,7 +29,6 @@ from tests.formats.zip_mutants import (
     tree,
     two_in_one,
 )
-from tests.helpers import written
 
 
 @pytest.fixture(scope="module")

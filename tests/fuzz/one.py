@@ -13,7 +13,7 @@ with atheris.instrument_imports(include=["ckptool"]):
     from tests.fuzz.exercise import TooMuch, cut_off_sooner, exercise_bytes
 
 from tests.fuzz.mending import MENDERS
-from tests.hostile_inputs import ONE, pickle_zip
+from tests.support.hostile_inputs import ONE, pickle_zip
 
 
 def confirmed(data: bytes) -> None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.hostile_inputs import ORDINARY, everything, pickle_zip
+from tests.support.hostile_inputs import ORDINARY, everything, pickle_zip
 
 LARGEST = 1 << 16
 # Slow where code is instrumented, and tested by themselves.

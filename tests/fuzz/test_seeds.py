@@ -12,8 +12,8 @@ from ckptool.formats import read
 from tests.fuzz.exercise import TooMuch, exercise, exercise_bytes
 from tests.fuzz.mending import mended_tar, mended_zip
 from tests.fuzz.seeds import TARGETS, seeds
-from tests.helpers import written
-from tests.hostile_inputs import KNOWN, ONE, pickle_zip
+from tests.support.helpers import written
+from tests.support.hostile_inputs import KNOWN, ONE, pickle_zip
 
 
 @pytest.mark.filterwarnings("ignore")

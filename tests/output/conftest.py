@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptool.output import folders
-from tests.output.folder_plans import OLD
+from tests.support.folder_plans import OLD
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from ckptool.errors import CkptoolError, Conflict, DiskFull, FileChanged, FilePr
 from ckptool.files import Source
 from ckptool.formats import read, torch_zip
 from ckptool.output import append_in_place
-from tests.formats.zips import record_starts, rezipped
-from tests.helpers import assert_same_objects, assert_same_tree, load, rewritten, torch_bytes, written
+from tests.support.helpers import assert_same_objects, assert_same_tree, load, rewritten, torch_bytes, written
+from tests.support.zips import record_starts, rezipped
 
 ROOT = Path(__file__).parents[2]
 Operation = tuple[str, int, bytes]

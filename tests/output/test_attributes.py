@@ -17,7 +17,7 @@ import ckptool
 from ckptool.checkpoint import Literal, Plan
 from ckptool.output import replace_file, replace_folder
 from ckptool.output.attributes import ACCESS_LIST
-from tests.checkpoints import saved, weights
+from tests.support.checkpoints import saved, weights
 
 OTHER = 54321  # nobody here
 

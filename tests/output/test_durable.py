@@ -24,7 +24,7 @@ from ckptool.errors import CkptoolError, Corrupt, DiskFull, FileChanged, FilePro
 from ckptool.files import Source
 from ckptool.output import durable
 from ckptool.output.durable import replace_file
-from tests.helpers import default_signals
+from tests.support.helpers import default_signals
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,8 +22,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.helpers import assert_same_objects, load, torch_bytes
-from tests.output.faults import (
+from tests.support.faults import (
     TEMPORARY,
     Bench,
     Ended,
@@ -33,6 +32,7 @@ from tests.output.faults import (
     kill_points,
     signal_points,
 )
+from tests.support.helpers import assert_same_objects, load, torch_bytes
 
 Files = dict[str, bytes]
 

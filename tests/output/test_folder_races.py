@@ -20,8 +20,8 @@ from ckptool.checkpoint import Literal, Plan
 from ckptool.errors import FileProblem, OutputExists
 from ckptool.output import durable, folders
 from ckptool.output.folders import replace_folder
-from tests.helpers import default_signals
-from tests.output.folder_plans import NEW, OLD, contents, names, plan
+from tests.support.folder_plans import NEW, OLD, contents, names, plan
+from tests.support.helpers import default_signals
 
 ROOT = Path(__file__).parents[2]
 

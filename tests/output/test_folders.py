@@ -19,8 +19,8 @@ from ckptool.files import Source
 from ckptool.formats import read
 from ckptool.output import folders
 from ckptool.output.folders import check_folder, replace_folder
-from tests.checkpoints import saved, three_parts, weights
-from tests.output.folder_plans import NEW, OLD, contents, names, plan
+from tests.support.checkpoints import saved, three_parts, weights
+from tests.support.folder_plans import NEW, OLD, contents, names, plan
 
 # What it does --------------------------------------------------------------------------------------------------------
 

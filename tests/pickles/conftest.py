@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.pickles.hostile_files import Decoy
-from tests.watched import LOOKING, WRITING, Seen, Watched, watched
+from tests.support.decoys import Decoy
+from tests.support.watched import LOOKING, WRITING, Seen, Watched, watched
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from ckptool.errors import UnsafeObject
 from ckptool.pickles import calls
 from ckptool.pickles.decode import decode
 from ckptool.pickles.torch_objects import BUILDERS
-from tests.hostile_inputs import integer, name, pickle_zip, program, tensor, text
+from tests.support.hostile_inputs import integer, name, pickle_zip, program, tensor, text
 
 ORDERED = name("collections", "OrderedDict") + b")R"
 FROM_FILE = name("builtins", "getattr") + name("torch._C", "_VariableFunctionsClass") + text("from_file") + b"\x86R"

@@ -21,9 +21,9 @@ from ckptool.errors import BadTensor, CkptoolError, Unsupported
 from ckptool.nodes import ByteString, Global, Object, Set
 from ckptool.pickles.decode import decode
 from ckptool.pickles.torch_objects import BUILDERS
-from tests.helpers import Thing
-from tests.pickles.graphs import as_tree, graphs
-from tests.pickles.running import HOOKS, F, run, same
+from tests.support.decoding import HOOKS, F, run, same
+from tests.support.helpers import Thing
+from tests.support.pickled_graphs import as_tree, graphs
 
 PROTOCOLS = range(6)
 

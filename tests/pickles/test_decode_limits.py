@@ -10,7 +10,7 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Trunc
 from ckptool.nodes import ByteString, OrderedDict
 from ckptool.pickles.decode import decode
 from ckptool.pickles.maker import MAX_NAMES
-from tests.pickles.running import HOOKS, F, run, same
+from tests.support.decoding import HOOKS, F, run, same
 
 
 def nested(depth: int, opener: bytes = b"]", closer: bytes = b"a") -> bytes:

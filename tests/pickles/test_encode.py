@@ -21,8 +21,8 @@ from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
 from ckptool.pickles.torch_objects import BUILDERS
 from fixtures.traps import TRAPS
-from tests.helpers import Thing, assert_same_objects, assert_same_tree, rewritten, torch_bytes, written
-from tests.pickles.graphs import as_tree, graphs
+from tests.support.helpers import Thing, assert_same_objects, assert_same_tree, rewritten, torch_bytes, written
+from tests.support.pickled_graphs import as_tree, graphs
 
 
 def to_bytes(tree: Any) -> bytes:

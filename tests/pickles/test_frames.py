@@ -9,8 +9,8 @@ import time
 import pytest
 
 from ckptool.errors import Corrupt
-from tests.helpers import assert_same_tree
-from tests.pickles.running import run
+from tests.support.decoding import run
+from tests.support.helpers import assert_same_tree
 
 
 def frame(content: bytes, size: int | None = None) -> bytes:

@@ -19,8 +19,8 @@ import torch
 
 import ckptool
 from ckptool.errors import CkptoolError
-from tests.hostile_inputs import pickle_zip
 from tests.support.hidden_calls import UNKNOWN, Case, cases, combinations, known_names
+from tests.support.hostile_inputs import pickle_zip
 
 SEEDED, SOAKED = 200, 4_000
 DECOYS = ("ckptool_marker", "models", "omegaconf")

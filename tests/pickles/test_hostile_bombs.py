@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.hostile_inputs import HOOKS, integer, name, pickle_zip, program, state, tensor, text
-from tests.pickles.hostile_files import MARKER
-from tests.watched import Seen
+from tests.support.decoys import MARKER
+from tests.support.hostile_inputs import HOOKS, integer, name, pickle_zip, program, state, tensor, text
+from tests.support.watched import Seen
 
 # Rows 70 to 75: bombs. Each of them within the limits, in every verb.
 

@@ -13,9 +13,9 @@ import pytest
 import ckptool
 from ckptool.errors import UnsafeObject
 from ckptool.tree import uses_of
-from tests.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text
-from tests.pickles.hostile_files import CALL, MARKER, Decoy, opened
-from tests.watched import LOOKING, Seen
+from tests.support.decoys import CALL, MARKER, Decoy, opened
+from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text
+from tests.support.watched import LOOKING, Seen
 
 
 def pops(value: bytes) -> bytes:

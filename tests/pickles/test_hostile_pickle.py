@@ -16,10 +16,10 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.nodes import Object
-from tests.helpers import assert_same_tree, load, torch_bytes
-from tests.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text
-from tests.pickles.hostile_files import CALL, MARKER, opened
-from tests.watched import LOOKING, Seen
+from tests.support.decoys import CALL, MARKER, opened
+from tests.support.helpers import assert_same_tree, load, torch_bytes
+from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text
+from tests.support.watched import LOOKING, Seen
 
 # Rows 56, 57, 61 to 69, 76, 77, 79 to 82: refused, in words. Each is a file of INPUTS too.
 

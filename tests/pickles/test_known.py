@@ -31,7 +31,7 @@ import ckptool
 from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
 from ckptool.pickles.python_modules import PYTHON_MODULES
-from tests.hostile_inputs import ONE, name, pickle_zip, program, state, tensor, text
+from tests.support.hostile_inputs import ONE, name, pickle_zip, program, state, tensor, text
 
 OLD = ("torch.nn.backends", "torch.nn.modules.dropout_")
 

@@ -18,9 +18,9 @@ from ckptool.errors import CkptoolError, Corrupt
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
 from ckptool.pickles.torch_objects import BUILDERS
-from tests.helpers import assert_same_tree
-from tests.pickles.graphs import as_tree
-from tests.pickles.programs import mutations, walks
+from tests.support.helpers import assert_same_tree
+from tests.support.pickle_programs import mutations, walks
+from tests.support.pickled_graphs import as_tree
 
 modest = settings(
     max_examples=400,

@@ -19,7 +19,7 @@ from ckptool.formats import read
 from ckptool.nodes import Global, Set
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
-from tests.helpers import assert_same_objects, load
+from tests.support.helpers import assert_same_objects, load
 
 
 class Outer:

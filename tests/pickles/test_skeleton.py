@@ -29,9 +29,9 @@ from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import Skeleton, decode_lazily, encoded, leaves, skeleton
 from ckptool.pickles.texts import whole
 from ckptool.pickles.torch_objects import BUILDERS
-from tests.helpers import assert_same_tree
-from tests.pickles.graphs import as_tree, graphs
 from tests.pickles.test_frames import TORN_FRAMES, WHOLE_FRAMES, frame
+from tests.support.helpers import assert_same_tree
+from tests.support.pickled_graphs import as_tree, graphs
 
 PROTOCOLS = range(6)
 

@@ -22,8 +22,8 @@ from ckptool.transforms.devices import remap
 from ckptool.tree import tensors
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import DTYPES, TRAPS, batch_norm_model
-from tests.checkpoints import opened, saved, weights
-from tests.helpers import load
+from tests.support.checkpoints import opened, saved, weights
+from tests.support.helpers import load
 
 
 def compared(left: Any, right: Any, folder: Path, **options: Any) -> Diff:

@@ -27,8 +27,8 @@ from ckptool.reports.digests import (
 )
 from ckptool.verbs.convert import convert
 from fixtures.traps import TRAPS
-from tests.checkpoints import opened, saved
-from tests.helpers import written
+from tests.support.checkpoints import opened, saved
+from tests.support.helpers import written
 
 
 def sha(data: bytes) -> str:

@@ -17,7 +17,7 @@ from ckptool.formats import read
 from ckptool.reports.listing import Listing, listing
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
-from tests.checkpoints import opened, saved, weights
+from tests.support.checkpoints import opened, saved, weights
 
 
 def listed(value: Any, folder: Path, at: str = "") -> Listing:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptool.pickles import known
-from tests.hostile_inputs import integer, name, program, storage, tensor, text
+from tests.support.hostile_inputs import integer, name, program, storage, tensor, text
 
 DECOY = "ckptool_marker"
 RUN = name(DECOY, "run")

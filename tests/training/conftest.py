@@ -9,7 +9,7 @@ import torch
 
 from ckptool.training.nursery import Nursery
 from ckptool.training.start import switches_given_back
-from tests.training.small import config
+from tests.support.small_runs import config
 
 
 @pytest.fixture(autouse=True)

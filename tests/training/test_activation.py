@@ -16,7 +16,7 @@ from ckptool.training.config import ActivationCheckpoint
 from ckptool.training.dry_run import rehearse
 from ckptool.training.parallel import World
 from ckptool.training.trainer import Trainer, build
-from tests.training.small import config, resumes, take, trainer
+from tests.support.small_runs import config, resumes, take, trainer
 
 GPT: dict[str, Any] = {
     "task": "lm",

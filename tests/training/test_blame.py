@@ -20,7 +20,7 @@ from ckptool.errors import CkptoolError, RunFailed, UsageError, UserCodeFailed
 from ckptool.training import loop
 from ckptool.training.hooks import METHODS, Hooks
 from ckptool.training.start import start
-from tests.training.small import config
+from tests.support.small_runs import config
 
 # Everything of a user's that a run calls, each with the place of its fault.
 OWN = """

@@ -20,7 +20,7 @@ import yaml
 from ckptool import cli
 from ckptool.training.nursery import Nursery
 from ckptool.training.store import name_of
-from tests.training.small import MLP
+from tests.support.small_runs import MLP
 from tests.training.test_store import cut, flip, forget
 
 Typed = Callable[..., tuple[int, str, str]]

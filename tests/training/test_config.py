@@ -16,7 +16,7 @@ from ckptool.errors import Conflict, FileProblem, LimitExceeded, UsageError
 from ckptool.training import configfile
 from ckptool.training.config import Config
 from ckptool.training.example import EXAMPLE
-from tests.training.small import config
+from tests.support.small_runs import config
 
 BASE = "run: r\ntrain: {steps: 5}\n"
 

@@ -13,7 +13,7 @@ import torch
 
 from ckptool.training import saving
 from ckptool.training.trainer import Trainer
-from tests.training.small import CONV, GAN, IMAGES, run
+from tests.support.small_runs import CONV, GAN, IMAGES, run
 from tests.training.test_optim import scheduled
 
 SEVERAL: dict[str, dict[str, Any]] = {

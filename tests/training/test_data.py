@@ -16,7 +16,7 @@ from ckptool.errors import UsageError, UserCodeFailed
 from ckptool.training import datasets
 from ckptool.training.data import default, pad, to_device
 from ckptool.training.parallel import World
-from tests.training.small import last, run, take, trainer
+from tests.support.small_runs import last, run, take, trainer
 
 RANDOM = """
 import random

@@ -9,7 +9,7 @@ import pytest
 
 from ckptool.errors import Conflict
 from ckptool.training.start import resume, start
-from tests.training.small import CONV, GAN, IMAGES, config, last, run
+from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run
 from tests.training.test_optim import ARGS, scheduled
 
 FIRST, STEPS = 10, 20

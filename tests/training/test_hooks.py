@@ -13,7 +13,7 @@ import torch
 
 from ckptool.errors import MissingExtra, UsageError, UserCodeFailed
 from ckptool.training.hooks import Hooks
-from tests.training.small import CONV, GAN, IMAGES, config, last, run, same, take, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run, same, take, trainer
 
 
 def logged(path: Path) -> list[dict[str, Any]]:

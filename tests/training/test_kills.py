@@ -20,7 +20,7 @@ from ckptool.training import configfile
 from ckptool.training.nursery import Nursery
 from ckptool.training.prove import Lab, configured, resumes
 from ckptool.training.store import Lines
-from tests.training.small import CONV, GAN, IMAGES, config
+from tests.support.small_runs import CONV, GAN, IMAGES, config
 
 STEPS = 40
 TEXT: dict[str, Any] = {

@@ -19,7 +19,7 @@ from ckptool.training.loop import one_step
 from ckptool.training.start import start
 from ckptool.training.store import Store
 from ckptool.training.trainer import Trainer
-from tests.training.small import CONV, GAN, IMAGES, config, last, resumes, run, same, take, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, config, last, resumes, run, same, take, trainer
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
 

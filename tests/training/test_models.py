@@ -15,7 +15,7 @@ from ckptool.training.config import Data, Model
 from ckptool.training.data import load_data
 from ckptool.training.models import IN_THE_BOX, build_model, initialise
 from ckptool.training.start import start
-from tests.training.small import CONV, IMAGES, config, run, take, trainer
+from tests.support.small_runs import CONV, IMAGES, config, run, take, trainer
 
 TEXT = {"name": "text", "args": {"samples": 20, "length": 6}, "batch": 4}
 

@@ -21,7 +21,7 @@ from ckptool.training.parallel import World
 from ckptool.training.start import resume
 from ckptool.training.state import restored
 from ckptool.training.trainer import Trainer, build
-from tests.training.small import again, config, last, resumes, run, same, take, trainer
+from tests.support.small_runs import again, config, last, resumes, run, same, take, trainer
 
 
 def names(base: type, module: Any) -> list[str]:

@@ -20,7 +20,7 @@ from ckptool.errors import UsageError
 from ckptool.training.dry_run import first_difference
 from ckptool.training.parallel import World, world_of, wrapped
 from ckptool.training.start import start
-from tests.training.small import CONV, GAN, IMAGES, config, last, run, take, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run, take, trainer
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
 

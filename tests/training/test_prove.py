@@ -19,7 +19,7 @@ from ckptool.render.proof import proof_json, proof_text
 from ckptool.training.nursery import Nursery, _end_of
 from ckptool.training.prove import Kill, Lab, Proof, configured, processes_of, resumes
 from ckptool.training.store import Lines
-from tests.training.small import MLP, config
+from tests.support.small_runs import MLP, config
 
 BROKEN = """
 import torch

@@ -15,7 +15,7 @@ from ckptool.training.loop import Outcome
 from ckptool.training.models import MLP
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
-from tests.training.small import GAN, config, last
+from tests.support.small_runs import GAN, config, last
 from tests.training.test_store import cut, flip, forget
 
 

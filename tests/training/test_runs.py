@@ -17,7 +17,7 @@ from ckptool.render.run import run_json, run_text
 from ckptool.training.runs import create, read_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
-from tests.training.small import config
+from tests.support.small_runs import config
 from tests.training.test_store import cut, flip
 
 

@@ -14,7 +14,7 @@ from ckptool.training.config import Split
 from ckptool.training.dry_run import first_difference
 from ckptool.training.split import Pipeline, place
 from ckptool.training.state import gathered
-from tests.training.small import CONV, GAN, IMAGES, config, last, resumes, run, same, take, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, config, last, resumes, run, same, take, trainer
 
 CPU = torch.device("cpu")
 GPT: dict[str, Any] = {

@@ -15,7 +15,7 @@ from ckptool.errors import UsageError, UserCodeFailed
 from ckptool.training.data import Batch
 from ckptool.training.seeds import seed_all
 from ckptool.training.tasks import classify, gan, lm, load_task, regress
-from tests.training.small import GAN, run, take, trainer
+from tests.support.small_runs import GAN, run, take, trainer
 
 
 class Given(nn.Module):

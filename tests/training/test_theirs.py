@@ -13,7 +13,7 @@ import torch
 from ckptool.training.start import resume, start
 from ckptool.training.state import gathered, restored
 from ckptool.training.trainer import Trainer
-from tests.training.small import GAN, again, config, last, resumes, run, take, trainer
+from tests.support.small_runs import GAN, again, config, last, resumes, run, take, trainer
 
 OWN_MODEL = """
 from torch import nn

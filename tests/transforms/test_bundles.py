@@ -29,7 +29,7 @@ from ckptool.transforms.bundles import (
 )
 from ckptool.transforms.slim import equal, with_twins
 from ckptool.tree import storages, walk
-from tests.checkpoints import opened
+from tests.support.checkpoints import opened
 
 
 def tensor(storage: Storage) -> TensorEntry:

@@ -18,8 +18,8 @@ from ckptool.roots import model_roots
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.checkpoints import opened, three_parts
-from tests.helpers import assert_same_objects, assert_same_tree, carry_out, load
+from tests.support.checkpoints import opened, three_parts
+from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load
 
 FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2".split()
 

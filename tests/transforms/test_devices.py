@@ -16,8 +16,8 @@ from ckptool.transforms.devices import parse_device, remap
 from ckptool.tree import storages, tensors
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.checkpoints import opened
-from tests.helpers import assert_same_objects, assert_same_tree, carry_out, load
+from tests.support.checkpoints import opened
+from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load
 
 
 def places(tree: Any) -> dict[str, int]:

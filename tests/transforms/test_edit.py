@@ -17,8 +17,8 @@ from ckptool.nodes import OrderedDict
 from ckptool.transforms.edit import edit, parse_assignment, read_array
 from fixtures.make import make
 from fixtures.traps import TRAPS, batch_norm_model
-from tests.checkpoints import opened, three_parts, weights
-from tests.helpers import assert_same_tree
+from tests.support.checkpoints import opened, three_parts, weights
+from tests.support.helpers import assert_same_tree
 
 TRAINING = {
     "model": weights("enc.a", "enc.b", "head.a"),

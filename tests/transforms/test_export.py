@@ -14,7 +14,7 @@ from ckptool.roots import one_root
 from ckptool.transforms.export import Exported, export
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.checkpoints import opened, three_parts, weights
+from tests.support.checkpoints import opened, three_parts, weights
 
 
 def exported(value: Any, folder: Path, at: str | None = None, **options: Any) -> Exported:

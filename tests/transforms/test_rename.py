@@ -20,9 +20,9 @@ from ckptool.roots import model_roots
 from ckptool.transforms.rename import Renamed, apply, by_rules
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from fixtures.traps import TRAPS, batch_norm_model
-from tests.checkpoints import opened, weights
-from tests.helpers import assert_same_tree
-from tests.transforms.stripping import stripped
+from tests.support.checkpoints import opened, weights
+from tests.support.helpers import assert_same_tree
+from tests.support.stripping import stripped
 
 
 def renamed(value: Any, folder: Path, *rules: str) -> Renamed:

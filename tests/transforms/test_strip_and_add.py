@@ -15,9 +15,9 @@ from ckptool.roots import model_roots
 from ckptool.transforms.rename import add, strip
 from fixtures.make import make
 from fixtures.traps import TRAPS, batch_norm_model
-from tests.checkpoints import opened, three_parts, weights
-from tests.helpers import assert_same_tree
-from tests.transforms.stripping import stripped
+from tests.support.checkpoints import opened, three_parts, weights
+from tests.support.helpers import assert_same_tree
+from tests.support.stripping import stripped
 
 # Prefixes off --------------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from ckptool.reports.warm_start import Suggestion
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from ckptool.transforms.suggest import rules_file, suggest
 from ckptool.transforms.suggest.names import contradict, spellings, words
-from tests.helpers import quickest
-from tests.transforms.naming_schemes import (
+from tests.support.helpers import quickest
+from tests.support.naming_schemes import (
     CHUNKS,
     Shapes,
     bert,
@@ -35,7 +35,7 @@ from tests.transforms.naming_schemes import (
     under,
     weight_normed,
 )
-from tests.transforms.renamed_trees import SIZES, renamings
+from tests.support.renamed_trees import SIZES, renamings
 
 
 def renamed(key: str, rules: Sequence[Rule]) -> str:

@@ -22,7 +22,7 @@ from ckptool.errors import Conflict
 from ckptool.formats import read
 from ckptool.nodes import Global
 from ckptool.transforms.weights_only import weights_only
-from tests.helpers import assert_same_objects
+from tests.support.helpers import assert_same_objects
 
 
 class Mode(enum.Enum):

@@ -17,9 +17,9 @@ import ckptool
 from ckptool.cli import COMMANDS
 from ckptool.commands import ADDRESSES, Use
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
-from tests.checkpoints import saved, weights
 from tests.cli.conftest import run  # noqa: F401 (a fixture)
-from tests.helpers import assert_same_objects
+from tests.support.checkpoints import saved, weights
+from tests.support.helpers import assert_same_objects
 
 
 class Holder:

@@ -19,7 +19,7 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import Conflict, UsageError
 from fixtures.sparse import make_sparse
-from tests.helpers import assert_same_objects
+from tests.support.helpers import assert_same_objects
 
 
 def saved(folder: Path, trees: list[Any]) -> list[Path]:

@@ -34,8 +34,8 @@ from ckptool.formats import read
 from fixtures.make import make
 from fixtures.sparse import make_sparse
 from fixtures.traps import TRAPS
-from tests.checkpoints import three_parts
-from tests.helpers import assert_same_objects, load
+from tests.support.checkpoints import three_parts
+from tests.support.helpers import assert_same_objects, load
 
 LAYOUTS = ("gan.tar", "gan.safetensors")
 

@@ -15,9 +15,9 @@ from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageEr
 from ckptool.formats import read
 from fixtures.make import PRODUCERS, TiedLanguageModel, make, mlp
 from fixtures.traps import TRAPS
-from tests.checkpoints import saved, weights
 from tests.formats.contract import same_for_torch
-from tests.helpers import assert_same_objects, assert_same_tree, load
+from tests.support.checkpoints import saved, weights
+from tests.support.helpers import assert_same_objects, assert_same_tree, load
 
 KINDS = [name for name in PRODUCERS if "legacy" not in name and name not in ("whole_module.pt",)]
 # What a plain safetensors file can hold.

@@ -17,8 +17,8 @@ import ckptool
 from ckptool.errors import UsageError
 from ckptool.files import Source
 from fixtures.make import make
-from tests.checkpoints import saved, weights
-from tests.formats.zip_mutants import rezipped, without_checksums
+from tests.support.checkpoints import saved, weights
+from tests.support.zip_mutants import rezipped, without_checksums
 
 
 def test_a_file_and_its_copy(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import ckptool
 from ckptool.errors import Conflict, NoMatch, UsageError
 from fixtures.make import make
-from tests.helpers import assert_same_objects, load
+from tests.support.helpers import assert_same_objects, load
 
 
 @pytest.mark.parametrize("in_place", [False, True])

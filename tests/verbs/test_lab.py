@@ -12,7 +12,7 @@ import pytest
 import ckptool
 from ckptool.render.health import health_text
 from fixtures import lab
-from tests.verbs.lab_trial import Trial, trial
+from tests.support.lab_trial import Trial, trial
 
 WITH_MODEL = [name for name, specimen in lab.SPECIMENS.items() if specimen.model]
 BOTH = [(name, False) for name in lab.SPECIMENS] + [(name, True) for name in WITH_MODEL]

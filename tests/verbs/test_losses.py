@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ckptool
 from ckptool.errors import CkptoolError
 from ckptool.tree import stored_parts, walk
-from tests.checkpoints import saved
+from tests.support.checkpoints import saved
 
 
 class Noise:

@@ -19,7 +19,7 @@ import torch
 
 import ckptool
 from ckptool.errors import CkptoolError
-from tests.helpers import assert_same_objects, load
+from tests.support.helpers import assert_same_objects, load
 from tests.support.object_graphs import KINDS, Graph, saved_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of features in beta and going away

@@ -22,7 +22,7 @@ from ckptool.errors import CkptoolError
 from fixtures import lab
 from fixtures.make import make
 from fixtures.torch_tar import save_tar
-from tests.verbs.lab_trial import run
+from tests.support.lab_trial import run
 
 SOURCE = Path(ckptool.__file__).parent
 

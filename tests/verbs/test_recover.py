@@ -21,9 +21,9 @@ from ckptool.formats import read, recovered
 from ckptool.render.recovery import recovery_json
 from ckptool.verbs.recover import recover
 from fixtures.make import make
-from tests.checkpoints import saved, weights
-from tests.formats.zips import record_starts
-from tests.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.checkpoints import saved, weights
+from tests.support.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.zips import record_starts
 
 
 def damaged(path: Path, *records: int) -> Path:

@@ -17,8 +17,8 @@ from ckptool.formats import read
 from ckptool.verbs.saving import Written
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.checkpoints import saved, three_parts
-from tests.helpers import assert_same_objects, load
+from tests.support.checkpoints import saved, three_parts
+from tests.support.helpers import assert_same_objects, load
 
 Verb = Callable[..., Written]
 VERBS: dict[str, Verb] = {

@@ -12,7 +12,7 @@ from torch import nn
 import ckptool
 from ckptool.errors import UsageError
 from ckptool.formats import read
-from tests.helpers import assert_same_objects
+from tests.support.helpers import assert_same_objects
 
 
 def training(folder: Path) -> Path:

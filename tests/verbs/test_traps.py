@@ -14,9 +14,9 @@ from ckptool.errors import CkptoolError
 from ckptool.formats import read
 from ckptool.verbs.saving import Written
 from fixtures.traps import TRAPS
-from tests.checkpoints import saved
 from tests.formats.contract import same_for_torch
-from tests.helpers import assert_same_objects, assert_same_tree, load
+from tests.support.checkpoints import saved
+from tests.support.helpers import assert_same_objects, assert_same_tree, load
 
 OPTIONS: dict[str, Any] = {"verify": True, "keep_unknown": True}
 

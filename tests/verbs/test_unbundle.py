@@ -28,8 +28,8 @@ from ckptool.errors import (
 )
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.checkpoints import three_parts
-from tests.helpers import assert_same_objects, load, torch_bytes
+from tests.support.checkpoints import three_parts
+from tests.support.helpers import assert_same_objects, load, torch_bytes
 
 SHARED = torch.arange(1024.0).reshape(32, 32)
 

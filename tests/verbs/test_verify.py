@@ -31,9 +31,9 @@ from ckptool.reports.verification import NonFinite, Verification
 from ckptool.verbs.verify import verify
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.checkpoints import saved, weights
-from tests.formats.zips import record_starts, rezipped
-from tests.helpers import torch_bytes, written
+from tests.support.checkpoints import saved, weights
+from tests.support.helpers import torch_bytes, written
+from tests.support.zips import record_starts, rezipped
 
 
 def damaged(path: Path, *records: str) -> Path:

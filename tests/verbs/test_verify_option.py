@@ -15,8 +15,8 @@ import ckptool
 from ckptool.errors import CkptoolError, Corrupt, VerifyFailed
 from ckptool.formats import read, torch_zip
 from ckptool.pickles import encode
-from tests.checkpoints import saved
-from tests.helpers import load
+from tests.support.checkpoints import saved
+from tests.support.helpers import load
 
 Change = Callable[..., Any]
 

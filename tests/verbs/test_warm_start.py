@@ -17,8 +17,8 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, OutputExists, UsageError, UserCodeFailed
 from ckptool.reports.warm_start import LoadReport
 from fixtures.make import TiedLanguageModel, make, mlp, train
-from tests.checkpoints import saved, three_parts
-from tests.helpers import assert_same_objects, load
+from tests.support.checkpoints import saved, three_parts
+from tests.support.helpers import assert_same_objects, load
 
 CODE = """
 import torch

@@ -16,7 +16,7 @@ from torch import nn
 from fixtures import lab
 from fixtures.make import PRODUCERS, TRAPS, make
 from fixtures.torch_tar import save_tar
-from tests.training.small import MLP
+from tests.support.small_runs import MLP
 
 ROOT = Path(__file__).parents[3]
 CORPUS = ROOT.parent / "shared" / "corpus"

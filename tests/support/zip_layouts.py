@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from ckptool.formats.zip_records import CENTRAL, END, END64, LOCAL, LOCATOR
-from tests.formats.zips import FILE
+from tests.support.zips import FILE
 
 
 def records_of(data: bytes) -> dict[str, bytes]:

@@ -70,11 +70,11 @@ def _ask(path: Path) -> Outcome:
     global _server
     if _server is None:
         _server = subprocess.Popen(
-            [sys.executable, "-m", "tests.hostile"],
+            [sys.executable, "-m", "tests.support.budget"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
         )
         atexit.register(_stop, _server)
     assert _server.stdin is not None and _server.stdout is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.hostile_inputs import HOOKS, integer, name, storage, tensor, text
+from tests.support.hostile_inputs import HOOKS, integer, name, storage, tensor, text
 
 KNOWN = (
     ("collections", "OrderedDict"),

@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 
 from ckptool.cli import main
-from tests.training.small import MLP
+from tests.support.small_runs import MLP
 
 HARNESS = ("train", "resume", "prove", "prune")
 

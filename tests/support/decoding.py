@@ -6,7 +6,7 @@ from typing import Any
 
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.torch_objects import BUILDERS
-from tests.helpers import assert_same_tree
+from tests.support.helpers import assert_same_tree
 
 
 def run(data: bytes, **options: Any) -> Decoded:

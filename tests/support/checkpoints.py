@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
 from ckptool.spelling import in_python
-from tests.helpers import torch_bytes, written
+from tests.support.helpers import torch_bytes, written
 
 
 def saved(value: Any, path: Path) -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # Two processes that each save their share of one model: FSDP2, ShardedTensor, and three ways of
 # torch.distributed.checkpoint.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 PROGRAM = [sys.executable, "-c", "from ckptool.cli import main; main()"]

@@ -1,6 +1,6 @@
 """A file system that fails: commands run in forked children in which any system call can be the last one, or go wrong.
 
-`Bench` starts one warm process (`python -m tests.output.faults`) that has everything imported. For every point it
+`Bench` starts one warm process (`python -m tests.support.faults`) that has everything imported. For every point it
 forks; the child is the program, with the functions of `os` through which the package touches files wrapped. They count
 as events, and at the chosen event the child is killed, gets an error or a signal, or has half of the work done.
 Everything else is real.
@@ -324,7 +324,7 @@ class Bench:
         self.scratch = scratch
         self.runs = 0
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.output.faults"],
+            [sys.executable, "-m", "tests.support.faults"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

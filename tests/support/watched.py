@@ -304,7 +304,7 @@ def _warm_up() -> None:
     import codecs
     import tempfile
 
-    from tests.hostile_inputs import KNOWN, ORDINARY, pickle_zip
+    from tests.support.hostile_inputs import KNOWN, ORDINARY, pickle_zip
 
     importlib.import_module("ml_dtypes")
     # Chosen by us, not by a file.
@@ -330,7 +330,7 @@ def _warm_up() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.fspath(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, os.fspath(Path(__file__).resolve().parents[2]))
     os.environ["CKPTOOL_DEBUG"] = "1"
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     answers = os.dup(1)

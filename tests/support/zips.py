@@ -14,7 +14,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
 from ckptool.formats.zip_records import END, END64, LOCATOR
-from tests.helpers import load, torch_bytes
+from tests.support.helpers import load, torch_bytes
 
 
 def rezipped(path: Path, out: Path, compression: int, replaced: dict[str, bytes] | None = None) -> Path:

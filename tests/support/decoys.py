@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.formats import read
-from tests.hostile_inputs import name, pickle_zip, text
+from tests.support.hostile_inputs import name, pickle_zip, text
 
 MARKER = name("ckptool_marker", "run")
 

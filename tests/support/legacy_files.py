@@ -11,7 +11,7 @@ import torch
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
-from tests.helpers import written
+from tests.support.helpers import written
 
 LEGACY: dict[str, Any] = {"_use_new_zipfile_serialization": False}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.roots import model_roots
 from ckptool.transforms.rename import strip
-from tests.checkpoints import opened
+from tests.support.checkpoints import opened
 
 
 def stripped(value: Any, folder: Path, *prefixes: str, **options: Any) -> Any:

@@ -31,7 +31,7 @@ from ckptool.formats import read, torch_zip
 from ckptool.formats.zip_archive import read_archive
 from ckptool.formats.zip_records import CENTRAL, DESCRIPTOR, END, END64, LOCAL, LOCATOR
 from ckptool.output.sink import segments_of
-from tests.helpers import assert_same_objects, torch_bytes
+from tests.support.helpers import assert_same_objects, torch_bytes
 
 # Benign archives -----------------------------------------------------------------------------------------------------
 

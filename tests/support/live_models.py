@@ -11,7 +11,7 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import CkptoolError
-from tests.checkpoints import three_parts
+from tests.support.checkpoints import three_parts
 
 
 def bits(tensor: torch.Tensor) -> bytes:
