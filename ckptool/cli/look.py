@@ -39,7 +39,7 @@ def inspect(
 def _inspected(
     files: list[str], all: bool, at: str | None, sort: str, depth: int | None, stats: bool
 ) -> Iterator[Answer]:
-    from ckptool.training.layout import is_run
+    from ckptool.training import is_run
     from ckptool.verbs.inspect import inspect
 
     for file in files:

@@ -34,7 +34,7 @@ def scan(
 
 
 def _scanned(paths: list[str], latest_good: bool, quiet: bool, full: bool) -> Iterator[Answer]:
-    from ckptool.training.layout import is_run
+    from ckptool.training import is_run
     from ckptool.verbs.scan import scan
 
     for path in paths:

@@ -10,7 +10,7 @@ from ckptool.render.json import Json
 from ckptool.render.style import PLAIN, Style
 
 if TYPE_CHECKING:
-    from ckptool.training.prove import Proof
+    from ckptool.training.prove.proof import Proof
 
 
 def proof_text(found: Proof, *, style: Style = PLAIN) -> str:

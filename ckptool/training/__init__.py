@@ -1,5 +1,19 @@
 """The training harness: it makes checkpoints, resumes them, and proves that a run killed anywhere ends with the same bytes.
 
 Read `loop.py` first: it is what happens, in order. State is what the next step cannot compute again; everything else is a function of a
-seed and a place. This package imports torch; nothing outside of it needs it.
+seed and a place. The modules of this package import torch; the package itself imports nothing, since `inspect` and
+`scan` ask of every path whether it is a run.
 """
+
+from __future__ import annotations
+
+import os
+
+CONFIG, HISTORY, METRICS, CHECKPOINTS = "run.yaml", "history.jsonl", "metrics.jsonl", "checkpoints"
+CHANGED = "changed"  # the event of the history that holds a configuration which was changed since
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """True for the folder of a run, or of one that was begun and never saved."""
+    name = os.fspath(path)
+    return os.path.isfile(os.path.join(name, CONFIG)) and os.path.isdir(os.path.join(name, CHECKPOINTS))

@@ -7,10 +7,14 @@ processes and with any number of workers, sees the samples that it would have se
 
 from __future__ import annotations
 
+import hashlib
 import math
+import random
+import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +22,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ckptool.errors import UsageError, printable
-from ckptool.training import datasets
 from ckptool.training.config import Data
 from ckptool.training.named import called, load_named
-from ckptool.training.seeds import derived, generator, order, seed_all
-from ckptool.training.signals import held_back, ignore_in_worker
 
 if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
@@ -191,7 +192,7 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 def load_data(settings: Data, seed: int) -> Samples:
     """The data that a configuration names. Raises `UsageError` for an unknown name, or arguments that it does not take."""
-    made = load_named(settings.name, datasets.IN_THE_BOX, "data", settings.args)
+    made = load_named(settings.name, BUILT_IN, "data", settings.args)
     if not hasattr(made, "__len__") or not hasattr(made, "__getitem__"):
         raise UsageError(
             f"data: {settings.name} made {type(made).__name__}, which is no Dataset", "It has no length, or no items."
@@ -250,3 +251,208 @@ def collate_of(name: str) -> Collate:
 
     found: Collate = find_named(name, _COLLATES, "collate")
     return found
+
+
+_BITS = 63
+
+
+def derived(seed: int, *place: object) -> int:
+    """A number of 63 bits for a place: `derived(7, "order", epoch)`. The same on every machine and in every version of Python."""
+    text = "/".join(map(str, (seed, *place)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - _BITS)
+
+
+def generator(seed: int, *place: object) -> torch.Generator:
+    """A generator on the CPU of its own, for a place."""
+    return torch.Generator().manual_seed(derived(seed, *place))
+
+
+def seed_all(device: torch.device, seed: int, *place: object) -> None:
+    """Seeds what a step may draw from: Python's generator, numpy's where it is imported, torch's on the CPU and on the devices in use.
+
+    `torch.manual_seed` would visit every backend, which takes a hundred times as long.
+    """
+    seed_to(device, derived(seed, *place))
+
+
+def seed_to(device: torch.device, number: int) -> None:
+    """Seeds the generators of `seed_all` with a number that was derived already."""
+    random.seed(number)
+    torch.default_generator.manual_seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number & 0xFFFFFFFF)
+    kind = str(device.type)
+    if kind == "mps":
+        torch.mps.manual_seed(number)
+    if kind == "cuda":
+        index = device.index if ":" in str(device) else torch.cuda.current_device()
+        torch.cuda.default_generators[index].manual_seed(number)
+
+
+def order(seed: int, epoch: int, count: int) -> list[int]:
+    """The order in which an epoch goes through `count` samples."""
+    found: list[int] = torch.randperm(count, generator=generator(seed, "order", epoch)).tolist()
+    return found
+
+
+class Arrays(Dataset[Any]):
+    """Tensors whose first dimension counts the samples. about: what a model may ask for (`inputs`, `classes`, `outputs`, `vocabulary`)."""
+
+    random = False  # nothing is drawn when a sample is taken
+
+    def __init__(self, *columns: torch.Tensor, about: dict[str, Any]) -> None:
+        self.columns, self.about = columns, about
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> Any:
+        parts = tuple(column[index] for column in self.columns)
+        return parts if len(parts) > 1 else parts[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Samples together: one look-up in each column."""
+        taken = [column[indices].unbind() for column in self.columns]
+        return list(zip(*taken, strict=True)) if len(taken) > 1 else list(taken[0])
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def digits() -> Arrays:
+    """1,797 handwritten digits of 8 by 8 (scikit-learn's): inputs f32 [1, 8, 8] from 0 to 1, 10 classes. Needs the `examples` extra."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UsageError(
+            "data: digits come with scikit-learn, which is not installed",
+            "",
+            "pip install 'ckptool[examples]'; or other pictures: --set data.name=images",
+        ) from None
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
+    return Arrays(images, torch.tensor(found.target, dtype=torch.int64), about={"inputs": [1, 8, 8], "classes": 10})
+
+
+def blobs(samples: int = 512, classes: int = 4, inputs: int = 8, spread: float = 1.0, seed: int = 0) -> Arrays:
+    """Points around as many centres as there are classes."""
+    g = _generator(seed)
+    centres = torch.randn(classes, inputs, generator=g) * 3
+    labels = torch.arange(samples) % classes
+    points = centres[labels] + torch.randn(samples, inputs, generator=g) * spread
+    return Arrays(points, labels, about={"inputs": [inputs], "classes": classes})
+
+
+def images(
+    samples: int = 256, classes: int = 4, size: int = 8, channels: int = 1, noise: float = 0.5, seed: int = 0
+) -> Arrays:
+    """Noisy copies of one random image for each class."""
+    g = _generator(seed)
+    patterns = torch.randn(classes, channels, size, size, generator=g)
+    labels = torch.arange(samples) % classes
+    made = patterns[labels] + torch.randn(samples, channels, size, size, generator=g) * noise
+    return Arrays(made, labels, about={"inputs": [channels, size, size], "classes": classes})
+
+
+def spirals(samples: int = 512, classes: int = 3, noise: float = 0.1, seed: int = 0) -> Arrays:
+    """Arms of a spiral in the plane, one for each class."""
+    g = _generator(seed)
+    labels = torch.arange(samples) % classes
+    along = torch.rand(samples, generator=g)
+    angle = along * 4 + labels * (2 * math.pi / classes) + torch.randn(samples, generator=g) * noise
+    points = torch.stack([along * torch.cos(angle), along * torch.sin(angle)], dim=1)
+    return Arrays(points, labels, about={"inputs": [2], "classes": classes})
+
+
+def linear(samples: int = 512, inputs: int = 8, noise: float = 0.1, seed: int = 0) -> Arrays:
+    """A linear function of the inputs, with noise: one number to predict."""
+    g = _generator(seed)
+    points = torch.randn(samples, inputs, generator=g)
+    weights = torch.randn(inputs, generator=g)
+    target = points @ weights + torch.randn(samples, generator=g) * noise
+    return Arrays(points, target.unsqueeze(1), about={"inputs": [inputs], "outputs": 1})
+
+
+def ring(samples: int = 512, modes: int = 8, noise: float = 0.05, seed: int = 0) -> Arrays:
+    """Points near a circle, in clusters: what the GAN learns to make."""
+    g = _generator(seed)
+    angle = (torch.arange(samples) % modes) * (2 * math.pi / modes)
+    points = torch.stack([torch.cos(angle), torch.sin(angle)], dim=1) + torch.randn(samples, 2, generator=g) * noise
+    return Arrays(points, about={"inputs": [2]})
+
+
+def modadd(modulus: int = 23) -> Arrays:
+    """All sums of two numbers modulo a prime: two tokens in, one class out."""
+    pairs = torch.cartesian_prod(torch.arange(modulus), torch.arange(modulus))
+    return Arrays(pairs, pairs.sum(dim=1) % modulus, about={"inputs": [2], "classes": modulus, "vocabulary": modulus})
+
+
+_TEXT = (
+    "a checkpoint is what the next step cannot compute again. a step is atomic. a file exists when its name exists, "
+    "and a name appears when everything behind it is safe. nothing is lost that was ever saved, and nothing is saved by halves. "
+)
+
+
+def text(length: int = 32, samples: int = 256, seed: int = 0) -> Arrays:
+    """Windows of a short text as numbers of its characters: tokens, and the same one place on."""
+    alphabet = sorted(set(_TEXT))
+    codes = torch.tensor([alphabet.index(c) for c in _TEXT * 2])
+    starts = torch.randint(len(_TEXT), (samples,), generator=_generator(seed))
+    windows = torch.stack([codes[s : s + length + 1] for s in starts.tolist()])
+    return Arrays(
+        windows[:, :-1],
+        windows[:, 1:],
+        about={"inputs": [length], "vocabulary": len(alphabet), "classes": len(alphabet)},
+    )
+
+
+class Sequences(Dataset[Any]):
+    """Sequences of several lengths, for `collate: pad`: the numbers of one digit, how often it comes is the class."""
+
+    random = False
+
+    def __init__(self, samples: int = 256, longest: int = 12, seed: int = 0) -> None:
+        g = _generator(seed)
+        lengths = torch.randint(2, longest + 1, (samples,), generator=g).tolist()
+        self.items = [torch.randint(1, 5, (n,), generator=g) for n in lengths]
+        self.about = {"inputs": [longest], "classes": 2, "vocabulary": 5}
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.items[index]
+        return item, torch.tensor(int((item == 1).sum()) % 2)
+
+
+BUILT_IN: dict[str, Callable[..., Dataset[Any]]] = {
+    "digits": digits,
+    "blobs": blobs,
+    "images": images,
+    "spirals": spirals,
+    "linear": linear,
+    "ring": ring,
+    "modadd": modadd,
+    "text": text,
+    "sequences": Sequences,
+}
+
+
+_ALL = ("TERM", "INT", "USR1", "USR2", "HUP")
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Signals wait meanwhile. A process that is forked here begins deaf to them, before it can say that it ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[f"SIG{name}"] for name in _ALL])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_in_worker(_: int = 0) -> None:
+    """What a loader's worker does: a signal to the whole process group is for the trainer, which still needs its workers."""
+    for name in _ALL:
+        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)

@@ -109,7 +109,7 @@ class Hooks:
 
 def _made(name: str) -> Any:
     """The hook of this name. Raises `UsageError` where none of its methods would be called, or one is misspelt."""
-    hook = called(find_named(name, IN_THE_BOX, "hooks"), "hooks", name)
+    hook = called(find_named(name, BUILT_IN, "hooks"), "hooks", name)
     there = [method for method in METHODS if callable(getattr(hook, method, None))]
     kind = type(hook)
     routines = [key for key in dir(kind) if inspect.isroutine(inspect.getattr_static(kind, key))]
@@ -243,4 +243,4 @@ class Board:
         self.writer.close()
 
 
-IN_THE_BOX: dict[str, Callable[[], Any]] = {"grad_norm": GradNorm, "activation_stats": ActivationStats}
+BUILT_IN: dict[str, Callable[[], Any]] = {"grad_norm": GradNorm, "activation_stats": ActivationStats}

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from ckptool.commands import Advice, command
-from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, printable
-from ckptool.training.config import Config
-from ckptool.training.data import Batch
+from ckptool.errors import CkptoolError, DiskFull, FileProblem, NotFinite, UsageError, printable
+from ckptool.training.config import Config, Stop
+from ckptool.training.data import Batch, seed_all
 from ckptool.training.hooks import Hooks
 from ckptool.training.named import called, numbers
 from ckptool.training.optim import clip_gradients
 from ckptool.training.parallel import World, unsynchronised
-from ckptool.training.runs import Run
-from ckptool.training.saving import Saver
-from ckptool.training.seeds import seed_all
-from ckptool.training.signals import Stopping
+from ckptool.training.runs import Run, environment
 from ckptool.training.tasks import Phase
-from ckptool.training.trainer import Trainer
+from ckptool.training.trainer import Trainer, gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,3 +355,119 @@ def _log(trainer: Trainer, run: Run, hooks: Hooks, rate: float) -> None:
     )
     run.metrics.add(fact)
     hooks.logged(trainer, fact, rate)
+
+
+class Saver:
+    """Commits the state after a step, then prunes. step: of the newest checkpoint that was committed, or is being written.
+
+    With `save.async` at most one is being written: the next save waits for it, and so does the end. What goes wrong in the thread is raised
+    there.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        self.trainer, self.run = trainer, run
+        there = run.store.all() if trainer.step else []
+        self.step = there[-1].step if there else None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join()  # what stopped the run is the news; the checkpoint before it is still wanted
+
+    def save(self) -> None:
+        """Saves the state after the last step."""
+        self.wait()
+        trainer = self.trainer
+        if trainer.world.is_first:
+            apart = trainer.config.save.async_
+            tree, facts = gathered(trainer, copied=apart), self._facts()
+            if apart:
+                self._thread = threading.Thread(
+                    target=self._apart, args=(trainer.step, tree, facts), name="ckptool-save"
+                )
+                self._thread.start()
+            else:
+                self._commit(trainer.step, tree, facts)
+        trainer.world.barrier()
+        self.step = trainer.step
+
+    def wait(self) -> None:
+        """Waits for what is being written, and raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _facts(self) -> dict[str, Any]:
+        trainer = self.trainer
+        loss = trainer.loss
+        return {
+            "epoch": trainer.epoch,
+            "loss": loss if loss is None or loss - loss == 0 else str(loss),
+            "metrics": {key: value for key, value in trainer.metrics.items() if value - value == 0},
+            "parent": self.step,
+            "revision": self.run.revision,
+            "config": self.run.config.dumped(),
+            "fingerprint": self.run.fingerprint,
+            "environment": environment(trainer.world.size, trainer.world.device),
+        }
+
+    def _apart(self, step: int, tree: dict[str, Any], facts: dict[str, Any]) -> None:
+        try:
+            self._commit(step, tree, facts)
+        except Exception as error:  # noqa: BLE001  raised by the thread that waits
+            self._error = error
+
+    def _commit(self, step: int, tree: dict[str, Any], facts: dict[str, Any]) -> None:
+        try:
+            saved = self.run.store.commit(step, tree, facts)
+        except DiskFull as error:
+            error.why = "The checkpoints that are there stay as they are."
+            error.fix = Advice("Make room, then go on: ", command("resume", self.run.folder))
+            raise
+        gone = self.run.prune()
+        self.run.note("save", step=saved.step, path=saved.path, pruned=[old.step for old in gone])
+
+
+DONE = 0
+
+
+class Stopping:
+    """Whether the run is to stop. `number`: of the signal that asked for it; `late`: the time that it was given is over."""
+
+    def __init__(self, settings: Stop) -> None:
+        self.number = 0
+        self.after = settings.after
+        self.begun: float | None = None
+
+    def begin(self) -> float:
+        """When the first step began; its time runs from there, not from the start of the program."""
+        if self.begun is None:
+            self.begun = time.monotonic()
+        return self.begun
+
+    @property
+    def late(self) -> bool:
+        return bool(self.after) and self.begun is not None and time.monotonic() >= self.begun + (self.after or 0)
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.number) or self.late
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the signal, as shells have it; 0 where the run's own time was over."""
+        return 128 + self.number if self.number else DONE
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:  # a person who asks twice means at once
+            raise KeyboardInterrupt
+        self.number = self.number or number  # a scheduler and torchrun both pass on the one that they got

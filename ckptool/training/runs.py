@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,16 +18,27 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool import __version__
 from ckptool.commands import Advice, command
-from ckptool.errors import Conflict, FileProblem, UsageError, printable
-from ckptool.files import read_small_text
+from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, listed, printable
+from ckptool.files import file_problem, read_small_text
 from ckptool.output import make_folder
-from ckptool.training import configfile
+from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
-from ckptool.training.layout import CONFIG, HISTORY, METRICS
-from ckptool.training.owned import left_behind, named, not_ours, refuse_others, run_of
-from ckptool.training.recorded import last_config
-from ckptool.training.retention import Policy, best, every, keep, last
-from ckptool.training.store import Lines, Lock, Saved, Store, has_checkpoints, has_its_size, remove_file, write_text
+from ckptool.training.store import (
+    Lines,
+    Policy,
+    Saved,
+    Store,
+    has_checkpoints,
+    has_its_size,
+    keep_best,
+    keep_every,
+    keep_last,
+    last_config,
+    read_json,
+    remove_file,
+    retained,
+    write_text,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +78,9 @@ class Run:
         """What the configuration wants to keep."""
         save, metric = self.config.save, self.config.eval
         return {
-            "last": last(save.keep_last),
-            "best": best(save.keep_best, metric.metric, metric.mode),
-            "every": every(save.keep_every),
+            "last": keep_last(save.keep_last),
+            "best": keep_best(save.keep_best, metric.metric, metric.mode),
+            "every": keep_every(save.keep_every),
         }
 
     def prune(self) -> list[Saved]:
@@ -84,7 +97,7 @@ def kept_of(run: Run) -> tuple[dict[int, list[str]], list[Saved]]:
     Damaged ones stay, and do not count: they are for a person to look at.
     """
     whole = [saved for saved in run.store.all() if has_its_size(saved)]
-    kept = keep([saved.kept for saved in whole], run.policies())
+    kept = retained([saved.kept for saved in whole], run.policies())
     return kept, [saved for saved in whole if saved.step not in kept]
 
 
@@ -215,3 +228,163 @@ def _git() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() or None
+
+
+PATIENCE = 2.0  # seconds: a process that was killed gives its lock up only when all of it is gone
+
+
+_HELD: set[int] = set()
+
+
+_HOLDER = re.compile(rb"pid [0-9]+[^\n]*\n?")
+
+
+def _close_in_child() -> None:
+    """A loader's worker outlives a trainer that was killed by some seconds, and must not hold the run meanwhile."""
+    for fd in _HELD:
+        os.close(fd)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Lock:
+    """The right to write to a run's folder; held until the process ends, however it ends."""
+
+    def __init__(self, folder: str) -> None:
+        import socket
+
+        path = os.path.join(folder, "lock")
+        there = os.path.lexists(path)
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise file_problem(error, path, "write") from error
+        try:
+            self._take(path)
+            held = os.pread(self.fd, 300, 0)
+            if held and not _HOLDER.fullmatch(held):
+                raise Conflict(
+                    f"{printable(path)} is not the lock of a run",
+                    "A run would overwrite it. It was left as it is.",
+                    "Move it away, or give the run a folder of its own: --set run=OTHER",
+                )
+            if held or not there:  # an empty one may be anybody's: a lock works without a name in it
+                os.ftruncate(self.fd, 0)
+                os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self.fd)
+            raise FileProblem(
+                f"cannot lock {printable(path)}: {error.strerror}", "Without a lock two trainers could mix their files."
+            ) from error
+        except BaseException:
+            os.close(self.fd)
+            raise
+        _HELD.add(self.fd)
+
+    def _take(self, path: str) -> None:
+        import fcntl
+
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.05)
+        holder = os.pread(self.fd, 200, 0).decode("utf-8", "replace").strip()
+        raise Conflict(
+            f"{printable(os.path.dirname(path))} is being written by another process ({printable(holder) or 'unknown'})",
+            "Two trainers on one run would mix their checkpoints.",
+            "Wait for it, stop it, or name another folder: --set run=OTHER",
+        )
+
+    def release(self) -> None:
+        """Gives the right up."""
+        if self.fd >= 0:
+            _HELD.discard(self.fd)
+            os.close(self.fd)
+            self.fd = -1
+
+
+_ID = re.compile(r"# ckptool run ([0-9a-f]{32})\n")
+_SIDECAR = re.compile(r"step-\d{8,}\.json")
+
+
+def run_of(text: str) -> str | None:
+    """The id of the run whose configuration a text is; None for a text that says of none."""
+    found = _ID.search(text)
+    return found[1] if found else None
+
+
+def named(number: str, config: Config) -> str:
+    """A configuration as it lies in the folder of its run."""
+    return f"# ckptool run {number}\n{configfile.written(config)}"
+
+
+def left_behind(folder: str) -> list[str]:
+    """The files of a run that was begun and never saved, last of all its configuration, which says of which run the others are.
+
+    Raises `Conflict` for files of these names that no run wrote, or that were changed since.
+    """
+    number = _written_by(os.path.join(folder, CONFIG))
+    history = [os.path.join(folder, HISTORY)]
+    ours = number is not None and all(is_of(path, "run", number) for path in history if os.path.lexists(path))
+    metrics = ours and os.path.lexists(history[0]) and is_of(os.path.join(folder, METRICS), "step")
+    found = {METRICS: metrics, HISTORY: ours, CONFIG: number is not None}
+    place = os.path.join(folder, CHECKPOINTS)
+    sidecars = sorted(filter(_SIDECAR.fullmatch, os.listdir(place))) if os.path.isdir(place) else []
+    of_run = {
+        os.path.join(CHECKPOINTS, name): number is not None
+        and (read_json(os.path.join(place, name)) or {}).get("run") == number
+        for name in sidecars
+    } | found
+    there = {name: known for name, known in of_run.items() if os.path.lexists(os.path.join(folder, name))}
+    if foreign := [name for name, known in there.items() if not known]:
+        raise not_ours(folder, foreign)
+    return [os.path.join(folder, name) for name in there]
+
+
+def refuse_others(folder: str) -> None:
+    """Raises `Conflict` where the history or the metrics of a run that is there are files of something else."""
+    wrong = [
+        name for name, key in ((HISTORY, "event"), (METRICS, "step")) if not is_of(os.path.join(folder, name), key)
+    ]
+    if wrong:
+        raise not_ours(folder, wrong)
+
+
+def not_ours(folder: str, names: Sequence[str]) -> Conflict:
+    several = len(names) > 1
+    return Conflict(
+        f"{printable(folder)} holds {listed([printable(name) for name in names])}, which this run did not write",
+        f"It would overwrite {'them' if several else 'it'}. Nothing was changed.",
+        f"Give the run a folder of its own: --set run=OTHER; or move {'them' if several else 'it'} away",
+    )
+
+
+def is_of(path: str, key: str, value: str | None = None) -> bool:
+    """True unless a file has lines, and none of them is one of a run's: with this key, and this value where one is given."""
+    if not os.path.lexists(path) or (os.path.isfile(path) and not os.path.getsize(path)):
+        return True
+    try:
+        lines = list(Lines(path).read())
+        torn = read_small_text(path, "lines", 1 << 20) if not lines else ""
+    except CkptoolError:
+        return False
+    if lines:
+        return any(key in line and value in (None, line[key]) for line in lines)
+    return torn.startswith('{"') and "\n" not in torn  # a run was killed in its first line
+
+
+def _written_by(path: str) -> str | None:
+    """The id of the run that wrote a configuration just as it is; None for one that a person wrote, or changed."""
+    try:
+        text = read_small_text(path, "a configuration", configfile.MAX_FILE)
+        number = run_of(text)
+        return number if number and named(number, configfile.parsed(text, path)) == text else None
+    except CkptoolError:
+        return None

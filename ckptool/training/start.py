@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import signal
+import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ckptool.errors import CkptoolError, Conflict, UsageError, printable
-from ckptool.training import configfile
-from ckptool.training.blame import blamed
-from ckptool.training.config import Config
-from ckptool.training.fingerprint import differences, fingerprint
+from ckptool.errors import CkptoolError, Conflict, Corrupt, UsageError, listed, printable
+from ckptool.paths import absolute
+from ckptool.training import CHANGED, CONFIG, configfile
+from ckptool.training.blame import blamed, is_theirs
+from ckptool.training.config import Config, Stop
+from ckptool.training.data import Samples
 from ckptool.training.hooks import Hooks, Told
-from ckptool.training.layout import CHANGED, CONFIG
-from ckptool.training.loop import Outcome, train
+from ckptool.training.loop import Outcome, Stopping, one_step, train
+from ckptool.training.models import kept_bytes
 from ckptool.training.parallel import World, world_of
 from ckptool.training.runs import Run, create, environment, is_run, read_config, reopen
-from ckptool.training.signals import stopping
-from ckptool.training.state import restored
 from ckptool.training.store import Saved, has_checkpoints
-from ckptool.training.trainer import Trainer, build
+from ckptool.training.trainer import Trainer, build, gathered, restored
+from ckptool.user_code import names_code
 
 
 def start(
@@ -153,3 +159,172 @@ def switches_given_back(config: Config) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
+
+
+@contextmanager
+def stopping(settings: Stop) -> Iterator[Stopping]:
+    """Catches the signals that stop a run for as long as it lasts."""
+    flag = Stopping(settings)
+    before: dict[int, Any] = {}
+    for name in settings.signals:
+        number = int(signal.Signals[f"SIG{name}"])
+        if signal.getsignal(number) is not signal.SIG_IGN or name != "HUP":  # nohup means it
+            before[number] = signal.signal(number, flag._caught)
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def fingerprint(config: Config, data: Samples) -> dict[str, Any]:
+    """A digest of each of the user's files that the configuration leads to, and the number of samples."""
+    code = {name: digest for name, path in sorted(_files(config)) if (digest := _digest(path))}
+    return {"code": code, "samples": data.train_count + len(data.held)}
+
+
+def differences(before: Any, now: dict[str, Any]) -> list[str]:
+    """The changes since then, in words; files that are only in one of the two do not count."""
+    if not isinstance(before, dict):
+        return []
+    old, new = before.get("code"), now["code"]
+    changed = [name for name in new if isinstance(old, dict) and old.get(name, new[name]) != new[name]]
+    found = [f"{listed([printable(name) for name in changed])} changed"] if changed else []
+    if before.get("samples", now["samples"]) != now["samples"]:
+        found.append(f"the number of samples is {now['samples']:,}, and was {before['samples']!s:.20}")
+    return found
+
+
+def _files(config: Config) -> Iterator[tuple[str, str]]:
+    """The files of the user's own code that are loaded: those that the configuration names, and what lies beside and below them.
+
+    Each under its path from the folder that they are in, which is the same wherever the run goes on.
+    """
+    names = [config.task, config.data.name, config.data.collate, *config.hooks]
+    names += [name for model in config.models.values() for name in (model.name, model.init)]
+    places = {name.rpartition(":")[0] for name in names if names_code(name)}
+    tops = [place if place.endswith(".py") else _file_of(place.partition(".")[0]) for place in places]
+    loaded = {absolute(_file_of(name)) for name in list(sys.modules)}
+    for top in filter(None, tops):
+        folder = os.path.dirname(absolute(top))
+        if os.path.basename(top) == "__init__.py":
+            folder = os.path.dirname(folder)
+        for path in loaded:
+            if path.startswith(folder + os.sep) and is_theirs(path):
+                yield os.path.relpath(path, folder), path
+
+
+def _file_of(module: str) -> str:
+    return getattr(sys.modules.get(module), "__file__", None) or ""
+
+
+def _digest(path: str) -> str:
+    if not os.path.isfile(path):
+        return ""
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What one step showed. Bytes; seconds.
+
+    activations: kept for the backward pass of one step.  without: the same without activation checkpointing, None where it is off.
+    """
+
+    parameters: dict[str, int]
+    train_samples: int
+    val_samples: int
+    steps: int
+    loss: float
+    step_seconds: float
+    save_seconds: float
+    checkpoint_bytes: int
+    activations: int
+    without: int | None
+    device: str
+
+
+def rehearse(config: Config) -> Rehearsal:
+    """Runs one step, saves, reloads and compares. Raises whatever would stop a run, `Corrupt` where the reload differs."""
+    with tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder, blamed(), switches_given_back(config):
+        config = configfile.checked({**config.dumped(), "run": os.path.join(folder, "run")}, "run.yaml")
+        with world_of(config) as world:
+            trainer = build(config, world)
+            activations, seconds = _step(trainer)
+            run = create(config)
+            began = time.perf_counter()
+            saved = run.store.commit(trainer.step, gathered(trainer), {})
+            took = time.perf_counter() - began
+            _compare(config, trainer, saved.path)
+            size = os.path.getsize(saved.path)
+            if run.lock is not None:
+                run.lock.release()
+            return Rehearsal(
+                {name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
+                trainer.data.train_count,
+                len(trainer.data.held),
+                trainer.total_steps,
+                trainer.loss or 0.0,
+                seconds,
+                took,
+                size,
+                activations,
+                _without(config, world),
+                str(world.device),
+            )
+
+
+def _step(trainer: Trainer) -> tuple[int, float]:
+    began = time.perf_counter()
+    with kept_bytes() as kept:
+        one_step(trainer, next(trainer.data.stream(trainer)), Hooks([]))
+    return kept.bytes, time.perf_counter() - began
+
+
+def _without(config: Config, world: Any) -> int | None:
+    """What a step keeps when nothing is computed again."""
+    if config.train.activation_checkpoint is None:
+        return None
+    values = config.dumped()
+    values["train"]["activation_checkpoint"] = None
+    return _step(build(configfile.checked(values, "run.yaml"), world))[0]
+
+
+def _compare(config: Config, trainer: Trainer, path: str) -> None:
+    """A new trainer, given the saved state, has to gather the very same one."""
+    again = build(config, trainer.world)
+    restored(again, torch.load(path, map_location="cpu", mmap=True, weights_only=True), path)
+    if differing := first_difference(gathered(trainer), gathered(again)):
+        raise Corrupt(f"the reloaded state differs in {differing}", "A run would not go on as it stopped.")
+
+
+def first_difference(one: Any, other: Any, place: str = "") -> str:
+    """Where two trees of plain values and tensors differ first, bit for bit; the empty text where they do not."""
+    if isinstance(one, torch.Tensor):
+        same = isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
+        return "" if same and _bits(one) == _bits(other) else place or "the top"
+    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
+        return next((found for key in one if (found := first_difference(one[key], other[key], f"{place}/{key}"))), "")
+    if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return next((found for i, (a, b) in pairs if (found := first_difference(a, b, f"{place}/{i}"))), "")
+    return "" if type(one) is type(other) and (one == other or one != one) else place or "the top"
+
+
+def first_different_tensor(one: Any, other: Any) -> str:
+    """The address of the first tensor, in the order of the first tree, that the second has not bit for bit; else the empty text."""
+    there = dict(_tensors(other))
+    return next((place for place, tensor in _tensors(one) if first_difference(tensor, there.get(place))), "")
+
+
+def _tensors(tree: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield place, tree
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    for key, value in items:
+        yield from _tensors(value, f"{place}/{key}" if place else str(key))
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())

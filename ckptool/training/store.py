@@ -7,21 +7,20 @@ its name, which is the commit; the folder is synced; only then old ones are prun
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Literal, Plan
 from ckptool.commands import Advice, command
-from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
+from ckptool.errors import CkptoolError, Conflict, Corrupt, NoneValid, counted, listed, printable
 from ckptool.files import Source, file_problem, open_regular, read_small
 from ckptool.output import RunningDigest, digest_of, make_folder, replace_file
-from ckptool.training.layout import CHECKPOINTS, HISTORY
-from ckptool.training.retention import Kept
+from ckptool.training import CHANGED, CHECKPOINTS, HISTORY
 
 _NAME = re.compile(r"step-(\d{8,})\.pt")
 _FILE = re.compile(r"step-(\d{8,})\.(?:pt|json)")
@@ -42,8 +41,8 @@ class Saved:
         return {key: value for key, value in numbers if isinstance(value, (int, float))}
 
     @property
-    def kept(self) -> Kept:
-        return Kept(self.step, self.metrics)
+    def kept(self) -> Candidate:
+        return Candidate(self.step, self.metrics)
 
 
 def name_of(step: int) -> str:
@@ -329,80 +328,69 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-# Who writes ----------------------------------------------------------------------------------------------------------
+def last_config(folder: str, number: str, config: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The number of the last change of a run, and the configuration since; 0, and the one that is given, where there was none."""
+    revision, count = 0, 0
+    for saved in Store(folder, number).all():
+        facts = saved.sidecar or {}
+        found, held = facts.get("revision"), facts.get("config")
+        if isinstance(found, int) and isinstance(held, dict) and found > revision:
+            revision, config = found, held
+    for fact in Lines(os.path.join(folder, HISTORY)).read():
+        if fact.get("event") == CHANGED and isinstance(fact.get("config"), dict):
+            count += 1
+            found = fact.get("revision", count)
+            if isinstance(found, int) and found >= revision:
+                revision, config = found, fact["config"]
+    return revision, config
 
 
-PATIENCE = 2.0  # seconds: a process that was killed gives its lock up only when all of it is gone
-_HELD: set[int] = set()
-_HOLDER = re.compile(rb"pid [0-9]+[^\n]*\n?")
+Metrics = dict[str, float]
 
 
-def _close_in_child() -> None:
-    """A loader's worker outlives a trainer that was killed by some seconds, and must not hold the run meanwhile."""
-    for fd in _HELD:
-        os.close(fd)
-    _HELD.clear()
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint as retention sees it. `step` is unique in a run; `metrics` are those of the evaluation at that step."""
+
+    step: int
+    metrics: Metrics = field(default_factory=dict)
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+Policy = Callable[[Sequence[Candidate]], set[int]]
+"""From checkpoints, oldest first, to the steps that it wants to keep."""
 
 
-class Lock:
-    """The right to write to a run's folder; held until the process ends, however it ends."""
+def keep_last(n: int) -> Policy:
+    """The newest `n`."""
+    return lambda there: {kept.step for kept in there[-n:]} if n else set()
 
-    def __init__(self, folder: str) -> None:
-        import socket
 
-        path = os.path.join(folder, "lock")
-        there = os.path.lexists(path)
-        try:
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-        except OSError as error:
-            raise file_problem(error, path, "write") from error
-        try:
-            self._take(path)
-            held = os.pread(self.fd, 300, 0)
-            if held and not _HOLDER.fullmatch(held):
-                raise Conflict(
-                    f"{printable(path)} is not the lock of a run",
-                    "A run would overwrite it. It was left as it is.",
-                    "Move it away, or give the run a folder of its own: --set run=OTHER",
-                )
-            if held or not there:  # an empty one may be anybody's: a lock works without a name in it
-                os.ftruncate(self.fd, 0)
-                os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        except OSError as error:
-            os.close(self.fd)
-            raise FileProblem(
-                f"cannot lock {printable(path)}: {error.strerror}", "Without a lock two trainers could mix their files."
-            ) from error
-        except BaseException:
-            os.close(self.fd)
-            raise
-        _HELD.add(self.fd)
+def keep_best(n: int, metric: str, mode: str) -> Policy:
+    """The best `n` by a metric; a value of 0.0 counts, NaN and missing ones never rank; of equal ones the older."""
 
-    def _take(self, path: str) -> None:
-        import fcntl
+    def choose(there: Sequence[Candidate]) -> set[int]:
+        ranked = [kept for kept in there if not math.isnan(kept.metrics.get(metric, math.nan))]
+        ranked.sort(key=lambda kept: (kept.metrics[metric] if mode == "min" else -kept.metrics[metric], kept.step))
+        return {kept.step for kept in ranked[:n]}
 
-        until = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    break
-                time.sleep(0.05)
-        holder = os.pread(self.fd, 200, 0).decode("utf-8", "replace").strip()
-        raise Conflict(
-            f"{printable(os.path.dirname(path))} is being written by another process ({printable(holder) or 'unknown'})",
-            "Two trainers on one run would mix their checkpoints.",
-            "Wait for it, stop it, or name another folder: --set run=OTHER",
-        )
+    return choose
 
-    def release(self) -> None:
-        """Gives the right up."""
-        if self.fd >= 0:
-            _HELD.discard(self.fd)
-            os.close(self.fd)
-            self.fd = -1
+
+def keep_every(n: int) -> Policy:
+    """Those at a multiple of `n` steps; none for 0."""
+    return lambda there: {kept.step for kept in there if n and kept.step % n == 0}
+
+
+def keep_newest(there: Sequence[Candidate]) -> set[int]:
+    """The newest, which is never deleted."""
+    return {there[-1].step} if there else set()
+
+
+def retained(there: Iterable[Candidate], policies: dict[str, Policy]) -> dict[int, list[str]]:
+    """The steps to keep, each with the names of the policies that want it. The newest is always among them."""
+    ordered = sorted(there, key=lambda kept: kept.step)
+    reasons: dict[int, list[str]] = {}
+    for name, policy in {"newest": keep_newest, **policies}.items():
+        for step in sorted(policy(ordered)):
+            reasons.setdefault(step, []).append(name)
+    return dict(sorted(reasons.items()))

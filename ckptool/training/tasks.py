@@ -142,12 +142,12 @@ def gan() -> Task:
     return Task([Phase("discriminator", discriminator), Phase("generator", generator)], evaluate)
 
 
-IN_THE_BOX: dict[str, Callable[[], Task]] = {"classify": classify, "regress": regress, "lm": lm, "gan": gan}
+BUILT_IN: dict[str, Callable[[], Task]] = {"classify": classify, "regress": regress, "lm": lm, "gan": gan}
 
 
 def load_task(name: str) -> Task:
     """The task that a configuration names, or the user's own: a function without arguments that gives a `Task`."""
-    made = called(find_named(name, IN_THE_BOX, "task"), "task", name)
+    made = called(find_named(name, BUILT_IN, "task"), "task", name)
     if not isinstance(made, Task):
         raise UsageError(f"task: {name} made {type(made).__name__}, not a ckptool.training.tasks.Task")
     return made

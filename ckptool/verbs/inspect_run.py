@@ -10,10 +10,19 @@ from typing import Any
 from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
 from ckptool.files import read_small_text
-from ckptool.training.layout import CONFIG, HISTORY, is_run
-from ckptool.training.recorded import last_config
-from ckptool.training.retention import best, every, keep, last
-from ckptool.training.store import Lines, Saved, Store, check, has_its_size
+from ckptool.training import CONFIG, HISTORY, is_run
+from ckptool.training.store import (
+    Lines,
+    Saved,
+    Store,
+    check,
+    has_its_size,
+    keep_best,
+    keep_every,
+    keep_last,
+    last_config,
+    retained,
+)
 from ckptool.verbs.opening import PathLike
 
 MAX_CONFIG = 1 << 20
@@ -80,12 +89,12 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     save, by = _section(config, "save"), _section(config, "eval")
     metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))
     policies = {
-        "last": last(_count(save, "keep_last")),
-        "best": best(_count(save, "keep_best"), metric, mode),
-        "every": every(_count(save, "keep_every")),
+        "last": keep_last(_count(save, "keep_last")),
+        "best": keep_best(_count(save, "keep_best"), metric, mode),
+        "every": keep_every(_count(save, "keep_every")),
     }
     there = Store(name, number).all()
-    kept = keep([saved.kept for saved in there if has_its_size(saved)], policies)
+    kept = retained([saved.kept for saved in there if has_its_size(saved)], policies)
     rows = tuple(_row(saved, full, kept.get(saved.step, ())) for saved in there)
     newest = max((row.step for row in rows if row.state == GOOD), default=None)
     event = history[-1] if history else {}

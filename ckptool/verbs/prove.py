@@ -10,7 +10,7 @@ from ckptool.verbs.training import PathLike, Say, configuration
 
 if TYPE_CHECKING:
     from ckptool.training.config import Config
-    from ckptool.training.prove import Proof
+    from ckptool.training.prove.proof import Proof
 
 
 def prove(
@@ -31,7 +31,7 @@ def prove(
     """
     set = several(set)
     made = configuration(config, set)
-    from ckptool.training.prove import prove as proved
+    from ckptool.training.prove.proof import prove as proved
 
     told = say or (lambda text: None)
     return proved(made, steps=steps, kills=kills, seed=seed, exhaustive=exhaustive, processes=processes, say=told)

@@ -10,8 +10,8 @@ from ckptool.verbs.training import PathLike, Say, check_harness, configuration
 
 if TYPE_CHECKING:
     from ckptool.training.config import Config
-    from ckptool.training.dry_run import Rehearsal
     from ckptool.training.loop import Outcome
+    from ckptool.training.start import Rehearsal
 
 
 def train(
@@ -39,7 +39,7 @@ def dry_run(config: PathLike | dict[str, Any] | Config, set: str | Sequence[str]
     """Builds everything, runs one step, saves, reloads, compares, and leaves nothing behind."""
     set = several(set)
     made = configuration(config, set)
-    from ckptool.training.dry_run import rehearse
+    from ckptool.training.start import rehearse
 
     return rehearse(made)
 

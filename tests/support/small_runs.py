@@ -12,13 +12,11 @@ import torch
 
 from ckptool.training import configfile
 from ckptool.training.config import Config
-from ckptool.training.dry_run import first_difference
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import Outcome, one_step
 from ckptool.training.parallel import World
-from ckptool.training.start import start, switches_given_back
-from ckptool.training.state import gathered, restored
-from ckptool.training.trainer import Trainer, build
+from ckptool.training.start import first_difference, start, switches_given_back
+from ckptool.training.trainer import Trainer, build, gathered, restored
 
 MLP: dict[str, Any] = {
     "run": "unused",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ckptool.training.nursery import Nursery
+from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.start import switches_given_back
 from tests.support.small_runs import config
 
@@ -22,10 +22,10 @@ def _switches() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Starts processes that begin with everything imported, and compute with one thread."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        made = Nursery(str(tmp_path_factory.mktemp("nursery") / "stderr"))
+        made = ForkServer(str(tmp_path_factory.mktemp("nursery") / "stderr"))
     with made:
         yield made

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ckptool.errors import UsageError
-from ckptool.training import activation
-from ckptool.training.activation import kept_bytes
+from ckptool.training import models
 from ckptool.training.config import ActivationCheckpoint
-from ckptool.training.dry_run import rehearse
+from ckptool.training.models import kept_bytes
 from ckptool.training.parallel import World
+from ckptool.training.start import rehearse
 from ckptool.training.trainer import Trainer, build
 from tests.support.small_runs import config, resumes, take, trainer
 
@@ -150,7 +150,7 @@ def test_reentrant_segments_of_whole_numbers_are_refused() -> None:
 def test_a_copy_of_a_module_runs_on_its_own_weights() -> None:
     """As DataParallel copies it: the copy must not go on with the weights of the first."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    activation.apply(model, ActivationCheckpoint(match="*"), lambda text: None)
+    models.checkpoint_activations(model, ActivationCheckpoint(match="*"), lambda text: None)
     other = copy.deepcopy(model)
     torch.nn.init.zeros_(other.get_parameter("0.weight"))
     torch.nn.init.zeros_(other.get_parameter("0.bias"))

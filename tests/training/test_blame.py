@@ -27,7 +27,7 @@ OWN = """
 import torch
 from torch import nn
 from ckptool.training.tasks import Task, Phase, classify
-from ckptool.training.datasets import IN_THE_BOX
+from ckptool.training.data import BUILT_IN
 
 def fault(place, value=None):
     if place == PLACE:
@@ -52,7 +52,7 @@ class Model(nn.Sequential):
         return super()._apply(function, *more)
 
 class Data:
-    made = IN_THE_BOX["blobs"](samples=60, inputs=4)
+    made = BUILT_IN["blobs"](samples=60, inputs=4)
     @property
     def about(self):
         return fault("about", self.made.about)

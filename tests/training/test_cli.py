@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from ckptool import cli
-from ckptool.training.nursery import Nursery
+from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.store import name_of
 from tests.support.small_runs import MLP
 from tests.training.test_store import cut, flip, forget
@@ -309,9 +309,9 @@ def test_a_user_module_that_raises(typed: Typed, tmp_path: Path) -> None:
 
 
 def test_two_trainers_on_one_run(
-    typed: Typed, tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+    typed: Typed, tmp_path: Path, nursery: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptool.training.store.PATIENCE", 0.05)
+    monkeypatch.setattr("ckptool.training.runs.PATIENCE", 0.05)
     path = str(tmp_path / "run.yaml")
     process = nursery.start(["train", path, "--set", "train.steps=1000000", "--set", f"run={tmp_path / 'runs' / 'x'}"])
     while not list((tmp_path / "runs").rglob("*.pt")):

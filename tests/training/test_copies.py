@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.training import saving
+from ckptool.training import loop
 from ckptool.training.trainer import Trainer
 from tests.support.small_runs import CONV, GAN, IMAGES, run
 from tests.training.test_optim import scheduled
@@ -36,7 +36,7 @@ def test_copies_of_the_state_are_gone_with_their_save(
 ) -> None:
     """Before a copy is made, none of an earlier one is left; and none is at the end. The collector of garbage does not
     run."""
-    made, copies, left = saving.gathered, [], []
+    made, copies, left = loop.gathered, [], []
 
     def gathered(trainer: Trainer, *, copied: bool) -> dict[str, Any]:
         left.append(sum(any(each() is not None for each in copy) for copy in copies))
@@ -44,7 +44,7 @@ def test_copies_of_the_state_are_gone_with_their_save(
         copies.append([weakref.ref(tensor) for tensor in tensors(tree)])
         return tree
 
-    monkeypatch.setattr(saving, "gathered", gathered)
+    monkeypatch.setattr(loop, "gathered", gathered)
     gc.collect()
     gc.disable()
     try:

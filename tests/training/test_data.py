@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptool.errors import UsageError, UserCodeFailed
-from ckptool.training import datasets
+from ckptool.training import data
 from ckptool.training.data import default, pad, to_device
 from ckptool.training.parallel import World
 from tests.support.small_runs import last, run, take, trainer
@@ -249,10 +249,10 @@ def test_to_device_keeps_the_form_of_a_batch() -> None:
 # In the box ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(datasets.IN_THE_BOX) - {"digits"}))
+@pytest.mark.parametrize("name", sorted(set(data.BUILT_IN) - {"digits"}))
 def test_data_in_the_box_is_the_same_every_time(name: str) -> None:
-    one, other = datasets.IN_THE_BOX[name](), datasets.IN_THE_BOX[name]()
+    one, other = data.BUILT_IN[name](), data.BUILT_IN[name]()
     torch.rand(1)
     assert str([one[i] for i in range(5)]) == str([other[i] for i in range(5)])
-    if isinstance(one, datasets.Arrays):
+    if isinstance(one, data.Arrays):
         assert str(one.__getitems__([3, 1, 3])) == str([one[3], one[1], one[3]])

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ckptool.training import configfile
-from ckptool.training.dry_run import rehearse
-from ckptool.training.start import start
+from ckptool.training.start import rehearse, start
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from ckptool.training import configfile
-from ckptool.training.nursery import Nursery
-from ckptool.training.prove import Lab, configured, resumes
+from ckptool.training.prove.fork_server import ForkServer
+from ckptool.training.prove.proof import ProofRun, configured, resumes
 from ckptool.training.store import Lines
 from tests.support.small_runs import CONV, GAN, IMAGES, config
 
@@ -56,11 +56,11 @@ SEVERAL: dict[str, dict[str, Any]] = {
 WAYS = ("KILL", "KILL in save", "KILL in prune", "TERM")
 
 
-def lab(path: Path, nursery: Nursery, seed: int = 0, every: int = 0, **sections: Any) -> Lab:
-    return Lab(configured(config(**sections), STEPS, every), STEPS, str(path), random.Random(seed), nursery, str)
+def lab(path: Path, nursery: ForkServer, seed: int = 0, every: int = 0, **sections: Any) -> ProofRun:
+    return ProofRun(configured(config(**sections), STEPS, every), STEPS, str(path), random.Random(seed), nursery, str)
 
 
-def ends_the_same(made: Lab, kills: list[tuple[int, str, tuple[str, ...]]]) -> None:
+def ends_the_same(made: ProofRun, kills: list[tuple[int, str, tuple[str, ...]]]) -> None:
     """Kills a run at steps and resumes it, with changes of its configuration for each process; compares the ends."""
     made.train("reference")
     done = [made.killed(at, how, *changes) for at, how, changes in kills]
@@ -75,7 +75,7 @@ def ends_the_same(made: Lab, kills: list[tuple[int, str, tuple[str, ...]]]) -> N
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_killed_three_times(name: str, tmp_path: Path, nursery: Nursery) -> None:
+def test_killed_three_times(name: str, tmp_path: Path, nursery: ForkServer) -> None:
     made = lab(tmp_path, nursery, seed=len(name), **SEVERAL[name])
     ends_the_same(made, [(7, "KILL", ()), (16, "KILL in save", ()), (29, "KILL in prune", ())])
     if "fp16" in name:
@@ -85,7 +85,7 @@ def test_killed_three_times(name: str, tmp_path: Path, nursery: Nursery) -> None
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SEVERAL)
-def test_killed_ten_times(name: str, tmp_path: Path, nursery: Nursery) -> None:
+def test_killed_ten_times(name: str, tmp_path: Path, nursery: ForkServer) -> None:
     for seed in range(2):
         made = lab(tmp_path / str(seed), nursery, seed=seed, **SEVERAL[name])
         (tmp_path / str(seed)).mkdir()
@@ -93,7 +93,7 @@ def test_killed_ten_times(name: str, tmp_path: Path, nursery: Nursery) -> None:
         ends_the_same(made, [(at, made.dice.choice(WAYS[: 2 if at < 12 else 4]), ()) for at in steps])
 
 
-def test_workers_come_and_go(tmp_path: Path, nursery: Nursery) -> None:
+def test_workers_come_and_go(tmp_path: Path, nursery: ForkServer) -> None:
     """Workers 0, 2, 0. Those that a killed trainer leaves behind do not hold the run."""
     made = lab(tmp_path, nursery, every=5)
     ends_the_same(made, [(8, "KILL", ()), (20, "KILL", ("data.workers=2",)), (30, "TERM", ("data.workers=2",))])
@@ -103,7 +103,7 @@ def test_workers_come_and_go(tmp_path: Path, nursery: Nursery) -> None:
 
 
 @pytest.mark.parametrize(("sent", "group", "code"), [("TERM", False, 143), ("TERM", True, 143), ("INT", True, 130)])
-def test_a_signal_saves_at_the_boundary(tmp_path: Path, nursery: Nursery, sent: str, group: bool, code: int) -> None:
+def test_a_signal_saves_at_the_boundary(tmp_path: Path, nursery: ForkServer, sent: str, group: bool, code: int) -> None:
     made = lab(tmp_path, nursery, every=1000)
     made.train("reference", "data.workers=0")
     number = signal.Signals[f"SIG{sent}"]
@@ -122,7 +122,7 @@ def test_a_signal_saves_at_the_boundary(tmp_path: Path, nursery: Nursery, sent: 
     assert made.end("killed") == made.end("reference")
 
 
-def test_a_run_stops_when_its_time_is_over(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_run_stops_when_its_time_is_over(tmp_path: Path, nursery: ForkServer) -> None:
     """`stop.after`: saved where it was, exit 0, and it goes on to the same end."""
     made = lab(tmp_path, nursery, every=1000)
     made.train("reference")
@@ -136,7 +136,7 @@ def test_a_run_stops_when_its_time_is_over(tmp_path: Path, nursery: Nursery) -> 
 # Every file-system event ----------------------------------------------------------------------------------------------
 
 
-def test_some_file_system_events(tmp_path: Path, nursery: Nursery) -> None:
+def test_some_file_system_events(tmp_path: Path, nursery: ForkServer) -> None:
     """One in nine of them; `make soak` takes all."""
     count, lost = lab(tmp_path, nursery).every_event(first=1, stride=9)
     assert count >= 8
@@ -145,14 +145,14 @@ def test_some_file_system_events(tmp_path: Path, nursery: Nursery) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", [*SEVERAL, "async"])
-def test_every_file_system_event(name: str, tmp_path: Path, nursery: Nursery) -> None:
+def test_every_file_system_event(name: str, tmp_path: Path, nursery: ForkServer) -> None:
     sections = SEVERAL.get(name, {"save": {"async": True}})
     count, lost = lab(tmp_path, nursery, **sections).every_event()
     assert count >= 60
     assert not lost
 
 
-def test_the_events_are_those_of_checkpoint_sidecar_and_prune(tmp_path: Path, nursery: Nursery) -> None:
+def test_the_events_are_those_of_checkpoint_sidecar_and_prune(tmp_path: Path, nursery: ForkServer) -> None:
     """What a run leaves that dies in its first save: every stage of a commit is seen, in its order."""
     made, stages = lab(tmp_path, nursery, every=2), []
     for number in range(0, 26, 2):

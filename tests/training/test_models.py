@@ -13,7 +13,7 @@ from torch import nn
 from ckptool.errors import PlanRefused, UsageError, UserCodeFailed
 from ckptool.training.config import Data, Model
 from ckptool.training.data import load_data
-from ckptool.training.models import IN_THE_BOX, build_model, initialise
+from ckptool.training.models import BUILT_IN, build_model, initialise
 from ckptool.training.start import start
 from tests.support.small_runs import CONV, IMAGES, config, run, take, trainer
 
@@ -52,7 +52,7 @@ def test_all_models_are_the_same_for_a_seed() -> None:
     for name, value in one.models["main"].state_dict().items():
         assert torch.equal(value, again.models["main"].state_dict()[name])
     assert not torch.equal(other.models["main"][1].weight, trainer().models["main"][1].weight)  # type: ignore[index]
-    assert set(IN_THE_BOX) == {"mlp", "conv", "chargpt", "tagger", "generator", "discriminator"}
+    assert set(BUILT_IN) == {"mlp", "conv", "chargpt", "tagger", "generator", "discriminator"}
 
 
 # First values --------------------------------------------------------------------------------------------------------

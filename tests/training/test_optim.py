@@ -19,8 +19,7 @@ from ckptool.training.config import Group, Optim, Schedule
 from ckptool.training.optim import build_optimizer, build_schedule, load_optimizer
 from ckptool.training.parallel import World
 from ckptool.training.start import resume
-from ckptool.training.state import restored
-from ckptool.training.trainer import Trainer, build
+from ckptool.training.trainer import Trainer, build, restored
 from tests.support.small_runs import again, config, last, resumes, run, same, take, trainer
 
 

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from ckptool.errors import UsageError
-from ckptool.training.dry_run import first_difference
 from ckptool.training.parallel import World, world_of, wrapped
-from ckptool.training.start import start
+from ckptool.training.start import first_difference, start
 from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run, take, trainer
 
 NO_DROPOUT = "models.main.args.dropout=0.0"

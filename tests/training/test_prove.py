@@ -16,8 +16,8 @@ import yaml
 from ckptool import cli
 from ckptool.errors import RunFailed, UsageError
 from ckptool.render.proof import proof_json, proof_text
-from ckptool.training.nursery import Nursery, _end_of
-from ckptool.training.prove import Kill, Lab, Proof, configured, processes_of, resumes
+from ckptool.training.prove.fork_server import ForkServer, _end_of
+from ckptool.training.prove.proof import Kill, Proof, ProofRun, configured, processes_of, resumes
 from ckptool.training.store import Lines
 from tests.support.small_runs import MLP, config
 
@@ -36,14 +36,14 @@ def task():
 """
 
 
-def proved(path: Path, nursery: Nursery, steps: int = 30, kills: int = 5, **sections: Any) -> Proof:
+def proved(path: Path, nursery: ForkServer, steps: int = 30, kills: int = 5, **sections: Any) -> Proof:
     proof = Proof(steps)
-    made = Lab(configured(config(**sections), steps), steps, str(path), random.Random(1), nursery, str)
+    made = ProofRun(configured(config(**sections), steps), steps, str(path), random.Random(1), nursery, str)
     made.fill(proof, kills, exhaustive=False)
     return proof
 
 
-def test_a_run_is_proved(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_run_is_proved(tmp_path: Path, nursery: ForkServer) -> None:
     schedule = {"name": "step", "args": {"step_size": 7}}
     train = {"steps": 30, "precision": "fp16", "ema": 0.9}
     proof = proved(tmp_path, nursery, optim={"main": {"lr": 0.01, "schedule": schedule}}, train=train)
@@ -59,7 +59,7 @@ def test_a_run_is_proved(tmp_path: Path, nursery: Nursery) -> None:
     assert proof_json(proof)["proved"] is True
 
 
-def test_a_part_that_a_run_has_not_is_not_left_out(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_part_that_a_run_has_not_is_not_left_out(tmp_path: Path, nursery: ForkServer) -> None:
     """Plain SGD remembers nothing: there is nothing to forget."""
     proof = proved(tmp_path, nursery, steps=8, kills=1, optim={"main": {"name": "sgd", "lr": 0.01}})
     assert proof.proved
@@ -82,7 +82,7 @@ def test_a_run_with_chance_in_it_is_disproved(tmp_path: Path, capsys: pytest.Cap
     shutil.rmtree(kept)
 
 
-def test_a_run_that_fails_by_itself_is_no_proof(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_run_that_fails_by_itself_is_no_proof(tmp_path: Path, nursery: ForkServer) -> None:
     (tmp_path / "mine.py").write_text("def task():\n    raise ValueError('my own mistake')\n")
     with pytest.raises(RunFailed, match="exit code 2") as raised:
         proved(tmp_path, nursery, task=f"{tmp_path / 'mine.py'}:task")
@@ -121,9 +121,11 @@ def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> Non
 def test_a_run_of_several_processes_is_proved(tmp_path: Path) -> None:
     """They start as torchrun starts them; a kill is for all of them, and where the one that writes dies, the others end
     too."""
-    with Nursery(str(tmp_path / "stderr"), 2) as nursery:
+    with ForkServer(str(tmp_path / "stderr"), 2) as nursery:
         proof = Proof(24, 2)
-        made = Lab(configured(config(strategy="ddp"), 24), 24, str(tmp_path / "runs"), random.Random(2), nursery, str)
+        made = ProofRun(
+            configured(config(strategy="ddp"), 24), 24, str(tmp_path / "runs"), random.Random(2), nursery, str
+        )
         (tmp_path / "runs").mkdir()
         made.fill(proof, 3, exhaustive=False)
     assert proof.proved

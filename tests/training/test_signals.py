@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from ckptool.training.config import Stop
-from ckptool.training.signals import stopping
+from ckptool.training.start import stopping
 
 
 def test_the_first_signal_is_the_one_that_is_answered() -> None:

@@ -11,9 +11,9 @@ from torch import nn
 
 from ckptool.errors import UsageError
 from ckptool.training.config import Split
-from ckptool.training.dry_run import first_difference
-from ckptool.training.split import Pipeline, place
-from ckptool.training.state import gathered
+from ckptool.training.parallel import Pipeline, place
+from ckptool.training.start import first_difference
+from ckptool.training.trainer import gathered
 from tests.support.small_runs import CONV, GAN, IMAGES, config, last, resumes, run, same, take, trainer
 
 CPU = torch.device("cpu")

@@ -105,9 +105,9 @@ class Hook:
 """
 DATA = """
 import os
-from ckptool.training.datasets import IN_THE_BOX
+from ckptool.training.data import BUILT_IN
 def data():
-    made = IN_THE_BOX["blobs"](samples=60, inputs=4)
+    made = BUILT_IN["blobs"](samples=60, inputs=4)
     class Own:
         about = made.about
         def __len__(self):

@@ -19,7 +19,8 @@ from ckptool.errors import Conflict, Corrupt, DiskFull, FileProblem, NoneValid
 from ckptool.output import RunningDigest, durable
 from ckptool.output import running as running_module
 from ckptool.training import store as store_module
-from ckptool.training.store import Lines, Lock, Saved, Store, check, name_of, read_json, sidecar_of
+from ckptool.training.runs import Lock
+from ckptool.training.store import Lines, Saved, Store, check, name_of, read_json, sidecar_of
 
 STATE = {"model_state_dict": {"w": torch.arange(6.0)}, "step": 3}
 
@@ -281,7 +282,7 @@ def test_a_line_that_was_cut_within_a_step_is_written_again(tmp_path: Path) -> N
 
 HOLD = """
 import sys, time
-from ckptool.training.store import Lock
+from ckptool.training.runs import Lock
 Lock(sys.argv[1])
 print("held", flush=True)
 time.sleep(60)
@@ -290,7 +291,7 @@ time.sleep(60)
 
 def test_two_writers_refuse_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock is that of a process: it goes with it, however it ends."""
-    monkeypatch.setattr(store_module, "PATIENCE", 0.05)
+    monkeypatch.setattr("ckptool.training.runs.PATIENCE", 0.05)
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -334,5 +335,5 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_store_is_known_without_torch() -> None:
     """`inspect` and `scan` look at runs where torch is not installed."""
-    code = "import sys, ckptool.training.store, ckptool.training.retention; print('torch' in sys.modules)"
+    code = "import sys, ckptool.training.store; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

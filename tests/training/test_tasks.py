@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from ckptool.errors import UsageError, UserCodeFailed
-from ckptool.training.data import Batch
-from ckptool.training.seeds import seed_all
+from ckptool.training.data import Batch, seed_all
 from ckptool.training.tasks import classify, gan, lm, load_task, regress
 from tests.support.small_runs import GAN, run, take, trainer
 

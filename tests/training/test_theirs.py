@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from ckptool.training.start import resume, start
-from ckptool.training.state import gathered, restored
-from ckptool.training.trainer import Trainer
+from ckptool.training.trainer import Trainer, gathered, restored
 from tests.support.small_runs import GAN, again, config, last, resumes, run, take, trainer
 
 OWN_MODEL = """

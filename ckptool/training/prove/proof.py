@@ -19,12 +19,17 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from ckptool.errors import FileProblem, RunFailed, UsageError, counted, printable
-from ckptool.training import configfile
+from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
-from ckptool.training.layout import CHECKPOINTS, CONFIG, HISTORY, METRICS
-from ckptool.training.nursery import Nursery
-from ckptool.training.store import Lines, digest, name_of
+from ckptool.training.parallel import world_of
+from ckptool.training.prove.fork_server import ForkServer
+from ckptool.training.runs import read_config
+from ckptool.training.start import first_difference
+from ckptool.training.store import Lines, Store, digest, name_of
+from ckptool.training.trainer import build, gathered
 
 # Parts of the state that are left out, by the beginning of their keys.
 ABLATIONS = (
@@ -95,8 +100,8 @@ def prove(
     proof = Proof(steps, processes_of(config, processes))
     folder = tempfile.mkdtemp(prefix="ckptool-prove-")
     try:
-        with Nursery(os.path.join(folder, "stderr"), proof.processes) as nursery:
-            lab = Lab(configured(config, steps), steps, folder, random.Random(seed), nursery, say)
+        with ForkServer(os.path.join(folder, "stderr"), proof.processes) as nursery:
+            lab = ProofRun(configured(config, steps), steps, folder, random.Random(seed), nursery, say)
             lab.fill(proof, kills, exhaustive)
     finally:
         if proof.result and not proof.proved:
@@ -142,14 +147,14 @@ def configured(config: Config, steps: int, every: int = 0) -> Config:
 
 
 @dataclass(slots=True)
-class Lab:
+class ProofRun:
     """Runs of one configuration under names, in a folder. dice: where kills come.  nursery: what starts the processes."""
 
     config: Config
     steps: int
     folder: str
     dice: random.Random
-    nursery: Nursery
+    nursery: ForkServer
     say: Say
 
     def fill(self, proof: Proof, kills: int, exhaustive: bool) -> None:
@@ -267,7 +272,7 @@ class Lab:
         """The first step whose line differs, and the first tensor of the last files that does."""
         import torch
 
-        from ckptool.training.dry_run import first_different_tensor
+        from ckptool.training.start import first_different_tensor
 
         one, other = (
             {fact["step"]: fact for fact in Lines(os.path.join(self.run_of(name), METRICS)).read()}
@@ -287,7 +292,7 @@ class Lab:
         Raises `RunFailed` where one of them ends with other bytes. first, stride: only some of the events.
         """
         config = configured(self.config, SWEPT_STEPS, SWEPT_EVERY)
-        lab = Lab(config, SWEPT_STEPS, os.path.join(self.folder, "events"), self.dice, self.nursery, self.say)
+        lab = ProofRun(config, SWEPT_STEPS, os.path.join(self.folder, "events"), self.dice, self.nursery, self.say)
         os.makedirs(lab.folder)
         lab.train("reference")
         reference, before, lost, count = lab.end("reference"), 0, False, 0
@@ -327,3 +332,28 @@ def resumes(run: str) -> tuple[list[int | None], bool]:
                 lost |= fact["step"] < saved
             begun = True
     return steps, lost or any((later or 0) < (earlier or 0) for earlier, later in pairwise(steps))
+
+
+def reset_part(folder: str, part: str) -> bool:
+    """Gives the newest checkpoint of a run that part of the state which a new trainer has. False if the run has none, or it is empty.
+
+    part: `optimizer`, `scheduler`, `scaler` or `ema`. A forgotten average starts again from the weights.
+    """
+    number, config = read_config(folder)
+    store = Store(folder, number)
+    newest = store.all()[-1]
+    tree: dict[str, Any] = torch.load(newest.path, map_location="cpu", weights_only=True)
+    keys = [key for key in tree if key.startswith(f"{part}_")]
+    if not keys:
+        return False
+    with world_of(config) as world:
+        new = gathered(build(config, world))
+    fresh = {key: tree[key.replace(part, "model", 1)] if part == "ema" else new[key] for key in keys}
+    if not first_difference({key: tree[key] for key in keys}, fresh):
+        return False  # plain SGD remembers nothing
+    tree.update(fresh)
+    facts = {
+        key: value for key, value in (newest.sidecar or {}).items() if key not in ("run", "step", "bytes", "sha256")
+    }
+    store.commit(newest.step, tree, facts)
+    return True

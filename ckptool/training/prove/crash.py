@@ -38,7 +38,7 @@ class Crash:
         self.at -= 1
 
 
-def crash_in(folder: str, at: int, part: str = "", step: int = 0) -> None:
+def install_crash(folder: str, at: int, part: str = "", step: int = 0) -> None:
     """Has this process kill itself before its event number `at` below a run's folder."""
     crash = Crash(os.path.abspath(folder), at, part, step, armed=not part)
     if part:

@@ -1,8 +1,8 @@
 """Training processes for `prove`, each forked from one that has everything imported: torch alone takes seconds to import.
 
-Run as `python -m ckptool.training.nursery`: reads one request a line, forks, answers with the process's id, and with its end. It never
-computes anything itself, so that its children begin like new processes. Several that train together (ddp) are one process group, and find
-each other by the variables that torchrun sets.
+Run as `python -m ckptool.training.prove.fork_server`: reads one request a line, forks, answers with the process's id and
+with how it ended. The server computes nothing itself, so its children begin like new processes. Several that train
+together (ddp) are one process group, and find each other by the variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import IO, Any
 
 from ckptool.errors import RunFailed, printable
-from ckptool.training.crashing import crash_in
+from ckptool.training.prove.crash import install_crash
 
 GRACE = 600.0  # seconds that one process may take
 
 
-class Nursery:
+class ForkServer:
     """The side of `prove`: starts one process at a time, and waits for it.
 
     log: where their stderr goes.  processes: how many train together, each time.
@@ -34,10 +34,13 @@ class Nursery:
         self.log, self.processes = log, processes
         self.child: int | None = None
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ckptool.training.nursery"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "ckptool.training.prove.fork_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -116,7 +119,7 @@ def main() -> None:
             group = children[0] if children else 0
             child = os.fork()
             if not child:
-                _born(request, group, place)
+                _child_main(request, group, place)
             with suppress(OSError):
                 os.setpgid(child, group or child)  # here too: it may be killed before it gets that far
             children.append(child)
@@ -157,7 +160,7 @@ def _end_of(children: list[int]) -> int:
     return code
 
 
-def _born(request: dict[str, Any], group: int, place: dict[str, str]) -> None:
+def _child_main(request: dict[str, Any], group: int, place: dict[str, str]) -> None:
     """The forked process: a program of its own, in a process group (0: in one of its own)."""
     code = 2
     try:
@@ -189,9 +192,9 @@ def _done(request: dict[str, Any]) -> int:
     from importlib import import_module
 
     if "forget" in request:
-        return 0 if import_module("ckptool.training.ablation").forget(*request["forget"]) else 1
+        return 0 if import_module("ckptool.training.prove.proof").reset_part(*request["forget"]) else 1
     if "crash" in request and os.environ.get("RANK", "0") == "0":  # the one that writes
-        crash_in(**request["crash"])
+        install_crash(**request["crash"])
     code: int = import_module("ckptool.cli").main(request["words"])
     return code
 
