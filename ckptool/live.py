@@ -20,11 +20,11 @@ from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target,
 from ckptool.reports.warm_start import LoadReport, Refusal, not_loaded, refusal
 from ckptool.roots import WEIGHTS, Root, one_root
 from ckptool.transforms.conversion import first_part
-from ckptool.transforms.matching import Chosen, Matching, match, wishes_of
 from ckptool.transforms.optimizer_state import Carried, carried
+from ckptool.transforms.patterns import matcher
 from ckptool.transforms.rename import apply
-from ckptool.transforms.select import matcher
 from ckptool.transforms.torch_versions import COUNTER
+from ckptool.transforms.warm_start_plan import Assignment, WarmStartPlan, match_options, plan_warm_start
 from ckptool.tree import map_storages
 from ckptool.user_code import called, own
 from ckptool.verbs.opening import open_whole, refuse_part
@@ -212,7 +212,7 @@ def load_into(
     checkpoint: a rank's share, one shard of several.
     Raises `PlanRefused` (its `report` says why) and what opening the checkpoint raises; then no tensor of the model has changed.
     """
-    wishes = wishes_of(
+    wanted = match_options(
         rename, rules_file, only, exclude, missing, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
     )
     if not isinstance(model, nn.Module):
@@ -225,8 +225,8 @@ def load_into(
     slots = _slots(bare)
     target = _target(slots, type(bare).__name__)
     whole, root, remark = _weights(checkpoint, at, part)
-    plan = _with_counters(match(root, str(whole.source or "the checkpoint"), target, wishes, remark), slots)
-    plan = replace(plan, report=_with_device_facts(plan, bare, slots, wishes.missing, assign))
+    plan = _with_counters(plan_warm_start(root, str(whole.source or "the checkpoint"), target, wanted, remark), slots)
+    plan = replace(plan, report=_with_device_facts(plan, bare, slots, wanted.missing, assign))
     moved = _for_optimizer(optimizer, whole, root, target, plan, slots, assign) if optimizer is not None else None
     if moved is not None:
         plan = replace(plan, report=replace(plan.report, optimizer=moved.report))
@@ -254,13 +254,13 @@ def _weights(
     return checkpoint, *one_root(checkpoint, at)
 
 
-def _with_counters(plan: Matching, slots: Mapping[str, _Slot]) -> Matching:
+def _with_counters(plan: WarmStartPlan, slots: Mapping[str, _Slot]) -> WarmStartPlan:
     """The plan with zeros for the counters that an older file does not have, where the model's own are on the meta device."""
     names = [
         name for name in plan.report.supplied if slots[name].tensor.device.type == "meta" and name.endswith(COUNTER)
     ]
     zeros = {
-        name: Chosen(name, TensorEntry(Storage(Literal(bytes(8)), "cpu"), BY_TORCH["int64"], (), (), 0))
+        name: Assignment(name, TensorEntry(Storage(Literal(bytes(8)), "cpu"), BY_TORCH["int64"], (), (), 0))
         for name in names
     }
     supplied = tuple(name for name in plan.report.supplied if name not in zeros)
@@ -268,7 +268,11 @@ def _with_counters(plan: Matching, slots: Mapping[str, _Slot]) -> Matching:
 
 
 def _with_device_facts(
-    plan: Matching, model: nn.Module, slots: Mapping[str, _Slot], missing: Sequence[str] | None, assign: bool | None
+    plan: WarmStartPlan,
+    model: nn.Module,
+    slots: Mapping[str, _Slot],
+    missing: Sequence[str] | None,
+    assign: bool | None,
 ) -> LoadReport:
     """The report with what only the live model tells: tensors without memory, or that cannot be written to."""
     report, found = plan.report, list(plan.report.refused)
@@ -355,7 +359,7 @@ class _Change:
             slot.put(new)
 
 
-def _staged(plan: Matching, slots: Mapping[str, _Slot], target: Target, assign: bool | None) -> list[_Change]:
+def _staged(plan: WarmStartPlan, slots: Mapping[str, _Slot], target: Target, assign: bool | None) -> list[_Change]:
     """Everything that can go wrong, before anything changes: checksums, views, mapping. Raises what reading raises."""
     groups: dict[str, list[str]] = {}
     for name in plan.chosen:
@@ -377,7 +381,7 @@ def _staged(plan: Matching, slots: Mapping[str, _Slot], target: Target, assign: 
     return changes
 
 
-def _bare_entry(choice: Chosen) -> TensorEntry:
+def _bare_entry(choice: Assignment) -> TensorEntry:
     """The tensor or its part, without what it was in the checkpoint: a parameter, one with gradients."""
     assert isinstance(choice.tensor, TensorEntry)  # others were refused
     entry = choice.tensor if choice.part is None else first_part(choice.tensor, choice.part)
@@ -396,7 +400,7 @@ def _for_optimizer(
     checkpoint: Checkpoint,
     root: Root,
     target: Target,
-    plan: Matching,
+    plan: WarmStartPlan,
     slots: Mapping[str, _Slot],
     assign: bool | None,
 ) -> Carried:

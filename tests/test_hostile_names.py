@@ -16,9 +16,9 @@ import torch
 import ckptool
 from ckptool.cli import main
 from ckptool.errors import CkptoolError, FileProblem, OutputExists
-from ckptool.transforms import expressions
+from ckptool.transforms import patterns
+from ckptool.transforms.patterns import matcher
 from ckptool.transforms.rules import parse_rule
-from ckptool.transforms.select import matcher
 from tests.support.checkpoints import saved, three_parts, weights
 from tests.support.helpers import assert_same_objects, load
 from tests.test_memory import LIMIT, peak
@@ -305,7 +305,7 @@ SLOW_RULE = "*a*a*a*a*a*a*a*a*a*a*a*a*b => x"
 def test_row_145_patterns_that_would_be_tried_for_ever(
     pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expressions, "LIMIT", 0.1)
+    monkeypatch.setattr(patterns, "LIMIT", 0.1)
     key = "ab" * 30 if "ab" in pattern else LONG
     path = saved(weights(key), tmp_path / "in.pt")
     for action in (
@@ -318,7 +318,7 @@ def test_row_145_patterns_that_would_be_tried_for_ever(
 
 
 def test_row_145_rules_with_many_stars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expressions, "LIMIT", 0.1)
+    monkeypatch.setattr(patterns, "LIMIT", 0.1)
     path = saved(weights(LONG), tmp_path / "in.pt")
     error = refused("usage", tmp_path, lambda: ckptool.rename(path, [SLOW_RULE], tmp_path / "out.pt"))
     assert "seconds" in error.what

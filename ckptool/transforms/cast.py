@@ -11,7 +11,7 @@ from ckptool.dtypes import DType, by_name
 from ckptool.errors import Conflict, UsageError, printable
 from ckptool.roots import Root
 from ckptool.transforms.dtypes import CastTally, cast_storage
-from ckptool.transforms.select import selected
+from ckptool.transforms.patterns import selected
 from ckptool.tree import address, children, rebuild, stored_parts, walk
 
 

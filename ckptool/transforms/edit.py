@@ -13,7 +13,7 @@ from ckptool.errors import Conflict, NoMatch, UsageError, counted, printable
 from ckptool.nodes import Object, OrderedDict
 from ckptool.roots import find_roots
 from ckptool.transforms.losses import lost_tensors
-from ckptool.transforms.select import matcher
+from ckptool.transforms.patterns import matcher
 from ckptool.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable
 from ckptool.roots import Root, beside_names
 from ckptool.transforms.losses import lost_tensors
-from ckptool.transforms.select import selected
+from ckptool.transforms.patterns import selected
 from ckptool.tree import Path, address, children, holders
 
 

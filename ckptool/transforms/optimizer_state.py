@@ -19,7 +19,7 @@ from ckptool.prefixes import without_wrappers
 from ckptool.reports.targets import PARAMETER, Target, kind_by_name
 from ckptool.reports.warm_start import OptimizerReport
 from ckptool.roots import Root, optimizers, view_of
-from ckptool.transforms.matching import Chosen
+from ckptool.transforms.warm_start_plan import Assignment
 from ckptool.tree import address
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -37,7 +37,7 @@ class Carried:
 
 
 def carried(
-    checkpoint: Checkpoint, root: Root, target: Target, chosen: Mapping[str, Chosen], parameters: Sequence[str]
+    checkpoint: Checkpoint, root: Root, target: Target, chosen: Mapping[str, Assignment], parameters: Sequence[str]
 ) -> Carried:
     """The optimizer state of a checkpoint by the parameter names of a target.
 
@@ -130,7 +130,7 @@ def _first_names(root: Root) -> dict[str, str]:
 
 
 def _parameters_of(
-    root: Root, first: Mapping[str, str], target: Target, chosen: Mapping[str, Chosen]
+    root: Root, first: Mapping[str, str], target: Target, chosen: Mapping[str, Assignment]
 ) -> dict[str, tuple[int, ...]]:
     """The parameters among the weights of a checkpoint, each tensor once, with their shapes."""
     told = target.tensors if target.kinds_known else {}
@@ -144,7 +144,7 @@ def _parameters_of(
 
 
 def _destinations(
-    first: Mapping[str, str], target: Target, chosen: Mapping[str, Chosen], parameters: Sequence[str]
+    first: Mapping[str, str], target: Target, chosen: Mapping[str, Assignment], parameters: Sequence[str]
 ) -> dict[str, tuple[str, str]]:
     """Name in the checkpoint -> name in the target, and why its state does not go along where it does not."""
     taken = set(parameters)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.errors import UsageError, printable
-from ckptool.transforms.expressions import match_within_limit
+from ckptool.transforms.patterns import match_within_limit
 
 
 @dataclass(frozen=True, slots=True)

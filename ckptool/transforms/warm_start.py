@@ -11,7 +11,7 @@ from ckptool.errors import Conflict, listed, printable
 from ckptool.nodes import OrderedDict
 from ckptool.reports.targets import Expected, Target
 from ckptool.transforms.conversion import compact, converted, first_part, laid_over
-from ckptool.transforms.matching import Chosen
+from ckptool.transforms.warm_start_plan import Assignment
 from ckptool.tree import map_storages
 
 
@@ -23,7 +23,7 @@ class Filled:
     taken: tuple[str, ...]
 
 
-def filled(target: Target, chosen: dict[str, Chosen]) -> Filled:
+def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     """Every key of the target with a value: what was chosen from the checkpoint, the rest from the target itself.
 
     Raises `Conflict` naming what a target without values (a spec) cannot fill up.
@@ -58,11 +58,11 @@ def filled(target: Target, chosen: dict[str, Chosen]) -> Filled:
     return Filled(tree, tuple(own))
 
 
-def _needs_base(target: Target, name: str, choice: Chosen) -> bool:
+def _needs_base(target: Target, name: str, choice: Assignment) -> bool:
     return choice.part != target.tensors[name].shape
 
 
-def _loaded(target: Target, expected: Expected, choice: Chosen) -> Tensor:
+def _loaded(target: Target, expected: Expected, choice: Assignment) -> Tensor:
     """One tensor as the target wants it."""
     tensor = choice.tensor
     if isinstance(tensor, Composite) or expected.dtype is None:

@@ -19,7 +19,7 @@ from ckptool.roots import Root, find_roots, one_root
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.export import around, export, lost_ties, refuse_packed, siblings
 from ckptool.transforms.losses import Lost, lost_tensors, refuse_lost, transient
-from ckptool.transforms.select import selected
+from ckptool.transforms.patterns import selected
 from ckptool.transforms.weights_only import weights_only as plain_values
 from ckptool.tree import address, tensors
 from ckptool.verbs.opening import PathLike, open_whole

@@ -15,9 +15,9 @@ from ckptool.output import check_target, replace_file
 from ckptool.reports.targets import PARAMETER, Target
 from ckptool.reports.warm_start import LoadReport
 from ckptool.roots import Root, one_root
-from ckptool.transforms.matching import Matching, match, wishes_of
 from ckptool.transforms.optimizer_state import as_state_dict, carried
 from ckptool.transforms.warm_start import filled
+from ckptool.transforms.warm_start_plan import WarmStartPlan, match_options, plan_warm_start
 from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import SaveOptions, check_options, save
 from ckptool.verbs.spec import find_target
@@ -56,12 +56,14 @@ def warm_start(
     part: take also what is only a part of a checkpoint (a rank's share, one shard of several).
     The report says in `refused` why a plan is not accepted: then nothing is written to `out`. `report.require()` raises instead.
     """
-    wishes = wishes_of(rename, rules_file, only, exclude, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict)
+    wanted = match_options(
+        rename, rules_file, only, exclude, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
+    )
     check_options("warm_start", options)
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_root(opened.checkpoint, opened.at)
-    plan = match(root, opened.path, target, wishes, remark)
+    plan = plan_warm_start(root, opened.path, target, wanted, remark)
     report = plan.report
     if suggest is not None and _has_rules(report):
         check_target(suggest, overwrite=options.get("overwrite", False))
@@ -73,7 +75,7 @@ def warm_start(
     return report if suggest is None else _with_rules_file(report, suggest, options)
 
 
-def _optimizer(checkpoint: Checkpoint, root: Root, target: Target, plan: Matching) -> Any:
+def _optimizer(checkpoint: Checkpoint, root: Root, target: Target, plan: WarmStartPlan) -> Any:
     return carried(checkpoint, root, target, plan.chosen, _parameters(target))
 
 
@@ -85,7 +87,7 @@ def _write(
     checkpoint: Checkpoint,
     root: Root,
     target: Target,
-    plan: Matching,
+    plan: WarmStartPlan,
     report: LoadReport,
     moved: Any,
     out: PathLike,

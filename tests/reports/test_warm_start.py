@@ -22,8 +22,8 @@ from ckptool.reports.warm_start import LoadReport
 from ckptool.roots import one_root
 from ckptool.transforms import conversion
 from ckptool.transforms.conversion import compact, first_part, laid_over, losses
-from ckptool.transforms.matching import match, wishes_of
 from ckptool.transforms.optimizer_state import slot_names
+from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
 
 
 def checkpoint(**shapes: Any) -> Checkpoint:
@@ -39,7 +39,7 @@ def checkpoint(**shapes: Any) -> Checkpoint:
 
 def planned(ours: Checkpoint, theirs: Checkpoint, **options: Any) -> LoadReport:
     root, remark = one_root(ours)
-    return match(root, "ours.pt", of_checkpoint(theirs, "theirs.pt"), wishes_of(**options), remark).report
+    return plan_warm_start(root, "ours.pt", of_checkpoint(theirs, "theirs.pt"), match_options(**options), remark).report
 
 
 def test_every_name_of_both_sides_is_in_the_report() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptool.errors import NoMatch, UsageError
-from ckptool.transforms.select import matcher, selected
+from ckptool.transforms.patterns import matcher, selected
 
 KEYS = ["a.weight", "a.bias", "b.0.weight", "b.10.weight", "weird[x]", "é\n"]
 

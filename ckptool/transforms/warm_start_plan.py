@@ -38,8 +38,8 @@ from ckptool.reports.warm_start import (
 )
 from ckptool.roots import Root, view_of
 from ckptool.transforms.conversion import EXACT, LOSSY, conversion, losses
+from ckptool.transforms.patterns import selected
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
-from ckptool.transforms.select import selected
 from ckptool.transforms.torch_versions import Accepted, accepted
 
 ON_MISMATCH = ("error", "skip", "slice", "pad")
@@ -47,7 +47,7 @@ READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller type, in all
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class MatchOptions:
     """What the user asks of a plan. only, exclude: patterns for names of the target, or for what the checkpoint's are called after `rules`.
 
     on_mismatch: what happens where shapes differ: `error`; `skip` keeps the target's tensor; `slice` takes the first part of a larger
@@ -65,7 +65,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chosen:
+class Assignment:
     """The tensor that is loaded under a name. part: the shape of the first corner that is loaded; None for all of it."""
 
     source: str
@@ -74,10 +74,10 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Matching:
+class WarmStartPlan:
     """A plan: `chosen` says for each name of the target that is loaded from where (tied names included), `report` tells it all."""
 
-    chosen: dict[str, Chosen]
+    chosen: dict[str, Assignment]
     report: LoadReport
 
 
@@ -90,7 +90,7 @@ class _Draft:
     names: dict[str, str]  # name in the checkpoint -> its name after the rules
     bared: list[str]  # keys of the checkpoint that a rule matched without their prefix
     pairs: dict[str, str] = field(default_factory=dict)
-    chosen: dict[str, Chosen] = field(default_factory=dict)
+    chosen: dict[str, Assignment] = field(default_factory=dict)
     loaded: list[Loaded] = field(default_factory=list)
     tied: list[tuple[str, str]] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
@@ -102,15 +102,15 @@ class _Draft:
     supplied: list[str] = field(default_factory=list)
 
 
-def match(root: Root, source: str, target: Target, wishes: Wishes, remark: str = "") -> Matching:
+def plan_warm_start(root: Root, source: str, target: Target, options: MatchOptions, remark: str = "") -> WarmStartPlan:
     """The plan of loading the tensors of `root` into `target`. source: what to call the checkpoint.
 
     Raises `NoMatch` for a rule or pattern that matches nothing, `Conflict` where two keys would become one, `UsageError` for
     an unknown way with mismatches.
     """
-    if wishes.on_mismatch not in ON_MISMATCH:
+    if options.on_mismatch not in ON_MISMATCH:
         raise UsageError(
-            f"there is no way with mismatches called {printable(wishes.on_mismatch)!r}",
+            f"there is no way with mismatches called {printable(options.on_mismatch)!r}",
             f"There are: {', '.join(ON_MISMATCH)}.",
         )
     tensors = {
@@ -118,20 +118,20 @@ def match(root: Root, source: str, target: Target, wishes: Wishes, remark: str =
         for key, value in root.node.items()
         if type(key) is str and isinstance(value, (TensorEntry, Composite))
     }
-    draft = _Draft(target, tensors, *_renamed(tensors, wishes.rules))
+    draft = _Draft(target, tensors, *_renamed(tensors, options.rules))
     draft.notes += _choices(root, remark, target)
     if COUNTER in tensors and COUNTER not in target.tensors and draft.names[COUNTER] == COUNTER:
         del tensors[COUNTER], draft.names[COUNTER]
         draft.notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is no weight"))
     _pair(draft)
     _as_torch_accepts(draft, root.node.metadata if isinstance(root.node, OrderedDict) else None)
-    _leave(draft, wishes)
+    _leave(draft, options)
     for name in target.tensors:
         if name in draft.pairs:
-            _fit(draft, name, wishes.on_mismatch)
+            _fit(draft, name, options.on_mismatch)
     _tie(draft)
     _changes(draft)
-    return Matching(draft.chosen, _report(draft, root, source, wishes))
+    return WarmStartPlan(draft.chosen, _report(draft, root, source, options))
 
 
 def _choices(root: Root, remark: str, target: Target) -> list[Note]:
@@ -234,14 +234,14 @@ def _by_bare(names: list[str]) -> dict[str, str]:
     return {bare: name for name in names if counts[bare := without_wrappers(name)] == 1}
 
 
-def _leave(draft: _Draft, wishes: Wishes) -> None:
+def _leave(draft: _Draft, options: MatchOptions) -> None:
     """Takes out what was not to be loaded. A pattern is for names of the target, and for what the checkpoint's are called."""
-    if not (wishes.only or wishes.exclude):
+    if not (options.only or options.exclude):
         return
     called = {key: goal for goal, key in draft.pairs.items()}
     ours = [called.get(key, name) for key, name in draft.names.items()]
     every = list(dict.fromkeys([*draft.target.tensors, *ours]))
-    draft.left = set(every) - selected(every, wishes.only, wishes.exclude)
+    draft.left = set(every) - selected(every, options.only, options.exclude)
     draft.names = {key: name for key, name in draft.names.items() if called.get(key, name) not in draft.left}
     draft.pairs = {goal: key for goal, key in draft.pairs.items() if goal not in draft.left}
 
@@ -270,7 +270,7 @@ def _fit(draft: _Draft, name: str, on_mismatch: str) -> None:
         draft.loaded.append(Loaded(key, name, expected.kind, prod(part), how))
     else:
         draft.loaded.append(Loaded(key, name, expected.kind, expected.numel))
-    draft.chosen[name] = Chosen(key, tensor, part)
+    draft.chosen[name] = Assignment(key, tensor, part)
 
 
 def _misfit(tensor: Tensor, expected: Expected, there: Any) -> str:
@@ -340,7 +340,7 @@ def _tie(draft: _Draft) -> None:
         ]
 
 
-def _same_values(one: Chosen, other: Chosen) -> bool:
+def _same_values(one: Assignment, other: Assignment) -> bool:
     a, b = one.tensor, other.tensor
     if view_of(a) == view_of(b):
         return True
@@ -379,7 +379,7 @@ def _change(fact: Loaded, tensor: TensorEntry, new: DType, exact: bool, read: bo
 # The report ------------------------------------------------------------------------------------------------------------
 
 
-def _report(draft: _Draft, root: Root, source: str, wishes: Wishes) -> LoadReport:
+def _report(draft: _Draft, root: Root, source: str, options: MatchOptions) -> LoadReport:
     target = draft.target
     met = {*draft.chosen, *draft.supplied, *(fact.target for fact in draft.mismatched)}
     missing = [e for name, e in target.tensors.items() if name not in met and name not in draft.left]
@@ -404,7 +404,7 @@ def _report(draft: _Draft, root: Root, source: str, wishes: Wishes) -> LoadRepor
         (),
         supplied=tuple(name for name in draft.supplied if name not in draft.chosen and name not in draft.left),
     )
-    return replace(report, refused=(*draft.refused, *_refusals(report, wishes)))
+    return replace(report, refused=(*draft.refused, *_refusals(report, options)))
 
 
 def _unexpected(draft: _Draft, key: str) -> Absent:
@@ -425,11 +425,11 @@ def _suggested(draft: _Draft) -> tuple[Suggestion, ...]:
     return tuple(suggest(ours, wanted, placed))
 
 
-def _refusals(report: LoadReport, wishes: Wishes) -> list[Refusal]:
+def _refusals(report: LoadReport, options: MatchOptions) -> list[Refusal]:
     found = _no_match(report)
     wrong = [fact for fact in report.mismatched if fact.done == REFUSED]
     for about, fix in (
-        ("shape", _ways(wishes.on_mismatch)),
+        ("shape", _ways(options.on_mismatch)),
         ("dtype", "Keep the target's: --on-mismatch skip"),
         ("kind", "Keep the target's: --on-mismatch skip"),
     ):
@@ -437,7 +437,7 @@ def _refusals(report: LoadReport, wishes: Wishes) -> list[Refusal]:
             told = [f"{printable(fact.target)} {_told(fact.have)} against {_told(fact.want)}" for fact in facts]
             what = f"{len(facts):,} tensor{'s are' if len(facts) > 1 else ' is'} of another {about}: {listed(told, 3)}"
             found.append(Refusal(f"{about}-mismatch", what, fix))
-    if wishes.strict:
+    if options.strict:
         found += [
             Refusal("strict", f"{counted} {word}: {listed([printable(name) for name in facts], 3)}")
             for word, facts in (
@@ -447,7 +447,7 @@ def _refusals(report: LoadReport, wishes: Wishes) -> list[Refusal]:
             )
             if facts and (counted := f"{len(facts):,} name{'s are' if len(facts) > 1 else ' is'}")
         ]
-    return found + ([] if found and not report.loaded else unmet(report, wishes.min_loaded, wishes.missing))
+    return found + ([] if found and not report.loaded else unmet(report, options.min_loaded, options.missing))
 
 
 def _ways(on_mismatch: str) -> str:
@@ -481,15 +481,17 @@ def _told(side: tuple[DType | None, tuple[int, ...] | None]) -> str:
     return f"{dtype.name if dtype else '?'} {list(shape) if shape is not None else '[?]'}"
 
 
-def wishes_of(
+def match_options(
     rename: str | Sequence[str] = (),
     rules_file: str | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     missing: str | Sequence[str] | None = None,
     **more: Any,
-) -> Wishes:
+) -> MatchOptions:
     """What the user asks for, from texts; the rules of a file come after those given. Raises `UsageError` for a rule that cannot work."""
     rules = [parse_rule(rule) for rule in several(rename)] + ([] if rules_file is None else read_rules(rules_file))
     checked_share(more.get("min_loaded"))
-    return Wishes(rules, several(only), several(exclude), missing=None if missing is None else several(missing), **more)
+    return MatchOptions(
+        rules, several(only), several(exclude), missing=None if missing is None else several(missing), **more
+    )
