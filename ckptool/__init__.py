@@ -15,14 +15,13 @@ TYPE_CHECKING = False  # as checkers of types read it: True
 if TYPE_CHECKING:
     from typing import Any
 
+    from ckptool.bridge.modules import load_into as load_into
     from ckptool.checkpoint import Checkpoint as Checkpoint
     from ckptool.checkpoint import Composite as Composite
     from ckptool.checkpoint import Note as Note
     from ckptool.checkpoint import Storage as Storage
     from ckptool.checkpoint import TensorEntry as TensorEntry
     from ckptool.errors import CkptoolError as CkptoolError
-    from ckptool.live import load_into as load_into
-    from ckptool.live import save_for_cpu as save_for_cpu
     from ckptool.reports.warm_start import LoadReport as LoadReport
     from ckptool.verbs.add_module import add_module as add_module
     from ckptool.verbs.average import average as average
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.rename import rename as rename
     from ckptool.verbs.resume import resume as resume
     from ckptool.verbs.save import save as save
+    from ckptool.verbs.save_for_cpu import save_for_cpu as save_for_cpu
     from ckptool.verbs.scan import scan as scan
     from ckptool.verbs.show import show as show
     from ckptool.verbs.slim import slim as slim
@@ -77,7 +77,7 @@ _HOMES = {
     "inspect": "verbs.inspect",
     "inspect_run": "verbs.inspect_run",
     "load": "verbs.load",
-    "load_into": "live",
+    "load_into": "bridge.modules",
     "open": "verbs.open",
     "prove": "verbs.prove",
     "prune": "verbs.prune",
@@ -86,7 +86,7 @@ _HOMES = {
     "rename": "verbs.rename",
     "resume": "verbs.resume",
     "save": "verbs.save",
-    "save_for_cpu": "live",
+    "save_for_cpu": "verbs.save_for_cpu",
     "scan": "verbs.scan",
     "show": "verbs.show",
     "slim": "verbs.slim",

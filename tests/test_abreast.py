@@ -11,10 +11,10 @@ import numpy
 import pytest
 import torch
 
-from ckptool.abreast import BLOCK, ROOM, Abreast, Ahead
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import Corrupt
 from ckptool.formats import read
+from ckptool.transforms.prefetch import BLOCK, ROOM, Abreast, Ahead
 
 
 def tensors(folder: Path, count: int, length: int) -> list[TensorEntry]:

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.checkpoint import Composite, TensorEntry
+from ckptool.checkpoint.state_dicts import find_state_dicts
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError, UnsafeObject, UsageError
 from ckptool.formats import read
-from ckptool.pickles.calls import CUSTOM, UNKNOWN
-from ckptool.roots import find_roots
-from ckptool.tree import tensors, uses_of
+from ckptool.pickles.calls import CUSTOM, UNKNOWN, uses_of
 from ckptool.verbs.saving import Written
 from tests.support.helpers import assert_same_objects, assert_same_tree, load
 
@@ -74,7 +74,7 @@ def test_what_would_run_is_judged_as_before(row: Row, tmp_path: Path) -> None:
 
 
 def has_weights(row: Row) -> bool:
-    return any(root.is_model for root in find_roots(read(path_of(row))))
+    return any(root.is_model for root in find_state_dicts(read(path_of(row))))
 
 
 def assert_same_file(file: Path, out: Path) -> None:
@@ -248,7 +248,7 @@ def test_convert_one_root_and_back(row: Row, tmp_path: Path) -> None:
         return
     done = ckptool.convert(file, there, verify=True)
     ckptool.convert(there, back, verify=True)
-    root = next(root for root in find_roots(read(file)) if root.is_model)
+    root = next(root for root in find_state_dicts(read(file)) if root.is_model)
     wanted = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
     found = read(back).tree
     assert list(found) == list(wanted) and done.facts["tensors"] == len(wanted)

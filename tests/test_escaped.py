@@ -16,14 +16,14 @@ import numpy
 import pytest
 
 import ckptool
-from ckptool.checkpoint import Checkpoint, Literal, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
+from ckptool.checkpoint.tree import walk
 from ckptool.cli import COMMANDS, main
-from ckptool.dtypes import by_name
 from ckptool.errors import CkptoolError
 from ckptool.formats import torch_zip
-from ckptool.nodes import Global, Object, OrderedDict, Set
 from ckptool.output import replace_file
-from ckptool.tree import walk
 
 # ESC, BEL, backspace, carriage return, C1's CSI, DEL, bidi marks, separators of lines, an invisible space, half of a
 # surrogate pair.
@@ -64,7 +64,7 @@ class Evil:
 
 def tensor(evil: Evil, size: int = 3, **changes: Any) -> TensorEntry:
     data = numpy.arange(size, dtype=numpy.float32).tobytes()
-    return TensorEntry(Storage(Literal(data), evil("cuda")), by_name("f32"), (size,), (1,), **changes)
+    return TensorEntry(Storage(InlineBytes(data), evil("cuda")), by_name("f32"), (size,), (1,), **changes)
 
 
 def thing(evil: Evil, how: str = "call", name: Global | None = None) -> Object:
@@ -89,7 +89,7 @@ def torch_file(path: Path, evil: Evil) -> Path:
         ],
         "object": thing(evil, "new"),
         "name": Global("mod", "name"),
-        "storage": StorageRef(Storage(Literal(b"abcd"), evil("cpu")), by_name("u8")),
+        "storage": StorageRef(Storage(InlineBytes(b"abcd"), evil("cpu")), by_name("u8")),
         (evil("tuple"), 1): thing(evil),
         "optimizer": {
             "state": {0: {"step": tensor(evil, 1)}},

@@ -19,9 +19,9 @@ import torch
 from safetensors import safe_open
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
-from ckptool.tree import tensors
 from ckptool.verbs.convert import convert
 from tests.support.helpers import assert_same_tree, torch_bytes, written
 from tests.support.zip_layouts import Layout, honest

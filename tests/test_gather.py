@@ -11,18 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool import gather
-from ckptool.checkpoint import Computed, Data, FileRange, Flags, Literal, Storage, TensorEntry
-from ckptool.dtypes import BY_TORCH, by_name
+from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, strided
+from ckptool.checkpoint.dtypes import BY_TORCH, by_name
+from ckptool.checkpoint.files import Source
 from ckptool.errors import BadTensor, LimitExceeded, Unsupported, UsageError
-from ckptool.files import Source
 
 KINDS = ("literal", "file", "computed")
 
 
 def data_of(raw: bytes, kind: str, folder: Path) -> Data:
     if kind == "literal":
-        return Literal(raw)
+        return InlineBytes(raw)
     if kind == "computed":
         return Computed(len(raw), lambda offset, n: raw[offset : offset + n])
     path = folder / f"data{len(os.listdir(folder))}"
@@ -85,13 +84,13 @@ def test_any_byte_range_of_any_view(tmp_path_factory: pytest.TempPathFactory, da
     span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     raw = numpy.random.default_rng(0).bytes(span * itemsize)
     dtype = by_name({1: "u8", 2: "f16", 4: "f32", 8: "i64", 16: "c128"}[itemsize])
-    entry = TensorEntry(Storage(Literal(raw)), dtype, tuple(shape), tuple(stride), offset)
+    entry = TensorEntry(Storage(InlineBytes(raw)), dtype, tuple(shape), tuple(stride), offset)
     elements = numpy.ndarray(shape, f"V{itemsize}", raw, offset * itemsize, [step * itemsize for step in stride])
     wanted = elements.tobytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "_BLOCK", data.draw(st.sampled_from([16, 48, 256, 8 << 20])))
-        patch.setattr(gather, "_PACK", data.draw(st.sampled_from([16, 100, 4 << 20])))
-        patch.setattr(gather, "_GAP_FILE", data.draw(st.sampled_from([0, 16, 8 << 10])))
+        patch.setattr(strided, "_BLOCK", data.draw(st.sampled_from([16, 48, 256, 8 << 20])))
+        patch.setattr(strided, "_PACK", data.draw(st.sampled_from([16, 100, 4 << 20])))
+        patch.setattr(strided, "_GAP_FILE", data.draw(st.sampled_from([0, 16, 8 << 10])))
         found = entry.row_major()
         assert found.read(0, found.length) == wanted
         for _ in range(5):
@@ -111,18 +110,18 @@ def test_subrange_of_each_kind(tmp_path: Path) -> None:
     raw = bytes(range(100))
     for kind in KINDS:
         data = data_of(raw, kind, tmp_path)
-        assert gather.subrange(data, 0, 100) is data
-        part = gather.subrange(data, 10, 20)
+        assert strided.subrange(data, 0, 100) is data
+        part = strided.subrange(data, 10, 20)
         assert type(part) is type(data)
         assert part.length == 20
         assert part.read(5, 10) == raw[15:25]
         assert part.read(15, 10) == raw[25:30]
         with pytest.raises(BadTensor, match="90 to 110"):
-            gather.subrange(data, 90, 20)
+            strided.subrange(data, 90, 20)
 
 
 def test_a_view_outside_of_its_storage_is_refused() -> None:
-    entry = TensorEntry(Storage(Literal(bytes(64))), by_name("f32"), (4, 4), (1, 5))
+    entry = TensorEntry(Storage(InlineBytes(bytes(64))), by_name("f32"), (4, 4), (1, 5))
     with pytest.raises(BadTensor):
         entry.row_major()
 
@@ -133,17 +132,17 @@ def test_large_transposed_tensor_in_bounded_memory(tmp_path: Path) -> None:
     base.tofile(path)
     storage = Storage(FileRange(Source(path), 0, base.nbytes))
     entry = TensorEntry(storage, by_name("f32"), (5000, 3000), (1, 5000))
-    gather._recent.clear()
+    strided._recent.clear()
     data = entry.row_major()
     found = b"".join(data.read(place, 1 << 20) for place in range(0, data.length, 1 << 20))
     assert found == base.T.tobytes()
-    assert not gather._recent  # nothing stays behind after a reader is through
+    assert not strided._recent  # nothing stays behind after a reader is through
 
 
 def test_blocks_kept_are_few(tmp_path: Path) -> None:
     for _ in range(5):
         entry_of(torch.ones(50, 40).t(), "file", tmp_path).row_major().read(0, 100)
-    assert len(gather._recent) <= 2
+    assert len(strided._recent) <= 2
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
@@ -162,26 +161,26 @@ def test_conjugate_and_negative_bits_are_applied(dtype: str, tmp_path: Path) -> 
 
 
 def test_flags_that_torch_does_not_know_are_ignored() -> None:
-    storage = Storage(Literal(bytes([0, 1])))
+    storage = Storage(InlineBytes(bytes([0, 1])))
     entry = TensorEntry(storage, by_name("bool"), (2,), (1,), flags=Flags(conj=True, neg=True))
     assert entry.numpy().tolist() == [False, True]
 
 
 def test_numpy_of_types_that_numpy_lacks() -> None:
     for name in ("c32", "f4_e2m1fn_x2", "qu4x2", "bits8"):
-        entry = TensorEntry(Storage(Literal(bytes(8))), by_name(name), (2,), (1,))
+        entry = TensorEntry(Storage(InlineBytes(bytes(8))), by_name(name), (2,), (1,))
         with pytest.raises(Unsupported, match=r"\.torch\(\)"):
             entry.numpy()
-    quantized = TensorEntry(Storage(Literal(bytes([255]))), by_name("qi8"), (), ())
+    quantized = TensorEntry(Storage(InlineBytes(bytes([255]))), by_name("qi8"), (), ())
     assert quantized.numpy().dtype == numpy.int8
     assert quantized.numpy().shape == ()
 
 
 def test_numpy_of_a_bomb_is_refused() -> None:
-    entry = TensorEntry(Storage(Literal(bytes(4))), by_name("f32"), (1 << 40, 1 << 20), (0, 0))
+    entry = TensorEntry(Storage(InlineBytes(bytes(4))), by_name("f32"), (1 << 40, 1 << 20), (0, 0))
     with pytest.raises(LimitExceeded):
         entry.numpy()
-    assert gather.slice_view(entry, "0:2,5").numpy().tolist() == [0, 0]
+    assert strided.slice_view(entry, "0:2,5").numpy().tolist() == [0, 0]
 
 
 SLICES = [
@@ -207,7 +206,7 @@ def test_slice_view_is_numpy_indexing(text: str, tmp_path: Path) -> None:
     tensor = torch.arange(6 * 7 * 8).reshape(7, 6, 8).transpose(0, 1)
     entry = entry_of(tensor, "file", tmp_path)
     wanted = eval(f"array[{text}]", {"array": tensor.numpy()})
-    found = gather.slice_view(entry, text)
+    found = strided.slice_view(entry, text)
     assert found.shape == numpy.shape(wanted)
     assert found.numpy().tolist() == wanted.tolist()
 
@@ -216,14 +215,14 @@ def test_slice_view_is_numpy_indexing(text: str, tmp_path: Path) -> None:
     "text", ["", "a", "6", "-7", "::-1", "::0", "1:2:3:4", "0,0,0,0", "...,...", "1,,2", "1.5", "\x1b[0m"]
 )
 def test_bad_slice_names_the_shape(text: str) -> None:
-    entry = TensorEntry(Storage(Literal(bytes(6 * 7 * 8))), by_name("u8"), (6, 7, 8), (56, 8, 1))
+    entry = TensorEntry(Storage(InlineBytes(bytes(6 * 7 * 8))), by_name("u8"), (6, 7, 8), (56, 8, 1))
     with pytest.raises(UsageError, match=r"\[6, 7, 8\]") as caught:
-        gather.slice_view(entry, text)
+        strided.slice_view(entry, text)
     assert "\x1b" not in str(caught.value)
 
 
 def test_slice_of_a_scalar() -> None:
-    entry = TensorEntry(Storage(Literal(bytes(4))), by_name("f32"), (), ())
-    assert gather.slice_view(entry, "...").shape == ()
+    entry = TensorEntry(Storage(InlineBytes(bytes(4))), by_name("f32"), (), ())
+    assert strided.slice_view(entry, "...").shape == ()
     with pytest.raises(UsageError):
-        gather.slice_view(entry, "0")
+        strided.slice_view(entry, "0")

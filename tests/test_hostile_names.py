@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint import patterns
+from ckptool.checkpoint.patterns import matcher
 from ckptool.cli import main
 from ckptool.errors import CkptoolError, FileProblem, OutputExists
-from ckptool.transforms import patterns
-from ckptool.transforms.patterns import matcher
 from ckptool.transforms.rules import parse_rule
 from tests.support.checkpoints import saved, three_parts, weights
 from tests.support.helpers import assert_same_objects, load

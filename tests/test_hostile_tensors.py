@@ -12,9 +12,9 @@ from safetensors import safe_open
 
 import ckptool
 from ckptool.checkpoint import Composite, TensorEntry
+from ckptool.checkpoint.nodes import Object
 from ckptool.errors import BadTensor, CkptoolError, Conflict, Corrupt, Unsupported
 from ckptool.formats import read
-from ckptool.nodes import Object
 from fixtures.sparse import make_sparse
 from tests.support.helpers import assert_same_objects, load, torch_bytes, written
 from tests.support.hostile_inputs import HOOKS, ONE, integer, integers, name, pickle_zip, state, storage, tensor, text

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.keygroups import DEEP, NAMES, grouped
+from ckptool.render.key_groups import DEEP, NAMES, grouped
 from tests.support.helpers import quickest
 
 _PIECE = re.compile(r"\\(.)|\{((?:\\.|[^\\}])*)\}|([^\\{}]+)", re.DOTALL)

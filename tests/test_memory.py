@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptool.checkpoint import Literal, Storage, TensorEntry
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.formats import read
-from ckptool.nodes import OrderedDict
 from ckptool.verbs.convert import convert
 from ckptool.verbs.save import save
 from fixtures.sparse import make_sparse
@@ -95,7 +95,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """50,000 small tensors."""
     path = tmp_path_factory.mktemp("many") / "many.pt"
-    storages = [Storage(Literal(number.to_bytes(4, "little")), "cuda:0") for number in range(50_000)]
+    storages = [Storage(InlineBytes(number.to_bytes(4, "little")), "cuda:0") for number in range(50_000)]
     f32 = by_name("f32")
     save(
         OrderedDict(

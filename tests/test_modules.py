@@ -15,12 +15,12 @@ from torch import nn
 
 import ckptool
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
+from ckptool.checkpoint.pickled_modules import MAX_NAMES, module_state_dict
+from ckptool.checkpoint.state_dicts import WEIGHTS, find_state_dicts
+from ckptool.checkpoint.tree import find
 from ckptool.errors import UsageError
 from ckptool.formats import read
-from ckptool.modules import MAX_NAMES, module_state_dict
-from ckptool.nodes import Global, Object, OrderedDict, Set
-from ckptool.roots import WEIGHTS, find_roots
-from ckptool.tree import find
 from ckptool.verbs.inspect import inspect
 from tests.support.helpers import assert_same_objects, load, torch_bytes, written
 
@@ -135,7 +135,7 @@ def test_the_state_dict_of_a_whole_module_is_torchs(name: str, tmp_path: Path) -
 def test_every_protocol_and_the_middle_of_a_dictionary(protocol: int, tmp_path: Path) -> None:
     model = Net()
     file = saved({"epoch": 3, "model": model}, tmp_path / "model.pt", pickle_protocol=protocol)
-    (_, root) = find_roots(read(file))
+    (_, root) = find_state_dicts(read(file))
     assert (root.path, root.kind, root.detail) == (("model",), WEIGHTS, "whole module models.Net")
     assert_is_state_dict(root.node, model.state_dict())
     with pytest.raises(ModuleNotFoundError, match="models"):
@@ -174,7 +174,7 @@ def test_each_address_that_is_listed_can_be_shown(tmp_path: Path) -> None:
 def test_a_plain_convert_keeps_the_object_and_says_what_to_type(tmp_path: Path) -> None:
     file = saved({"model": Net()}, tmp_path / "model.pt")
     done = ckptool.convert(file, tmp_path / "copy.pt", verify=True)
-    assert find_roots(read(tmp_path / "copy.pt"))[0].detail == "whole module models.Net"
+    assert find_state_dicts(read(tmp_path / "copy.pt"))[0].detail == "whole module models.Net"
     note, own = done.notes
     assert (
         own.code == "custom-class"
@@ -215,7 +215,7 @@ def test_verbs_on_keys_act_on_the_dictionary_that_is_named_beside_a_module(tmp_p
 def test_remap_acts_on_the_whole_file(tmp_path: Path) -> None:
     file = saved(Net(), tmp_path / "model.pt")
     ckptool.remap(file, tmp_path / "out.pt", to="cuda:0", verify=True)
-    assert {entry.location for entry in find_roots(read(tmp_path / "out.pt"))[0].node.values()} == {"cuda:0"}
+    assert {entry.location for entry in find_state_dicts(read(tmp_path / "out.pt"))[0].node.values()} == {"cuda:0"}
 
 
 def test_diff_compares_a_module_with_a_state_dict(tmp_path: Path) -> None:
@@ -258,17 +258,17 @@ def test_extra_state_is_what_only_the_class_knows(tmp_path: Path) -> None:
 
 def test_a_module_without_weights_is_a_plain_value(tmp_path: Path) -> None:
     file = saved({"loss": nn.CrossEntropyLoss(), "net": nn.Linear(2, 2)}, tmp_path / "model.pt")
-    assert [(root.address, root.is_model) for root in find_roots(read(file))] == [("loss", False), ("net", True)]
+    assert [(root.address, root.is_model) for root in find_state_dicts(read(file))] == [("loss", False), ("net", True)]
 
 
 # Modules as files may have them, made by hand -------------------------------------------------------------------------
 
 
 def entry(n: int = 1) -> TensorEntry:
-    from ckptool.checkpoint import Literal, Storage
-    from ckptool.dtypes import BY_TORCH
+    from ckptool.checkpoint import InlineBytes, Storage
+    from ckptool.checkpoint.dtypes import BY_TORCH
 
-    return TensorEntry(Storage(Literal(bytes(4 * n))), BY_TORCH["float32"], (n,), (1,))
+    return TensorEntry(Storage(InlineBytes(bytes(4 * n))), BY_TORCH["float32"], (n,), (1,))
 
 
 def module(name: str = "a.B", **state: Any) -> Object:

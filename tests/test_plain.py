@@ -19,11 +19,11 @@ import numpy
 import pytest
 import torch
 
-from ckptool.checkpoint import Literal, Storage, TensorEntry
-from ckptool.dtypes import by_name
-from ckptool.live_values import from_live
-from ckptool.nodes import ByteString, Global, Object, OrderedDict, Set
-from ckptool.plain import Array, expand, plain, python_value, summary, to_json
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
+from ckptool.pickles.plain import Array, expand, plain, python_value, summary, to_json
+from ckptool.pickles.reduce import from_live
 from fixtures.traps import TRAPS
 from tests.support.helpers import torch_bytes
 
@@ -224,7 +224,7 @@ def test_nothing_recurses() -> None:
         (Global("os", "system\n"), "name os.system\\n"),
         (made("foo.Bar", state={"a": 1, "b": 2, "c": 3}), "<unknown class foo.Bar with 3 attributes>"),
         (made("foo.bar", (1,), "call"), "<unknown call foo.bar>"),
-        (TensorEntry(Storage(Literal(bytes(8))), by_name("f32"), (2,), (1,)), "tensor f32[2]"),
+        (TensorEntry(Storage(InlineBytes(bytes(8))), by_name("f32"), (2,), (1,)), "tensor f32[2]"),
     ],
     ids=lambda value: repr(value)[:30],
 )
@@ -297,7 +297,7 @@ def test_json_of_everything() -> None:
 
 
 def test_json_of_what_is_not_known() -> None:
-    tensor = TensorEntry(Storage(Literal(bytes(8))), by_name("f32"), (2,), (1,))
+    tensor = TensorEntry(Storage(InlineBytes(bytes(8))), by_name("f32"), (2,), (1,))
     found = to_json(made("foo.Bar", ("x",), state={"w": tensor}))
     assert found == {"object": "foo.Bar", "args": ["x"], "state": {"w": {"tensor": "f32", "shape": [2]}}}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.prefixes import INNER_WRAPPERS, unwrapped_front, without_wrappers, wrappers
+from ckptool.checkpoint.state_dicts import INNER_WRAPPERS, unwrapped_front, without_wrappers, wrappers
 
 # key, the same without wrappers, its wrappers
 KEYS = [

@@ -17,9 +17,12 @@ import pytest
 import typer
 
 import ckptool
-from ckptool import cli, commands
+from ckptool import cli
+from ckptool.checkpoint import commands
+from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, Advice, Command, command, other_program
+from ckptool.checkpoint.files import parted
 from ckptool.cli import COMMANDS
-from ckptool.commands import FILE, OUT, OUT_PT, Advice, Chain, Command, command, other_program, parted
+from ckptool.reports.commands import Chain
 from ckptool.reports.error_texts import KNOWN
 
 SOURCE = Path(ckptool.__file__).parent

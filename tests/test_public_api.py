@@ -19,7 +19,7 @@ VERBS = sorted(
     path.stem for path in (Path(ckptool.__file__).parent / "verbs").glob("*.py") if not path.stem.startswith("_")
 )
 HELPERS = {"changing", "opening", "saving", "training"}  # what several verbs share
-LIVE = {"load_into", "save_for_cpu"}  # verbs on a live module
+LIVE = {"load_into"}  # on a live module
 CLASSES = [
     value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CkptoolError)
 ]

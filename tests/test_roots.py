@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from ckptool.checkpoint.state_dicts import (
+    AVERAGE,
+    OPTIMIZER,
+    PLAIN,
+    WEIGHTS,
+    find_state_dicts,
+    model_state_dicts,
+    one_state_dict,
+)
 from ckptool.errors import UsageError
 from ckptool.formats import read
-from ckptool.roots import AVERAGE, OPTIMIZER, PLAIN, WEIGHTS, find_roots, model_roots, one_root
-from ckptool.verbs.opening import part_of
+from ckptool.formats.opening import part_of
 from fixtures.make import PRODUCERS, make
 from tests.support.checkpoints import opened, saved, three_parts, weights
 
@@ -88,13 +96,13 @@ def test_every_fixture_has_its_line() -> None:
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_fixture(name: str, tmp_path: Path) -> None:
-    found = find_roots(read(make(name, tmp_path)))
+    found = find_state_dicts(read(make(name, tmp_path)))
     assert [(root.address, root.kind) for root in found] == FIXTURES[name]
 
 
 def test_details_of_optimizers(tmp_path: Path) -> None:
     def detail(name: str) -> list[str]:
-        return [root.detail for root in find_roots(read(make(name, tmp_path))) if root.kind == OPTIMIZER]
+        return [root.detail for root in find_state_dicts(read(make(name, tmp_path))) if root.kind == OPTIMIZER]
 
     assert detail("training.pt") == ["Adam state for 6 parameters"]
     assert detail("training_sgd.pt") == ["SGD momentum state for 6 parameters"]
@@ -162,23 +170,23 @@ LAYOUTS: dict[str, tuple[Any, list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout(name: str, tmp_path: Path) -> None:
     value, expected = LAYOUTS[name]
-    found = find_roots(opened(value, tmp_path))
+    found = find_state_dicts(opened(value, tmp_path))
     assert [(root.address, root.kind) for root in found if root.is_model] == expected
 
 
 def test_deep_optimizers_are_found(tmp_path: Path) -> None:
-    found = find_roots(opened({"trainer": {"parts": [ADAM, [ADAM]]}}, tmp_path))
+    found = find_state_dicts(opened({"trainer": {"parts": [ADAM, [ADAM]]}}, tmp_path))
     assert [(root.address, root.detail) for root in found if root.kind == OPTIMIZER] == [
         ("trainer/parts/0", "Adam state for 1 parameter")
     ]
     twice = {"a": ADAM, "b": {**ADAM, "state": {}}}
-    kinds = [(root.address, root.kind) for root in find_roots(opened(twice, tmp_path))]
+    kinds = [(root.address, root.kind) for root in find_state_dicts(opened(twice, tmp_path))]
     assert kinds == [("a", OPTIMIZER), ("b", OPTIMIZER)]
 
 
 def test_every_top_level_entry_is_named(tmp_path: Path) -> None:
     value = {"epoch": 1, "model": MODEL, 7: [1], None: "x", "models": {"a": OTHER, "config": {}}}
-    found = find_roots(opened(value, tmp_path))
+    found = find_state_dicts(opened(value, tmp_path))
     assert [root.path for root in found] == [
         ("epoch",),
         ("model",),
@@ -194,15 +202,15 @@ def test_every_top_level_entry_is_named(tmp_path: Path) -> None:
 
 def test_all_or_the_one_at_an_address(tmp_path: Path) -> None:
     checkpoint = opened({"G": MODEL, "D": OTHER, "norm": {"mean": LOSS}, "epoch": 1}, tmp_path)
-    assert [root.address for root in model_roots(checkpoint)] == ["G", "D"]
+    assert [root.address for root in model_state_dicts(checkpoint)] == ["G", "D"]
     for at in ("D", "norm"):  # named, so taken
-        (root,) = model_roots(part_of(checkpoint, at), named=True)
+        (root,) = model_state_dicts(part_of(checkpoint, at), named=True)
         assert (root.path, root.address, root.node) == ((), at, checkpoint.tree[at])
-    within = model_roots(part_of(opened({"models": {"G": MODEL, "D": OTHER}}, tmp_path), "models"), named=True)
+    within = model_state_dicts(part_of(opened({"models": {"G": MODEL, "D": OTHER}}, tmp_path), "models"), named=True)
     assert [root.address for root in within] == ["models/G", "models/D"]
     for at, where in (("epoch", "of type int"), ("D/fc.bias", "a tensor")):
         with pytest.raises(UsageError, match=where):
-            model_roots(part_of(checkpoint, at), named=True)
+            model_state_dicts(part_of(checkpoint, at), named=True)
     with pytest.raises(UsageError, match="there is no g") as caught:
         part_of(checkpoint, "g")
     assert "G" in str(caught.value)
@@ -211,22 +219,22 @@ def test_all_or_the_one_at_an_address(tmp_path: Path) -> None:
 def test_no_weights_says_what_to_do(tmp_path: Path) -> None:
     path = saved({"epoch": 1}, tmp_path / "plain.pt")
     with pytest.raises(UsageError) as caught:
-        model_roots(read(path))
+        model_state_dicts(read(path))
     assert three_parts(caught.value) == ("usage", f"{path} has no dictionary that looks like model weights")
     assert f"ckptool inspect {path}" in caught.value.fix and "--at" in caught.value.fix
 
 
 def test_one_root(tmp_path: Path) -> None:
-    only, remark = one_root(opened({"net": MODEL, "optimizer": ADAM}, tmp_path))
+    only, remark = one_state_dict(opened({"net": MODEL, "optimizer": ADAM}, tmp_path))
     assert (only.address, remark) == ("net", "")
-    named, remark = one_root(opened({"net": MODEL, "ema": OTHER}, tmp_path), "ema")
+    named, remark = one_state_dict(opened({"net": MODEL, "ema": OTHER}, tmp_path), "ema")
     assert (named.address, remark) == ("ema", "")
 
 
 @pytest.mark.parametrize("order", [("model", "ema"), ("ema", "model")])
 def test_the_model_is_taken_where_the_other_is_its_average(order: tuple[str, str], tmp_path: Path) -> None:
     value = {"model": MODEL, "ema": {"shadow": OTHER, "decay": 0.9}}
-    root, remark = one_root(opened({name: value[name] for name in order}, tmp_path))
+    root, remark = one_state_dict(opened({name: value[name] for name in order}, tmp_path))
     assert (root.address, remark) == ("model", "took model, the model; ema/shadow is its average")
 
 
@@ -237,12 +245,12 @@ def test_the_model_is_taken_where_the_other_is_its_average(order: tuple[str, str
 )
 def test_row_29_several_candidates_are_listed(value: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        one_root(opened(value, tmp_path))
+        one_state_dict(opened(value, tmp_path))
     assert all(f"{name} (" in caught.value.what for name in value)
     assert caught.value.fix == f"Name it: '{tmp_path / 'opened.pt'}#{next(iter(value))}'"
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        one_root(opened({"net\x1b[31m": MODEL, "net\n": OTHER}, tmp_path))
+        one_state_dict(opened({"net\x1b[31m": MODEL, "net\n": OTHER}, tmp_path))
     assert "\x1b" not in str(caught.value) and "net\\n" in caught.value.what

@@ -15,8 +15,7 @@ import torch
 
 import ckptool
 from ckptool.cli import COMMANDS, main
-from ckptool.errors import CkptoolError
-from ckptool.spelling import NAMES, VALUED, in_python
+from ckptool.errors import NAMES, VALUED, CkptoolError, in_python
 from ckptool.verbs import changing, saving
 from tests.support.command_options import options_of
 

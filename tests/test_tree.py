@@ -10,23 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.checkpoint import Checkpoint, Composite, Literal, Storage, StorageRef, TensorEntry
-from ckptool.dtypes import by_name
-from ckptool.errors import Ambiguous, UnsafeObject, UsageError
-from ckptool.nodes import Global, Object, OrderedDict, Set
-from ckptool.tree import (
+from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
+from ckptool.checkpoint.tree import (
     address,
     find,
     map_storages,
     rebuild,
-    refuse_unknown,
     segment_text,
     storages,
     stored_parts,
     tensors,
-    uses_of,
     walk,
 )
+from ckptool.errors import Ambiguous, UnsafeObject, UsageError
+from ckptool.pickles.calls import refuse_unknown, uses_of
 from fixtures.traps import TRAPS
 from tests.support.checkpoints import opened
 from tests.support.helpers import assert_same_tree
@@ -35,7 +34,7 @@ F32 = by_name("f32")
 
 
 def entry(nbytes: int = 8, storage: Storage | None = None) -> TensorEntry:
-    storage = storage or Storage(Literal(bytes(range(nbytes))))
+    storage = storage or Storage(InlineBytes(bytes(range(nbytes))))
     return TensorEntry(storage, F32, (storage.nbytes // 4,), (1,))
 
 
@@ -103,7 +102,7 @@ def test_a_composite_is_one_tensor_of_several_parts(tmp_path: Path) -> None:
 
 
 def test_a_storage_by_itself_counts() -> None:
-    alone = StorageRef(Storage(Literal(b"1234")), None)
+    alone = StorageRef(Storage(InlineBytes(b"1234")), None)
     assert list(storages([alone])) == [alone.storage] and list(stored_parts(alone)) == [alone]
     assert list(stored_parts(7)) == []
 
@@ -208,7 +207,7 @@ def test_leaves_are_asked_once() -> None:
 
 
 def test_map_storages_keeps_ties_and_what_did_not_change() -> None:
-    shared, other = Storage(Literal(bytes(8))), Storage(Literal(bytes(4)))
+    shared, other = Storage(InlineBytes(bytes(8))), Storage(InlineBytes(bytes(4)))
     a, b, c = entry(storage=shared), entry(storage=shared), entry(storage=other)
     tree = {"a": a, "b": b, "c": c, "s": StorageRef(shared, F32)}
     moved = map_storages(

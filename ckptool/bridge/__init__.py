@@ -1,4 +1,4 @@
-"""Between a tree of entries and live torch objects. Beside `live` and `training`, the only place that imports torch.
+"""Between a tree of entries and live torch objects. Beside `training`, the only place that imports torch.
 
 `to_torch` makes one tensor, `build` a whole tree as `torch.load` would, `from_torch` turns live objects into entries. What torch's
 rebuild functions do is looked up in tables of ours; no name of a file is ever imported or called.

@@ -8,12 +8,12 @@ from typing import Any
 from ckptool.bridge.devices import Restorer
 from ckptool.bridge.storages import Storages, is_faking
 from ckptool.checkpoint import Checkpoint
-from ckptool.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
+from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
+from ckptool.checkpoint.graph import After, Done, Made, Remake
+from ckptool.checkpoint.state_dicts import find_state_dicts
+from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed, printable
-from ckptool.graphs import After, Done, Made, Remake
 from ckptool.pickles.calls import uses
-from ckptool.roots import find_roots
-from ckptool.tree import address, walk
 
 
 class Builder:
@@ -64,7 +64,7 @@ class Builder:
         for key, value in tree.items() if isinstance(tree, dict) and source else ():
             if isinstance(value, dict) and value and address((key,)) not in tops:
                 return (f"Load a part that holds none: ckptool.load({f'{source}#{printable(address((key,)))}'!r}). ",)
-        if source and any(root.module is not None for root in find_roots(self.checkpoint)):
+        if source and any(root.module is not None for root in find_state_dicts(self.checkpoint)):
             return "Take its weights: ", command("convert", input_of(source), out=OUT_SAFETENSORS), ". "
         return ()
 

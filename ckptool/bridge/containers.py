@@ -6,11 +6,11 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from ckptool import plain
 from ckptool.bridge.builder import Builder
+from ckptool.checkpoint.graph import After, Empty, Made, Of
+from ckptool.checkpoint.nodes import OrderedDict, Set
 from ckptool.errors import Conflict, Corrupt, printable
-from ckptool.graphs import After, Empty, Made, Of
-from ckptool.nodes import OrderedDict, Set
+from ckptool.pickles import plain
 
 
 def dictionary(_: Builder, node: dict[Any, Any]) -> Made:

@@ -11,11 +11,11 @@ from ckptool.bridge.names import GET_LAYOUT, TENSOR_CLASSES, untyped
 from ckptool.bridge.storages import data_of
 from ckptool.bridge.tensors import REBUILD, from_type
 from ckptool.checkpoint import Composite, Storage, StorageRef
-from ckptool.dtypes import BY_TORCH, DType
+from ckptool.checkpoint.dtypes import BY_TORCH, DType
+from ckptool.checkpoint.graph import After, Done, Made
+from ckptool.checkpoint.nodes import Global, Object
 from ckptool.errors import Conflict
-from ckptool.graphs import After, Done, Made
-from ckptool.live_values import Reader
-from ckptool.nodes import Global, Object
+from ckptool.pickles.reduce import Reader
 from ckptool.pickles.torch_objects import BUILDERS, SIZE
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ckptool import plain
-from ckptool.dtypes import DType
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.nodes import Global, Object
 from ckptool.errors import Unsupported, printable
-from ckptool.nodes import Global, Object
+from ckptool.pickles import plain
 from ckptool.pickles.torch_objects import dtype_of, storage_class
 
 untyped: Any = torch  # for the functions that torch gives no types, or wrong ones

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool import plain
+from ckptool.pickles import plain
 
 
 def numpy_type(kind: plain.ArrayType) -> Any:

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from ckptool import plain
 from ckptool.bridge.builder import Builder
 from ckptool.bridge.containers import attributes, dictionary, list_of, set_items
 from ckptool.bridge.names import FACTORIES, OBJECT_CLASSES, layout_of, meaning
 from ckptool.bridge.numpy_arrays import numpy_array, numpy_type
 from ckptool.bridge.tensors import REBUILD
+from ckptool.checkpoint.graph import After, Done, Empty, Made
+from ckptool.checkpoint.nodes import MISSING, Global, Object
 from ckptool.errors import Unsupported
-from ckptool.graphs import After, Done, Empty, Made
-from ckptool.nodes import MISSING, Global, Object
+from ckptool.pickles import plain
 
 
 def named(builder: Builder, name: Global) -> Made:

@@ -11,9 +11,9 @@ import torch
 from ckptool.bridge.devices import Restorer
 from ckptool.bridge.names import untyped
 from ckptool.checkpoint import Computed, Data, FileRange, Storage
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.strided import fill
 from ckptool.errors import Corrupt, FileChanged, LimitExceeded, Unsupported, printable
-from ckptool.files import Source
-from ckptool.gather import fill
 
 _PIECE = 4 << 20
 
@@ -43,7 +43,9 @@ class Storages:
         if is_faking():
             return self._fake(storage)
         data = storage.data
-        mapped = self.map_files and not storage.twin  # twins have one place in the file, and each its own memory
+        mapped = (
+            self.map_files and not storage.deduplicated
+        )  # twins have one place in the file, and each its own memory
         if mapped and isinstance(data, FileRange) and data.length and data.offset % min(itemsize, 8) == 0:
             data.ready()
             view = torch.frombuffer(self._map(data.file), dtype=torch.uint8, count=data.length, offset=data.offset)

@@ -12,9 +12,9 @@ import torch
 from ckptool.bridge.builder import Builder
 from ckptool.bridge.names import CONSTANTS, GET_LAYOUT, TENSOR_CLASSES, layout_of, torch_dtype, untyped
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
+from ckptool.checkpoint.graph import Done, Made, Of
+from ckptool.checkpoint.nodes import Object
 from ckptool.errors import BadTensor, Corrupt, counted
-from ckptool.graphs import Done, Made, Of
-from ckptool.nodes import Object
 from ckptool.pickles.torch_objects import BUILDERS, REBUILD_JAGGED, check_view
 
 _JAGGED = "torch.nested._internal.nested_tensor.NestedTensor"

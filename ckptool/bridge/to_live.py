@@ -10,9 +10,9 @@ from ckptool.bridge import containers, objects, tensors
 from ckptool.bridge.builder import Builder, Kinds
 from ckptool.bridge.devices import restorer
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
-from ckptool.gather import subrange, verify
-from ckptool.graphs import After, Done
-from ckptool.nodes import ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.graph import After, Done
+from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.strided import subrange, verify
 
 
 def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tensor:

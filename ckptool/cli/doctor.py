@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ckptool.checkpoint.files import file_problem
 from ckptool.cli.answers import Answer, Answers
 from ckptool.cli.options import AsJson
-from ckptool.files import file_problem
 
 MAX_TEXT = 1 << 20
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ckptool.checkpoint.files import absolute
 from ckptool.cli.answers import Answer, Answers
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
-from ckptool.paths import absolute
 
 if TYPE_CHECKING:
     from ckptool.verbs.saving import Written
@@ -306,7 +306,7 @@ def _outputs(verb: str, files: Sequence[str], target: Target, ways: str) -> list
 
 def _in_folder(verb: str, files: Sequence[str], target: Target) -> Iterator[str]:
     """The name in the folder for each file; refuses two of one name, and what is there already."""
-    from ckptool.verbs.opening import split
+    from ckptool.formats.opening import split
 
     assert target.folder is not None
     if verb == "convert" and target.container is None:

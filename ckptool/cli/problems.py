@@ -14,9 +14,9 @@ from typing import Any, get_args
 
 import typer
 
+from ckptool.checkpoint.commands import nearest
 from ckptool.cli.console import lost_answer
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
-from ckptool.given import nearest
 
 # What typer raises when the command line cannot be parsed; of its classes it exports the one below.
 BadUsage = typer.BadParameter.__mro__[1]

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
-from ckptool.checkpoint import Checkpoint, Plan
+from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.files import Input, Source, open_input, unchanged
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Truncated, UsageError, listed, printable
-from ckptool.files import Input, Source, open_input, unchanged
 from ckptool.formats import (
     dcp,
     members,

@@ -16,8 +16,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool.checkpoint.files import Folder
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported, is_text, listed, printable
-from ckptool.files import Folder
 from ckptool.formats.strict_json import parse_object
 
 NAME = "bundle.json"

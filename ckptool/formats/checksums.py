@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptool.checkpoint import Computed, Data
+from ckptool.checkpoint.strided import fill
 from ckptool.errors import CkptoolError, Corrupt, FileChanged
 from ckptool.formats.sums import joined_sum
-from ckptool.gather import fill
 
 PIECE = 32 << 20  # at most so much of one stretch at a time
 BATCH = 8 << 20  # short ones are handed out together, up to so many bytes

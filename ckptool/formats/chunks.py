@@ -14,12 +14,12 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Computed, Literal, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Computed, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Unsupported, counted
-from ckptool.gather import row_major
 
 if TYPE_CHECKING:
-    from ckptool.values import Array
+    from ckptool.checkpoint.numeric import Array
 
 MAX_RANK = 32  # numpy's, before its version 2
 MAX_SPLIT = 8  # axes along which one tensor is divided
@@ -81,7 +81,7 @@ def assembled(shape: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:
     first = chunks[0].entry
     length = prod(shape) * first.dtype.itemsize
     inputs = tuple({id(chunk.entry.storage): chunk.entry.storage for chunk in chunks}.values())
-    data = Computed(length, _Assembly(shape, chunks).read, inputs) if length else Literal(b"")
+    data = Computed(length, _Assembly(shape, chunks).read, inputs) if length else InlineBytes(b"")
     return TensorEntry(Storage(data, first.location), first.dtype, shape, row_major_strides(shape))
 
 

@@ -16,8 +16,10 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note, PartOf, Storage, TensorEntry
-from ckptool.commands import Advice, command, other_program
-from ckptool.dtypes import BY_TORCH, DType
+from ckptool.checkpoint.commands import Advice, command, other_program
+from ckptool.checkpoint.dtypes import BY_TORCH, DType
+from ckptool.checkpoint.files import Folder, Input, Source
+from ckptool.checkpoint.nodes import MAX_DEPTH, Global, Object
 from ckptool.errors import (
     Ambiguous,
     Corrupt,
@@ -30,10 +32,8 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.files import Folder, Input, Source
 from ckptool.formats import torch_zip
 from ckptool.formats.chunks import Box, Chunk, assembled, covers
-from ckptool.nodes import MAX_DEPTH, Global, Object
 from ckptool.pickles.decode import decode
 from ckptool.pickles.torch_objects import BUILDERS
 

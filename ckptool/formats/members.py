@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartOf
+from ckptool.checkpoint.files import Folder, Input, Source, open_input, read_small
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
-from ckptool.files import Folder, Input, Source, open_input, read_small
 
 NAME = "folder"
 MEMBERS = "members"
@@ -58,7 +58,7 @@ class Layout:
     kind: str
     names: tuple[str, ...]
     missing: tuple[str, ...] = ()
-    beside: bool = False
+    extras: bool = False
 
 
 _OF_A_CHECKPOINT = re.compile(r"latest|zero_to_\w+\.py|.*\.distcp|(?:__\d+)?\.metadata")
@@ -147,8 +147,8 @@ def _problem(found: Checkpoint | CkptoolError) -> str:
 
 def _counted(folder: Folder, layout: Layout, wrong: dict[str, str]) -> PartOf:
     """How many of the members are there and whole, and what is the matter with the others."""
-    count = len(layout.names) + len(layout.missing) + layout.beside
-    whole = len(layout.names) - len(wrong) + layout.beside
+    count = len(layout.names) + len(layout.missing) + layout.extras
+    whole = len(layout.names) - len(wrong) + layout.extras
     problems = [
         what.replace(printable(os.path.join(folder.path, name)), printable(name)) for name, what in wrong.items()
     ]

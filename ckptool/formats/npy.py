@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
-from ckptool.files import Input, Source
+from ckptool.checkpoint.files import Input, Source
 from ckptool.formats.npy_array import MAGIC, Budget, read_array
-from ckptool.plain import summary
+from ckptool.pickles.plain import summary
 
 NAME = "npy"
 

@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.arrays import code_of, strided
-from ckptool.checkpoint import Data, Literal, LongBytes, TensorEntry
+from ckptool.checkpoint import Data, InlineBytes, TensorEntry
+from ckptool.checkpoint.nodes import Global, Object
+from ckptool.checkpoint.numpy_arrays import LazyBytes, code_of, over_bytes
+from ckptool.checkpoint.strided import subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
 from ckptool.formats.signs import resolved
 from ckptool.formats.sums import sum_of_rest
-from ckptool.gather import subrange
-from ckptool.nodes import Global, Object
 from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.plain import Array, array, array_type
 from ckptool.pickles.skeleton import decode_lazily, skeleton
 from ckptool.pickles.torch_objects import BUILDERS
-from ckptool.plain import Array, array, array_type
 
 MAGIC = b"\x93NUMPY"
 MAX_HEADER = 1 << 16  # bytes; numpy itself reads no more than 10,000 without being told to
@@ -89,8 +89,8 @@ def _read_array(data: Data, name: str, budget: Budget, crc: int | None) -> tuple
     _check_size(data, header, size)
     content = subrange(data, header.at, size)
     own = sum_of_rest(crc, zlib.crc32(header.raw), size) if crc is not None else None
-    entry = strided(kind, header.shape, header.fortran, content, own)
-    return (_array_node(node, header, LongBytes(content, crc=own)) if entry is None else entry), ()
+    entry = over_bytes(kind, header.shape, header.fortran, content, own)
+    return (_array_node(node, header, LazyBytes(content, crc=own)) if entry is None else entry), ()
 
 
 def _check_size(data: Data, header: Header, size: int) -> None:
@@ -240,7 +240,7 @@ def _has_objects(descr: Any) -> bool:
 
 
 def _type_node(descr: Any, depth: int = 0) -> Object:
-    """The object by which a pickle would name the type; `plain.array_type` says whether it is one that is read."""
+    """The object by which a pickle would name the type; `numpy_arrays.array_type` says whether it is one that is read."""
     if type(descr) is list and depth < MAX_NESTING:
         return _record_node(descr, depth)
     found = _NAMED.match(descr) if type(descr) is str else None
@@ -338,7 +338,9 @@ def spelled(value: Any) -> tuple[bytes, Data, int | None] | None:
         return None
     if not isinstance(found, Array) or found.type.fields:
         return None
-    data, crc = (found.data.data, found.data.crc) if isinstance(found.data, LongBytes) else (Literal(found.data), None)
+    data, crc = (
+        (found.data.data, found.data.crc) if isinstance(found.data, LazyBytes) else (InlineBytes(found.data), None)
+    )
     unit = f"[{found.type.unit[1] if found.type.unit[1] != 1 else ''}{found.type.unit[0]}]" if found.type.unit else ""
     if unit == "[generic]":
         unit = ""

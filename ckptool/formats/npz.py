@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Data, Literal, Note, Plan, TensorEntry
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, Note, TensorEntry
+from ckptool.checkpoint.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed, printable
-from ckptool.files import Input, Source
 from ckptool.formats import recovered, zip_archive, zip_parts
 from ckptool.formats.npy_array import MAGIC, Budget, read_array, spelled
 from ckptool.formats.zip_layout import ZipLayout
 from ckptool.formats.zip_records import END, LOCAL
-from ckptool.plain import summary
+from ckptool.pickles.plain import summary
 
 NAME = "npz"
 SUFFIXES = (".npz",)
@@ -105,7 +106,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """
     arrays = _holdable(checkpoint.tree)
     if not arrays:
-        return Plan({"": [Literal(zip_parts.end_records(0, 0, 0)[-END.size :])]})
+        return Plan({"": [InlineBytes(zip_parts.end_records(0, 0, 0)[-END.size :])]})
     layout, checks = ZipLayout(ALIGNMENT), []
     for name, (header, data, crc) in arrays.items():
         layout.add(name + ENDING, data, crc, header)
@@ -113,7 +114,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         if isinstance(value, TensorEntry) and value.storage.crc is not None and crc is None:
             checks.append(value.storage)  # of which only a part is written, or another order
     if mark := checkpoint.metadata.get(recovered.KEY):
-        layout.add(recovered.RECORD, Literal(mark.encode()))  # numpy gives it as bytes, where it is asked for
+        layout.add(recovered.RECORD, InlineBytes(mark.encode()))  # numpy gives it as bytes, where it is asked for
     return layout.finish(checks)
 
 

@@ -11,9 +11,9 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
 
-from ckptool.commands import Advice, command, other_program, parted
+from ckptool.checkpoint.commands import Advice, command, other_program
+from ckptool.checkpoint.files import Folder, Input, Readable, Source, parted
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable, quoted
-from ckptool.files import Folder, Input, Readable, Source
 from ckptool.formats import tar_archive
 
 # name, and the program that unpacks it to its standard output

@@ -19,14 +19,13 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, TensorEntry
-from ckptool.commands import command
+from ckptool.checkpoint.commands import command
+from ckptool.checkpoint.files import Folder, Input, absolute, read_small
+from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.errors import CkptoolError, OnlyAPart, counted, listed, printable
-from ckptool.files import Folder, Input, read_small
 from ckptool.formats import members
 from ckptool.formats.members import LAYER, MODEL_PARALLEL, MODEL_STATES, OF_WORLD, PIECES, STATES
 from ckptool.formats.shards import INDEX, NUMBERED
-from ckptool.nodes import Global, Object, Set
-from ckptool.paths import absolute
 
 RANK, SHARD, PLACEHOLDERS = "rank", "shard", "placeholders"
 CODE = "part"

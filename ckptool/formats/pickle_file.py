@@ -12,12 +12,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ckptool.arrays import left_in_file
 from ckptool.checkpoint import Checkpoint, FileRange
+from ckptool.checkpoint.files import Input, Source
 from ckptool.errors import Ambiguous, CkptoolError, Truncated, Unsupported, printable
-from ckptool.files import Input, Source
 from ckptool.pickles.decode import Decoded, decode
-from ckptool.pickles.skeleton import decode_lazily, skeleton
+from ckptool.pickles.skeleton import decode_lazily, left_in_file, skeleton
 from ckptool.pickles.torch_objects import BUILDERS
 
 NAME = "pickle"

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptool.checkpoint import Note
+from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, listed, printable
-from ckptool.tree import Path, address
 
 KEY = "ckptool.recovered"  # in the metadata of a checkpoint
 RECORD = ".ckptool/recovered"  # below the root of a zip

@@ -14,21 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import (
-    Checkpoint,
-    Crc,
-    FileRange,
-    Literal,
-    Note,
-    Plan,
-    Segment,
-    Storage,
-    Summed,
-    TensorEntry,
-    row_major_strides,
-)
-from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Advice, command
-from ckptool.dtypes import BY_SAFETENSORS
+from ckptool.checkpoint import Checkpoint, FileRange, InlineBytes, Note, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, command
+from ckptool.checkpoint.dtypes import BY_SAFETENSORS
+from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.plan import Checksummed, Crc, Plan, Segment
 from ckptool.errors import (
     Ambiguous,
     BadTensor,
@@ -42,7 +32,6 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.files import Input, Source
 from ckptool.formats import carried, recovered
 from ckptool.formats.signs import resolved
 from ckptool.formats.strict_json import members
@@ -108,7 +97,7 @@ def _alias(entry: TensorEntry, twin: bool) -> TensorEntry:
     """Another name of a tensor; a twin is no tie: it has a storage of its own, on the same bytes."""
     storage = entry.storage
     if twin:
-        storage.twin = True
+        storage.deduplicated = True
         storage = replace(storage)
     return TensorEntry(storage, entry.dtype, entry.shape, entry.stride)
 
@@ -258,7 +247,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         places[name] = (at, at + stored[name].nbytes)
         at += stored[name].nbytes
     header = _header(stored, places, metadata)
-    segments: list[Segment] = [Literal(header)]
+    segments: list[Segment] = [InlineBytes(header)]
     checks: list[Storage] = []
     for name in in_order:
         _add(name, stored[name], segments, checks)
@@ -289,7 +278,7 @@ def _add(name: str, entry: TensorEntry, segments: list[Segment], checks: list[St
     """The tensor's bytes; the stored checksum of what they come from is checked on the way."""
     storage, data = entry.storage, resolved(entry).row_major()
     if data is storage.data and storage.crc is not None:
-        segments.append(Summed(data, Crc(expected=storage.crc, name=f"the storage of {name}")))
+        segments.append(Checksummed(data, Crc(expected=storage.crc, name=f"the storage of {name}")))
         return
     if storage.crc is not None:
         checks.append(storage)
@@ -347,7 +336,7 @@ def without_ties(tensors: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry
     stored, ties = {}, {}
     for name, entry in tensors.items():
         view = (
-            id(entry.storage.data if entry.storage.twin else entry.storage),
+            id(entry.storage.data if entry.storage.deduplicated else entry.storage),
             entry.dtype,
             entry.shape,
             entry.stride,

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
-from ckptool.dtypes import by_name
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.files import Input, Readable, Source
+from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.tree import storages
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, UsageError
-from ckptool.files import Input, Readable, Source
 from ckptool.formats import no_collection, recovered, safetensors, torch_zip, twins, zip_archive
 from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.zip_archive import Archive
@@ -34,8 +36,6 @@ from ckptool.formats.zip_salvage import (
     record_of,
     sizes_in,
 )
-from ckptool.nodes import Global
-from ckptool.tree import storages
 
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
+from ckptool.checkpoint.files import Folder, Input, Source
+from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.errors import (
     Ambiguous,
     Conflict,
@@ -27,11 +29,9 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.files import Folder, Input, Source
 from ckptool.formats import recovered, safetensors
 from ckptool.formats.shards import INDEX, NUMBERED, Origin, append, divided, size_in_bytes, write
 from ckptool.formats.strict_json import parse_object
-from ckptool.nodes import OrderedDict
 
 __all__ = ["NAME", "SUFFIXES", "TENSORS_ONLY", "append", "detect", "divided", "read", "size_in_bytes", "write"]
 

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Literal, Plan, Segment, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.plan import Plan, Segment
+from ckptool.checkpoint.tree import storages
 from ckptool.errors import Unsupported, UsageError, is_text, listed, printable
 from ckptool.formats import carried, recovered, safetensors, torch_zip
-from ckptool.nodes import OrderedDict
-from ckptool.tree import storages
 
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
 INDEX = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json")
@@ -240,7 +241,7 @@ def _plan(
     if len(shards) > 1 or NUMBERED.fullmatch(first):
         weight_map = {name: shard_of[name] for name in checkpoint.tree} if pickled else _stored(shards, checkpoint.tree)
         total = sum(unit.size for units in shards.values() for unit in units)
-        files[_index_name(origin, first)] = [Literal(_index(checkpoint, weight_map, total))]
+        files[_index_name(origin, first)] = [InlineBytes(_index(checkpoint, weight_map, total))]
     return Plan(files, checks)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckptool.checkpoint import Computed, Data, Flags, Storage, TensorEntry, row_major_strides
-from ckptool.dtypes import DType
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Unsupported
-from ckptool.gather import row_major
 
 
 def resolved(entry: TensorEntry) -> TensorEntry:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptool.checkpoint import Data, FileRange
+from ckptool.checkpoint.files import Source
 from ckptool.errors import Corrupt, Truncated, printable
-from ckptool.files import Source
 
 BLOCK = 512
 MAX_ATTRIBUTES = 1 << 16  # bytes of one header of attributes

@@ -7,7 +7,7 @@ what every torch since 1.4 opens, and can be mapped.
 from __future__ import annotations
 
 from ckptool.checkpoint import Checkpoint, FileRange
-from ckptool.files import Input, Source
+from ckptool.checkpoint.files import Input, Source
 from ckptool.pickles.legacy import begins_stream, read_stream
 
 NAME = "torch-legacy"

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from types import NoneType
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Data, Note, Storage, StorageRef, TensorEntry
-from ckptool.dtypes import DType
+from ckptool.checkpoint import MAX_RANK, Checkpoint, Data, Note, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.strided import subrange
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted, printable
-from ckptool.files import Input, Source
 from ckptool.formats import tar_archive
-from ckptool.gather import subrange
-from ckptool.nodes import Global
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.legacy import (
     COMPACT,
@@ -37,7 +37,7 @@ from ckptool.pickles.legacy import (
     turned,
 )
 from ckptool.pickles.skeleton import decode_lazily, skeleton
-from ckptool.pickles.torch_objects import BUILDERS, MAX_RANK, check_view, storage_class
+from ckptool.pickles.torch_objects import BUILDERS, check_view, storage_class
 
 NAME = "torch-tar"
 MEMBERS = ("sys_info", "pickle", "tensors", "storages")

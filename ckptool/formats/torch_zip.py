@@ -13,34 +13,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.checkpoint import (
-    Checkpoint,
-    Data,
-    FileRange,
-    Literal,
-    Note,
-    Plan,
-    Storage,
-    StorageRef,
-)
-from ckptool.commands import FILE, OUT, Advice, command
-from ckptool.dtypes import DType
+from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, Storage, StorageRef
+from ckptool.checkpoint.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.files import Input, Readable
+from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.strided import swapped
 from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form, printable
-from ckptool.files import Input, Readable
 from ckptool.formats import recovered, twins, zip_archive, zip_parts
 from ckptool.formats.others import other_zip
 from ckptool.formats.zip_archive import Archive
 from ckptool.formats.zip_layout import ZipLayout
 from ckptool.formats.zip_records import Record
 from ckptool.formats.zip_remnants import guard
-from ckptool.gather import swapped
-from ckptool.nodes import Global
 from ckptool.pickles.builders import Builder
+from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
 from ckptool.pickles.texts import protocol_notes
 from ckptool.pickles.torch_objects import BUILDERS, storage_class
-from ckptool.tree import refuse_unknown
 
 NAME = "torch-zip"
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
@@ -325,7 +317,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """
     refuse_unknown(checkpoint, keep_unknown)
     layout = _Layout(checkpoint.origin if isinstance(checkpoint.origin, Origin) else None)
-    layout.add("data.pkl", Literal(encode(checkpoint.tree, layout.key_of)))
+    layout.add("data.pkl", InlineBytes(encode(checkpoint.tree, layout.key_of)))
     mark, before = checkpoint.metadata.get(recovered.KEY), None
     if layout.origin is None:
         _lay_out_new(layout)
@@ -336,9 +328,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
                 layout.copy(record)
         layout.add_fresh()
     if mark and mark != before:
-        layout.add(recovered.RECORD, Literal(mark.encode()))
+        layout.add(recovered.RECORD, InlineBytes(mark.encode()))
     if layout.twins and (shared := twins.record_of(checkpoint.tree)):
-        layout.add(TWINS, Literal(shared))
+        layout.add(TWINS, InlineBytes(shared))
     return layout.zip.finish()
 
 
@@ -349,11 +341,11 @@ def _mark_in(archive: Archive, root: str) -> str | None:
 
 
 def _lay_out_new(layout: _Layout) -> None:
-    layout.add(".format_version", Literal(b"1"))
-    layout.add(".storage_alignment", Literal(str(ALIGNMENT).encode()))
-    layout.add("byteorder", Literal(b"little"))
+    layout.add(".format_version", InlineBytes(b"1"))
+    layout.add(".storage_alignment", InlineBytes(str(ALIGNMENT).encode()))
+    layout.add("byteorder", InlineBytes(b"little"))
     layout.add_fresh()
-    layout.add("version", Literal(b"3\n"))
+    layout.add("version", InlineBytes(b"3\n"))
     layout.zip.add_late(f"{layout.root}.data/serialization_id", _ID_DIGITS, _identity)
 
 
@@ -385,7 +377,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
             Advice(command("convert", archive.source.file.path, out=OUT)),
         )
     layout = _Layout(origin, begin=archive.end)
-    layout.add("data.pkl", Literal(encode(checkpoint.tree, layout.key_of)))
+    layout.add("data.pkl", InlineBytes(encode(checkpoint.tree, layout.key_of)))
     if layout.twins or origin.root + TWINS in archive.records:
         return None  # which tensors share a record is written anew with every change
     if 4 * sum(storage.nbytes for _, storage in layout.fresh) > archive.end:
@@ -425,7 +417,7 @@ class _Layout:
         key = self.keys.get(id(storage))
         if key is not None:
             return key
-        key = self.twins.get((id(storage.data), storage.location)) if storage.twin else None
+        key = self.twins.get((id(storage.data), storage.location)) if storage.deduplicated else None
         if key is None:
             record = self.records.get(id(storage.data))
             if record is None or record in self.used:
@@ -435,7 +427,7 @@ class _Layout:
                 self.used.add(record)
                 key = record.name.removeprefix(self.root + "data/")
         self.keys[id(storage)] = key
-        if storage.twin:
+        if storage.deduplicated:
             self.twins[id(storage.data), storage.location] = key
         return key
 

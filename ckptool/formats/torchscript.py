@@ -14,9 +14,12 @@ from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.commands import command
+from ckptool.checkpoint.commands import command
+from ckptool.checkpoint.files import Input, Readable, Source
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict
+from ckptool.checkpoint.pickled_modules import detached, walk_modules
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, counted, form, printable
-from ckptool.files import Input, Readable, Source
 from ckptool.formats import zip_archive
 from ckptool.formats.torch_zip import (
     Storages,
@@ -30,10 +33,7 @@ from ckptool.formats.torch_zip import (
 from ckptool.formats.torch_zip import detect as is_zip
 from ckptool.formats.zip_archive import Archive
 from ckptool.formats.zip_records import END, END64, FULL, LOCATOR, Record
-from ckptool.modules import detached, walk_modules
-from ckptool.nodes import Global, Object, OrderedDict
 from ckptool.pickles.torch_objects import BUILDERS
-from ckptool.tree import tensors
 
 NAME = "torchscript"
 MARK = b"/constants.pkl"  # by which torch tells them, too
@@ -83,7 +83,7 @@ def read(source: Readable) -> Checkpoint:
         *_without_commands([*archive.notes, *record_notes(archive, root, storages)]),
     )
     metadata = {"class": decoded.root.name, **{name: text for name, text in small.items() if text is not None}}
-    return Checkpoint(tree, NAME, metadata, source.file, None, notes, decoded.discarded, beside=program.beside())
+    return Checkpoint(tree, NAME, metadata, source.file, None, notes, decoded.discarded, extras=program.beside())
 
 
 def _is_script(node: Any) -> bool:

@@ -11,8 +11,8 @@ from collections import defaultdict
 from typing import Any
 
 from ckptool.checkpoint import Note, Storage, TensorEntry
+from ckptool.checkpoint.tree import address, rebuild, walk
 from ckptool.errors import Corrupt, counted
-from ckptool.tree import address, rebuild, walk
 
 MAX_RECORD = 64 << 20
 
@@ -21,7 +21,7 @@ def record_of(tree: Any) -> bytes:
     """The record for a tree; empty where no storages are twins."""
     groups: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(dict)
     for path, node in walk(tree):
-        if isinstance(node, TensorEntry) and node.storage.twin:
+        if isinstance(node, TensorEntry) and node.storage.deduplicated:
             storage = node.storage
             groups[id(storage.data), storage.location].setdefault(id(storage), []).append(address(path))
     shared = [list(storages.values()) for storages in groups.values() if len(storages) > 1]
@@ -39,7 +39,9 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
     for path, node in walk(tree):
         if isinstance(node, TensorEntry) and (found := owner.get(address(path))) is not None:
             old = node.storage
-            storage = storages.setdefault((id(old), *found), Storage(old.data, old.location, old.crc, twin=True))
+            storage = storages.setdefault(
+                (id(old), *found), Storage(old.data, old.location, old.crc, deduplicated=True)
+            )
             entries.setdefault(
                 id(node), TensorEntry(storage, node.dtype, node.shape, node.stride, node.offset, node.flags)
             )

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckptool.checkpoint import Note
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.files import Readable
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -28,7 +29,6 @@ from ckptool.errors import (
     form,
     printable,
 )
-from ckptool.files import Readable
 from ckptool.formats.zip_names import check_attributes, check_names, note_odd_entries, refuse_twins
 from ckptool.formats.zip_records import CENTRAL, END, END64, FULL, FULL16, LOCATOR, Record, extra_fields, wide_fields
 from ckptool.formats.zip_remnants import check_copy, is_torn_guard, refuse_foreign_tail

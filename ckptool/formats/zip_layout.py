@@ -8,7 +8,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-from ckptool.checkpoint import Crc, Data, Late, Literal, Plan, Segment, Storage, Summed
+from ckptool.checkpoint import Data, InlineBytes, Storage
+from ckptool.checkpoint.plan import Checksummed, Crc, Deferred, Plan, Segment
 from ckptool.formats import zip_parts
 from ckptool.formats.sums import joined_sum
 from ckptool.formats.zip_records import Record
@@ -28,8 +29,8 @@ class ZipLayout:
 
     def add(self, name: str, data: Data, crc: int | None = None, head: bytes = b"") -> None:
         """A record of our own: `head`, then `data`, whose checksum `crc`, if it is known, is checked on the way."""
-        if isinstance(data, Literal):
-            head, data = head + data.content, Literal(b"")
+        if isinstance(data, InlineBytes):
+            head, data = head + data.content, InlineBytes(b"")
         total = Crc(zlib.crc32(head), name=name)
         if crc is not None and data.length:
             total.expected = joined_sum(total.value, crc, data.length)
@@ -67,8 +68,8 @@ class ZipLayout:
         def directory() -> bytes:
             return b"".join(entry if isinstance(entry, bytes) else entry.entry() for entry in entries)
 
-        self._segments.append(Late(size, directory))
-        self._segments.append(Literal(zip_parts.end_records(len(entries), self.at, size)))
+        self._segments.append(Deferred(size, directory))
+        self._segments.append(InlineBytes(zip_parts.end_records(len(entries), self.at, size)))
         return Plan({"": _Segments(self._segments)}, list(checks))
 
 
@@ -90,14 +91,14 @@ class _NewRecord:
 
     def segments(self) -> Iterator[Segment]:
         """Header, data and descriptor; the last can only be made when the data has passed."""
-        yield Literal(zip_parts.local_header(self.name, self.at, self.size, self.layout.alignment))
+        yield InlineBytes(zip_parts.local_header(self.name, self.at, self.size, self.layout.alignment))
         if self.head:
-            yield Literal(self.head)
+            yield InlineBytes(self.head)
         if self.data.length:
-            yield Summed(self.data, self.total)
-            yield Late(len(self.descriptor()), self.descriptor)
+            yield Checksummed(self.data, self.total)
+            yield Deferred(len(self.descriptor()), self.descriptor)
         else:
-            yield Literal(self.descriptor())
+            yield InlineBytes(self.descriptor())
 
     def descriptor(self) -> bytes:
         return zip_parts.descriptor(self.crc, self.size, self.at)
@@ -113,7 +114,7 @@ class _LateRecord(_NewRecord):
     __slots__ = ("length", "make")
 
     def __init__(self, layout: ZipLayout, name: str, length: int, at: int, make: Callable[[], bytes]) -> None:
-        super().__init__(layout, name, b"", Literal(b""), at, Crc(name=name))
+        super().__init__(layout, name, b"", InlineBytes(b""), at, Crc(name=name))
         self.length, self.make = length, make
 
     @property
@@ -121,9 +122,9 @@ class _LateRecord(_NewRecord):
         return self.length
 
     def segments(self) -> Iterator[Segment]:
-        yield Literal(zip_parts.local_header(self.name, self.at, self.size, self.layout.alignment))
-        yield Late(self.length, self._made)
-        yield Late(len(self.descriptor()), self.descriptor)
+        yield InlineBytes(zip_parts.local_header(self.name, self.at, self.size, self.layout.alignment))
+        yield Deferred(self.length, self._made)
+        yield Deferred(len(self.descriptor()), self.descriptor)
 
     def _made(self) -> bytes:
         made = self.make()

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
-from ckptool.commands import FILE, OUT, command
+from ckptool.checkpoint.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, Corrupt, counted, listed, printable
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ckptool.errors import Ambiguous, CkptoolError, Corrupt
 from ckptool.formats.zip_records import CENTRAL, END, END64, FULL, LOCAL, LOCATOR
 
 if TYPE_CHECKING:
-    from ckptool.files import Readable
+    from ckptool.checkpoint.files import Readable
     from ckptool.formats.zip_archive import Archive
 
 SECTOR = 512  # bytes that a disk writes or loses together

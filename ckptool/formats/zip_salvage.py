@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Computed, Data, Storage, StorageRef
+from ckptool.checkpoint.files import Readable
 from ckptool.errors import CkptoolError, Corrupt
-from ckptool.files import Readable
 from ckptool.formats import zip_archive, zip_parts
 from ckptool.formats.checksums import checksums
 from ckptool.formats.torch_zip import inflated_limit

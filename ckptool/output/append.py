@@ -12,14 +12,13 @@ import fcntl
 import os
 from collections.abc import Callable
 
-from ckptool.checkpoint import Plan
-from ckptool.commands import Advice, command
+from ckptool.checkpoint.commands import Advice, command
+from ckptool.checkpoint.files import Source, absolute, file_problem
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Conflict, FileProblem, printable
-from ckptool.files import Source, file_problem
 from ckptool.output.copying import write_all
 from ckptool.output.durable import _check_space, _close, _sweep, settle, write_problem
 from ckptool.output.sink import Progress, Sink, segments_of
-from ckptool.paths import absolute
 
 
 def append_in_place(

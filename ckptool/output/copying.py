@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 
-from ckptool.files import Source
+from ckptool.checkpoint.files import Source
 
 PIECE = 8 << 20
 BUFFER = 256 << 10

@@ -15,15 +15,15 @@ import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from ckptool.checkpoint import Note, Plan
-from ckptool.commands import Advice, other_program
+from ckptool.checkpoint import Note
+from ckptool.checkpoint.commands import Advice, other_program
+from ckptool.checkpoint.files import Input, absolute, file_problem, refused_place, unchanged
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
-from ckptool.files import Input, file_problem, refused_place, unchanged
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import reserve
 from ckptool.output.running import RunningDigest
 from ckptool.output.sink import Progress, Sink, segments_of
-from ckptool.paths import absolute
 
 ATTEMPTS = 100  # to make a temporary file that no other run takes for one that was left
 UNTOUCHED = "Nothing else was changed: {} is as it was."

@@ -12,9 +12,10 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable
 
-from ckptool.checkpoint import Note, Plan
+from ckptool.checkpoint import Note
+from ckptool.checkpoint.files import Input, absolute, file_problem, refused_place, unchanged
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed, printable
-from ckptool.files import Input, file_problem, refused_place, unchanged
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import _system_call, reserve
 from ckptool.output.durable import (
@@ -31,7 +32,6 @@ from ckptool.output.durable import (
     write_problem,
 )
 from ckptool.output.sink import Progress, Sink
-from ckptool.paths import absolute
 
 _HERE = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE

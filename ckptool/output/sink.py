@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ckptool.checkpoint import Computed, Crc, Data, FileRange, Late, Literal, Plan, Segment, Storage, Summed
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage
+from ckptool.checkpoint.plan import Checksummed, Crc, Deferred, Plan, Segment
 from ckptool.errors import Corrupt
 from ckptool.output.copying import copy_range, start_writeback, write_all
 from ckptool.output.running import RunningDigest
@@ -38,7 +39,7 @@ class Sink:
         self.gathered = bytearray()
         self.gathered_at = at
         self.run: tuple[FileRange, int] | None = None  # a range not copied yet, and how far it goes by now
-        self.late: list[tuple[int, Late]] = []
+        self.late: list[tuple[int, Deferred]] = []
         self.jobs: list[Future[None]] = []
         self.pool: ThreadPoolExecutor | None = None
         self.cancelled = False
@@ -65,11 +66,11 @@ class Sink:
     # Segments ----------------------------------------------------------------------------------------------------
 
     def _segment(self, segment: Segment, checked: set[int]) -> None:
-        if isinstance(segment, Late):
+        if isinstance(segment, Deferred):
             self._late(segment)
             return
-        data, crc = (segment.data, segment.crc) if isinstance(segment, Summed) else (segment, None)
-        if isinstance(data, Literal):
+        data, crc = (segment.data, segment.crc) if isinstance(segment, Checksummed) else (segment, None)
+        if isinstance(data, InlineBytes):
             self._gather(data.content, crc)
         elif isinstance(data, FileRange):
             self._range(data, crc)
@@ -78,7 +79,7 @@ class Sink:
         if crc is not None and not isinstance(data, FileRange):
             crc.check()
 
-    def _late(self, late: Late) -> None:
+    def _late(self, late: Deferred) -> None:
         """Made at once if all sums before it are known; else its place is kept, and it is written at the end."""
         while self.jobs and self.jobs[0].done():
             self.jobs.pop(0).result()
@@ -203,7 +204,7 @@ class Sink:
         crc.check()
 
 
-def made(late: Late) -> bytes:
+def made(late: Deferred) -> bytes:
     """The bytes of a late segment, which are as many as were planned."""
     data = late.make()
     if len(data) != late.length:

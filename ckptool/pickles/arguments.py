@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ckptool.checkpoint import Blob, Composite, LongBytes, StorageRef, TensorEntry
-from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint import Composite, StorageRef, TensorEntry
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.pickles.builders import StubbedValue
 
 Arguments = tuple[Any, ...]
 
-_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, ByteString, Blob, LongBytes})
+_SCALARS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, ByteString, StubbedValue, LazyBytes}
+)
 _SEQUENCES = (list, tuple, Set)
 
 
@@ -37,12 +41,14 @@ def one_scalar(args: Arguments) -> bool:
 
 
 def texts(args: Arguments) -> bool:
-    return all(isinstance(arg, (str, bytes, Blob)) for arg in args)
+    return all(isinstance(arg, (str, bytes, StubbedValue)) for arg in args)
 
 
 def text_or_bytes(args: Arguments) -> bool:
     """What `bytes` is made of; a number would be a size, and fill the memory, and any codec but the usual ones runs code of its own."""
-    return all(isinstance(arg, (str, bytes, Blob, LongBytes, *_SEQUENCES)) for arg in args[:1]) and _usual_codec(args)
+    return all(
+        isinstance(arg, (str, bytes, StubbedValue, LazyBytes, *_SEQUENCES)) for arg in args[:1]
+    ) and _usual_codec(args)
 
 
 def decoded(args: Arguments) -> bool:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import LimitExceeded
+
+if TYPE_CHECKING:
+    pass
+from ckptool.checkpoint import Data
 
 Builder = Callable[[tuple[Any, ...]], Any]
 """Makes the value of a known call from its arguments; returns `NotImplemented` for arguments that it does not know."""
@@ -38,3 +42,20 @@ def purse(left: int) -> Callable[[int], None]:
             )
 
     return spend
+
+
+@dataclass(slots=True, eq=False)
+class StubbedValue:
+    """A long value of a pickle that was left where it is: `data` are its bytes as the pickle spells them.
+
+    Only builders meet it, while a pickle is decoded (see `pickles/skeleton.py`); there is none in an opened checkpoint.
+    kind: what the pickle makes of the bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (`data` is its UTF-8).
+    of: the blob that it was made from, if another.
+    """
+
+    data: Data
+    kind: str
+    of: StubbedValue | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} of {self.data.length:,} bytes>"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.checkpoint import Blob, Note
+from ckptool.checkpoint import Note
+from ckptool.checkpoint.nodes import Global, check_depth
 from ckptool.errors import CkptoolError, Corrupt, Truncated
-from ckptool.nodes import Global, check_depth
-from ckptool.pickles.builders import Builder, PerPickle, purse
+from ckptool.pickles.builders import Builder, PerPickle, StubbedValue, purse
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import Machine
 from ckptool.pickles.maker import Maker
@@ -76,7 +76,7 @@ def decode(
     place: where in the file a byte of `data` is.
     Raises `Corrupt`, `Truncated`, `LimitExceeded`, `Unsupported` or `Conflict`; each names the byte.
     """
-    left_out = sum(blob.data.length if type(blob) is Blob else len(blob) for blob in blobs or ())
+    left_out = sum(blob.data.length if type(blob) is StubbedValue else len(blob) for blob in blobs or ())
     budget = 2 * max(len(data) + left_out, file_bytes, FREE_BYTES)
     builders = {fn: made.make(purse(budget)) if type(made) is PerPickle else made for fn, made in builders.items()}
     limit = max(FREE_OPCODES, file_bytes)

@@ -15,10 +15,11 @@ from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from typing import Any
 
-from ckptool.checkpoint import Composite, LongBytes, Storage, StorageRef, TensorEntry
-from ckptool.dtypes import DType
+from ckptool.checkpoint import Composite, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.errors import Conflict, Unsupported
-from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.pickles.torch_objects import (
     ORDERED_DICT,
     REBUILD_FROM_TYPE,
@@ -365,7 +366,7 @@ class _Encoder:
         self._memoize(value)
         yield from ()
 
-    def _long(self, value: LongBytes) -> Steps:
+    def _long(self, value: LazyBytes) -> Steps:
         """As `_bytes`, but nobody else has the same, so it is not remembered by its contents."""
         if value.mutable:
             self._global(_BYTEARRAY)
@@ -416,7 +417,7 @@ class _Encoder:
         (Composite, _composite),
         (Set, _set),
         (bytearray, _bytearray),
-        (LongBytes, _long),
+        (LazyBytes, _long),
     )
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ckptool.dtypes import BY_STORAGE, BY_TORCH
-from ckptool.nodes import Global, Object
+from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH
+from ckptool.checkpoint.nodes import Global, Object
 from ckptool.pickles import arguments as given
 from ckptool.pickles.python_modules import PYTHON_MODULES
 from ckptool.pickles.torch_classes import CLASSES, MOVED

@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from ckptool.checkpoint import Blob, Computed, Data, Note, Storage, StorageRef
-from ckptool.checkpoint import Literal as InMemory
-from ckptool.commands import FILE, OUT, command
-from ckptool.dtypes import DType
+from ckptool.checkpoint import Computed, Data, Note, Storage, StorageRef
+from ckptool.checkpoint import InlineBytes as InMemory
+from ckptool.checkpoint.commands import FILE, OUT, command
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.strided import subrange, swapped
 from ckptool.errors import (
     BadTensor,
     CkptoolError,
@@ -35,9 +37,7 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.gather import subrange, swapped
-from ckptool.nodes import Global
-from ckptool.pickles.builders import PerPickle
+from ckptool.pickles.builders import PerPickle, StubbedValue
 from ckptool.pickles.calls import uses
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import decode_lazily, leaves, skeleton
@@ -457,13 +457,13 @@ def _entangled(key: str) -> BadTensor:
 # Streams in bytes ----------------------------------------------------------------------------------------------------
 
 
-def load_from_bytes(content: bytes | Blob, depth: int = 1) -> Any:
+def load_from_bytes(content: bytes | StubbedValue, depth: int = 1) -> Any:
     """What `torch.storage._load_from_bytes(content)` stands for; `NotImplemented` where the bytes are no stream.
 
     depth: how many levels of such bytes this one is on. Storages of a blob stay where they are, in its file.
     Raises what `read_stream` does, and `LimitExceeded` below the second level.
     """
-    data = content.data if isinstance(content, Blob) else InMemory(content)
+    data = content.data if isinstance(content, StubbedValue) else InMemory(content)
     if not begins_stream(data.read(0, min(512, data.length))):
         return NotImplemented
     if depth > MAX_NESTING:
@@ -482,9 +482,11 @@ def nested_streams(depth: int, spend: Callable[[int], None]) -> Callable[[tuple[
     """The builder of `_load_from_bytes` calls for one pickle."""
 
     def build(args: tuple[Any, ...]) -> Any:
-        if len(args) != 1 or not (type(args[0]) is bytes or (type(args[0]) is Blob and args[0].kind == "bytes")):
+        if len(args) != 1 or not (
+            type(args[0]) is bytes or (type(args[0]) is StubbedValue and args[0].kind == "bytes")
+        ):
             return NotImplemented
-        spend(max(_SMALLEST, args[0].data.length if isinstance(args[0], Blob) else len(args[0])))
+        spend(max(_SMALLEST, args[0].data.length if isinstance(args[0], StubbedValue) else len(args[0])))
         return load_from_bytes(args[0], depth)
 
     return build

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
+from ckptool.checkpoint.nodes import ByteString, Global, Set
 from ckptool.errors import LimitExceeded, Unsupported, counted
-from ckptool.nodes import ByteString, Global, Set
 from ckptool.pickles.maker import Maker
 from ckptool.pickles.tape import FRAME_END, Tape
 from ckptool.pickles.texts import python2_text

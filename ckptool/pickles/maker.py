@@ -7,8 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.errors import CkptoolError, Conflict, LimitExceeded, UnsafeObject, counted, printable
-from ckptool.nodes import (
+from ckptool.checkpoint.nodes import (
     MISSING,
     Global,
     Object,
@@ -18,6 +17,7 @@ from ckptool.nodes import (
     is_hashable,
     structural_parts,
 )
+from ckptool.errors import CkptoolError, Conflict, LimitExceeded, UnsafeObject, counted, printable
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import is_quiet, stands_alone
 from ckptool.pickles.known import kind_of

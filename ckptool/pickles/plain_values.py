@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ckptool.checkpoint import Blob
-from ckptool.nodes import Global, OrderedDict, Set, check_collisions, is_hashable
-from ckptool.pickles.builders import Builder, PerPickle
+from ckptool.checkpoint.nodes import Global, OrderedDict, Set, check_collisions, is_hashable
+from ckptool.pickles.builders import Builder, PerPickle, StubbedValue
 from ckptool.pickles.skeleton import encoded
 from ckptool.pickles.texts import key_text
 
@@ -55,9 +54,9 @@ def _latin1_bytes(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], A
     """`_codecs.encode(text, "latin1")`: how protocol 2 spells bytes. Any other codec stays a call."""
 
     def build(args: tuple[Any, ...]) -> Any:
-        if len(args) != 2 or type(args[0]) not in (str, Blob) or args[1] not in ("latin1", "latin-1"):
+        if len(args) != 2 or type(args[0]) not in (str, StubbedValue) or args[1] not in ("latin1", "latin-1"):
             return NotImplemented
-        if type(args[0]) is Blob:
+        if type(args[0]) is StubbedValue:
             spend(args[0].data.length)
             return (encoded(args[0]) if args[0].kind == "text" else None) or NotImplemented
         spend(len(args[0]))
@@ -80,8 +79,8 @@ def _bytearray(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]
         if not args:
             return bytearray()
         data = args[0] if len(args) == 1 else encode(args)
-        if type(data) is Blob:
-            return Blob(data.data, "bytearray", data.of or data) if data.kind == "bytes" else NotImplemented
+        if type(data) is StubbedValue:
+            return StubbedValue(data.data, "bytearray", data.of or data) if data.kind == "bytes" else NotImplemented
         if type(data) is not bytes:
             return NotImplemented
         spend(len(data))

@@ -22,16 +22,22 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptool.checkpoint import Blob, Composite, Computed, Data
+from ckptool.checkpoint import Composite, Computed, Data
+from ckptool.checkpoint.nodes import Object, structural_parts
+from ckptool.checkpoint.strided import subrange
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted
-from ckptool.gather import subrange
-from ckptool.nodes import structural_parts
+from ckptool.pickles.builders import StubbedValue
 from ckptool.pickles.decode import Decoded
 from ckptool.pickles.machine import BLOB, REFUSED
+from ckptool.pickles.plain import canonical
 from ckptool.pickles.tape import MAX_INTEGER_BITS
 from ckptool.pickles.texts import MAX_STRING, check_size, whole
+
+if TYPE_CHECKING:
+    pass
+from ckptool.checkpoint.numpy_arrays import LazyBytes
 
 Leaf = TypeVar("Leaf")
 LONG_VALUE = 1 << 16  # bytes: shorter values are copied
@@ -48,7 +54,7 @@ class Skeleton:
     """
 
     data: bytes
-    blobs: list[Blob]
+    blobs: list[StubbedValue]
     end: int
     _spots: list[tuple[int, int]] = field(repr=False)
 
@@ -79,7 +85,11 @@ def decode_lazily(made: Skeleton, run: Callable[[Sequence[Any]], Decoded]) -> De
     blobs: list[Any] = list(made.blobs)
     decoded = run(blobs)
     for everything in (False, True):
-        left = {blob.of or blob for blob in leaves((decoded.root, decoded.discarded), Blob)} if made.blobs else set()
+        left = (
+            {blob.of or blob for blob in leaves((decoded.root, decoded.discarded), StubbedValue)}
+            if made.blobs
+            else set()
+        )
         if not left:
             return decoded
         chosen = {id(blob) for blob in made.blobs if everything or blob in left}
@@ -89,7 +99,7 @@ def decode_lazily(made: Skeleton, run: Callable[[Sequence[Any]], Decoded]) -> De
     return decoded
 
 
-def encoded(text: Blob) -> Blob | None:
+def encoded(text: StubbedValue) -> StubbedValue | None:
     """The bytes that `_codecs.encode(text, "latin1")` makes of a long text; None if it has characters that latin-1 has not.
 
     The text is read through once, in pieces, to learn where each byte of it is.
@@ -112,7 +122,7 @@ def encoded(text: Blob) -> Blob | None:
             got.append(_latin1(data, piece * _PIECE) or b"")
         return b"".join(got)[offset - places[first] : end - places[first]] if got else b""
 
-    return Blob(Computed(places[-1], read), "bytes", text)
+    return StubbedValue(Computed(places[-1], read), "bytes", text)
 
 
 _PIECE = 1 << 16
@@ -222,7 +232,7 @@ class _Lexer:
         self.parts: list[bytes] = []
         self.size = 0
         self.spots: list[tuple[int, int]] = []
-        self.blobs: list[Blob] = []
+        self.blobs: list[StubbedValue] = []
         self.start = 0
         self.buffer = b""
         self._move(offset, _FIRST_WINDOW)
@@ -280,7 +290,7 @@ class _Lexer:
         begin = self.base + pos + 1 + width
         self._copy(pos)
         self._add(bytes([BLOB]) + len(self.blobs).to_bytes(4, "little"), self.base + pos)
-        self.blobs.append(Blob(subrange(self.data, begin, size), kind))
+        self.blobs.append(StubbedValue(subrange(self.data, begin, size), kind))
         return self._move(begin + size, _FIRST_WINDOW)
 
     def _other(self, op: int, pos: int) -> int:
@@ -375,3 +385,41 @@ class _Lexer:
 
     def _error(self, kind: type[CkptoolError], pos: int, what: str, why: str) -> CkptoolError:
         return kind(f"{what} (at byte {self.base + pos:,})", why)
+
+
+def left_in_file(decoded: Decoded) -> Decoded:
+    """What was decoded, with the data of large arrays as `LazyBytes` instead of the stubs that a skeleton has for them."""
+    seen: set[int] = set()
+    stack: list[Any] = [decoded.root, decoded.discarded]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (str, bytes, int)) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Object):
+            _leave_data(node)
+        stack.extend((node.made,) if isinstance(node, Composite) else structural_parts(node))
+    return decoded
+
+
+def _leave_data(node: Object) -> None:
+    called, state, args = canonical(node.fn), node.state, node.args
+    if (
+        called == "numpy.core.multiarray._reconstruct"
+        and type(state) is tuple
+        and state
+        and isinstance(state[-1], StubbedValue)
+    ):
+        node.state = (*state[:-1], _long(state[-1]))
+    elif (
+        called == "numpy.core.numeric._frombuffer"
+        and type(args) is tuple
+        and args
+        and isinstance(args[0], StubbedValue)
+    ):
+        node.args = (_long(args[0]), *args[1:])
+
+
+def _long(blob: StubbedValue) -> StubbedValue | LazyBytes:
+    """A text is no array's data, and stays what it is."""
+    return blob if blob.kind == "text" else LazyBytes(blob.data, blob.kind == "bytearray")

@@ -6,15 +6,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ckptool.checkpoint import Blob, Note
-from ckptool.commands import FILE, OUT, command
+from ckptool.checkpoint import Note
+from ckptool.checkpoint.commands import FILE, OUT, command
+from ckptool.checkpoint.nodes import ByteString, Global
 from ckptool.errors import Corrupt, LimitExceeded, counted, form, listed, printable
-from ckptool.nodes import ByteString, Global
+from ckptool.pickles.builders import StubbedValue
 
 MAX_STRING = 64 << 20
 
 
-def check_size(blob: Blob) -> None:
+def check_size(blob: StubbedValue) -> None:
     """Raises `LimitExceeded` for a blob that is too long to be a plain value."""
     size, kind = blob.data.length, "text of Python 2" if blob.kind == "string" else blob.kind
     if size > MAX_STRING:
@@ -25,7 +26,7 @@ def check_size(blob: Blob) -> None:
 
 def whole(value: Any) -> Any:
     """The plain value of a blob, read into memory; anything else as it is. Raises `LimitExceeded` above 64 MiB."""
-    if not isinstance(value, Blob):
+    if not isinstance(value, StubbedValue):
         return value
     check_size(value)
     content = value.data.read(0, value.data.length)

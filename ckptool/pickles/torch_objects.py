@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Literal, Storage, StorageRef, TensorEntry
-from ckptool.dtypes import BY_STORAGE, BY_TORCH, DType
+from ckptool.checkpoint import MAX_RANK, NO_FLAGS, Composite, Flags, InlineBytes, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH, DType
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict
 from ckptool.errors import BadTensor, counted
-from ckptool.nodes import Global, Object, OrderedDict
 from ckptool.pickles.builders import PerPickle
 from ckptool.pickles.invariants import check_compressed, check_coordinates, check_quantization
 from ckptool.pickles.plain_values import ORDERED_DICT as ORDERED_DICT
 from ckptool.pickles.plain_values import PLAIN_BUILDERS
 
-MAX_RANK = 64
 MOST = (1 << 63) - 1  # what a size, a stride and a number of elements may be
 
 _DAMAGED = "The pickle contradicts itself: it was damaged, or made to mislead."
@@ -176,7 +175,7 @@ def _tensor_class(dtype: DType) -> Callable[[tuple[Any, ...]], Any]:
     """`torch.cuda.FloatTensor()`: an empty tensor, until it is given a state."""
 
     def build(args: tuple[Any, ...]) -> Any:
-        return NotImplemented if args else TensorEntry(Storage(Literal(b"")), dtype, (0,), (1,))
+        return NotImplemented if args else TensorEntry(Storage(InlineBytes(b"")), dtype, (0,), (1,))
 
     return build
 
@@ -185,7 +184,7 @@ def _variable(parameter: bool) -> Callable[[tuple[Any, ...]], Any]:
     """`Parameter(tensor)` and `Variable(tensor)`; without arguments they are empty, until they are given a state."""
 
     def build(args: tuple[Any, ...]) -> Any:
-        args = args or (TensorEntry(Storage(Literal(b"")), BY_TORCH["float32"], (0,), (1,)),)
+        args = args or (TensorEntry(Storage(InlineBytes(b"")), BY_TORCH["float32"], (0,), (1,)),)
         if len(args) != 1 or type(args[0]) is not TensorEntry or args[0].flags.parameter:
             return NotImplemented
         data, flags = args[0], args[0].flags._replace(requires_grad=parameter, parameter=parameter)

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, TensorEntry
+from ckptool.checkpoint.state_dicts import without_wrappers
+from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, listed, printable
-from ckptool.plain import to_json
-from ckptool.prefixes import without_wrappers
+from ckptool.pickles.plain import to_json
 from ckptool.render.json import Json, finite, path_json, type_name
 from ckptool.render.style import PLAIN, Style, columns, number
 from ckptool.render.text import WHOLE, tensor_text, value_text
-from ckptool.tree import Path, address
 
 if TYPE_CHECKING:
     from ckptool.reports.diff import Change, Diff

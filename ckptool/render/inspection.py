@@ -8,17 +8,17 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.state_dicts import PLAIN as PLAIN_VALUES
+from ckptool.checkpoint.tree import children, segment_text
 from ckptool.errors import counted, listed, printable
-from ckptool.nodes import Object
-from ckptool.plain import to_json, to_jsons
+from ckptool.pickles.plain import to_json, to_jsons
 from ckptool.render.json import Json, finite, notes_json, part_json, path_json, tensor_json, type_name
 from ckptool.render.outline import SHOWN, Branch, outline
 from ckptool.render.style import BAR, PLAIN, Style, bar, columns, number, short, size
 from ckptool.render.text import WHOLE, notes_text, tensor_text, value_text
 from ckptool.reports.listing import EntryRow, Listing, TensorRow
 from ckptool.reports.parts import Part, like_others, parts
-from ckptool.roots import PLAIN as PLAIN_VALUES
-from ckptool.tree import children, segment_text
 
 if TYPE_CHECKING:
     from ckptool.reports.statistics import Statistics

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Note, PartOf, Tensor, TensorEntry
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, printable
-from ckptool.nodes import Object
-from ckptool.plain import summary
-from ckptool.tree import Path
+from ckptool.pickles.plain import summary
 
 if TYPE_CHECKING:
     pass

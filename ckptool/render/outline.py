@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import printable
 from ckptool.reports.parts import Part
-from ckptool.tree import Path, address
 
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one

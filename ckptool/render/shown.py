@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, TensorEntry
+from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.tree import segment_text, walk
 from ckptool.errors import counted, printable
-from ckptool.nodes import Object, Set
-from ckptool.plain import to_json
+from ckptool.pickles.plain import to_json
 from ckptool.render.json import Json, finite, tensor_json, type_name
 from ckptool.render.style import PLAIN, Style, size
 from ckptool.render.text import tensor_text, value_text
-from ckptool.tree import segment_text, walk
 
 if TYPE_CHECKING:
     from ckptool.verbs.show import Shown
@@ -47,7 +47,7 @@ def _array_text(shown: Shown, style: Style) -> str:
 
 
 def _value_lines(value: Any, limit: int | None) -> Iterable[str]:
-    from ckptool.plain import Array, plain
+    from ckptool.pickles.plain import Array, plain
 
     value = plain(value)
     if isinstance(value, str):

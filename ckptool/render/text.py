@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Note, Tensor, TensorEntry
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.tree import segment_text
 from ckptool.errors import CkptoolError, printable, quoted
-from ckptool.nodes import Object
 from ckptool.render.style import PLAIN, Style
 from ckptool.reports.parts import Part
-from ckptool.tree import segment_text
 
 if TYPE_CHECKING:
     pass
@@ -61,7 +61,7 @@ def value_text(value: Any, width: int | None = 60) -> str:
     """A value of a file in one line. Small dictionaries are written out."""
     if value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 1024):
         return str(value)
-    from ckptool.plain import plain, summary
+    from ckptool.pickles.plain import plain, summary
 
     wide = width or 1_000_000
     if isinstance(value, Object):

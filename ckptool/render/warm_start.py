@@ -7,8 +7,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import counted, form, printable
-from ckptool.keygroups import grouped
 from ckptool.render.json import Json, finite, notes_json
+from ckptool.render.key_groups import grouped
 from ckptool.render.style import PLAIN, Style, short, size
 from ckptool.reports.targets import BUFFER
 from ckptool.reports.warm_start import AS_IT_IS, percent

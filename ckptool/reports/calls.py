@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.pickles.calls import CALLED, MADE, NAMED
-from ckptool.tree import uses_of
+from ckptool.pickles.calls import CALLED, MADE, NAMED, uses_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,16 @@ from functools import cache
 from math import inf, isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Data, FileRange, Literal, TensorEntry
-from ckptool.dtypes import DType
+from ckptool.checkpoint import Data, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.numeric import CHUNK, dot, has_numbers, numbers, resolve, scratch
+from ckptool.checkpoint.strided import chunks, fill, in_storage_order, row_major, storage_axes
 from ckptool.errors import UsageError
-from ckptool.gather import chunks, fill, in_storage_order, row_major, storage_axes
-from ckptool.values import CHUNK, dot, has_numbers, numbers, resolve, scratch
 
 if TYPE_CHECKING:
     import numpy
 
-    from ckptool.values import Array
+    from ckptool.checkpoint.numeric import Array
 
 _READ = 128 << 10  # bytes of each side compared at a time; both stay in the cache
 _WORTH_A_THREAD = 2 << 20
@@ -58,7 +58,7 @@ def same_bytes(a: Data, b: Data) -> bool:
         return False
     if isinstance(a, FileRange) and isinstance(b, FileRange) and a.offset == b.offset and a.file.is_same(b.file):
         return True
-    if isinstance(a, Literal) and isinstance(b, Literal):
+    if isinstance(a, InlineBytes) and isinstance(b, InlineBytes):
         return a.content == b.content
     differences: list[int] = []  # where the two parts found one: the other then stops
     if a.length < _WORTH_A_THREAD or not (isinstance(a, FileRange) and isinstance(b, FileRange)):

@@ -11,16 +11,16 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.arrays import array_entry
-from ckptool.checkpoint import Checkpoint, Composite, Data, Literal, LongBytes, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
+from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
+from ckptool.checkpoint.state_dicts import without_wrappers
+from ckptool.checkpoint.strided import without_repeats
+from ckptool.checkpoint.tree import Path, address, check_names, children, walk
 from ckptool.errors import Conflict, UsageError, printable
-from ckptool.gather import without_repeats
-from ckptool.nodes import Global, Object, OrderedDict, Set
 from ckptool.pickles.encode import in_python_3
-from ckptool.plain import canonical, summary
-from ckptool.prefixes import without_wrappers
+from ckptool.pickles.plain import canonical, summary
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
-from ckptool.tree import Path, address, check_names, children, walk
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
 # What a safetensors file cannot say; two of a kind that can are compared in it.
@@ -393,7 +393,7 @@ def _segment(key: tuple[type, Any], parts: dict[Any, tuple[Any, Any]]) -> Any:
 
 def _same_plain(a: Any, b: Any) -> bool:
     """Equal values of one type; NaN equals NaN, and 0.0 is not -0.0."""
-    if isinstance(a, LongBytes) or isinstance(b, LongBytes):
+    if isinstance(a, LazyBytes) or isinstance(b, LazyBytes):
         one, other = _long_data(a), _long_data(b)
         return one is not None and other is not None and same_bytes(one, other)
     if type(a) is not type(b):
@@ -412,9 +412,9 @@ def _in_python_3(value: Any) -> Any:
 
 def _long_data(value: Any) -> Data | None:
     """The bytes of an array, wherever they are."""
-    if isinstance(value, LongBytes):
+    if isinstance(value, LazyBytes):
         return value.data
-    return Literal(bytes(value)) if isinstance(value, (bytes, bytearray)) else None
+    return InlineBytes(bytes(value)) if isinstance(value, (bytes, bytearray)) else None
 
 
 def _kind(tensor: Tensor) -> str:

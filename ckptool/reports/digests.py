@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ckptool.checkpoint import Composite, Data, FileRange, LongBytes, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint import Composite, Data, FileRange, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint.nodes import MISSING, Global, structural_parts
+from ckptool.checkpoint.numeric import resolve
+from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.checkpoint.strided import chunks, fill, row_major
+from ckptool.checkpoint.tree import Path, address, storages, tensors
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Unsupported, printable
-from ckptool.gather import chunks, fill, row_major
-from ckptool.nodes import MISSING, Global, structural_parts
-from ckptool.tree import Path, address, storages, tensors
-from ckptool.values import resolve
 
 SCHEMA = "ckptool.digests/1"
 MAX_FILE = 512 << 20
@@ -128,7 +129,7 @@ def _made_of(node: Any, parts: int) -> str:
         return _json(["tensor", node.dtype.name, node.shape, _entry_digest(node)])
     if isinstance(node, StorageRef):
         return _json(["storage", node.dtype.name if node.dtype else None, _bytes_digest(node.storage.data)])
-    if isinstance(node, LongBytes):
+    if isinstance(node, LazyBytes):
         return _json(["bytes", _bytes_digest(node.data)])
     if node is MISSING:
         return "missing"

@@ -9,7 +9,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ckptool.commands import FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, Slot, command
+from ckptool.checkpoint.commands import (
+    FILE,
+    FOLDER,
+    MODEL,
+    OUT,
+    OUT_PT,
+    OUT_SAFETENSORS,
+    Advice,
+    Command,
+    Slot,
+    command,
+)
 
 MAX_TEXT = 100_000  # characters of a message that are looked at
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptool.commands import Command
+from ckptool.checkpoint.commands import Command
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Composite, TensorEntry
-from ckptool.commands import FILE, OUT, OUT_PT, Advice, Command, command
+from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, Advice, Command, command
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.state_dicts import COUNTER, StateDict, without_wrappers, wrappers
 from ckptool.errors import counted, form, listed, printable
-from ckptool.nodes import OrderedDict
-from ckptool.prefixes import COUNTER, without_wrappers, wrappers
 from ckptool.reports.findings import Finding, Found
 from ckptool.reports.layouts import not_tensors
 from ckptool.reports.targets import CHECKPOINT, SPEC, Target
-from ckptool.roots import Root
 from ckptool.transforms.torch_versions import accepted, also_newer
 
 TRIED = 8  # names of the model by which prefixes are looked for
@@ -40,7 +39,7 @@ class Fit:
         return len(self.names) - len(self.extra)
 
 
-def fit(root: Root, target: Target, names: Mapping[str, str]) -> Fit:
+def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
     """How the keys of `root` fit, called as `names` says (name -> key)."""
     theirs = _expected(target)
     pairs = {name: names[name] for name in theirs if name in names}
@@ -70,9 +69,9 @@ def _same_shape(value: Any, target: Target, name: str) -> bool:
     return value.shape == expected.shape or (value.shape, expected.shape) == ((1,), ())  # a number, before torch 0.4
 
 
-def best_root(roots: Sequence[Root], target: Target) -> Root | None:
+def best_root(roots: Sequence[StateDict], target: Target) -> StateDict | None:
     """The set of weights that fits a model best; the first of those that fit alike."""
-    best: tuple[int, Root] | None = None
+    best: tuple[int, StateDict] | None = None
     for root in roots:
         way = find_way(root, target)
         score = way.fit.matched - len(way.fit.missing) - len(way.fit.extra) - len(way.fit.shapes)
@@ -93,7 +92,7 @@ class Way:
     unwraps: bool = False
 
 
-def find_way(root: Root, target: Target) -> Way:
+def find_way(root: StateDict, target: Target) -> Way:
     """How the keys of the checkpoint become those of the model, by prefixes alone."""
     keys = [key for key in root.node if type(key) is str]
     way = Way(fit(root, target, {key: key for key in keys}))
@@ -110,7 +109,7 @@ def find_way(root: Root, target: Target) -> Way:
     return _by_prefix(root, target, way) or _by_adding(root, target, way) or way
 
 
-def _without_counter(root: Root, target: Target, way: Way) -> Way:
+def _without_counter(root: StateDict, target: Target, way: Way) -> Way:
     if COUNTER not in way.fit.extra:
         return way
     names = {name: key for name, key in way.fit.names.items() if name != COUNTER}
@@ -121,7 +120,7 @@ def _without_counter(root: Root, target: Target, way: Way) -> Way:
     )
 
 
-def _by_prefix(root: Root, target: Target, way: Way) -> Way | None:
+def _by_prefix(root: StateDict, target: Target, way: Way) -> Way | None:
     """The prefix that the model's names have in the checkpoint, with what else is there left out."""
     found: list[tuple[bool, bool, int, str, Way]] = []
     for prefix in _prefixes(list(target.tensors), list(way.fit.names)):
@@ -141,7 +140,7 @@ def _by_prefix(root: Root, target: Target, way: Way) -> Way | None:
     return min(found, key=lambda each: each[:4])[4] if found else None
 
 
-def _by_adding(root: Root, target: Target, way: Way) -> Way | None:
+def _by_adding(root: StateDict, target: Target, way: Way) -> Way | None:
     """The prefix that the model's names have and the checkpoint's do not."""
     for prefix in _prefixes(list(way.fit.names), list(target.tensors)):
         names = {prefix + name: key for name, key in way.fit.names.items()}
@@ -166,7 +165,7 @@ def _prefixes(names: Sequence[str], longer: Sequence[str]) -> list[str]:
 # What is left --------------------------------------------------------------------------------------------------------
 
 
-def of_target(root: Root, target: Target, way: Way) -> Iterator[Found]:
+def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Found]:
     """The steps of a way, and what does not fit after them."""
     yield from way.steps
     odd = set(not_tensors(root))
@@ -202,7 +201,7 @@ def _tied_weights(tied: Sequence[str], target: Target) -> Found:
     )
 
 
-def _keys_differ(missing: Sequence[str], extra: Sequence[str], target: Target, way: Way, root: Root) -> Found:
+def _keys_differ(missing: Sequence[str], extra: Sequence[str], target: Target, way: Way, root: StateDict) -> Found:
     parts = [
         f"{len(names):,} {form(len(names), 'is', 'are')} {word} ({listed([printable(key) for key in names], 2)})"
         for word, names in (("missing", missing), ("unexpected", extra))
@@ -218,7 +217,7 @@ def _keys_differ(missing: Sequence[str], extra: Sequence[str], target: Target, w
     return Finding("keys-differ", what, _SAYS, advice=Advice("What fits, and rules for other names: ", plan)), ()
 
 
-def _shape_mismatch(root: Root, target: Target, way: Way) -> Found:
+def _shape_mismatch(root: StateDict, target: Target, way: Way) -> Found:
     told = [
         f"{printable(name)} {_shape(root.node[way.fit.names[name]])} against {_shape(target.tensors[name])}"
         for name in way.fit.shapes

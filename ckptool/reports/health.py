@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Chain, Command, command
+from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, command
+from ckptool.checkpoint.state_dicts import StateDict, kinds_of, wrappers
+from ckptool.checkpoint.tree import address
 from ckptool.errors import CkptoolError, listed, printable
 from ckptool.formats.members import MEMBERS
 from ckptool.formats.parts import CODE as PART
-from ckptool.prefixes import wrappers
+from ckptool.reports.commands import Chain
 from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
 from ckptool.reports.findings import Finding, Found
 from ckptool.reports.fits import Way, best_root, find_way, of_target
@@ -20,10 +22,8 @@ from ckptool.reports.layouts import mains, of_layout
 from ckptool.reports.listing import Listing
 from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target
-from ckptool.roots import Root, kinds_of
 from ckptool.transforms.export import packed
 from ckptool.transforms.weights_only import weights_only
-from ckptool.tree import address
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
 
@@ -186,7 +186,7 @@ _PLAIN = (
 
 def _filled(finding: Finding, fixes: tuple[Command, ...], chain: Chain) -> Finding:
     lines = tuple(str(chain.fill(fix)) for fix in fixes)
-    advice = finding.advice.filled(chain) if isinstance(finding.advice, Advice) else finding.advice
+    advice = finding.advice.filled(chain.fill) if isinstance(finding.advice, Advice) else finding.advice
     return replace(finding, fixes=lines, advice=advice)
 
 
@@ -295,7 +295,7 @@ def _to_file() -> Command:
     return command("convert", FILE, out=OUT_PT)
 
 
-def _taken_alone(found: Listing, chosen: Root | None, values: Values) -> Root | None:
+def _taken_alone(found: Listing, chosen: StateDict | None, values: Values) -> StateDict | None:
     """The weights that are written alone, because with plain values in place of what is refused tensors would be lost."""
     root = chosen or next(iter(mains(found)), None)
     if not values.lossy or root is None or found.container in ("pickle", "torchscript", "torch-tar"):
@@ -306,7 +306,7 @@ def _taken_alone(found: Listing, chosen: Root | None, values: Values) -> Root | 
     return root if root.path and not (plain.converted or plain.dropped) else None
 
 
-def _of_values(values: Values, found: Listing, taken: Root | None) -> Iterator[Found]:
+def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Iterator[Found]:
     if not values.refused or found.container in ("pickle", "torchscript", "torch-tar"):
         return
     whole = any(root.module is not None for root in found.roots)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from ckptool.arrays import array_tensor
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.numpy_arrays import array_tensor
+from ckptool.checkpoint.state_dicts import AVERAGE, COUNTER, WEIGHTS, StateDict, wrappers
+from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import counted, listed, printable
-from ckptool.nodes import Object
-from ckptool.plain import Array, expand
-from ckptool.prefixes import COUNTER, wrappers
+from ckptool.pickles.plain import Array, expand
 from ckptool.reports.findings import Finding, Found
 from ckptool.reports.listing import Listing
-from ckptool.roots import AVERAGE, WEIGHTS, Root
-from ckptool.tree import address, walk
 
 _LIGHTNING = "pytorch-lightning_version"
 # Submodules by which averages keep two models, and the one that is the average.
@@ -26,14 +25,14 @@ _SHADOWS = frozenset({"shadow_params", "collected_params", "ema_params", "shadow
 _OF_MODULES = ("_extra_state", "_packed_params", "_packed_params.dtype", "_packed_params._packed_params")
 
 
-def mains(found: Listing) -> list[Root]:
+def mains(found: Listing) -> list[StateDict]:
     """The sets of weights that somebody may mean: all but averages, where there are others."""
     models = [root for root in found.roots if root.is_model]
     return [root for root in models if root.kind == WEIGHTS] or models
 
 
 def of_layout(
-    found: Listing, chosen: Root | None, alone: bool, taken: Root | None, gone: Collection[str] = ()
+    found: Listing, chosen: StateDict | None, alone: bool, taken: StateDict | None, gone: Collection[str] = ()
 ) -> Iterator[Found]:
     """Findings on where the weights are. chosen: the weights that the model fits best, where it is known.  alone: it is not.
 
@@ -58,7 +57,7 @@ def of_layout(
             yield from _inner_prefix(found, root)
 
 
-def _nested(found: Listing, root: Root, candidates: Sequence[Root]) -> Found:
+def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict]) -> Found:
     """Weights that are an entry of the file, or one set of several: `load_state_dict` does not take the file as it is."""
     inside = f"checkpoint{''.join(f'[{segment!r}]' for segment in root.path)}"
     take = command("convert", FILE / address(root.path), out=OUT)
@@ -129,7 +128,7 @@ def _at(tree: Any, path: tuple[Any, ...]) -> Any:
 # Inside the weights --------------------------------------------------------------------------------------------------
 
 
-def not_tensors(root: Root) -> dict[str, Any]:
+def not_tensors(root: StateDict) -> dict[str, Any]:
     """The entries of a state dict that torch does not take for tensors and that no module of torch writes."""
     return {
         key: value
@@ -138,7 +137,7 @@ def not_tensors(root: Root) -> dict[str, Any]:
     }
 
 
-def _not_tensors(root: Root, gone: Collection[str]) -> Iterator[Found]:
+def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Found]:
     odd = {
         key: value
         for key, value in not_tensors(root).items()
@@ -178,7 +177,7 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _counter(root: Root, alone: bool) -> Iterator[Found]:
+def _counter(root: StateDict, alone: bool) -> Iterator[Found]:
     """The counter of an averaged model, which the model itself does not have."""
     if alone and COUNTER in root.node and len(root.node) > 1:
         says = f'Unexpected key(s) in state_dict: "{COUNTER}"'
@@ -186,7 +185,7 @@ def _counter(root: Root, alone: bool) -> Iterator[Found]:
         yield Finding("averaged-counter", what, says), (command("edit", FILE, drop=COUNTER, out=OUT),)
 
 
-def _inner_prefix(found: Listing, root: Root) -> Iterator[Found]:
+def _inner_prefix(found: Listing, root: StateDict) -> Iterator[Found]:
     """A model inside another object whose layout is known: Lightning's module, an average."""
     names = [key for key in root.node if type(key) is str and isinstance(root.node[key], (TensorEntry, Composite))]
     bare = [name.removeprefix(wrappers(name)) for name in names]

@@ -8,14 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
-from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, command
+from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, command
+from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.state_dicts import (
+    COUNTER,
+    OPTIMIZER,
+    StateDict,
+    array_state_dicts,
+    find_state_dicts,
+    unnamed_tensors,
+    wrappers,
+)
+from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, find, walk
 from ckptool.errors import counted, form, listed, printable
-from ckptool.files import Folder
-from ckptool.nodes import Object, Set
-from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN
-from ckptool.prefixes import COUNTER, wrappers
-from ckptool.roots import OPTIMIZER, Root, array_roots, beside_names, find_roots
-from ckptool.tree import MANY_NAMES, Path, address, check_names, custom_notes, find, uses_of, walk
+from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes, uses_of
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
@@ -64,7 +71,7 @@ class Listing:
     tree: Any
     tensors: tuple[TensorRow, ...]
     entries: tuple[EntryRow, ...]
-    roots: tuple[Root, ...]
+    roots: tuple[StateDict, ...]
     notes: tuple[Note, ...]
     storages: int
     tensor_bytes: int
@@ -98,7 +105,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
                 unlisted += 1
     check_names(len(rows), len({id(row.tensor) for row in rows}) if len(rows) > MANY_NAMES else 0)
     source = checkpoint.source
-    found = find_roots(replace(checkpoint, tree=tree))
+    found = find_state_dicts(replace(checkpoint, tree=tree))
     roots = tuple(replace(root, path=base + root.path) for root in found) if base else tuple(found)
     rows = _with_names(rows, roots, numbers)
     return Listing(
@@ -119,7 +126,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     )
 
 
-def _with_names(rows: list[TensorRow], roots: Sequence[Root], numbers: dict[int, int]) -> list[TensorRow]:
+def _with_names(rows: list[TensorRow], roots: Sequence[StateDict], numbers: dict[int, int]) -> list[TensorRow]:
     """The rows with those of whole modules under the names of their state dicts; what these do not have keeps its address."""
     modules = {root.path: root for root in roots if root.module is not None}
     depths = sorted({len(path) for path in modules})
@@ -135,7 +142,7 @@ def _with_names(rows: list[TensorRow], roots: Sequence[Root], numbers: dict[int,
                 TensorRow(path, tensor, numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None)
                 for path, tensor in (
                     *(((*root.path, key), value) for key, value in root.node.items()),
-                    *beside_names(root),
+                    *unnamed_tensors(root),
                 )
             ]
     return named
@@ -154,10 +161,10 @@ def _is_leaf(node: Any) -> bool:
 # Notes ---------------------------------------------------------------------------------------------------------------
 
 
-def _notes(checkpoint: Checkpoint, roots: tuple[Root, ...], rows: list[TensorRow]) -> Iterator[Note]:
+def _notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...], rows: list[TensorRow]) -> Iterator[Note]:
     for note in (*_prefix_notes(roots), *_device_notes(rows)):
         # Beside a program nothing can be changed, nor in one shard of several.
-        yield replace(note, fix=()) if checkpoint.beside or (checkpoint.part and checkpoint.part.index) else note
+        yield replace(note, fix=()) if checkpoint.extras or (checkpoint.part and checkpoint.part.index) else note
     yield from _use_notes(checkpoint)
     yield from _waste_notes(rows)
     yield from _optimizer_notes(roots)
@@ -188,7 +195,7 @@ def _names(unknown: dict[tuple[str, str], str], how: str) -> list[str]:
     return sorted(printable(name) for kind, name in unknown if kind == how)
 
 
-def _optimizer_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
+def _optimizer_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
     """Optimizer state of parameters that are in none of its groups: loading it fails, or gives it to another parameter."""
     for root in roots:
         if root.kind != OPTIMIZER:
@@ -210,14 +217,14 @@ def _optimizer_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
 
 
 def _array_notes(checkpoint: Checkpoint) -> Iterator[Note]:
-    found = array_roots(checkpoint.tree)
+    found = array_state_dicts(checkpoint.tree)
     places = listed([f"{root.detail} at {printable(root.address) or 'the top'}" for root in found], 3)
     fix = command("convert", FILE, out=OUT_SAFETENSORS) if len(found) == 1 else ()
     if found:
         yield Note("numpy-weights", f"{places}: no tensors yet, but convert and diff take them for weights", fix)
 
 
-def _prefix_notes(roots: tuple[Root, ...]) -> Iterator[Note]:
+def _prefix_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
     found: list[tuple[str, str]] = []
     partial = False
     for root in roots:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.prefixes import COUNTER, without_wrappers
+from ckptool.checkpoint.state_dicts import COUNTER, StateDict, without_wrappers
 from ckptool.reports.listing import Listing, TensorRow
-from ckptool.roots import Root
 
 _T = TypeVar("_T")
 
@@ -23,7 +22,7 @@ class Part:
     tied: index of such a row -> index of the first of the same tensor.  dtypes, locations: names, the most frequent first.
     """
 
-    root: Root
+    root: StateDict
     rows: Sequence[TensorRow]
     sizes: list[int]
     tied: dict[int, int]
@@ -69,7 +68,7 @@ def like_others(divided: Sequence[Part]) -> dict[Part, Part]:
     return alike
 
 
-def _part(root: Root, rows: Sequence[TensorRow]) -> Part:
+def _part(root: StateDict, rows: Sequence[TensorRow]) -> Part:
     tied = _tied(rows)
     known: dict[tuple[object, object], tuple[int, int]] = {}  # many tensors are of few shapes
     sizes: list[int] = []

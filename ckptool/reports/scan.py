@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartOf
+from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.state_dicts import kinds_of
+from ckptool.checkpoint.tree import children
 from ckptool.errors import CkptoolError
-from ckptool.files import Folder
 from ckptool.formats import members
-from ckptool.nodes import Object
 from ckptool.reports.calls import Call
 from ckptool.reports.listing import Listing
-from ckptool.roots import kinds_of
-from ckptool.tree import children
 
 GOOD, PART, MEMBER = "good", "part", "member"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.dtypes import DType, by_name
+from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.errors import Corrupt, Unsupported, printable
 from ckptool.formats.strict_json import parse_object
 from ckptool.reports.targets import BUFFER, PARAMETER, SPEC, Expected, Target, tie_groups

@@ -7,11 +7,11 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.gather import any_order, chunks, without_repeats
-from ckptool.values import dot, numbers, resolve, scratch
+from ckptool.checkpoint.numeric import dot, numbers, resolve, scratch
+from ckptool.checkpoint.strided import any_order, chunks, without_repeats
 
 if TYPE_CHECKING:
-    from ckptool.values import Array
+    from ckptool.checkpoint.numeric import Array
 
 
 @dataclass(frozen=True, slots=True)

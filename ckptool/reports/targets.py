@@ -8,10 +8,10 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
-from ckptool.dtypes import DType
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.state_dicts import one_state_dict, view_of
 from ckptool.errors import UsageError, counted, printable
-from ckptool.nodes import OrderedDict
-from ckptool.roots import one_root, view_of
 
 PARAMETER, BUFFER = "parameter", "buffer"
 CHECKPOINT, MODULE, SPEC = "checkpoint", "module", "spec"
@@ -81,8 +81,8 @@ class Target:
 
 
 def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> Target:
-    """The one set of weights of a checkpoint, or the one at an address, as a target. Raises what `one_root` raises."""
-    root, remark = one_root(checkpoint, at)
+    """The one set of weights of a checkpoint, or the one at an address, as a target. Raises what `one_state_dict` raises."""
+    root, remark = one_state_dict(checkpoint, at)
     node = root.node
     values = {key: value for key, value in node.items() if type(key) is str}
     if len(values) != len(node):
@@ -118,3 +118,9 @@ def tie_groups(tensors: Iterable[Expected]) -> dict[str, list[str]]:
     for expected in tensors:
         groups.setdefault(expected.tied_to or expected.name, []).append(expected.name)
     return {name: names for name, names in groups.items() if len(names) > 1}
+
+
+def names_code(text: str) -> bool:
+    """True for a text of the form `file.py:NAME` or `module:NAME`."""
+    place, separator, attribute = text.rpartition(":")
+    return bool(separator and place and attribute.isidentifier())

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, PartOf, StorageRef, TensorEntry
-from ckptool.commands import Advice, command, input_of
+from ckptool.checkpoint.commands import Advice, command, input_of
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.numeric import has_numbers, numbers
+from ckptool.checkpoint.state_dicts import view_of
+from ckptool.checkpoint.strided import any_order, chunks
+from ckptool.checkpoint.tree import Path, address, storages, stored_parts, tensors, walk
 from ckptool.errors import CkptoolError, Corrupt, listed, printable
-from ckptool.files import Source
 from ckptool.formats.checksums import checksums
 from ckptool.formats.zip_archive import Archive, read_archive
 from ckptool.formats.zip_records import Record
-from ckptool.gather import any_order, chunks
 from ckptool.reports.digests import Compared, Digests, readable_bytes
-from ckptool.roots import view_of
-from ckptool.tree import Path, address, storages, stored_parts, tensors, walk
-from ckptool.values import has_numbers, numbers
 
 if TYPE_CHECKING:
-    from ckptool.dtypes import DType
-    from ckptool.values import Array
+    from ckptool.checkpoint.dtypes import DType
+    from ckptool.checkpoint.numeric import Array
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent: all set, it is infinite or no number.

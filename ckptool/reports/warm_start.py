@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Note
-from ckptool.dtypes import DType
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.patterns import matcher
 from ckptool.errors import PlanRefused, UsageError, counted, listed, printable
-from ckptool.transforms.patterns import matcher
 
 Shape = tuple[int, ...] | None
 AS_IT_IS, SLICED, PADDED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "skipped", "refused"

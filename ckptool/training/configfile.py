@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ckptool.commands import Advice, command
+from ckptool.checkpoint.commands import Advice, command
+from ckptool.checkpoint.files import read_small_text
 from ckptool.errors import Conflict, UsageError, counted, printable
-from ckptool.files import read_small_text
 from ckptool.training import is_run
 from ckptool.training.config import Config
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckptool.checkpoint.files import file_problem
 from ckptool.errors import CkptoolError, MissingExtra, UsageError, printable
-from ckptool.files import file_problem
 from ckptool.training.config import Profile
 from ckptool.training.named import called, find_named, numbers
 

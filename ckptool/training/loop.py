@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ckptool.commands import Advice, command
+from ckptool.checkpoint.commands import Advice, command
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, NotFinite, UsageError, printable
 from ckptool.training.config import Config, Stop
 from ckptool.training.data import Batch, seed_all

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from ckptool.commands import Advice, command
+from ckptool.checkpoint.commands import Advice, command
 from ckptool.errors import PlanRefused, UsageError, listed, printable, quoted
 from ckptool.training.config import ActivationCheckpoint, Model
 from ckptool.training.named import called, find_named, load_named
@@ -221,7 +221,7 @@ def initialise(model: nn.Module, scheme: str) -> None:
 
 def start_from(model: nn.Module, path: str, strict: bool, name: str = "main") -> None:
     """Loads weights into a model before it starts; raises what `ckptool.load_into` raises where they do not fit."""
-    from ckptool.live import load_into
+    from ckptool.bridge.modules import load_into
 
     try:
         load_into(model, path, strict=strict)

@@ -10,9 +10,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from ckptool.bridge.user_code import called as called
+from ckptool.bridge.user_code import own
 from ckptool.errors import UsageError, listed, printable
-from ckptool.user_code import called as called
-from ckptool.user_code import names_code, own
+from ckptool.reports.targets import names_code
 
 
 def find_named(name: str, box: Mapping[str, Any], what: str) -> Any:

@@ -17,9 +17,9 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from ckptool import __version__
-from ckptool.commands import Advice, command
+from ckptool.checkpoint.commands import Advice, command
+from ckptool.checkpoint.files import file_problem, read_small_text
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, listed, printable
-from ckptool.files import file_problem, read_small_text
 from ckptool.output import make_folder
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from ckptool.checkpoint.files import absolute
 from ckptool.errors import CkptoolError, Conflict, Corrupt, UsageError, listed, printable
-from ckptool.paths import absolute
+from ckptool.reports.targets import names_code
 from ckptool.training import CHANGED, CONFIG, configfile
 from ckptool.training.blame import blamed, is_theirs
 from ckptool.training.config import Config, Stop
@@ -28,7 +29,6 @@ from ckptool.training.parallel import World, world_of
 from ckptool.training.runs import Run, create, environment, is_run, read_config, reopen
 from ckptool.training.store import Saved, has_checkpoints
 from ckptool.training.trainer import Trainer, build, gathered, restored
-from ckptool.user_code import names_code
 
 
 def start(

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, Literal, Plan
-from ckptool.commands import Advice, command
+from ckptool.checkpoint import Checkpoint, InlineBytes
+from ckptool.checkpoint.commands import Advice, command
+from ckptool.checkpoint.files import Source, file_problem, open_regular, read_small
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, Corrupt, NoneValid, counted, listed, printable
-from ckptool.files import Source, file_problem, open_regular, read_small
 from ckptool.output import RunningDigest, digest_of, make_folder, replace_file
 from ckptool.training import CHANGED, CHECKPOINTS, HISTORY
 
@@ -229,7 +230,7 @@ def remove_file(path: str) -> None:
 
 def write_text(path: str, text: str, *, sync_folder: bool = True) -> None:
     """Replaces a small file, durably; with `sync_folder` false its name is durable when that of another file in its folder is."""
-    replace_file(Plan({"": [Literal(text.encode())]}), path, overwrite=True, sync_folder=sync_folder)
+    replace_file(Plan({"": [InlineBytes(text.encode())]}), path, overwrite=True, sync_folder=sync_folder)
 
 
 def write_json(path: str, value: dict[str, Any], *, sync_folder: bool = True) -> None:

@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.abreast import Abreast, Ahead
 from ckptool.checkpoint import Composite, Computed, Storage, TensorEntry, row_major_strides
-from ckptool.commands import Advice, command
-from ckptool.dtypes import by_name
+from ckptool.checkpoint.commands import Advice, command
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.numeric import CHUNK, numbers, resolve, scratch
+from ckptool.checkpoint.state_dicts import view_of
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
-from ckptool.nodes import OrderedDict
-from ckptool.roots import view_of
 from ckptool.transforms.dtypes import rounded
-from ckptool.values import CHUNK, numbers, resolve, scratch
+from ckptool.transforms.prefetch import Abreast, Ahead
 
 if TYPE_CHECKING:
-    from ckptool.values import Array
+    from ckptool.checkpoint.numeric import Array
 
 _COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
 

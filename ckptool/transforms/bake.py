@@ -19,13 +19,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Computed, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.numeric import CHUNK, numbers
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
-from ckptool.nodes import OrderedDict
 from ckptool.transforms.dtypes import rounded
-from ckptool.values import CHUNK, numbers
 
 if TYPE_CHECKING:
-    from ckptool.values import Array
+    from ckptool.checkpoint.numeric import Array
 
 FORMS = ("plain", "old", "new")
 _NEW = re.compile(

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.state_dicts import PLAIN, find_state_dicts, is_optimizer
+from ckptool.checkpoint.tree import address, map_storages, rebuild, storages, stored_parts, tensors, walk
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed, printable
-from ckptool.nodes import OrderedDict
-from ckptool.roots import PLAIN, find_roots, is_optimizer
 from ckptool.transforms.slim import as_twins, equal
-from ckptool.tree import address, map_storages, rebuild, storages, stored_parts, tensors, walk
 
 LONGEST_NAME = 200  # bytes: with a suffix it has to be the name of a file
 MAX_PLAIN = 1 << 16  # characters of JSON; a longer value gets a file of its own
@@ -110,7 +110,7 @@ def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
         raise UsageError(
             f"{where} is no bundle: it is of type {type(tree).__name__}", "A bundle is a dictionary of names."
         )
-    if whole := [root for root in find_roots(checkpoint) if root.path == () and root.kind != PLAIN]:
+    if whole := [root for root in find_state_dicts(checkpoint) if root.path == () and root.kind != PLAIN]:
         raise UsageError(
             f"{where} is no bundle, but one set of {whole[0].detail or whole[0].kind}",
             "Its entries are the tensors of one model or optimizer.",
@@ -171,7 +171,7 @@ class Member:
 def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[Member]:
     """A row for each member. origins: by name."""
     kinds: dict[Any, list[str]] = defaultdict(list)
-    for root in find_roots(Checkpoint(tree, "")):
+    for root in find_state_dicts(Checkpoint(tree, "")):
         if root.path:
             kinds[root.path[0]].append(root.detail or root.kind)
     rows = []
@@ -249,7 +249,7 @@ def separated(tree: dict[Any, Any]) -> tuple[dict[Any, Any], Shared]:
     ties = [tuple(places) for number, places in users.items() if len(of[number]) > 1]
     groups: dict[tuple[int, str], list[tuple[str, ...]]] = defaultdict(list)
     for number, places in users.items():
-        if found[number].twin:
+        if found[number].deduplicated:
             groups[id(found[number].data), found[number].location].append(tuple(places))
     twins = [tuple(group) for group in groups.values() if len(group) > 1]
     for place in (*(place for group in ties for place in group), *(p for group in twins for s in group for p in s)):
@@ -259,7 +259,7 @@ def separated(tree: dict[Any, Any]) -> tuple[dict[Any, Any], Shared]:
                 "What belongs together could not be written down.",
             )
     alone: dict[Any, Any] = map_storages(
-        tree, lambda storage: replace(storage, twin=False) if storage.twin else storage
+        tree, lambda storage: replace(storage, deduplicated=False) if storage.deduplicated else storage
     )
     return alone, Shared(tuple(ties), tuple(twins))
 

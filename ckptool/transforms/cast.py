@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, TensorEntry
-from ckptool.dtypes import DType, by_name
+from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.state_dicts import StateDict
+from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, walk
 from ckptool.errors import Conflict, UsageError, printable
-from ckptool.roots import Root
 from ckptool.transforms.dtypes import CastTally, cast_storage
-from ckptool.transforms.patterns import selected
-from ckptool.tree import address, children, rebuild, stored_parts, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,11 @@ def parse_dtype(text: str) -> DType:
 
 
 def cast_roots(
-    checkpoint: Checkpoint, roots: Sequence[Root], target: DType, only: Sequence[str] = (), exclude: Sequence[str] = ()
+    checkpoint: Checkpoint,
+    roots: Sequence[StateDict],
+    target: DType,
+    only: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> Cast:
     """Casts the floating tensors of `roots` whose keys match `only` and not `exclude`.
 

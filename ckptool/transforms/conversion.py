@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from ckptool.checkpoint import NO_FLAGS, Computed, Data, Literal, Storage, TensorEntry, row_major_strides
-from ckptool.dtypes import DType
+from ckptool.checkpoint import NO_FLAGS, Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.numeric import CHUNK, scratch
+from ckptool.checkpoint.strided import fill, row_major
 from ckptool.errors import Conflict
-from ckptool.gather import fill, row_major
 from ckptool.transforms.dtypes import CastTally, cast_storage
-from ckptool.values import CHUNK, scratch
 
 SAME, EXACT, LOSSY = "same", "exact", "lossy"
 
@@ -70,7 +70,7 @@ def compact(entry: TensorEntry) -> TensorEntry:
         return entry
     _refuse_expanded(entry)
     data = row_major(entry)
-    made: Data = Computed(data.length, data.read, (entry.storage,)) if data.length else Literal(b"")
+    made: Data = Computed(data.length, data.read, (entry.storage,)) if data.length else InlineBytes(b"")
     return replace(entry, storage=Storage(made, entry.location), stride=row_major_strides(entry.shape), offset=0)
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.tree import map_storages, rebuild, storages, walk
 from ckptool.errors import NoMatch, UsageError, printable
-from ckptool.nodes import Object
 from ckptool.pickles.torch_objects import rebuilt
-from ckptool.tree import map_storages, rebuild, storages, walk
 
 # The device types that torch knows a loader for (torch/serialization.py, _package_registry); those with an index write it.
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia|npu|xla|ipu|privateuseone)(?::([0-9]{1,3}))?")

@@ -19,13 +19,13 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Computed, Data, Storage, TensorEntry
-from ckptool.dtypes import DType
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.numeric import CHUNK, numbers, scratch
+from ckptool.checkpoint.strided import fill
 from ckptool.errors import UsageError
-from ckptool.gather import fill
-from ckptool.values import CHUNK, numbers, scratch
 
 if TYPE_CHECKING:
-    from ckptool.values import Array
+    from ckptool.checkpoint.numeric import Array
 
 
 @dataclass(slots=True)

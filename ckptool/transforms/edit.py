@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Literal, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.nodes import Object, OrderedDict
+from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.state_dicts import find_state_dicts
+from ckptool.checkpoint.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, printable
-from ckptool.nodes import Object, OrderedDict
-from ckptool.roots import find_roots
 from ckptool.transforms.losses import lost_tensors
-from ckptool.transforms.patterns import matcher
-from ckptool.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
 
 if TYPE_CHECKING:
     import numpy
@@ -57,7 +57,7 @@ def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, 
     names: list[str] = []
     used: set[str] = set()
     matchers = [(pattern, matcher(pattern)) for pattern in patterns]
-    models = {id(root.node) for root in find_roots(checkpoint) if root.is_model}
+    models = {id(root.node) for root in find_state_dicts(checkpoint) if root.is_model}
     gone: list[Path] = []
     for path, node in walk(checkpoint.tree):
         if any(path[: len(above)] == above for above in gone):
@@ -178,7 +178,7 @@ def read_array(path: str) -> numpy.ndarray[Any, Any]:
     """The array of a .npy file, never unpickled. Raises `FileProblem` or `UsageError`."""
     from numpy.lib import format as npy
 
-    from ckptool.files import file_problem, open_regular
+    from ckptool.checkpoint.files import file_problem, open_regular
 
     try:
         with open(open_regular(path, "a .npy file"), "rb") as file:
@@ -215,10 +215,15 @@ def _with_array(tree: Any, place: str, array: Any) -> Any:
         )
     if whole:  # every name that is tied to it sees the new values, as it would in torch
         return map_storages(
-            tree, lambda storage: Storage(Literal(raw), storage.location) if storage is entry.storage else storage
+            tree, lambda storage: Storage(InlineBytes(raw), storage.location) if storage is entry.storage else storage
         )
     fresh = TensorEntry(
-        Storage(Literal(raw), entry.location), entry.dtype, entry.shape, row_major_strides(entry.shape), 0, entry.flags
+        Storage(InlineBytes(raw), entry.location),
+        entry.dtype,
+        entry.shape,
+        row_major_strides(entry.shape),
+        0,
+        entry.flags,
     )
     return rebuild(tree, lambda node: fresh if node is entry else node)
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
+from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.state_dicts import StateDict, unnamed_tensors
+from ckptool.checkpoint.tree import Path, address, children, holders
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable
-from ckptool.roots import Root, beside_names
 from ckptool.transforms.losses import lost_tensors
-from ckptool.transforms.patterns import selected
-from ckptool.tree import Path, address, children, holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Exported:
 
 def export(
     checkpoint: Checkpoint,
-    root: Root,
+    root: StateDict,
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
     *,
@@ -61,7 +61,7 @@ def export(
     if copy_ties:
         plain = {key: replace(entry, storage=replace(entry.storage)) for key, entry in plain.items()}
     return Exported(
-        replace(checkpoint, tree=plain, tensors_only=True, beside={}),
+        replace(checkpoint, tree=plain, tensors_only=True, extras={}),
         tuple(behind),
         tuple(_notes(plain, copy_ties)),
     )
@@ -86,13 +86,13 @@ def _word(value: Any) -> str:
     return "dictionary" if isinstance(value, dict) else "object"
 
 
-def packed(root: Root) -> list[str]:
+def packed(root: StateDict) -> list[str]:
     """The quantized weights of a whole module of which only its class makes a state dict."""
-    beside = beside_names(root) if root.module is not None else []
+    beside = unnamed_tensors(root) if root.module is not None else []
     return [address(path) for path, tensor in beside if "quantized" in getattr(tensor, "kind", "")]
 
 
-def refuse_packed(checkpoint: Checkpoint, root: Root) -> None:
+def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:
     """Raises `Unsupported` for a whole module that keeps quantized weights where only its class makes a state dict of them."""
     if found := packed(root):
         raise Unsupported(
@@ -114,9 +114,9 @@ def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[
     return [Note("ties-copied", message)] if tied else []
 
 
-def around(checkpoint: Checkpoint, root: Root) -> list[str]:
+def around(checkpoint: Checkpoint, root: StateDict) -> list[str]:
     """The addresses of all else in a file: tensors of the root's module without a name in a state dict, then everything beside it."""
-    beside = [address(root.base + path) for path, _ in beside_names(root)] if root.module is not None else []
+    beside = [address(root.base + path) for path, _ in unnamed_tensors(root)] if root.module is not None else []
     return beside + siblings(checkpoint.tree, root.path, root.base)
 
 

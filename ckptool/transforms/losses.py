@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
+from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.pickled_modules import module_attributes
+from ckptool.checkpoint.tree import Path, address, stored_parts, walk
 from ckptool.errors import Unsupported, counted, listed, printable
-from ckptool.modules import module_attributes
-from ckptool.nodes import Object, Set
-from ckptool.plain import canonical
-from ckptool.tree import Path, address, stored_parts, walk
+from ckptool.pickles.plain import canonical
 
 # What is a tensor or its data, but was left as the call that would make it: `torch.DoubleStorage([…])`, a rebuild that is not known.
 _MADE_OF_TORCH = re.compile(r"torch\.([\w.]+\.)?(\w*(Storage|Tensor)|_rebuild\w*|_load_from_bytes|ScriptObject)")

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint.state_dicts import StateDict, optimizers, view_of, without_wrappers
+from ckptool.checkpoint.tree import address
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
-from ckptool.prefixes import without_wrappers
 from ckptool.reports.targets import PARAMETER, Target, kind_by_name
 from ckptool.reports.warm_start import OptimizerReport
-from ckptool.roots import Root, optimizers, view_of
 from ckptool.transforms.warm_start_plan import Assignment
-from ckptool.tree import address
 
 Shapes = Mapping[str, tuple[int, ...]]
 BY_NAMES, BY_ORDER, BY_SHAPES = "names", "order", "shapes"
@@ -37,7 +36,7 @@ class Carried:
 
 
 def carried(
-    checkpoint: Checkpoint, root: Root, target: Target, chosen: Mapping[str, Assignment], parameters: Sequence[str]
+    checkpoint: Checkpoint, root: StateDict, target: Target, chosen: Mapping[str, Assignment], parameters: Sequence[str]
 ) -> Carried:
     """The optimizer state of a checkpoint by the parameter names of a target.
 
@@ -122,7 +121,7 @@ def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
     return address(path), optimizer
 
 
-def _first_names(root: Root) -> dict[str, str]:
+def _first_names(root: StateDict) -> dict[str, str]:
     """Each key of the weights with the first key of the same tensor."""
     first: dict[Any, str] = {}
     tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
@@ -130,7 +129,7 @@ def _first_names(root: Root) -> dict[str, str]:
 
 
 def _parameters_of(
-    root: Root, first: Mapping[str, str], target: Target, chosen: Mapping[str, Assignment]
+    root: StateDict, first: Mapping[str, str], target: Target, chosen: Mapping[str, Assignment]
 ) -> dict[str, tuple[int, ...]]:
     """The parameters among the weights of a checkpoint, each tensor once, with their shapes."""
     told = target.tensors if target.kinds_known else {}

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.state_dicts import COUNTER, PEELED, StateDict, optimizers, unwrapped_front, without_wrappers
+from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
-from ckptool.nodes import OrderedDict
-from ckptool.prefixes import COUNTER, PEELED, unwrapped_front, without_wrappers
-from ckptool.roots import Root, optimizers
 from ckptool.transforms.rules import Rule
-from ckptool.tree import rebuild
 
 Rename = Callable[[str], str]
 
@@ -42,7 +41,7 @@ class Renamed:
 
 
 def strip(
-    checkpoint: Checkpoint, roots: Sequence[Root], prefixes: Sequence[str] = (), *, partial: bool = False
+    checkpoint: Checkpoint, roots: Sequence[StateDict], prefixes: Sequence[str] = (), *, partial: bool = False
 ) -> Renamed:
     """Takes wrapper prefixes off the keys of `roots`, or instead the named `prefixes`, in the order in which they are given.
 
@@ -82,11 +81,11 @@ def _modules_within(prefix: str) -> list[str]:
     return [".".join(segments[:n]) for n in range(1, len(segments))]
 
 
-def _names(root: Root) -> list[str]:
+def _names(root: StateDict) -> list[str]:
     return [key for key in root.node if type(key) is str]
 
 
-def _refuse_mixed(root: Root, names: Sequence[str], prefix: str, named: bool) -> None:
+def _refuse_mixed(root: StateDict, names: Sequence[str], prefix: str, named: bool) -> None:
     """A prefix that was named is looked for at the very front; `module.` also behind wrappers that will go with it."""
     without = [printable(name) for name in names if not (name if named else unwrapped_front(name)).startswith(prefix)]
     if 0 < len(without) < len(names):
@@ -99,7 +98,7 @@ def _refuse_mixed(root: Root, names: Sequence[str], prefix: str, named: bool) ->
         )
 
 
-def add(checkpoint: Checkpoint, roots: Sequence[Root], prefix: str = PEELED) -> Renamed:
+def add(checkpoint: Checkpoint, roots: Sequence[StateDict], prefix: str = PEELED) -> Renamed:
     """Puts `prefix` before every key of `roots`, as a wrapper would; an averaged model's counter stays as it is.
 
     The `_metadata` entry of the outermost module moves along; the wrapper gets the one that torch gives a fresh module.
@@ -114,7 +113,7 @@ def add(checkpoint: Checkpoint, roots: Sequence[Root], prefix: str = PEELED) -> 
     )
 
 
-def _at(tree: Any, root: Root) -> Any:
+def _at(tree: Any, root: StateDict) -> Any:
     for segment in root.path:
         tree = tree[segment]
     return tree
@@ -137,7 +136,7 @@ def _same_kind(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def apply(
-    checkpoint: Checkpoint, roots: Sequence[Root], rename: Rename, gone: Collection[str] = frozenset()
+    checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename, gone: Collection[str] = frozenset()
 ) -> Renamed:
     """Renames the keys of `roots`, their `_metadata`, and the parameter names in every optimizer of the checkpoint.
 
@@ -163,7 +162,7 @@ def apply(
     return Renamed(checkpoint, total_changed, total, tuple(facts), mapping)
 
 
-def _refuse_collisions(root: Root, names: dict[str, str]) -> None:
+def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
     counts = Counter(names.values())
     where = printable(root.address) or "the file"
     if clashes := [new for new, count in counts.items() if count > 1]:
@@ -257,7 +256,7 @@ def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str]) -> di
     return replaced
 
 
-def by_rules(checkpoint: Checkpoint, roots: Sequence[Root], rules: Sequence[Rule]) -> Renamed:
+def by_rules(checkpoint: Checkpoint, roots: Sequence[StateDict], rules: Sequence[Rule]) -> Renamed:
     """Renames keys by the first rule that matches each. Raises `NoMatch` for a rule that matches no key."""
     used: set[int] = set()
 

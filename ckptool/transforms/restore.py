@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
-from ckptool.gather import row_major
-from ckptool.nodes import OrderedDict, Set, structural_parts
+from ckptool.checkpoint.nodes import OrderedDict, Set, structural_parts
+from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
+from ckptool.checkpoint.strided import row_major
+from ckptool.checkpoint.tree import Path, address, rebuild, stored_parts, walk
 from ckptool.reports.compare import same_bytes
-from ckptool.roots import find_roots, optimizers
-from ckptool.tree import Path, address, rebuild, stored_parts, walk
 
 IsLost = Callable[[Storage], bool]
 
@@ -127,8 +127,8 @@ def fill(checkpoint: Checkpoint, lost: Sequence[LostTensor], other: Checkpoint) 
 class _Look:
     def __init__(self, checkpoint: Checkpoint, other: Checkpoint) -> None:
         self.tree = other.tree
-        self.roots = [root.path for root in find_roots(checkpoint) if root.is_model]
-        there = [root for root in find_roots(other) if root.is_model]
+        self.roots = [root.path for root in find_state_dicts(checkpoint) if root.is_model]
+        there = [root for root in find_state_dicts(other) if root.is_model]
         self.there = there[0] if len(there) == 1 else None
 
     def up(self, path: Path) -> tuple[Path, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.errors import UsageError, printable
-from ckptool.transforms.patterns import match_within_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def read_rules(path: str) -> list[Rule]:
     """
     import yaml
 
-    from ckptool.files import read_small_text
+    from ckptool.checkpoint.files import read_small_text
 
     text = read_small_text(path, "a file of rules", MAX_RULES)
     try:

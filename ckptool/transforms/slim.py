@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Computed, Data, Literal, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.state_dicts import optimizers
+from ckptool.checkpoint.strided import row_major, subrange
+from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, walk
 from ckptool.errors import UsageError, printable
-from ckptool.gather import row_major, subrange
-from ckptool.nodes import OrderedDict
-from ckptool.roots import optimizers
-from ckptool.tree import Path, address, map_storages, rebuild, storages, stored_parts, walk
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count on their own.
 MIN_TWIN = 1024
@@ -132,7 +132,7 @@ def _moved(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
     storage = group[0].storage
     shown = [entry for entry in group if entry.numel]
     if not shown:
-        return _placed(group, Storage(Literal(b""), storage.location), {}) if storage.nbytes else {}
+        return _placed(group, Storage(InlineBytes(b""), storage.location), {}) if storage.nbytes else {}
     kinds = {(entry.dtype, entry.shape, entry.stride, entry.offset) for entry in shown}
     first = shown[0]
     begin, end = first.span()
@@ -215,7 +215,7 @@ def as_twins(tree: Any, groups: Iterable[Sequence[Storage]]) -> tuple[Any, int, 
 
     def shared(storage: Storage) -> Storage:
         kept = data.get(id(storage))
-        return storage if kept is None else replace(storage, data=kept, twin=True)
+        return storage if kept is None else replace(storage, data=kept, deduplicated=True)
 
     return (map_storages(tree, shared) if data else tree), count, saved
 
@@ -225,7 +225,7 @@ def _candidates(tree: Any, kept: Collection[int]) -> Iterator[tuple[Any, Storage
     for group in _plain_views(tree, kept).values():
         storage = group[0].storage
         classes = {entry.dtype.storage for entry in group}
-        if len(classes) == 1 and storage.nbytes >= MIN_TWIN and not storage.twin:
+        if len(classes) == 1 and storage.nbytes >= MIN_TWIN and not storage.deduplicated:
             yield (storage.nbytes, storage.location, classes.pop()), storage
 
 

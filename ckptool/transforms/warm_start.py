@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Storage, Tensor, TensorEntry
-from ckptool.dtypes import DType
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Conflict, listed, printable
-from ckptool.nodes import OrderedDict
 from ckptool.reports.targets import Expected, Target
 from ckptool.transforms.conversion import compact, converted, first_part, laid_over
 from ckptool.transforms.warm_start_plan import Assignment
-from ckptool.tree import map_storages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,12 +13,13 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Composite, Note, StorageRef, Tensor, TensorEntry
-from ckptool.dtypes import DType
+from ckptool.checkpoint.commands import several
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.state_dicts import COUNTER, StateDict, view_of, without_wrappers, wrappers
+from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
-from ckptool.gather import row_major
-from ckptool.given import several
-from ckptool.nodes import OrderedDict
-from ckptool.prefixes import COUNTER, without_wrappers, wrappers
 from ckptool.reports.compare import same_bytes
 from ckptool.reports.targets import Expected, Target, kind_by_name, tie_groups
 from ckptool.reports.warm_start import (
@@ -36,9 +37,7 @@ from ckptool.reports.warm_start import (
     checked_share,
     unmet,
 )
-from ckptool.roots import Root, view_of
 from ckptool.transforms.conversion import EXACT, LOSSY, conversion, losses
-from ckptool.transforms.patterns import selected
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from ckptool.transforms.torch_versions import Accepted, accepted
 
@@ -102,7 +101,9 @@ class _Draft:
     supplied: list[str] = field(default_factory=list)
 
 
-def plan_warm_start(root: Root, source: str, target: Target, options: MatchOptions, remark: str = "") -> WarmStartPlan:
+def plan_warm_start(
+    root: StateDict, source: str, target: Target, options: MatchOptions, remark: str = ""
+) -> WarmStartPlan:
     """The plan of loading the tensors of `root` into `target`. source: what to call the checkpoint.
 
     Raises `NoMatch` for a rule or pattern that matches nothing, `Conflict` where two keys would become one, `UsageError` for
@@ -134,7 +135,7 @@ def plan_warm_start(root: Root, source: str, target: Target, options: MatchOptio
     return WarmStartPlan(draft.chosen, _report(draft, root, source, options))
 
 
-def _choices(root: Root, remark: str, target: Target) -> list[Note]:
+def _choices(root: StateDict, remark: str, target: Target) -> list[Note]:
     notes = [Note("root", remark)] if remark else []
     if root.path and not remark:
         notes.append(Note("root", f"took {printable(root.address)}, the only weights of the checkpoint"))
@@ -379,7 +380,7 @@ def _change(fact: Loaded, tensor: TensorEntry, new: DType, exact: bool, read: bo
 # The report ------------------------------------------------------------------------------------------------------------
 
 
-def _report(draft: _Draft, root: Root, source: str, options: MatchOptions) -> LoadReport:
+def _report(draft: _Draft, root: StateDict, source: str, options: MatchOptions) -> LoadReport:
     target = draft.target
     met = {*draft.chosen, *draft.supplied, *(fact.target for fact in draft.mismatched)}
     missing = [e for name, e in target.tensors.items() if name not in met and name not in draft.left]

@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.arrays import array_tensor
 from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.graph import After, Done, Empty, Made, Of, Remake
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.numpy_arrays import array_tensor
+from ckptool.checkpoint.pickled_modules import module_state_dict
+from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Conflict, printable
-from ckptool.graphs import After, Done, Empty, Made, Of, Remake
-from ckptool.modules import module_state_dict
-from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.pickles.calls import uses
+from ckptool.pickles.calls import DISCARDED, uses
 from ckptool.pickles.known import is_torch_name
-from ckptool.plain import Array, canonical, expand
-from ckptool.tree import DISCARDED, address, walk
+from ckptool.pickles.plain import Array, canonical, expand
 
 # Functions that `weights_only` calls, beside those that make tensors.
 _CALLS = frozenset(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptool.checkpoint.state_dicts import PEELED, model_state_dicts
 from ckptool.errors import UsageError
-from ckptool.prefixes import PEELED
-from ckptool.roots import model_roots
+from ckptool.formats.opening import PathLike
 from ckptool.transforms.rename import add
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.opening import PathLike
 from ckptool.verbs.saving import Written
 from ckptool.verbs.strip_module import renamed_file
 
@@ -29,5 +28,5 @@ def add_module(
     if not prefix:
         raise UsageError("the prefix is empty", "There would be nothing to add.")
     change = begin_change("add-module", file, at, options)
-    renamed = add(change.part, model_roots(change.part, named=change.named), prefix)
+    renamed = add(change.part, model_state_dicts(change.part, named=change.named), prefix)
     return renamed_file(change, renamed, out, clean="no keys to rename")

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
+from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats import recovered
+from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
-from ckptool.roots import one_root
 from ckptool.transforms import average as means
 from ckptool.transforms.export import around
-from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import SaveOptions, Written, save, written
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def average(
         raise UsageError("average writes a new file", "It has several inputs.", "For example: -o mean.pt")
     shares = means.weights_of(len(files), weights, ema)
     opened = [open_whole(file, at, part=part) for file in files]
-    roots = [one_root(each.checkpoint, each.at) for each in opened]
+    roots = [one_state_dict(each.checkpoint, each.at) for each in opened]
     names = [each.path for each in opened]
     for each, (root, _) in zip(opened, roots, strict=True):
         refuse_placeholders(each.checkpoint, root.node.items())
@@ -52,7 +52,7 @@ def average(
         (each.checkpoint.metadata, root.path) for each, (root, _) in zip(opened, roots, strict=True)
     )
     metadata = {key: value for key, value in last.metadata.items() if key != recovered.KEY} | mark
-    changed = replace(last, tree=found.tree, metadata=metadata, beside={}, discarded=())
+    changed = replace(last, tree=found.tree, metadata=metadata, extras={}, discarded=())
     sources = [each.checkpoint.source for each in opened if each.checkpoint.source is not None]
     saved = save("average", last, changed, out, options, inputs=sources)
     remarks = list(dict.fromkeys(remark for _, remark in roots if remark))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import NoMatch, counted
-from ckptool.roots import model_roots
+from ckptool.formats.opening import PathLike
 from ckptool.transforms import bake as folding
-from ckptool.tree import rebuild
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.opening import PathLike
 from ckptool.verbs.saving import Written, written
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def bake(
     """
     change = begin_change("bake", file, at, options)
     checkpoint = change.part
-    roots = model_roots(checkpoint, named=change.named)
+    roots = model_state_dicts(checkpoint, named=change.named)
     baked = {id(root.node): folding.bake(root.node, spectral=spectral, form=form) for root in roots}
     folded = [each for found in baked.values() for each in found.folded]
     left = [each for found in baked.values() for each in found.left]

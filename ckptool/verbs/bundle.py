@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.commands import FILE, OUT, command
+from ckptool.checkpoint.commands import FILE, OUT, command, several
+from ckptool.checkpoint.files import Folder, Input, absolute
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.tree import Path, find, map_storages
 from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
-from ckptool.files import Folder, Input
 from ckptool.formats import Format, bundle_json, recovered
-from ckptool.given import several
-from ckptool.nodes import OrderedDict
-from ckptool.paths import absolute
+from ckptool.formats.opening import PathLike, refuse_part, split
 from ckptool.transforms.bundles import (
     Member,
     Shared,
@@ -27,8 +27,6 @@ from ckptool.transforms.bundles import (
     table,
 )
 from ckptool.transforms.slim import with_twins
-from ckptool.tree import Path, find, map_storages
-from ckptool.verbs.opening import PathLike, refuse_part, split
 from ckptool.verbs.saving import SaveOptions, Written, refuse_beside, save, written
 from ckptool.verbs.slim import new_ties
 
@@ -162,7 +160,7 @@ def _part(checkpoint: Checkpoint, place: Path, node: Any) -> Checkpoint:
     if not place:
         return checkpoint
     return replace(
-        checkpoint, tree=node, discarded=(), beside={}, metadata=recovered.of_part(checkpoint.metadata, place)
+        checkpoint, tree=node, discarded=(), extras={}, metadata=recovered.of_part(checkpoint.metadata, place)
     )
 
 
@@ -239,7 +237,9 @@ def _made(parts: _Parts, container: Format, dedup: bool, in_place: bool) -> tupl
     tree = bundled(parts.members, parts.like)
     count, saved_bytes = parts.twins, 0
     if dedup:
-        alone = map_storages(tree, lambda storage: replace(storage, twin=False) if storage.twin else storage)
+        alone = map_storages(
+            tree, lambda storage: replace(storage, deduplicated=False) if storage.deduplicated else storage
+        )
         tree, count, saved_bytes = with_twins(alone)
     # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is there.
     made = replace(

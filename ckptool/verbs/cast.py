@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.commands import several
+from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, counted, printable
-from ckptool.given import several
-from ckptool.roots import model_roots
+from ckptool.formats.opening import PathLike
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.opening import PathLike
 from ckptool.verbs.saving import SaveOptions, Written, written
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def cast(
     """
     target = parse_dtype(dtype)
     change = begin_change("cast", file, at, options)
-    roots = model_roots(change.part, named=change.named)
+    roots = model_state_dicts(change.part, named=change.named)
     values = [value for root in roots for value in root.node.values()]
     if change.named and not any(isinstance(value, TensorEntry) and value.dtype.is_float for value in values):
         raise NoMatch(

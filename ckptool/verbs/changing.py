@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage
+from ckptool.checkpoint.nodes import structural_parts
+from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, walk
 from ckptool.errors import Conflict, UsageError, printable
-from ckptool.nodes import structural_parts
-from ckptool.tree import address, holders, replaced_at, storages, stored_parts, walk
-from ckptool.verbs.opening import Opened, PathLike, open_to_change
+from ckptool.formats.opening import Opened, PathLike, open_to_change
 from ckptool.verbs.saving import Saved, SaveOptions, check_options, save
 
 

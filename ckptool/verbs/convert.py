@@ -9,20 +9,19 @@ from glob import escape
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.commands import OUT, Advice, command
+from ckptool.checkpoint.commands import OUT, Advice, command, several
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.pickled_modules import module_attributes
+from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict
+from ckptool.checkpoint.tree import address, tensors
 from ckptool.errors import Unsupported, UsageError, counted, printable
 from ckptool.formats import Format, by_name, carried, for_output, keeps_ties, members, sharded, tensors_only
-from ckptool.given import several
-from ckptool.modules import module_attributes
-from ckptool.nodes import OrderedDict
-from ckptool.roots import Root, find_roots, one_root
+from ckptool.formats.opening import PathLike, open_whole
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.export import around, export, lost_ties, refuse_packed, siblings
 from ckptool.transforms.losses import Lost, lost_tensors, refuse_lost, transient
-from ckptool.transforms.patterns import selected
 from ckptool.transforms.weights_only import weights_only as plain_values
-from ckptool.tree import address, tensors
-from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import SaveOptions, Written, check_options, save, written
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def _refuse_choice(container: Format, path: str, only: Sequence[str], exclude: S
 
 def _packed(part: Checkpoint) -> Outcome:
     """The whole tree, as safetensors can carry it."""
-    packed = replace(carried.pack(part), beside=part.beside)  # what is beside cannot go along: `save` says so
+    packed = replace(carried.pack(part), extras=part.extras)  # what is beside cannot go along: `save` says so
     return packed, f"the whole tree, {counted(len(packed.tree), 'tensor')}; converting it back restores it", [], ()
 
 
@@ -167,9 +166,9 @@ def _to_tensors(
 ) -> Outcome:
     """One set of weights, for a container of tensors alone."""
     if part.tensors_only and not named and isinstance(part.tree, dict):
-        root, remark = Root((), part.tree, "model weights"), ""
+        root, remark = StateDict((), part.tree, "model weights"), ""
     else:
-        root, remark = one_root(part, "" if named else None)
+        root, remark = one_state_dict(part, "" if named else None)
     exported = export(part, root, only, exclude, copy_ties=copy_ties, materialize=materialize, container=container.NAME)
     of = f" of {printable(root.address)}" if root.address else ""
     summary = f"{counted(len(exported.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
@@ -180,7 +179,7 @@ def _to_tensors(
 
 
 def _to_pickle(part: Checkpoint, named: bool, only: Sequence[str], exclude: Sequence[str], path: str) -> Outcome:
-    weights_only = bool(part.beside) and not named  # of a program, only its weights can be written
+    weights_only = bool(part.extras) and not named  # of a program, only its weights can be written
     module = named and module_attributes(part.tree) is not None
     if not (only or exclude or weights_only or module):
         what = (
@@ -191,7 +190,7 @@ def _to_pickle(part: Checkpoint, named: bool, only: Sequence[str], exclude: Sequ
             else "everything"
         )
         return part, f"{what}, in a compact file", [], _module_notes(part, path)
-    root, _ = one_root(part, "" if named else None)
+    root, _ = one_state_dict(part, "" if named else None)
     here = root.base + root.path
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
     behind = [address((*here, key)) for key in root.node if key not in keys]
@@ -199,10 +198,10 @@ def _to_pickle(part: Checkpoint, named: bool, only: Sequence[str], exclude: Sequ
     behind += around(part, root)
     what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
     summary = f"the {counted(len(keys), 'tensor')} of {what}" if module or weights_only else _chosen(root, keys)
-    return replace(part, tree=_kept(root.node, keys), beside={}), summary, behind, ()
+    return replace(part, tree=_kept(root.node, keys), extras={}), summary, behind, ()
 
 
-def _chosen(root: Root, keys: set[str]) -> str:
+def _chosen(root: StateDict, keys: set[str]) -> str:
     return f"{len(keys):,} of {counted(len(root.node), 'key')}" + (
         f" of {printable(root.address)}" if root.address else ""
     )
@@ -210,7 +209,7 @@ def _chosen(root: Root, keys: set[str]) -> str:
 
 def _module_notes(part: Checkpoint, path: str) -> tuple[Note, ...]:
     """What to type where whole modules were written as they were."""
-    found = [root for root in find_roots(part) if root.module is not None]
+    found = [root for root in find_state_dicts(part) if root.module is not None]
     if not found:
         return ()
     message = f"{found[0]} stays an object of its class; by the address of a module its weights alone are written"

@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.commands import several
+from ckptool.checkpoint.files import Folder, Source, unchanged
+from ckptool.checkpoint.pickled_modules import module_attributes
+from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict
 from ckptool.errors import listed, printable
-from ckptool.files import Folder, Source, unchanged
 from ckptool.formats import members
-from ckptool.given import several
-from ckptool.modules import module_attributes
+from ckptool.formats.opening import Opened, PathLike, open_file
 from ckptool.reports.diff import Diff
 from ckptool.reports.diff import diff as compare
-from ckptool.roots import Root, find_roots, one_root
 from ckptool.transforms.rename import strip
-from ckptool.verbs.opening import Opened, PathLike, open_file
 
 
 def diff(
@@ -82,7 +82,7 @@ def _whole_module(tree: Any) -> bool:
 
 def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     """The one set of weights in a file; says in `remarks` which, where there was more."""
-    root, remark = one_root(checkpoint)
+    root, remark = one_state_dict(checkpoint)
     remarks += [remark] if remark else []
     remarks += [f"compared {printable(root.address)} of {checkpoint.source}"] if root.path else []
     remarks += [f"compared the state dict of the {root.detail} in {checkpoint.source}"] if root.module else []
@@ -96,7 +96,7 @@ def _not_joined(opened: Opened) -> str:
 
 def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as `strip_module` leaves it: `_metadata` and the optimizer's names follow the keys."""
-    roots = [root for root in find_roots(checkpoint) if root.is_model and root.module is None]
+    roots = [root for root in find_state_dicts(checkpoint) if root.is_model and root.module is None]
     return strip(checkpoint, roots, partial=True).checkpoint if roots else checkpoint
 
 
@@ -106,5 +106,5 @@ def _alike(left: Checkpoint, right: Checkpoint) -> bool:
 
 
 def _is_flat(checkpoint: Checkpoint) -> bool:
-    roots: list[Root] = find_roots(checkpoint)
+    roots: list[StateDict] = find_state_dicts(checkpoint)
     return len(roots) == 1 and roots[0].path == ()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptool.checkpoint.commands import several
 from ckptool.errors import UsageError, listed, printable
-from ckptool.given import several
+from ckptool.formats.opening import PathLike
 from ckptool.transforms import edit as edits
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.opening import PathLike
 from ckptool.verbs.saving import Written, written
 
 if TYPE_CHECKING:

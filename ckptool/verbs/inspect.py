@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Composite, Note
-from ckptool.commands import Chain, Command
+from ckptool.checkpoint.commands import Command
+from ckptool.checkpoint.files import unchanged
+from ckptool.checkpoint.state_dicts import view_of
 from ckptool.errors import counted, form, listed, printable
-from ckptool.files import unchanged
+from ckptool.formats.opening import PathLike, open_file
+from ckptool.reports.commands import Chain
 from ckptool.reports.listing import Listing, listing
-from ckptool.roots import view_of
-from ckptool.verbs.opening import PathLike, open_file
 
 if TYPE_CHECKING:
     from ckptool.reports.statistics import Statistics

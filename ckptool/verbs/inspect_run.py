@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.commands import Advice, command
+from ckptool.checkpoint.commands import Advice, command
+from ckptool.checkpoint.files import read_small_text
 from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
-from ckptool.files import read_small_text
+from ckptool.formats.opening import PathLike
 from ckptool.training import CONFIG, HISTORY, is_run
 from ckptool.training.store import (
     Lines,
@@ -23,7 +24,6 @@ from ckptool.training.store import (
     last_config,
     retained,
 )
-from ckptool.verbs.opening import PathLike
 
 MAX_CONFIG = 1 << 20
 GOOD = "good"

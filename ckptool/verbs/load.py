@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.verbs.opening import PathLike, open_whole
+from ckptool.formats.opening import PathLike, open_whole
 
 
 def load(path: PathLike, map_location: Any = "cpu", *, mmap: bool = True, part: bool = False) -> Any:

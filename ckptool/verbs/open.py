@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.formats.opening import PathLike, open_file
 
 
 def open(file: PathLike) -> Checkpoint:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptool.given import several
-from ckptool.verbs.opening import refuse_address
+from ckptool.checkpoint.commands import several
+from ckptool.formats.opening import refuse_address
 from ckptool.verbs.training import PathLike, check_harness
 
 

@@ -6,16 +6,17 @@ import os
 from dataclasses import dataclass, replace
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan, StorageRef
+from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
+from ckptool.checkpoint.files import Input, Source, open_input
+from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.tree import find, tensors
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
-from ckptool.files import Input, Source, open_input
 from ckptool.formats import recovered
+from ckptool.formats.opening import Opened, PathLike, open_file, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.formats.salvage import LostRecord, Salvaged, salvage
 from ckptool.output import Progress, check_target, replace_file
 from ckptool.transforms.restore import Fill, LostTensor, fill, lost_tensors, restored
-from ckptool.tree import find, tensors
-from ckptool.verbs.opening import Opened, PathLike, open_file, refuse_address
 
 
 @dataclass(frozen=True, slots=True)

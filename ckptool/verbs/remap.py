@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckptool.errors import UsageError, counted, printable
+from ckptool.formats.opening import PathLike
 from ckptool.transforms import devices
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.opening import PathLike
 from ckptool.verbs.saving import Written, written
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ckptool.checkpoint.commands import several
+from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import UsageError
-from ckptool.given import several
-from ckptool.roots import model_roots
+from ckptool.formats.opening import PathLike
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.opening import PathLike
 from ckptool.verbs.saving import Written
 from ckptool.verbs.strip_module import renamed_file
 
@@ -42,5 +42,5 @@ def rename(
             "For example: ckptool rename FILE 'backbone.* => encoder.*' -o OUT",
         )
     change = begin_change("rename", file, at, options)
-    renamed = by_rules(change.part, model_roots(change.part, named=change.named), parsed)
+    renamed = by_rules(change.part, model_state_dicts(change.part, named=change.named), parsed)
     return renamed_file(change, renamed, out, clean="the rules leave every key as it is")

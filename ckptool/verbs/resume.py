@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptool.given import several
+from ckptool.checkpoint.commands import several
 from ckptool.verbs.training import PathLike, Say, check_harness
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange
-from ckptool.files import Source
-from ckptool.live_values import from_live
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.tree import storages
 from ckptool.output import check_target
-from ckptool.tree import storages
+from ckptool.pickles.reduce import from_live
 from ckptool.verbs.saving import put_in_place
 
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note, Plan
-from ckptool.commands import OUT_SAFETENSORS, Advice, command, input_of
+from ckptool.checkpoint import Checkpoint, FileRange, Note
+from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, input_of
+from ckptool.checkpoint.files import Folder, Input
+from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.tree import address, tensors
 from ckptool.errors import (
     CkptoolError,
     Conflict,
@@ -21,16 +24,15 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.files import Folder, Input
 from ckptool.formats import Format, carried, members, no_collection, tensors_only
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
+from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.texts import LEFT_BEHIND
 from ckptool.reports.diff import Diff, diff
 from ckptool.reports.verification import refuse_damaged
-from ckptool.tree import address, refuse_unknown, tensors
 
 
 class SaveOptions(TypedDict, total=False):
@@ -162,10 +164,10 @@ def _refuse_placeholders(original: Checkpoint, changed: Checkpoint, container: F
 
 def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
     """Raises `Unsupported` where the file holds what no container that is written here can: a program."""
-    if checkpoint.beside:
+    if checkpoint.extras:
         source = checkpoint.source or "the checkpoint"
         raise Unsupported(
-            f"{source} holds {listed(sorted(checkpoint.beside))} beside its tensors; {container.NAME} cannot",
+            f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.NAME} cannot",
             "Without its program the file would no longer be that model. Nothing was written.",
             Advice(
                 "Write its weights alone, then change those: ",

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 
 from ckptool import formats
+from ckptool.checkpoint.files import Folder, file_problem, open_input
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
-from ckptool.files import Folder, file_problem, open_input
 from ckptool.formats import members, sharded
+from ckptool.formats.opening import PathLike, refuse_address
 from ckptool.reports.calls import unknown_names
 from ckptool.reports.listing import listing
 from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned
-from ckptool.verbs.opening import PathLike, refuse_address
 
 # What people call checkpoints; files of other names in a folder are counted, not opened.
 SUFFIXES = frozenset(
@@ -61,7 +61,7 @@ def _row(path: str, full: bool, strict: bool) -> ScannedFile:
     if not os.path.isdir(path):
         return scanned(path, checkpoint, found, unknown_names(checkpoint))
     layout = members.layout_of(Folder(path), beside=checkpoint.container != members.NAME)
-    count = len(layout.names) + layout.beside if layout is not None else 0
+    count = len(layout.names) + layout.extras if layout is not None else 0
     return scanned(path, checkpoint, found, unknown_names(checkpoint), members.step_of(path), count)
 
 

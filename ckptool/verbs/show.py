@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.arrays import array_entry
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint.files import unchanged
+from ckptool.checkpoint.numpy_arrays import array_entry
+from ckptool.checkpoint.strided import slice_view, to_numpy
+from ckptool.checkpoint.tree import address, find
 from ckptool.errors import UsageError, printable
-from ckptool.files import unchanged
-from ckptool.gather import slice_view, to_numpy
-from ckptool.tree import address, find
-from ckptool.verbs.opening import PathLike, open_file
+from ckptool.formats.opening import PathLike, open_file
 
 if TYPE_CHECKING:
     import numpy
@@ -64,7 +64,7 @@ def show(file: PathLike, *, at: str | None = None, slice: str | None = None, all
 def _holder(checkpoint: Checkpoint, at: str) -> Any:
     """The tree; for an address that leads to something beside it (the code of a program), that."""
     name = at.strip("/").partition("/")[0]
-    return {name: checkpoint.beside[name]()} if name in checkpoint.beside else checkpoint.tree
+    return {name: checkpoint.extras[name]()} if name in checkpoint.extras else checkpoint.tree
 
 
 def _corners(entry: TensorEntry) -> Any:

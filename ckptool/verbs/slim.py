@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
+from ckptool.formats.opening import PathLike
 from ckptool.transforms import slim as slimming
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.opening import PathLike
 from ckptool.verbs.saving import Written, written
 
 if TYPE_CHECKING:

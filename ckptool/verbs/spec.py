@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from ckptool.checkpoint import Literal, Plan
+from ckptool.checkpoint import InlineBytes
+from ckptool.checkpoint.files import Source, open_input, refused_place
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import LimitExceeded, UsageError, printable
-from ckptool.files import Source, open_input, refused_place
+from ckptool.formats.opening import PathLike, open_whole, split
 from ckptool.output import check_target, replace_file
 from ckptool.reports.spec import is_spec, parse_spec
-from ckptool.reports.targets import Target, of_checkpoint
-from ckptool.user_code import names_code
-from ckptool.verbs.opening import PathLike, open_whole, split
+from ckptool.reports.targets import Target, names_code, of_checkpoint
 
 MAX_SPEC = 64 << 20  # bytes
 
@@ -50,7 +50,7 @@ def spec(
         if dry_run:
             check_target(out, overwrite=overwrite)
         else:
-            replace_file(Plan({"": [Literal(content)]}), out, overwrite=overwrite)
+            replace_file(Plan({"": [InlineBytes(content)]}), out, overwrite=overwrite)
     return found
 
 
@@ -94,6 +94,6 @@ def _spec_in(path: str) -> bytes | None:
 def _of_code(name: str, at: str | None) -> Target:
     if at is not None:
         raise UsageError("--at names a part of a checkpoint", f"{printable(name)} is code, and makes one model.")
-    from ckptool.live import target_of_code
+    from ckptool.bridge.modules import target_of_code
 
     return replace(target_of_code(name), name=name)

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
+from ckptool.checkpoint.commands import several
+from ckptool.checkpoint.state_dicts import model_state_dicts, optimizers
+from ckptool.checkpoint.tree import address
 from ckptool.errors import counted, listed, printable
-from ckptool.given import several
-from ckptool.roots import model_roots, optimizers
+from ckptool.formats.opening import PathLike
 from ckptool.transforms.rename import Renamed, strip
-from ckptool.tree import address
 from ckptool.verbs.changing import Change, ChangeOptions, begin_change
-from ckptool.verbs.opening import PathLike
 from ckptool.verbs.saving import Written, written
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def strip_module(
     `NoMatch` where a named prefix is on no key.
     """
     change = begin_change("strip-module", file, at, options)
-    roots = model_roots(change.part, named=change.named)
+    roots = model_state_dicts(change.part, named=change.named)
     renamed = strip(change.part, roots, several(prefix), partial=partial)
     return renamed_file(change, renamed, out, clean="already clean: no wrapper prefix on any key")
 

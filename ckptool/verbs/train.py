@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptool.given import several
+from ckptool.checkpoint.commands import several
 from ckptool.verbs.training import PathLike, Say, check_harness, configuration
 
 if TYPE_CHECKING:

@@ -8,18 +8,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, Literal, Plan, Storage
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage
+from ckptool.checkpoint.commands import FILE, OUT, Advice, command, several
+from ckptool.checkpoint.files import Folder, Input
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, printable
-from ckptool.files import Folder, Input
 from ckptool.formats import Format, bundle_json, recovered
-from ckptool.given import several
-from ckptool.nodes import OrderedDict
+from ckptool.formats.opening import PathLike, open_whole
 from ckptool.output import check_folder, replace_folder
 from ckptool.reports.verification import refuse_damaged
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
-from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import Saved, SaveOptions, Written, check_options, refuse_beside, verifier, written
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _plan(parts: Mapping[str, Checkpoint], record: bytes, container: Format, kee
             plan = container.write(replace(part, container=container.NAME), keep_unknown=keep_unknown)
             files[name] = plan.files[""]
             checks.update((id(storage), storage) for storage in plan.checks)
-    files[bundle_json.NAME] = [Literal(record)]
+    files[bundle_json.NAME] = [InlineBytes(record)]
     return Plan(files, list(checks.values()))
 
 

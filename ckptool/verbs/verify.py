@@ -8,8 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, Literal, Note, Plan
-from ckptool.commands import FILE, OUT, command
+from ckptool.checkpoint import Checkpoint, InlineBytes, Note
+from ckptool.checkpoint.commands import FILE, OUT, command
+from ckptool.checkpoint.files import Folder, Input, Source, open_input
+from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
+from ckptool.checkpoint.tree import address, storages, tensors
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -18,8 +22,8 @@ from ckptool.errors import (
     Truncated,
     printable,
 )
-from ckptool.files import Folder, Input, Source, open_input
 from ckptool.formats import members, parts, recovered, sharded
+from ckptool.formats.opening import PathLike, part_of, split
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
 from ckptool.reports.verification import (
@@ -35,10 +39,7 @@ from ckptool.reports.verification import (
     check_views,
     non_finite,
 )
-from ckptool.roots import Root, one_root
-from ckptool.tree import address, storages, tensors
 from ckptool.verbs.inspect import runnable
-from ckptool.verbs.opening import PathLike, part_of, split
 
 if TYPE_CHECKING:
     from ckptool.formats.salvage import LostRecord, Salvaged
@@ -97,7 +98,7 @@ def verify(
     digests = root_digests(root.node)
     notes: tuple[Note, ...] = ()
     if write_digest is not None:
-        plan = Plan({"": [Literal(digests_file(digests))]})
+        plan = Plan({"": [InlineBytes(digests_file(digests))]})
         notes = replace_file(plan, write_digest, overwrite=overwrite, inputs=[source])
     return replace(
         found,
@@ -118,10 +119,10 @@ def _kept(against: PathLike) -> Digests:
     return read_digests(source.read(0, source.size), str(source))
 
 
-def _root(checkpoint: Checkpoint, at: str | None) -> tuple[Root, str]:
+def _root(checkpoint: Checkpoint, at: str | None) -> tuple[StateDict, str]:
     if at is None and checkpoint.tensors_only and isinstance(checkpoint.tree, dict):
-        return Root((), checkpoint.tree, "model weights"), ""
-    return one_root(checkpoint, at)
+        return StateDict((), checkpoint.tree, "model weights"), ""
+    return one_state_dict(checkpoint, at)
 
 
 # What is checked ------------------------------------------------------------------------------------------------------

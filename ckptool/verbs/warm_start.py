@@ -8,17 +8,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, Literal, Note, Plan
+from ckptool.checkpoint import Checkpoint, InlineBytes, Note
+from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
 from ckptool.errors import UsageError, printable
 from ckptool.formats import recovered
+from ckptool.formats.opening import PathLike, open_whole
 from ckptool.output import check_target, replace_file
 from ckptool.reports.targets import PARAMETER, Target
 from ckptool.reports.warm_start import LoadReport
-from ckptool.roots import Root, one_root
 from ckptool.transforms.optimizer_state import as_state_dict, carried
 from ckptool.transforms.warm_start import filled
 from ckptool.transforms.warm_start_plan import WarmStartPlan, match_options, plan_warm_start
-from ckptool.verbs.opening import PathLike, open_whole
 from ckptool.verbs.saving import SaveOptions, check_options, save
 from ckptool.verbs.spec import find_target
 
@@ -62,7 +63,7 @@ def warm_start(
     check_options("warm_start", options)
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
-    root, remark = one_root(opened.checkpoint, opened.at)
+    root, remark = one_state_dict(opened.checkpoint, opened.at)
     plan = plan_warm_start(root, opened.path, target, wanted, remark)
     report = plan.report
     if suggest is not None and _has_rules(report):
@@ -75,7 +76,7 @@ def warm_start(
     return report if suggest is None else _with_rules_file(report, suggest, options)
 
 
-def _optimizer(checkpoint: Checkpoint, root: Root, target: Target, plan: WarmStartPlan) -> Any:
+def _optimizer(checkpoint: Checkpoint, root: StateDict, target: Target, plan: WarmStartPlan) -> Any:
     return carried(checkpoint, root, target, plan.chosen, _parameters(target))
 
 
@@ -85,7 +86,7 @@ def _parameters(target: Target) -> list[str]:
 
 def _write(
     checkpoint: Checkpoint,
-    root: Root,
+    root: StateDict,
     target: Target,
     plan: WarmStartPlan,
     report: LoadReport,
@@ -148,6 +149,6 @@ def _with_rules_file(report: LoadReport, path: PathLike, options: SaveOptions) -
     if not options.get("dry_run", False):
         from ckptool.transforms.suggest import rules_file as rules_text
 
-        plan = Plan({"": [Literal(rules_text(report.suggestions).encode())]})
+        plan = Plan({"": [InlineBytes(rules_text(report.suggestions).encode())]})
         replace_file(plan, path, overwrite=options.get("overwrite", False))
     return replace(report, rules_file=os.fspath(path))

@@ -17,12 +17,12 @@ from numpy.random._pickle import __generator_ctor as generator_ctor
 
 import ckptool
 from ckptool import bridge
-from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import Global, Object
 from ckptool.errors import BadTensor, Conflict, Corrupt, UnsafeObject
 from ckptool.formats import read, torch_zip
-from ckptool.nodes import Global, Object
-from ckptool.tree import uses_of
+from ckptool.pickles.calls import uses_of
 
 # Torch warns of features in beta and going away; the library adds none.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def entry(values: list[int], dtype: str = "i64") -> TensorEntry:
     raw = numpy.array(values, by_name(dtype).to_numpy()).tobytes()
-    return TensorEntry(Storage(Literal(raw)), by_name(dtype), (len(values),), (1,))
+    return TensorEntry(Storage(InlineBytes(raw)), by_name(dtype), (len(values),), (1,))
 
 
 def matrix(values: list[list[int]]) -> TensorEntry:
@@ -77,7 +77,7 @@ def test_nested_parts_that_lie_outside_are_refused() -> None:
 
 def test_views_that_lie_outside_are_refused() -> None:
     with pytest.raises(BadTensor):
-        built(TensorEntry(Storage(Literal(bytes(8))), by_name("f32"), (3,), (1,)))
+        built(TensorEntry(Storage(InlineBytes(bytes(8))), by_name("f32"), (3,), (1,)))
 
 
 def test_attributes_that_would_change_the_class_are_refused() -> None:

@@ -14,10 +14,10 @@ import torch
 import ckptool
 from ckptool import bridge
 from ckptool.checkpoint import FileRange, Storage, TensorEntry
-from ckptool.dtypes import by_name
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.tree import find
 from ckptool.errors import Corrupt, FileChanged, UnsafeObject, Unsupported, UsageError
 from ckptool.formats import read
-from ckptool.tree import find
 from fixtures.traps import TRAPS
 from tests.support.helpers import assert_same_objects, load, torch_bytes
 from tests.support.unknown_traps import LOADED_IN_ESSENCE, UNKNOWN

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from safetensors import safe_open
 
 import ckptool
-from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.errors import CkptoolError, Corrupt, Unsupported
 from ckptool.formats import carried, read, safetensors, torch_zip
-from ckptool.nodes import ByteString, Global, Object, OrderedDict, Set
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
 from tests.support.helpers import assert_same_tree, carry_out, torch_bytes, written
@@ -112,7 +112,7 @@ def test_texts_that_are_not_unicode(tmp_path: Path) -> None:
     tree = {"\ud800": "a\udfffb", "é": ["\0\n"]}
     assert_same_tree(tree, carry(in_memory(tree), tmp_path / "a.safetensors").tree)
     with pytest.raises(Unsupported, match="not Unicode"):
-        carried.pack(in_memory({"\ud800": TensorEntry(Storage(Literal(bytes(4))), by_name("f32"), (1,), (1,))}))
+        carried.pack(in_memory({"\ud800": TensorEntry(Storage(InlineBytes(bytes(4))), by_name("f32"), (1,), (1,))}))
 
 
 def test_values_of_every_kind(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_row_6_strides_that_cover_the_storage_are_kept(
 
 
 def test_locations_and_flags_come_back(tmp_path: Path) -> None:
-    storage = Storage(Literal(bytes(range(16))), "cuda:1")
+    storage = Storage(InlineBytes(bytes(range(16))), "cuda:1")
     one = TensorEntry(storage, by_name("f32"), (4,), (1,))
     two = TensorEntry(storage, by_name("f32"), (4,), (1,), 0, one.flags._replace(requires_grad=True, parameter=True))
     part = TensorEntry(storage, by_name("f32"), (2,), (1,), 2, one.flags._replace(neg=True))
@@ -186,7 +186,7 @@ def test_locations_and_flags_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keys", [(0, "0"), ("0", 0), (0, "0", "0~int"), ("~storage/0", "__metadata__")])
 def test_keys_that_look_the_same_or_reserved_come_back(keys: tuple[Any, ...], tmp_path: Path) -> None:
     tree = {
-        key: TensorEntry(Storage(Literal(bytes([n] * 4))), by_name("f32"), (1,), (1,)) for n, key in enumerate(keys)
+        key: TensorEntry(Storage(InlineBytes(bytes([n] * 4))), by_name("f32"), (1,), (1,)) for n, key in enumerate(keys)
     }
     packed = carried.pack(in_memory(tree))
     assert len(packed.tree) == len(keys)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.checkpoint import Computed, FileRange, Literal
+from ckptool.checkpoint import Computed, FileRange, InlineBytes
+from ckptool.checkpoint.files import Source
 from ckptool.errors import Corrupt, FileChanged, Truncated
-from ckptool.files import Source
 from ckptool.formats import checksums as module
 from ckptool.formats.checksums import checksums
 from ckptool.formats.sums import joined_sum
@@ -41,7 +41,7 @@ def test_of_files_and_of_what_is_computed(alone: int, tmp_path: Path, monkeypatc
         at += size
     lazy = Computed(5000, lambda offset, n: data[offset : offset + n])
     done: list[int] = []
-    sums = checksums([*ranges, lazy, Literal(b"abc")], done.append)
+    sums = checksums([*ranges, lazy, InlineBytes(b"abc")], done.append)
     expected = [zlib.crc32(data[part.offset : part.offset + part.length]) for part in ranges]
     assert sums == [*expected, zlib.crc32(data[:5000]), zlib.crc32(b"abc")]
     assert alone or sum(done) == sum(sizes) + 5003
@@ -55,7 +55,7 @@ def test_what_cannot_be_read_stands_in_its_place(tmp_path: Path) -> None:
     def broken(offset: int, length: int) -> bytes:
         raise Corrupt("broken")
 
-    good, bad, short = checksums([Literal(b"x"), Computed(4, broken), Computed(4, lambda offset, n: b"")])
+    good, bad, short = checksums([InlineBytes(b"x"), Computed(4, broken), Computed(4, lambda offset, n: b"")])
     assert good == zlib.crc32(b"x") and isinstance(bad, Corrupt) and isinstance(short, Corrupt)
     path.write_bytes(b"")
     with pytest.raises((FileChanged, Truncated)):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.checkpoint import Literal, Storage, TensorEntry, row_major_strides
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import Unsupported
 from ckptool.formats.chunks import Chunk, assembled, boxes_between, covers
 from tests.support.helpers import quickest
@@ -19,7 +19,7 @@ from tests.support.helpers import quickest
 def entry_of(tensor: torch.Tensor) -> TensorEntry:
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     shape = tuple(tensor.shape)
-    return TensorEntry(Storage(Literal(data)), by_name(str(tensor.dtype)), shape, row_major_strides(shape))
+    return TensorEntry(Storage(InlineBytes(data)), by_name(str(tensor.dtype)), shape, row_major_strides(shape))
 
 
 def cut(tensor: torch.Tensor, boxes: list[Any]) -> list[Chunk]:

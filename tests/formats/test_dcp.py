@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 import ckptool
 from ckptool.checkpoint import Checkpoint, Computed, FileRange, TensorEntry
+from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -33,9 +35,7 @@ from ckptool.errors import (
     Truncated,
     Unsupported,
 )
-from ckptool.files import Folder
 from ckptool.formats import dcp, read
-from ckptool.tree import tensors
 from tests.support.checkpoints import three_parts
 from tests.support.helpers import assert_same_objects
 from tests.test_corpus import CORPUS

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.arrays import array_entry
+from ckptool.checkpoint.nodes import MISSING, Object
+from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
-from ckptool.nodes import MISSING, Object
-from ckptool.tree import uses_of
+from ckptool.pickles.calls import uses_of
 from tests.support.helpers import torch_bytes, written
 from tests.support.pickle_files import each, pickled
 

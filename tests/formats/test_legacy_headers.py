@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import (
     BadTensor,
     CkptoolError,
@@ -24,7 +25,6 @@ from ckptool.errors import (
 )
 from ckptool.formats import read
 from ckptool.pickles import legacy
-from ckptool.tree import tensors
 from tests.support.helpers import torch_bytes, written
 from tests.support.legacy_files import LEGACY, SMALL, opened, refused, values
 from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickled, storage, stream

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ckptool.checkpoint import FileRange
+from ckptool.checkpoint.nodes import Object
 from ckptool.errors import Corrupt, LimitExceeded, Truncated
 from ckptool.formats import read, torch_zip
-from ckptool.nodes import Object
-from ckptool.tree import uses_of
+from ckptool.pickles.calls import uses_of
 from tests.support.helpers import carry_out, load, torch_bytes, written
 from tests.support.legacy_files import opened, refused, values
 from tests.support.legacy_streams import Made, Rebuilt, pickled, storage, stream

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import ckptool
-from ckptool.arrays import array_entry
-from ckptool.checkpoint import LongBytes, TensorEntry
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import npy_array, read
-from ckptool.nodes import Object
-from ckptool.plain import array, plain
+from ckptool.pickles.plain import array, plain
 from tests.support.helpers import written
 
 NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
@@ -102,14 +102,14 @@ def test_headers_of_older_numpys(tmp_path: Path) -> None:
 def test_nothing_but_the_header_is_read(tmp_path: Path) -> None:
     file = saved(np.zeros(1_000_000), tmp_path / "a.npy")
     asked: list[tuple[int, int]] = []
-    original = ckptool.files.Source.read
+    original = ckptool.checkpoint.files.Source.read
 
     def spy(self: Any, offset: int, length: int) -> bytes:
         asked.append((offset, length))
         return original(self, offset, length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ckptool.files.Source, "read", spy)
+        patch.setattr(ckptool.checkpoint.files.Source, "read", spy)
         assert read(file).tree.numel == 1_000_000
     head = [(offset, length) for offset, length in asked if offset < 70_000]
     assert sum(length for _, length in head) <= 2_000 and len(asked) < 10
@@ -150,7 +150,7 @@ def test_other_arrays_are_what_a_pickle_has_for_them(kind: str, tmp_path: Path) 
 
 def test_long_texts_stay_in_the_file(tmp_path: Path) -> None:
     node = read(saved(np.array(["x" * 1000] * 100), tmp_path / "a.npy")).tree
-    assert isinstance(array(node).data, LongBytes) and "U1000[100]" in str(ckptool.inspect(tmp_path / "a.npy"))
+    assert isinstance(array(node).data, LazyBytes) and "U1000[100]" in str(ckptool.inspect(tmp_path / "a.npy"))
 
 
 def test_row_084_objects_are_inert_and_nothing_is_built(tmp_path: Path) -> None:

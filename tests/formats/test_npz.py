@@ -17,13 +17,14 @@ import safetensors.numpy
 import torch
 
 import ckptool
-from ckptool.checkpoint import Checkpoint, FileRange, Literal, LongBytes, Storage, TensorEntry
-from ckptool.dtypes import DTYPES, by_name
+from ckptool.checkpoint import Checkpoint, FileRange, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import DTYPES, by_name
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported, UsageError
 from ckptool.formats import npz, read
 from ckptool.formats.sums import joined_sum, sum_of_rest
-from ckptool.nodes import Object
-from ckptool.plain import plain
+from ckptool.pickles.plain import plain
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.formats import contract
@@ -139,7 +140,7 @@ def test_other_arrays_are_listed_never_dropped(how: str, tmp_path: Path) -> None
     assert [type(value) for value in checkpoint.tree.values()] == [TensorEntry, *[Object] * 5]
     assert str(plain(checkpoint.tree["labels"])) == "<numpy array U3[2]>"
     assert plain(checkpoint.tree["labels"]).values() == ["cat", "dog"]
-    assert isinstance(plain(checkpoint.tree["many"]).data, LongBytes)
+    assert isinstance(plain(checkpoint.tree["many"]).data, LazyBytes)
     (note,) = checkpoint.notes
     assert note.code == "other-arrays" and "labels (numpy array U3[2])" in note.message
     assert ckptool.diff(file, numpy_file(tmp_path / "b.npz", "stored", w=np.ones(3), **others)).same
@@ -241,7 +242,7 @@ def test_vector_is_written_bit_for_bit_or_refused_by_name_row(name: str, tmp_pat
 def test_which_types_are_written(tmp_path: Path) -> None:
     kept = {}
     for dtype in DTYPES:
-        entry = TensorEntry(Storage(Literal(bytes(dtype.itemsize * 2))), dtype, (2,), (1,))
+        entry = TensorEntry(Storage(InlineBytes(bytes(dtype.itemsize * 2))), dtype, (2,), (1,))
         plan: Any = None
         error = contract.refusal(lambda: npz.write(Checkpoint({"w": entry}, "live")))  # noqa: B023
         if error is None:

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.arrays import array_entry, with_tensors
-from ckptool.checkpoint import LongBytes, TensorEntry
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry, with_tensors
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, NotACheckpoint, Unsupported
 from ckptool.formats import pickle_file, read
-from ckptool.plain import array, plain
-from ckptool.tree import tensors
+from ckptool.pickles.plain import array, plain
 from tests.support.helpers import torch_bytes, written
 from tests.support.pickle_files import each, model, pickled, same
 
@@ -46,7 +46,7 @@ def test_arrays_bit_for_bit(protocol: int, tmp_path: Path) -> None:
     assert found["fortran.weight"].stride == (1, 200)
     if protocol:  # texts of protocol 0 end with their line: they have to be read to know where
         large = array(checkpoint.tree["model"]["large.weight"])
-        assert isinstance(large.data, LongBytes)
+        assert isinstance(large.data, LazyBytes)
 
 
 @each

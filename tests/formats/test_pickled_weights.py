@@ -63,10 +63,10 @@ def test_ties_of_arrays_are_ties_of_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_which_dictionaries_of_arrays_are_weights(tree: Any, addresses: list[str], tmp_path: Path) -> None:
-    from ckptool.roots import array_roots
+    from ckptool.checkpoint.state_dicts import array_state_dicts
 
     file = pickled(tree, tmp_path / "a.pkl")
-    assert [root.address for root in array_roots(read(file).tree)] == addresses
+    assert [root.address for root in array_state_dicts(read(file).tree)] == addresses
     if not addresses:
         with pytest.raises(CkptoolError, match="no dictionary that looks like model weights"):
             ckptool.convert(file, tmp_path / "a.npz")

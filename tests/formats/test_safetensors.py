@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.dtypes import DTYPES
+from ckptool.checkpoint.dtypes import DTYPES
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.formats import safetensors as ours

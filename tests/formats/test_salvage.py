@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Truncated, UsageError, form
-from ckptool.files import Folder, Source
 from ckptool.formats import read, salvage
 from ckptool.formats.salvage import Salvaged, whole_records
 from ckptool.formats.zip_records import LOCAL
-from ckptool.tree import address, walk
 from ckptool.verbs.convert import convert
 from ckptool.verbs.edit import edit
 from fixtures.make import make

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError
-from ckptool.files import Source
 from ckptool.formats import read, salvage
 from ckptool.formats.zip_parts import local_header
 from ckptool.formats.zip_records import CENTRAL, LOCAL

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.checkpoint import Checkpoint, Plan, TensorEntry
+from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import OutputExists, Unsupported, UsageError
 from ckptool.formats import by_name, read, sharded
 from ckptool.formats.shards import NUMBERED, _split, _Unit, size_in_bytes

@@ -15,10 +15,10 @@ import torch
 
 import ckptool
 from ckptool.checkpoint import FileRange, StorageRef
+from ckptool.checkpoint.nodes import ByteString, Global
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Corrupt, Unsupported
 from ckptool.formats import read, torch_zip
-from ckptool.nodes import ByteString, Global
-from ckptool.tree import tensors
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
 from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written

@@ -17,10 +17,10 @@ import torch
 
 import ckptool
 from ckptool.checkpoint import Checkpoint, FileRange, TensorEntry
+from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import read, torch_zip
-from ckptool.nodes import Global
-from ckptool.tree import tensors
 from fixtures.torch_tar import SYS_INFO, save_tar, tar_bytes, tar_members
 from tests.support.helpers import assert_same_objects, carry_out, load, written
 from tests.support.legacy_streams import Made, Pid, block, pickled

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.tree import map_storages, tensors
 from ckptool.formats import read, torch_zip
-from ckptool.tree import map_storages, tensors
 from fixtures.traps import TRAPS
 from tests.formats import contract
 from tests.support.helpers import assert_same_objects, carry_out, load, rewritten, torch_bytes, written
@@ -28,7 +28,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 def entry_of(values: torch.Tensor) -> TensorEntry:
     data = values.contiguous().view(torch.uint8).numpy().tobytes()
     return TensorEntry(
-        Storage(Literal(data)), by_name(str(values.dtype)), tuple(values.shape), values.contiguous().stride()
+        Storage(InlineBytes(data)), by_name(str(values.dtype)), tuple(values.shape), values.contiguous().stride()
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.tree import tensors
 from ckptool.formats import read, torch_zip
-from ckptool.tree import tensors
 from tests.support.helpers import assert_same_objects, load, rewritten, torch_bytes, written
 from tests.support.small_zips import small
 
@@ -26,7 +26,7 @@ def sparse(path: Path, sizes: list[int]) -> Checkpoint:
     with source.open("wb") as file:
         file.truncate(max(sizes))
     from ckptool.checkpoint import FileRange
-    from ckptool.files import Source
+    from ckptool.checkpoint.files import Source
 
     zeros = Source(source)
     tree = {
@@ -52,20 +52,20 @@ def _crc_of_zeros(size: int) -> int:
 
 def write_with_holes(checkpoint: Checkpoint, path: Path) -> Path:
     """Carries out a plan, leaving holes where whole storages of zeros go; their checksums are known."""
-    from ckptool.checkpoint import Late, Summed
+    from ckptool.checkpoint.plan import Checksummed, Deferred
     from ckptool.output.sink import segments_of
 
     plan = torch_zip.write(checkpoint)
-    late: list[tuple[int, Late]] = []
+    late: list[tuple[int, Deferred]] = []
     at = 0
     with path.open("wb") as file:
         for segment in segments_of(plan):
             file.seek(at)
-            if isinstance(segment, Late):
+            if isinstance(segment, Deferred):
                 late.append((at, segment))
-            elif isinstance(segment, Summed) and segment.crc.expected is not None:
+            elif isinstance(segment, Checksummed) and segment.crc.expected is not None:
                 segment.crc.value = segment.crc.expected
-            elif isinstance(segment, Literal):
+            elif isinstance(segment, InlineBytes):
                 file.write(segment.content)
             else:
                 raise AssertionError(segment)
@@ -116,12 +116,13 @@ def test_row_22_records_pushed_across_4_gib_by_a_longer_pickle(tmp_path: Path) -
 
 def _places(plan: Any) -> dict[str, int]:
     """Where each record's header goes, by reading the plan's directory."""
-    from ckptool.checkpoint import FileRange, Late
+    from ckptool.checkpoint import FileRange
+    from ckptool.checkpoint.plan import Deferred
     from ckptool.formats.zip_records import CENTRAL
     from ckptool.output.sink import segments_of
 
     segments = segments_of(plan)
-    directory = [s for s in segments if isinstance(s, Late)][-1].make()
+    directory = [s for s in segments if isinstance(s, Deferred)][-1].make()
     places, at = {}, 0
     while at < len(directory):
         fields = CENTRAL.unpack_from(directory, at)

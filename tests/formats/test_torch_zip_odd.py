@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, NotACheckpoint, Unsupported
 from ckptool.formats import read, safetensors, torch_zip
-from ckptool.tree import tensors
 from tests.formats import contract
 from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
 from tests.support.small_zips import small

@@ -16,12 +16,12 @@ from torch import nn
 
 import ckptool
 from ckptool.checkpoint import Composite, TensorEntry
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.state_dicts import PLAIN, WEIGHTS, find_state_dicts
+from ckptool.checkpoint.tree import find, tensors
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, UsageError
 from ckptool.formats import read, torchscript
 from ckptool.formats.torchscript import _folders
-from ckptool.nodes import Object
-from ckptool.roots import PLAIN, WEIGHTS, find_roots
-from ckptool.tree import find, tensors
 from tests.support.helpers import load, torch_bytes, written
 from tests.support.zips import with_record
 
@@ -141,7 +141,7 @@ def test_attributes_stand_beside_by_their_dotted_names(tmp_path: Path) -> None:
         7.0,
     ]
     assert others["again.table"]["a"].bytes() == torch.ones(1).numpy().tobytes()
-    assert [(root.address, root.kind) for root in find_roots(read(file))] == [
+    assert [(root.address, root.kind) for root in find_state_dicts(read(file))] == [
         ("state_dict", WEIGHTS),
         ("attributes", PLAIN),
     ]
@@ -180,7 +180,7 @@ def test_the_code_is_shown_as_text_and_never_run(tmp_path: Path) -> None:
     watched = ("import", "exec", "compile", "os.system", "subprocess.Popen", "socket.connect")
     sys.addaudithook(lambda event, args: seen.append(f"{event} {args}") if armed[0] and event in watched else None)
     opened = read(file)
-    code = opened.beside["code"]()
+    code = opened.extras["code"]()
     armed[0] = False
     assert not [event for event in seen if "__torch__" in event or not event.startswith("import")]
     with zipfile.ZipFile(file) as archive:
@@ -195,20 +195,20 @@ def test_the_code_is_shown_as_text_and_never_run(tmp_path: Path) -> None:
 
 def test_what_stands_beside_a_traced_module(tmp_path: Path) -> None:
     file, _ = saved("traced", tmp_path / "model.jit")
-    beside = read(file).beside
+    beside = read(file).extras
     assert set(beside) == {"code", "constants", "traced_inputs"}
     assert all(isinstance(part, TensorEntry) for part in beside["constants"]())
     model = torch.jit.script(nn.Linear(1, 1))
     torch.jit.save(model, str(tmp_path / "extra.jit"), _extra_files={"labels.txt": "cat\ndog"})
-    assert read(tmp_path / "extra.jit").beside["extra"]() == {"labels.txt": "cat\ndog"}
+    assert read(tmp_path / "extra.jit").extras["extra"]() == {"labels.txt": "cat\ndog"}
 
 
 def test_mobile_bytecode(tmp_path: Path) -> None:
     model = torch.jit.script(net())
     model._save_for_lite_interpreter(str(tmp_path / "model.ptl"))
     opened = read(tmp_path / "model.ptl")
-    assert list(opened.tree["state_dict"]) == list(model.state_dict()) and "bytecode" in opened.beside
-    assert opened.beside["bytecode"]()[1][0].startswith("__torch__.")
+    assert list(opened.tree["state_dict"]) == list(model.state_dict()) and "bytecode" in opened.extras
+    assert opened.extras["bytecode"]()[1][0].startswith("__torch__.")
 
 
 @pytest.mark.parametrize("verb", ["remap", "add_module", "rename", "cast", "edit"])
@@ -340,7 +340,7 @@ def test_truncated_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None
         damaged[at] ^= 0x20
         try:
             opened = read(written(bytes(damaged), tmp_path / "flip.jit"))
-            for make in opened.beside.values():
+            for make in opened.extras.values():
                 make()
         except CkptoolError:
             continue

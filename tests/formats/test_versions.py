@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.formats import read
-from ckptool.nodes import OrderedDict
 from fixtures import make_old
 from tests.support.helpers import assert_same_objects, assert_same_tree, load
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptool.checkpoint.files import Source
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
-from ckptool.files import Source
 from ckptool.formats import read, zip_archive
 from ckptool.formats.zip_archive import Archive, read_archive
 from ckptool.formats.zip_parts import moved_entry

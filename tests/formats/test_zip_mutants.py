@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint.tree import walk
 from ckptool.errors import Ambiguous, CkptoolError
 from ckptool.formats import read
-from ckptool.tree import walk
 from fixtures.make import make_all
 from tests.support.helpers import written
 from tests.support.zip_mutants import (

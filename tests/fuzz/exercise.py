@@ -14,19 +14,20 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from ckptool import formats, tree
-from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool import formats
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry, tree
+from ckptool.checkpoint.strided import to_numpy
+from ckptool.checkpoint.tree import tensors, walk
 from ckptool.cli.answers import Answer
 from ckptool.errors import CkptoolError
 from ckptool.formats import torch_zip
-from ckptool.gather import to_numpy
-from ckptool.plain import jsons, summary
+from ckptool.pickles.calls import uses_of
+from ckptool.pickles.plain import jsons, summary
 from ckptool.render.html import inspection_html
 from ckptool.render.json import dumps
 from ckptool.render.style import PLAIN
 from ckptool.reports.diff import diff
 from ckptool.reports.listing import listing
-from ckptool.tree import tensors, uses_of, walk
 from ckptool.verbs.inspect import Inspection
 from ckptool.verbs.show import Shown
 

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.checkpoint import Checkpoint, Literal, Plan, Storage, TensorEntry
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, DiskFull, FileChanged, FileProblem, VerifyFailed
-from ckptool.files import Source
 from ckptool.formats import read, torch_zip
 from ckptool.output import append_in_place
 from tests.support.helpers import assert_same_objects, assert_same_tree, load, rewritten, torch_bytes, written
@@ -59,7 +60,7 @@ def prefixed(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_a_new_tensor(tree: dict[str, Any]) -> dict[str, Any]:
-    return {**tree, "new": TensorEntry(Storage(Literal(bytes(range(40)))), by_name("u8"), (40,), (1,))}
+    return {**tree, "new": TensorEntry(Storage(InlineBytes(bytes(range(40)))), by_name("u8"), (40,), (1,))}
 
 
 def codes(path: Path) -> list[str]:
@@ -120,7 +121,7 @@ def test_row_22_new_storages_are_appended_and_aligned(tmp_path: Path) -> None:
 
 def test_much_new_data_is_better_off_in_a_new_file(tmp_path: Path) -> None:
     checkpoint = read(ARCHIVES["by torch"](10, tmp_path))
-    large = TensorEntry(Storage(Literal(bytes(100_000))), by_name("u8"), (100_000,), (1,))
+    large = TensorEntry(Storage(InlineBytes(bytes(100_000))), by_name("u8"), (100_000,), (1,))
     changed = Checkpoint(
         {**checkpoint.tree, "new": large}, torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin
     )

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.checkpoint import Literal, Plan
+from ckptool.checkpoint import InlineBytes
+from ckptool.checkpoint.plan import Plan
 from ckptool.output import replace_file, replace_folder
 from ckptool.output.attributes import ACCESS_LIST
 from tests.support.checkpoints import saved, weights
@@ -57,7 +58,7 @@ def seen(place: Path) -> dict[str, Any]:
 
 
 def files(word: bytes = b"new") -> Plan:
-    return Plan({"a.bin": [Literal(word)], "b.bin": [Literal(word)]})
+    return Plan({"a.bin": [InlineBytes(word)], "b.bin": [InlineBytes(word)]})
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444, 0o755])
@@ -65,7 +66,7 @@ def test_a_file_that_is_replaced(mode: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"old")
     before = decked_out(path, mode)
-    assert replace_file(Plan({"": [Literal(b"new")]}), path, overwrite=True) == ()
+    assert replace_file(Plan({"": [InlineBytes(b"new")]}), path, overwrite=True) == ()
     assert path.read_bytes() == b"new" and seen(path) == before
 
 
@@ -74,7 +75,7 @@ def test_a_link_keeps_its_targets_attributes(tmp_path: Path) -> None:
     path.write_bytes(b"old")
     link.symlink_to(path)
     before = decked_out(path, 0o640)
-    assert replace_file(Plan({"": [Literal(b"new")]}), link, overwrite=True) == ()
+    assert replace_file(Plan({"": [InlineBytes(b"new")]}), link, overwrite=True) == ()
     assert link.is_symlink() and path.read_bytes() == b"new" and seen(path) == before
 
 
@@ -91,7 +92,7 @@ def test_a_folder_that_is_replaced_and_the_files_in_it(tmp_path: Path) -> None:
 
 def test_a_new_file_has_what_files_have_there(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"x")
-    replace_file(Plan({"": [Literal(b"new")]}), tmp_path / "x")
+    replace_file(Plan({"": [InlineBytes(b"new")]}), tmp_path / "x")
     assert seen(tmp_path / "x") == seen(tmp_path / "plain")
 
 
@@ -101,7 +102,7 @@ def test_an_access_list_that_the_folder_hands_out_is_not_put_on_a_file_without_o
     before = seen(path)
     if not has(tmp_path, "system.posix_acl_default", access_list(4001)):
         pytest.skip("no access lists here")
-    assert replace_file(Plan({"": [Literal(b"new")]}), path, overwrite=True) == ()
+    assert replace_file(Plan({"": [InlineBytes(b"new")]}), path, overwrite=True) == ()
     assert seen(path) == before
 
 
@@ -163,7 +164,7 @@ def test_what_the_system_does_not_let_is_told(tmp_path: Path, monkeypatch: pytes
             return getattr(os, name)
 
     monkeypatch.setattr(module, "os", System())
-    (note,) = replace_file(Plan({"": [Literal(b"new")]}), path, overwrite=True)
+    (note,) = replace_file(Plan({"": [InlineBytes(b"new")]}), path, overwrite=True)
     assert note.code == "attributes-lost" and f"its owner ({OTHER})" in note.message and "its group" in note.message
     assert ("the attribute user.origin" in note.message) == attributes
     assert (

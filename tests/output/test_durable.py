@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 
-from ckptool.checkpoint import Computed, Crc, FileRange, Literal, Plan, Summed
+from ckptool.checkpoint import Computed, FileRange, InlineBytes
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.plan import Checksummed, Crc, Plan
 from ckptool.errors import CkptoolError, Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
-from ckptool.files import Source
 from ckptool.output import durable
 from ckptool.output.durable import replace_file
 from tests.support.helpers import default_signals
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def plan(data: bytes = b"new") -> Plan:
-    return Plan({"": [Literal(data)]})
+    return Plan({"": [InlineBytes(data)]})
 
 
 def names(folder: Path) -> list[str]:
@@ -183,7 +184,7 @@ def test_rows_150_and_151_nothing_is_left_of_a_run_that_failed(
     if existing:
         target.write_bytes(b"old")
     with pytest.raises(expected):
-        replace_file(Plan({"": [Literal(b"some"), Computed(4, Failing(error))]}), target, overwrite=True)
+        replace_file(Plan({"": [InlineBytes(b"some"), Computed(4, Failing(error))]}), target, overwrite=True)
     assert names(tmp_path) == (["out"] if existing else [])
     assert not existing or target.read_bytes() == b"old"
 
@@ -260,7 +261,7 @@ def test_a_checksum_that_does_not_match_on_the_way(size: int, tmp_path: Path) ->
     (tmp_path / "in").write_bytes(bytes(size))
     data = FileRange(Source(tmp_path / "in"), 0, size)
     with pytest.raises(Corrupt, match="weights does not match"):
-        replace_file(Plan({"": [Summed(data, Crc(expected=1, name="weights"))]}), tmp_path / "out")
+        replace_file(Plan({"": [Checksummed(data, Crc(expected=1, name="weights"))]}), tmp_path / "out")
     assert names(tmp_path) == ["in"]
 
 
@@ -411,7 +412,7 @@ def test_row_158_many_writers_one_complete_winner(tmp_path: Path) -> None:
         try:
             for _ in range(5):
                 replace_file(
-                    Plan({"": [Literal(letter * 50_000), Computed(50_000, lambda at, n: letter * n)]}),
+                    Plan({"": [InlineBytes(letter * 50_000), Computed(50_000, lambda at, n: letter * n)]}),
                     target,
                     overwrite=True,
                 )

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from ckptool.checkpoint import Literal, Plan
+from ckptool.checkpoint import InlineBytes
+from ckptool.checkpoint.plan import Plan
 from ckptool.errors import FileProblem, OutputExists
 from ckptool.output import durable, folders
 from ckptool.output.folders import replace_folder
@@ -96,7 +97,7 @@ def test_row_149_a_file_of_the_same_name_sweeps_it_too(live: subprocess.Popen[by
 
     live.kill()
     live.wait()
-    replace_file(Plan({"": [Literal(b"new")]}), tmp_path / "out")
+    replace_file(Plan({"": [InlineBytes(b"new")]}), tmp_path / "out")
     assert temporaries(tmp_path) == [] and (tmp_path / "out").read_bytes() == b"new"
 
 

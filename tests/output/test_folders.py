@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import ckptool
-from ckptool.checkpoint import Computed, Crc, FileRange, Literal, Plan, Summed
+from ckptool.checkpoint import Computed, FileRange, InlineBytes
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.plan import Checksummed, Crc, Plan
 from ckptool.errors import Conflict, Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
-from ckptool.files import Source
 from ckptool.formats import read
 from ckptool.output import folders
 from ckptool.output.folders import check_folder, replace_folder
@@ -124,7 +125,7 @@ def test_row_142_targets_that_cannot_be(tmp_path: Path) -> None:
 def test_names_that_lead_elsewhere_are_a_mistake_of_ours(tmp_path: Path) -> None:
     for name in ("../a", "", ".", "a/b"):
         with pytest.raises(AssertionError):
-            replace_folder(Plan({name: [Literal(b"x")], "y": [Literal(b"y")]}), tmp_path / "out")
+            replace_folder(Plan({name: [InlineBytes(b"x")], "y": [InlineBytes(b"y")]}), tmp_path / "out")
     assert names(tmp_path) == []
 
 
@@ -153,7 +154,7 @@ def raising(error: BaseException) -> Callable[[int, int], bytes]:
 def test_rows_150_and_151_nothing_is_left_of_a_run_that_failed(
     error: BaseException, expected: type[BaseException], old: Path
 ) -> None:
-    failing = Plan({"a": [Literal(b"some")], "c": [Literal(b"x"), Computed(4, raising(error))]})
+    failing = Plan({"a": [InlineBytes(b"some")], "c": [InlineBytes(b"x"), Computed(4, raising(error))]})
     for target in (old, old.parent / "fresh"):
         with pytest.raises(expected):
             replace_folder(failing, target, overwrite=True, replaceable=["b"])
@@ -238,7 +239,7 @@ def test_what_verify_refuses_is_not_put_in_place(old: Path) -> None:
 
 
 def test_a_checksum_that_does_not_match_in_the_last_file(tmp_path: Path) -> None:
-    bad = Plan({"a": [Literal(b"a")], "b": [Summed(Literal(b"b"), Crc(expected=1, name="weights"))]})
+    bad = Plan({"a": [InlineBytes(b"a")], "b": [Checksummed(InlineBytes(b"b"), Crc(expected=1, name="weights"))]})
     with pytest.raises(Corrupt, match="weights does not match"):
         replace_folder(bad, tmp_path / "out")
     assert names(tmp_path) == []

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from ckptool.checkpoint import Computed, Crc, Data, FileRange, Late, Literal, Plan, Segment, Storage, Summed
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.plan import Checksummed, Crc, Deferred, Plan, Segment
 from ckptool.errors import Corrupt, FileChanged
-from ckptool.files import Source
 from ckptool.output import copying, sink
 from ckptool.output.sink import Sink, segments_of
 
@@ -50,9 +51,9 @@ def wrote(
 
 
 def contents(segment: Segment) -> bytes:
-    if isinstance(segment, Late):
+    if isinstance(segment, Deferred):
         return segment.make()
-    data: Data = segment.data if isinstance(segment, Summed) else segment
+    data: Data = segment.data if isinstance(segment, Checksummed) else segment
     return data.read(0, data.length)
 
 
@@ -66,17 +67,17 @@ def test_random_plans(seed: int, tmp_path: Path) -> None:
         size = chosen.choice([0, 1, 100, 65_535, 65_536, 70_000, 1 << 20, 1_200_000])
         kind = chosen.choice(["literal", "range", "next", "next", "computed", "late"])
         if kind == "literal":
-            data: Any = Literal(noise(size, chosen.randrange(99)))
+            data: Any = InlineBytes(noise(size, chosen.randrange(99)))
         elif kind == "computed":
             data = computed(noise(size, chosen.randrange(99)))
         elif kind == "late":
-            data = Late(size, lambda size=size: noise(size))
+            data = Deferred(size, lambda size=size: noise(size))
         else:
             begin = at if kind == "next" and at + size <= 3_000_000 else chosen.randrange(3_000_000 - size)
             data = FileRange(files[0 if kind == "next" else chosen.randrange(2)], begin, size)
             at = begin + size
         if kind != "late" and chosen.random() < 0.4:
-            data = Summed(data, Crc(expected=zlib.crc32(contents(data)) if chosen.random() < 0.5 else None))
+            data = Checksummed(data, Crc(expected=zlib.crc32(contents(data)) if chosen.random() < 0.5 else None))
         segments.append(data)
     told: list[tuple[int, int]] = []
     expected = b"".join(map(contents, segments))
@@ -84,7 +85,7 @@ def test_random_plans(seed: int, tmp_path: Path) -> None:
     assert not expected or told[-1] == (len(expected), len(expected))
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     for segment in segments:
-        if isinstance(segment, Summed):
+        if isinstance(segment, Checksummed):
             assert segment.crc.value == zlib.crc32(contents(segment))
 
 
@@ -99,7 +100,7 @@ def test_adjacent_ranges_are_one_copy(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(sink, "copy_range", counted)
     ranges: list[Segment] = [FileRange(file, at, 100) for at in range(70_000, 900_000, 100)]
-    first: list[Segment] = [Literal(b"head"), FileRange(file, 0, 70_000)]
+    first: list[Segment] = [InlineBytes(b"head"), FileRange(file, 0, 70_000)]
     assert wrote(tmp_path, [*first, *ranges]) == b"head" + noise(1_000_000)[:900_000]
     assert copies == [(0, 900_000)]
     copies.clear()
@@ -113,20 +114,22 @@ def test_adjacent_ranges_are_one_copy(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_late_segments_are_made_when_all_sums_before_them_are_known(tmp_path: Path, size: int) -> None:
     data = noise(size)
     crc = Crc()
-    late = Late(4, lambda: crc.value.to_bytes(4, "little"))
-    written = wrote(tmp_path, [Summed(FileRange(source(tmp_path, data), 0, size), crc), late, Literal(b"end"), late])
+    late = Deferred(4, lambda: crc.value.to_bytes(4, "little"))
+    written = wrote(
+        tmp_path, [Checksummed(FileRange(source(tmp_path, data), 0, size), crc), late, InlineBytes(b"end"), late]
+    )
     total = zlib.crc32(data).to_bytes(4, "little")
     assert written == data + total + b"end" + total
 
 
 def test_a_late_segment_of_another_length_is_our_own_mistake(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="3 bytes where 4"):
-        wrote(tmp_path, [Late(4, lambda: b"abc")])
+        wrote(tmp_path, [Deferred(4, lambda: b"abc")])
 
 
 def test_a_sum_can_go_on_from_another(tmp_path: Path) -> None:
     crc = Crc(zlib.crc32(b"before"))
-    wrote(tmp_path, [Summed(Literal(b"after"), crc)])
+    wrote(tmp_path, [Checksummed(InlineBytes(b"after"), crc)])
     assert crc.value == zlib.crc32(b"beforeafter")
 
 
@@ -134,11 +137,13 @@ def test_a_sum_can_go_on_from_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["range", "computed", "literal"])
 def test_a_wrong_sum_is_refused(kind: str, size: int, tmp_path: Path) -> None:
     data = noise(size)
-    made = {"range": FileRange(source(tmp_path, data), 0, size), "computed": computed(data), "literal": Literal(data)}[
-        kind
-    ]
+    made = {
+        "range": FileRange(source(tmp_path, data), 0, size),
+        "computed": computed(data),
+        "literal": InlineBytes(data),
+    }[kind]
     with pytest.raises(Corrupt, match="the weights does not match its checksum"):
-        wrote(tmp_path, [Literal(b"x"), Summed(made, Crc(expected=zlib.crc32(data) ^ 1, name="the weights"))])
+        wrote(tmp_path, [InlineBytes(b"x"), Checksummed(made, Crc(expected=zlib.crc32(data) ^ 1, name="the weights"))])
 
 
 def test_what_is_read_only_in_part_is_checked_as_a_whole(tmp_path: Path) -> None:
@@ -167,7 +172,7 @@ def test_an_input_is_summed_up_once(tmp_path: Path) -> None:
     asked: list[tuple[int, int]] = []
     data = noise(1000)
     storage = Storage(computed(data, asked=asked), crc=zlib.crc32(data))
-    wrote(tmp_path, [computed(b"a", storage), computed(b"b", storage), Literal(b"c")], [storage])
+    wrote(tmp_path, [computed(b"a", storage), computed(b"b", storage), InlineBytes(b"c")], [storage])
     assert asked == [(0, 1000)]
 
 
@@ -211,7 +216,7 @@ def test_an_input_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(FileChanged):
         wrote(tmp_path, [FileRange(file, 450_000, 10)])
     with pytest.raises(FileChanged):
-        wrote(tmp_path, [Summed(FileRange(file, 300_000, 200_000), Crc())])
+        wrote(tmp_path, [Checksummed(FileRange(file, 300_000, 200_000), Crc())])
 
 
 def test_a_range_is_confirmed_before_it_is_copied(tmp_path: Path) -> None:
@@ -235,9 +240,9 @@ def test_where_the_kernel_cannot_copy_a_buffer_does(
     data = noise(3_000_000)
     file = source(tmp_path, data)
     monkeypatch.setattr(os, "copy_file_range", refused, raising=False)
-    assert wrote(tmp_path, [Literal(b"a"), FileRange(file, 1, 2_900_000)]) == b"a" + data[1:2_900_001]
+    assert wrote(tmp_path, [InlineBytes(b"a"), FileRange(file, 1, 2_900_000)]) == b"a" + data[1:2_900_001]
     monkeypatch.delattr(os, "copy_file_range")
-    assert wrote(tmp_path, [Literal(b"a"), FileRange(file, 1, 2_900_000)]) == b"a" + data[1:2_900_001]
+    assert wrote(tmp_path, [InlineBytes(b"a"), FileRange(file, 1, 2_900_000)]) == b"a" + data[1:2_900_001]
 
 
 def test_row_156_short_copies_and_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +253,9 @@ def test_row_156_short_copies_and_writes_are_completed(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, bytes(data)[:9_999], at))
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:5_555]], at))
     crc = Crc(expected=zlib.crc32(data[:1_900_000]))
-    assert wrote(tmp_path, [Literal(data), Summed(FileRange(file, 0, 1_900_000), crc)]) == data + data[:1_900_000]
+    assert (
+        wrote(tmp_path, [InlineBytes(data), Checksummed(FileRange(file, 0, 1_900_000), crc)]) == data + data[:1_900_000]
+    )
 
 
 def test_a_kernel_that_copies_nothing_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +275,7 @@ def test_threads_are_gone_after_an_interrupt(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         wrote(
             tmp_path,
-            [Summed(FileRange(source(tmp_path, data), 0, len(data)), Crc()), Literal(b"x")],
+            [Checksummed(FileRange(source(tmp_path, data), 0, len(data)), Crc()), InlineBytes(b"x")],
             progress=interrupt,
         )
     assert threading.active_count() == before

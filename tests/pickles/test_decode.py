@@ -15,10 +15,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ckptool.checkpoint import Literal, Storage, StorageRef
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import InlineBytes, Storage, StorageRef
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import ByteString, Global, Object, Set
 from ckptool.errors import BadTensor, CkptoolError, Unsupported
-from ckptool.nodes import ByteString, Global, Object, Set
 from ckptool.pickles.decode import decode
 from ckptool.pickles.torch_objects import BUILDERS
 from tests.support.decoding import HOOKS, F, run, same
@@ -197,7 +197,7 @@ def test_every_opcode_of_python_is_tested() -> None:
 
 
 def storage(nbytes: int = 16, dtype: str | None = "f32") -> StorageRef:
-    return StorageRef(Storage(Literal(bytes(nbytes))), by_name(dtype) if dtype else None)
+    return StorageRef(Storage(InlineBytes(bytes(nbytes))), by_name(dtype) if dtype else None)
 
 
 def rebuilt(arguments: bytes, ref: StorageRef, name: bytes = b"_rebuild_tensor_v2") -> Any:

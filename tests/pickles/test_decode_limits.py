@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from ckptool.checkpoint.nodes import ByteString, OrderedDict
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
-from ckptool.nodes import ByteString, OrderedDict
 from ckptool.pickles.decode import decode
 from ckptool.pickles.maker import MAX_NAMES
 from tests.support.decoding import HOOKS, F, run, same

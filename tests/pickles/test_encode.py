@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
+from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.errors import Unsupported
-from ckptool.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
 from ckptool.pickles.torch_objects import BUILDERS

@@ -12,7 +12,7 @@ import pytest
 
 import ckptool
 from ckptool.errors import UnsafeObject
-from ckptool.tree import uses_of
+from ckptool.pickles.calls import uses_of
 from tests.support.decoys import CALL, MARKER, Decoy, opened
 from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text
 from tests.support.watched import LOOKING, Seen

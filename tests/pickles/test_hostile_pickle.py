@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint.nodes import Object
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import read
-from ckptool.nodes import Object
 from tests.support.decoys import CALL, MARKER, opened
 from tests.support.helpers import assert_same_tree, load, torch_bytes
 from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text

@@ -12,8 +12,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptool.checkpoint import Literal, Storage, StorageRef
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import InlineBytes, Storage, StorageRef
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import CkptoolError, Corrupt
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
@@ -36,7 +36,7 @@ def run(data: bytes) -> Decoded:
     def persistent(pid: Any) -> Any:
         if not (type(pid) is tuple and len(pid) == 5 and type(pid[2]) is str):
             raise Corrupt("a persistent id that names no storage")
-        return storages.setdefault(pid[2], StorageRef(Storage(Literal(bytes(range(16)))), by_name("f32")))
+        return storages.setdefault(pid[2], StorageRef(Storage(InlineBytes(bytes(range(16)))), by_name("f32")))
 
     return decode(data, persistent, BUILDERS)
 

@@ -14,9 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ckptool
+from ckptool.checkpoint.nodes import Global, Set
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
-from ckptool.nodes import Global, Set
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
 from tests.support.helpers import assert_same_objects, load

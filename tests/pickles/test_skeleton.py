@@ -20,11 +20,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ckptool.checkpoint import Blob, FileRange, Literal
+from ckptool.checkpoint import FileRange, InlineBytes
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.nodes import Global
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
-from ckptool.files import Source
-from ckptool.nodes import Global
 from ckptool.pickles import skeleton as lexing
+from ckptool.pickles.builders import StubbedValue
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import Skeleton, decode_lazily, encoded, leaves, skeleton
 from ckptool.pickles.texts import whole
@@ -65,7 +66,7 @@ def test_a_skeleton_with_its_blobs_is_the_pickle(graph: Any, protocol: int, wind
     assume(protocol or b"Fnan" not in data)
     with pytest.MonkeyPatch.context() as patch:
         use_tiny(patch, window, long_value)
-        made = skeleton(Literal(b"before" + data + b"after"), 6, name="graph")
+        made = skeleton(InlineBytes(b"before" + data + b"after"), 6, name="graph")
     assert made.end == 6 + len(data)
     assert_same_tree(decoded(made).root, as_tree(graph))
 
@@ -108,14 +109,14 @@ def test_pythons_frames_with_long_bytes_between_them(protocol: int) -> None:
     pickle.Pickler(into_file, protocol).dump(value)
     for data in (into_file.getvalue(), pickle.dumps(value, protocol)):
         assert data.count(b"\x95") >= 2
-        made = skeleton(Literal(data), name="frames")
+        made = skeleton(InlineBytes(data), name="frames")
         assert len(made.blobs) == 2
         assert decoded(made).root == value == decode(data, lambda pid: pid, BUILDERS).root
 
 
 def test_values_on_the_memo_stay_shared() -> None:
     noise = os.urandom(70_000)
-    root = decoded(skeleton(Literal(pickle.dumps([noise, noise, {"a": noise}], 4)), name="a")).root
+    root = decoded(skeleton(InlineBytes(pickle.dumps([noise, noise, {"a": noise}], 4)), name="a")).root
     assert root[0] is root[1] is root[2]["a"] and root[0] == noise
 
 
@@ -126,7 +127,7 @@ def keep_blobs(name: str = "keep") -> dict[Global, Any]:
     return {
         **BUILDERS,
         Global("tests", name): lambda args: (
-            len(args[0].data.read(0, 1 << 30)) if type(args[0]) is Blob else NotImplemented
+            len(args[0].data.read(0, 1 << 30)) if type(args[0]) is StubbedValue else NotImplemented
         ),
     }
 
@@ -138,7 +139,7 @@ def call(content: bytes) -> bytes:
 def test_a_blob_that_a_builder_takes_is_not_read_into_the_tree() -> None:
     noise = os.urandom(80_000)
     data = b"\x80\x03](" + call(noise) + b"e."
-    made = skeleton(Literal(data), name="a")
+    made = skeleton(InlineBytes(data), name="a")
     runs: list[Sequence[Any]] = []
 
     def run(blobs: Sequence[Any]) -> Decoded:
@@ -151,7 +152,7 @@ def test_a_blob_that_a_builder_takes_is_not_read_into_the_tree() -> None:
 def test_only_the_blobs_that_are_left_become_values() -> None:
     one, other = os.urandom(80_000), os.urandom(90_000)
     data = b"\x80\x03](" + call(one) + pickle.dumps(other, 3)[2:-1] + b"e."
-    made = skeleton(Literal(data), name="a")
+    made = skeleton(InlineBytes(data), name="a")
     seen: list[list[type]] = []
 
     def run(blobs: Sequence[Any]) -> Decoded:
@@ -159,29 +160,29 @@ def test_only_the_blobs_that_are_left_become_values() -> None:
         return decode(made.data, lambda pid: pid, keep_blobs(), blobs=blobs)
 
     assert decode_lazily(made, run).root == [80_000, other]
-    assert seen == [[Blob, Blob], [Blob, bytes]]
+    assert seen == [[StubbedValue, StubbedValue], [StubbedValue, bytes]]
 
 
 def test_no_blob_is_left_anywhere() -> None:
     noise = os.urandom(70_000)
     for value in ({"a": noise}, (noise,), {noise: 1}, {"k": (1, [noise])}, frozenset([noise]), {("a",): {noise}}):
-        root = decoded(skeleton(Literal(pickle.dumps(value, 4)), name="a")).root
-        assert not leaves(root, Blob)
+        root = decoded(skeleton(InlineBytes(pickle.dumps(value, 4)), name="a")).root
+        assert not leaves(root, StubbedValue)
         assert_same_tree(root, as_tree(value))
     unknown = b"\x80\x03cposix\nsystem\n" + pickle.dumps(noise, 3)[2:-1] + b"\x85R0N."
-    found = decoded(skeleton(Literal(unknown), name="a"))
+    found = decoded(skeleton(InlineBytes(unknown), name="a"))
     assert found.discarded[0].args == (noise,)
 
 
 def test_equal_long_keys_are_one_key_twice() -> None:
     text = b"X" + struct.pack("<I", 70_000) + b"k" * 70_000
     with pytest.raises(Conflict):
-        decoded(skeleton(Literal(b"\x80\x02}(" + text + b"K\x01" + text + b"K\x02u."), name="a"))
+        decoded(skeleton(InlineBytes(b"\x80\x02}(" + text + b"K\x01" + text + b"K\x02u."), name="a"))
 
 
 def test_a_long_key_within_a_tuple() -> None:
     text = b"X" + struct.pack("<I", 70_000) + b"k" * 70_000
-    root = decoded(skeleton(Literal(b"\x80\x02}(" + text + b"\x85K\x01u."), name="a")).root
+    root = decoded(skeleton(InlineBytes(b"\x80\x02}(" + text + b"\x85K\x01u."), name="a")).root
     assert root == {("k" * 70_000,): 1}
 
 
@@ -194,7 +195,7 @@ def latin1(content: bytes) -> bytes:
 @pytest.mark.parametrize("kind", ["noise", "ascii", "high"])
 def test_bytes_spelled_as_text_are_read_piece_by_piece(kind: str) -> None:
     content = {"noise": random.Random(2).randbytes(400_000), "ascii": b"a" * 200_000, "high": b"\xff" * 200_000}[kind]
-    made = skeleton(Literal(latin1(content)), name="a")
+    made = skeleton(InlineBytes(latin1(content)), name="a")
     blob = encoded(made.blobs[0])
     assert blob is not None and blob.data.length == len(content) and blob.of is made.blobs[0]
     rng = random.Random(3)
@@ -208,14 +209,14 @@ def test_bytes_spelled_as_text_are_read_piece_by_piece(kind: str) -> None:
 def test_a_text_that_is_no_latin_1_stays_a_call() -> None:
     text = ("x" * 70_000 + "\u20ac").encode()
     data = b"\x80\x02c_codecs\nencode\nX" + struct.pack("<I", len(text)) + text + b"X\x06\0\0\0latin1\x86R."
-    root = decoded(skeleton(Literal(data), name="a")).root
+    root = decoded(skeleton(InlineBytes(data), name="a")).root
     assert root.name == "_codecs.encode" and root.args[0] == text.decode()
 
 
 def test_an_array_of_protocol_2_costs_no_memory(tmp_path: Path) -> None:
     array = numpy.arange(1 << 20, dtype=numpy.uint8)
     data = pickle.dumps(array, 2)
-    made = skeleton(Literal(data), name="a")
+    made = skeleton(InlineBytes(data), name="a")
     assert len(made.data) < 400 and len(made.blobs) == 1
 
 
@@ -230,14 +231,14 @@ def test_cut_off_at_every_byte(protocol: int, small: bool, monkeypatch: pytest.M
     data = pickle.dumps([{"a": (1, 2.5, None, True, "é", b"\xff" * 40, {1}), 300: [2**70, -1]}, "text" * 5], protocol)
     for size in range(len(data)):
         with pytest.raises((Truncated, Corrupt)) as caught:
-            skeleton(Literal(data[:size]), name="cut")
+            skeleton(InlineBytes(data[:size]), name="cut")
         assert type(caught.value) is Truncated or "frame" in caught.value.what
         assert caught.value.what.startswith("cut: ")
 
 
 @pytest.mark.parametrize("data", WHOLE_FRAMES.values(), ids=WHOLE_FRAMES)
 def test_whole_frames(data: bytes, tiny: None) -> None:
-    assert_same_tree(decoded(skeleton(Literal(data), name="a")).root, pickle.loads(data))
+    assert_same_tree(decoded(skeleton(InlineBytes(data), name="a")).root, pickle.loads(data))
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -246,13 +247,13 @@ def test_row_79_torn_frames(data: bytes, small: bool, monkeypatch: pytest.Monkey
     if small:
         use_tiny(monkeypatch)
     with pytest.raises(Corrupt):
-        skeleton(Literal(b"\x80\x04" + data), name="a")
+        skeleton(InlineBytes(b"\x80\x04" + data), name="a")
 
 
 def test_row_79_a_long_value_that_reaches_over_its_frame() -> None:
     data = b"\x80\x04" + frame(b"B" + struct.pack("<I", 100_000) + b"x" * 50_000, 50_005) + b"x" * 50_000 + b"."
     with pytest.raises(Corrupt, match="frame"):
-        skeleton(Literal(data), name="a")
+        skeleton(InlineBytes(data), name="a")
 
 
 ODD: dict[str, tuple[bytes, type[CkptoolError]]] = {
@@ -278,17 +279,17 @@ ODD: dict[str, tuple[bytes, type[CkptoolError]]] = {
 @pytest.mark.parametrize(("data", "kind"), ODD.values(), ids=ODD)
 def test_row_67_68_69_80_what_no_pickle_has(data: bytes, kind: type[CkptoolError]) -> None:
     with pytest.raises(kind) as caught:
-        skeleton(Literal(data), name="a")
+        skeleton(InlineBytes(data), name="a")
     assert caught.value.why and "byte" in caught.value.what
 
 
 def test_a_skeleton_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lexing, "MAX_SKELETON", 100_000)
     with pytest.raises(LimitExceeded, match="beside the data"):
-        skeleton(Literal(b"](" + b"K\x01" * 200_000 + b"e."), name="a")
+        skeleton(InlineBytes(b"](" + b"K\x01" * 200_000 + b"e."), name="a")
     value = [bytes(70_000), bytes(70_000)]
     with pytest.raises(LimitExceeded, match="beside the data"):
-        decoded(skeleton(Literal(pickle.dumps(value, 3)), name="a"))
+        decoded(skeleton(InlineBytes(pickle.dumps(value, 3)), name="a"))
 
 
 def sparse(path: Path, head: bytes, zeros: int, tail: bytes) -> FileRange:
@@ -344,24 +345,27 @@ HOSTILE = {
 def test_a_megabyte_takes_less_than_a_second(data: bytes) -> None:
     began = time.process_time()
     with contextlib.suppress(CkptoolError):
-        skeleton(Literal(b"\x80\x04" + data + b"."), name="a")
+        skeleton(InlineBytes(b"\x80\x04" + data + b"."), name="a")
     assert time.process_time() - began < 1
     tracemalloc.start()
     with contextlib.suppress(CkptoolError):
-        skeleton(Literal(b"\x80\x04" + data[:200_000] + b"."), name="a")
+        skeleton(InlineBytes(b"\x80\x04" + data[:200_000] + b"."), name="a")
     assert tracemalloc.get_traced_memory()[1] < 20 << 20
     tracemalloc.stop()
 
 
 def test_errors_name_the_byte_of_the_file() -> None:
     data = b"\x80\x03](B" + struct.pack("<I", 70_000) + bytes(70_000) + b"K\x01R"
-    made = skeleton(Literal(b"12345" + data + b"e."), 5, name="a")
+    made = skeleton(InlineBytes(b"12345" + data + b"e."), 5, name="a")
     with pytest.raises(Corrupt, match=f"at byte {5 + len(data):,}"):
         decoded(made)
 
 
 def test_whole_leaves_other_values_alone() -> None:
     assert whole(3) == 3 and whole("x") == "x"
-    assert whole(Blob(Literal(b"\xe9"), "string")) == b"\xe9" and whole(Blob(Literal(b"e"), "string")) == "e"
+    assert (
+        whole(StubbedValue(InlineBytes(b"\xe9"), "string")) == b"\xe9"
+        and whole(StubbedValue(InlineBytes(b"e"), "string")) == "e"
+    )
     with pytest.raises(Corrupt):
-        whole(Blob(Literal(b"\xff"), "text"))
+        whole(StubbedValue(InlineBytes(b"\xff"), "text"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry, row_major_strides
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.render.diff import diff_text
 from ckptool.render.inspection import inspection_text
 from ckptool.render.outline import outline
@@ -28,7 +28,9 @@ def tensor(*shape: int, storage: Storage | None = None, dtype: str = "f32") -> T
     count = 1
     for length in shape:
         count *= length
-    return TensorEntry(storage or Storage(Literal(bytes(count * kind.itemsize))), kind, shape, row_major_strides(shape))
+    return TensorEntry(
+        storage or Storage(InlineBytes(bytes(count * kind.itemsize))), kind, shape, row_major_strides(shape)
+    )
 
 
 def checkpoint(tree: Any) -> Checkpoint:
@@ -111,7 +113,7 @@ def test_keys_with_slashes_dots_and_numbers() -> None:
 
 
 def test_tied_tensors_count_once_and_say_so() -> None:
-    shared = Storage(Literal(bytes(64)))
+    shared = Storage(InlineBytes(bytes(64)))
     tree = {
         "embed.weight": tensor(4, 4, storage=shared),
         "head.weight": tensor(4, 4, storage=shared),
@@ -168,7 +170,7 @@ def test_a_narrow_terminal_cuts_names_and_wraps_parts() -> None:
 
 
 def test_differences_in_groups() -> None:
-    shared = Storage(Literal(bytes(64)))
+    shared = Storage(InlineBytes(bytes(64)))
     left = {
         "m": {
             "a.weight": tensor(4),
@@ -181,7 +183,7 @@ def test_differences_in_groups() -> None:
     right = {
         "m": {
             "b.weight": tensor(3),
-            "c.weight": TensorEntry(Storage(Literal(b"\1\0\0\0" * 2), "cuda:0"), F32, (2,), (1,)),
+            "c.weight": TensorEntry(Storage(InlineBytes(b"\1\0\0\0" * 2), "cuda:0"), F32, (2,), (1,)),
             "d.weight": tensor(2),
             "e.weight": tensor(1),
         },

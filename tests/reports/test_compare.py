@@ -11,17 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool import gather
-from ckptool.checkpoint import Computed, Data, FileRange, Flags, Literal, Storage, TensorEntry
-from ckptool.dtypes import BY_TORCH, DTYPES, by_name
+from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, strided
+from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name
+from ckptool.checkpoint.files import Source
 from ckptool.errors import UsageError
-from ckptool.files import Source
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
 
 
 def entry_of(tensor: torch.Tensor) -> TensorEntry:
     dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
-    storage = Storage(Literal(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()))
+    storage = Storage(InlineBytes(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()))
     flags = Flags(conj=tensor.is_conj(), neg=tensor.is_neg())
     return TensorEntry(storage, dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), flags)
 
@@ -96,7 +95,7 @@ def test_bytes_differ_where_values_do_not() -> None:
     found = difference(torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0]))
     assert (found.changed, found.max_abs, found.within_tolerance, found.first) == (1, 0.0, True, (1,))
     quiet, other = (numpy.array([bits], "u4").tobytes() for bits in (0x7FC00000, 0x7FC00001))
-    a, b = (TensorEntry(Storage(Literal(raw)), by_name("f32"), (1,), (1,)) for raw in (quiet, other))
+    a, b = (TensorEntry(Storage(InlineBytes(raw)), by_name("f32"), (1,), (1,)) for raw in (quiet, other))
     found_nan = compare_values(a, b)
     assert found_nan == ValueDifference(1, 1, 0, None, None, None, True, (0,))
 
@@ -129,8 +128,8 @@ def test_64_bit_integers_are_exact() -> None:
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**64 - 1)), min_size=1))
 def test_signed_against_unsigned(pairs: list[tuple[int, int]]) -> None:
     left, right = zip(*pairs, strict=True)
-    a = TensorEntry(Storage(Literal(numpy.array(left, "i8").tobytes())), by_name("i64"), (len(pairs),), (1,))
-    b = TensorEntry(Storage(Literal(numpy.array(right, "u8").tobytes())), by_name("u64"), (len(pairs),), (1,))
+    a = TensorEntry(Storage(InlineBytes(numpy.array(left, "i8").tobytes())), by_name("i64"), (len(pairs),), (1,))
+    b = TensorEntry(Storage(InlineBytes(numpy.array(right, "u8").tobytes())), by_name("u64"), (len(pairs),), (1,))
     found = compare_values(a, b)
     assert found is not None
     assert found.max_abs == max(abs(x - y) for x, y in pairs)
@@ -147,7 +146,7 @@ def test_bool() -> None:
 
 
 def test_quantized_are_integers() -> None:
-    a, b = (TensorEntry(Storage(Literal(raw)), by_name("qu8"), (2,), (1,)) for raw in (b"\x00\x01", b"\xff\x01"))
+    a, b = (TensorEntry(Storage(InlineBytes(raw)), by_name("qu8"), (2,), (1,)) for raw in (b"\x00\x01", b"\xff\x01"))
     found = compare_values(a, b)
     assert found is not None
     assert (found.changed, found.max_abs) == (1, 255)
@@ -155,7 +154,7 @@ def test_quantized_are_integers() -> None:
 
 def test_packed_types_are_only_counted() -> None:
     a, b, c = (
-        TensorEntry(Storage(Literal(raw)), by_name("f4_e2m1fn_x2"), (2, 2), (2, 1))
+        TensorEntry(Storage(InlineBytes(raw)), by_name("f4_e2m1fn_x2"), (2, 2), (2, 1))
         for raw in (b"abcd", b"abxy", b"abcd")
     )
     assert compare_values(a, b) == ValueDifference(2, 4, None, None, None, None, False, (1, 0))
@@ -166,7 +165,7 @@ def test_packed_types_are_only_counted() -> None:
 
 def test_complex32() -> None:
     raw = [numpy.array(values, "f2").tobytes() for values in ([0, 0, 1, 2], [3, 4, 1, 2])]
-    a, b = (TensorEntry(Storage(Literal(part)), by_name("c32"), (2,), (1,)) for part in raw)
+    a, b = (TensorEntry(Storage(InlineBytes(part)), by_name("c32"), (2,), (1,)) for part in raw)
     found = compare_values(a, b)
     assert found is not None
     assert (found.changed, found.max_abs, found.first) == (1, 5.0, (0,))
@@ -211,7 +210,7 @@ def test_views_are_compared_by_position() -> None:
 
 
 def test_views_permuted_alike_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "_Gather", None)
+    monkeypatch.setattr(strided, "_Gather", None)
     base = torch.randn(3, 4, 5)
     other = base.clone()
     other[2, 1, 4] = 0
@@ -252,11 +251,11 @@ def test_same_bytes(length: int, tmp_path: Path) -> None:
                 other = bytearray(raw)
                 other[place] ^= 1
                 assert not same_bytes(make_left(raw, tmp_path), make_right(bytes(other), tmp_path))
-    assert not same_bytes(Literal(raw), Literal(raw + b"x"))
+    assert not same_bytes(InlineBytes(raw), InlineBytes(raw + b"x"))
 
 
 def as_literal(raw: bytes, folder: Path) -> Data:
-    return Literal(raw)
+    return InlineBytes(raw)
 
 
 def as_file(raw: bytes, folder: Path) -> Data:

@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-from ckptool.checkpoint import Composite, Literal, Storage, TensorEntry
-from ckptool.dtypes import BY_TORCH, DTYPES, by_name
+from ckptool.checkpoint import Composite, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported
 from ckptool.formats import read
 from ckptool.reports.digests import (
@@ -137,7 +137,7 @@ def test_negative_views(kind: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_a_negated_view_of_a_type_without_negatives_is_refused() -> None:
-    entry = TensorEntry(Storage(Literal(b"ab")), by_name("u8"), (2,), (1,))
+    entry = TensorEntry(Storage(InlineBytes(b"ab")), by_name("u8"), (2,), (1,))
     with pytest.raises(Unsupported):
         tensor_digest(TensorEntry(entry.storage, entry.dtype, (2,), (1,), 0, entry.flags._replace(neg=True)))
 

@@ -10,17 +10,16 @@ import numpy
 import pytest
 import torch
 
-from ckptool import gather
-from ckptool.checkpoint import FileRange, Flags, Literal, Storage, TensorEntry
-from ckptool.dtypes import BY_TORCH, DTYPES, by_name
+from ckptool.checkpoint import FileRange, Flags, InlineBytes, Storage, TensorEntry, strided
+from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name
+from ckptool.checkpoint.files import Source
 from ckptool.errors import Unsupported
-from ckptool.files import Source
 from ckptool.reports.statistics import Statistics, statistics
 
 
 def entry_of(tensor: torch.Tensor) -> TensorEntry:
     dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
-    storage = Storage(Literal(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()))
+    storage = Storage(InlineBytes(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()))
     flags = Flags(conj=tensor.is_conj(), neg=tensor.is_neg())
     return TensorEntry(storage, dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), flags)
 
@@ -71,7 +70,7 @@ def test_integers_are_exact() -> None:
     found = statistics(entry_of(torch.tensor([2**63 - 1, -(2**63), 0, 2**63 - 3])))
     assert (found.min, found.max) == (-(2**63), 2**63 - 1)
     assert isinstance(found.min, int)
-    top = TensorEntry(Storage(Literal(bytes([255] * 8))), by_name("u64"), (), ())
+    top = TensorEntry(Storage(InlineBytes(bytes([255] * 8))), by_name("u64"), (), ())
     assert statistics(top).max == 2**64 - 1
 
 
@@ -107,22 +106,22 @@ def test_chunks_merge_exactly() -> None:
 
 def test_complex32_and_quantized() -> None:
     half = numpy.array([3, 4, 0, 0], numpy.float16).tobytes()
-    found = statistics(TensorEntry(Storage(Literal(half)), by_name("c32"), (2,), (1,)))
+    found = statistics(TensorEntry(Storage(InlineBytes(half)), by_name("c32"), (2,), (1,)))
     assert (found.min, found.max, found.zeros) == (0.0, 5.0, 1)
-    found = statistics(TensorEntry(Storage(Literal(b"\xff\x01")), by_name("qi8"), (2,), (1,)))
+    found = statistics(TensorEntry(Storage(InlineBytes(b"\xff\x01")), by_name("qi8"), (2,), (1,)))
     assert (found.min, found.max) == (-1, 1)
 
 
 @pytest.mark.parametrize("name", ["f4_e2m1fn_x2", "qu4x2", "bits8"])
 def test_packed_types_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match="no numpy type"):
-        statistics(TensorEntry(Storage(Literal(b"1234")), by_name(name), (4,), (1,)))
+        statistics(TensorEntry(Storage(InlineBytes(b"1234")), by_name(name), (4,), (1,)))
 
 
 def test_dense_views_are_read_in_storage_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "values"
     numpy.arange(24, dtype="f4").tofile(path)
-    monkeypatch.setattr(gather, "_Gather", None)
+    monkeypatch.setattr(strided, "_Gather", None)
     storage = Storage(FileRange(Source(path), 0, 96))
     for order in itertools.permutations(range(3)):
         shape, stride = (2, 3, 4), (12, 4, 1)
@@ -132,12 +131,12 @@ def test_dense_views_are_read_in_storage_order(tmp_path: Path, monkeypatch: pyte
 
 def test_row_092_a_terabyte_behind_four_bytes_takes_no_time() -> None:
     base = numpy.array([1.0, 0.0, nan, 2.0], dtype="<f4")
-    storage = Storage(Literal(base.tobytes()))
+    storage = Storage(InlineBytes(base.tobytes()))
     entry = TensorEntry(storage, by_name("f32"), (1 << 38, 4), (0, 1))
     found = statistics(entry)
     times = 1 << 38
     assert (found.count, found.zeros, found.nans) == (4 * times, times, times)
     assert found.mean == 1.0 and found.norm == pytest.approx((5 * times) ** 0.5)
     small = statistics(TensorEntry(storage, by_name("f32"), (3, 4), (0, 1)))
-    repeated = statistics(TensorEntry(Storage(Literal(base.tobytes() * 3)), by_name("f32"), (3, 4), (4, 1)))
+    repeated = statistics(TensorEntry(Storage(InlineBytes(base.tobytes() * 3)), by_name("f32"), (3, 4), (4, 1)))
     assert small == repeated

@@ -11,15 +11,15 @@ import pytest
 import torch
 from hypothesis import strategies
 
-from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry, row_major_strides
-from ckptool.dtypes import DTYPES, by_name
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import DTYPES, by_name
+from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import Conflict, PlanRefused
-from ckptool.live_values import array_entry
+from ckptool.pickles.reduce import array_entry
 from ckptool.render.style import Style
 from ckptool.render.warm_start import warm_start_html, warm_start_json, warm_start_text
 from ckptool.reports.targets import of_checkpoint
 from ckptool.reports.warm_start import LoadReport
-from ckptool.roots import one_root
 from ckptool.transforms import conversion
 from ckptool.transforms.conversion import compact, first_part, laid_over, losses
 from ckptool.transforms.optimizer_state import slot_names
@@ -30,7 +30,7 @@ def checkpoint(**shapes: Any) -> Checkpoint:
     """Names (`_` for the dot) to shapes, in f32; each tensor with a storage of its own."""
     tree = {}
     for name, shape in shapes.items():
-        storage = Storage(Literal(bytes(4 * max(1, torch.Size(shape).numel()))))
+        storage = Storage(InlineBytes(bytes(4 * max(1, torch.Size(shape).numel()))))
         tree[name.replace("_", ".")] = TensorEntry(
             storage, by_name("f32"), tuple(shape), row_major_strides(tuple(shape))
         )
@@ -38,7 +38,7 @@ def checkpoint(**shapes: Any) -> Checkpoint:
 
 
 def planned(ours: Checkpoint, theirs: Checkpoint, **options: Any) -> LoadReport:
-    root, remark = one_root(ours)
+    root, remark = one_state_dict(ours)
     return plan_warm_start(root, "ours.pt", of_checkpoint(theirs, "theirs.pt"), match_options(**options), remark).report
 
 

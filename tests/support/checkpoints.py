@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, in_python
 from ckptool.formats import read
-from ckptool.spelling import in_python
 from tests.support.helpers import torch_bytes, written
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptool.checkpoint import Literal, Plan
+from ckptool.checkpoint import InlineBytes
+from ckptool.checkpoint.plan import Plan
 
 OLD = {"a": b"old a", "b": b"old b"}
 
@@ -13,7 +14,7 @@ NEW = {"a": b"new a", "c": b"new c"}
 
 
 def plan(files: dict[str, bytes] | None = None) -> Plan:
-    return Plan({name: [Literal(data)] for name, data in (files or NEW).items()})
+    return Plan({name: [InlineBytes(data)] for name, data in (files or NEW).items()})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -18,9 +18,11 @@ from typing import Any
 import numpy
 import torch
 
-from ckptool.checkpoint import Checkpoint, Composite, LongBytes, Plan, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
+from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.checkpoint.plan import Plan
 from ckptool.formats import read, torch_zip
-from ckptool.nodes import Global, Object, OrderedDict, Set
 from ckptool.output.sink import Sink, segments_of
 
 # Trees ---------------------------------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def _scalar(value: Any) -> Any:
         return struct.pack("<d", value)
     if type(value) is complex:
         return struct.pack("<2d", value.real, value.imag)
-    if isinstance(value, LongBytes):
+    if isinstance(value, LazyBytes):
         return bytes(value), value.mutable
     return id(value) if isinstance(value, Global) else value
 

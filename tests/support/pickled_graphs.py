@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ckptool.nodes import Global, Object, OrderedDict, Set
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from tests.support.helpers import Thing
 
 INTEGERS = st.one_of(st.integers(-300, 70_000), st.integers(-(2**40), 2**40), st.integers(-(2**600), 2**600))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckptool.roots import model_roots
+from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.transforms.rename import strip
 from tests.support.checkpoints import opened
 
 
 def stripped(value: Any, folder: Path, *prefixes: str, **options: Any) -> Any:
     checkpoint = opened(value, folder)
-    return strip(checkpoint, model_roots(checkpoint), prefixes, **options).checkpoint.tree
+    return strip(checkpoint, model_state_dicts(checkpoint), prefixes, **options).checkpoint.tree

@@ -25,8 +25,8 @@ import torch
 
 import ckptool
 from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError
-from ckptool.files import Source
 from ckptool.formats import read, torch_zip
 from ckptool.formats.zip_archive import read_archive
 from ckptool.formats.zip_records import CENTRAL, DESCRIPTOR, END, END64, LOCAL, LOCATOR

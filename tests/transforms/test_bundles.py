@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.checkpoint import Checkpoint, Literal, Storage, TensorEntry
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.tree import storages, walk
 from ckptool.errors import Ambiguous, Conflict, UsageError
-from ckptool.nodes import OrderedDict
 from ckptool.transforms.bundles import (
     MAX_PLAIN,
     bundled,
@@ -28,7 +29,6 @@ from ckptool.transforms.bundles import (
     table,
 )
 from ckptool.transforms.slim import equal, with_twins
-from ckptool.tree import storages, walk
 from tests.support.checkpoints import opened
 
 
@@ -37,7 +37,7 @@ def tensor(storage: Storage) -> TensorEntry:
 
 
 def stored(fill: int, nbytes: int = 2048, crc: int | None = None) -> Storage:
-    return Storage(Literal(bytes([fill]) * nbytes), crc=crc)
+    return Storage(InlineBytes(bytes([fill]) * nbytes), crc=crc)
 
 
 # Together and apart --------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_what_was_separated_joins_to_the_same(plan: list[list[int]], dedup: bool
     tree = bundled({f"m{i}": {f"w{j}": tensor(pool[k]) for j, k in enumerate(ks)} for i, ks in enumerate(plan)})
     tree = with_twins(tree)[0] if dedup else tree
     alone, shared = separated(tree)
-    assert not any(storage.twin for storage in storages(alone))
+    assert not any(storage.deduplicated for storage in storages(alone))
     # As from files: every member gets storages of its own.
     fresh = {name: with_own_storages(member) for name, member in alone.items()}
     again, twins, gone = joined(fresh, shared)
@@ -79,7 +79,9 @@ def test_what_was_separated_joins_to_the_same(plan: list[list[int]], dedup: bool
 def with_own_storages(member: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     made: dict[int, Storage] = {}
     for entry in member.values():
-        made.setdefault(id(entry.storage), Storage(Literal(bytes(entry.storage.data.read(0, entry.storage.nbytes)))))
+        made.setdefault(
+            id(entry.storage), Storage(InlineBytes(bytes(entry.storage.data.read(0, entry.storage.nbytes))))
+        )
     return {name: tensor(made[id(entry.storage)]) for name, entry in member.items()}
 
 
@@ -90,8 +92,10 @@ def shape_of(tree: Any) -> list[tuple[int, int, bool]]:
     for _, node in walk(tree):
         if isinstance(node, TensorEntry):
             storage = numbers.setdefault(id(node.storage), len(numbers))
-            data = numbers.setdefault(("data", id(node.storage.data)), len(numbers)) if node.storage.twin else -1
-            rows.append((storage, data, node.storage.twin))
+            data = (
+                numbers.setdefault(("data", id(node.storage.data)), len(numbers)) if node.storage.deduplicated else -1
+            )
+            rows.append((storage, data, node.storage.deduplicated))
     return rows
 
 
@@ -99,7 +103,7 @@ def test_tied_tensors_that_differ_are_refused() -> None:
     one = stored(1)
     alone, shared = separated({"a": {"w": tensor(one)}, "b": {"w": tensor(one)}})
     assert shared.ties == (("a/w", "b/w"),)
-    for other in (stored(2), stored(1, 4096), Storage(Literal(bytes([1]) * 2048), "cuda:0")):
+    for other in (stored(2), stored(1, 4096), Storage(InlineBytes(bytes([1]) * 2048), "cuda:0")):
         with pytest.raises(Conflict, match="a/w, b/w were one tensor"):
             joined({**alone, "b": {"w": tensor(other)}}, shared)
     assert joined({"a": alone["a"], "b": {}}, shared)[0]["a"]["w"].storage is alone["a"]["w"].storage
@@ -115,7 +119,7 @@ def test_equal_storages_are_found_by_their_bytes() -> None:
     assert list(equal([("", untouched), ("", Storage(Unreadable(2048), crc=2))])) == [], "their checksums differ"
 
 
-class Unreadable(Literal):
+class Unreadable(InlineBytes):
     """Bytes that nobody should look at."""
 
     def __init__(self, length: int) -> None:

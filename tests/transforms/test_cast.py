@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.dtypes import by_name
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import Conflict, NoMatch, UsageError
 from ckptool.formats import read, torch_zip
-from ckptool.roots import model_roots
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from fixtures.make import make
 from fixtures.traps import TRAPS
@@ -25,7 +25,7 @@ FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2".split()
 
 
 def casted(checkpoint: Any, target: str, only: Sequence[str] = (), exclude: Sequence[str] = ()) -> Cast:
-    return cast_roots(checkpoint, model_roots(checkpoint), by_name(target), only, exclude)
+    return cast_roots(checkpoint, model_state_dicts(checkpoint), by_name(target), only, exclude)
 
 
 def assert_same_numbers(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ def test_the_bits_of_torch(source: str, target: str, tmp_path: Path) -> None:
 def test_only_the_floats_of_model_roots(name: str, tmp_path: Path) -> None:
     path = make(name, tmp_path)
     checkpoint = read(path)
-    roots = {str(root.path[0]) for root in model_roots(checkpoint)}
+    roots = {str(root.path[0]) for root in model_state_dicts(checkpoint)}
     out = load(carry_out(torch_zip.write(casted(checkpoint, "bf16").checkpoint), tmp_path / "out.pt"))
     expected = load(path)
     for key in roots:

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.checkpoint import Flags, Literal, Storage, TensorEntry
-from ckptool.dtypes import DTYPES, DType, by_name
+from ckptool.checkpoint import Flags, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import DTYPES, DType, by_name
 from ckptool.errors import UsageError
 from ckptool.transforms.dtypes import CastTally, _unseen, cast, cast_storage
 
@@ -33,7 +33,7 @@ def values_of(raw: bytes, dtype: DType) -> Any:
 
 
 def storage_of(raw: bytes) -> Storage:
-    return Storage(Literal(raw), "cuda:1", zlib.crc32(raw))
+    return Storage(InlineBytes(raw), "cuda:1", zlib.crc32(raw))
 
 
 def converted(raw: bytes, source: DType, target: DType, tally: CastTally | None = None) -> bytes:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.errors import Conflict, FileProblem, NoMatch, UsageError
 from ckptool.formats import read
-from ckptool.nodes import OrderedDict
 from ckptool.transforms.edit import edit, parse_assignment, read_array
 from fixtures.make import make
 from fixtures.traps import TRAPS, batch_norm_model
@@ -62,7 +62,7 @@ def test_drop(patterns: list[str], gone: tuple[str, ...], tmp_path: Path) -> Non
 
 
 def addresses(tree: Any) -> list[tuple[str, Any]]:
-    from ckptool.tree import address, walk
+    from ckptool.checkpoint.tree import address, walk
 
     return [(address(path), node) for path, node in walk(tree)]
 
@@ -81,7 +81,7 @@ def test_drop_keeps_the_kind_and_the_versions(tmp_path: Path) -> None:
 
 
 def test_drop_in_an_unknown_object(tmp_path: Path) -> None:
-    from ckptool.nodes import Global, Object
+    from ckptool.checkpoint.nodes import Global, Object
 
     checkpoint = opened(TRAINING, tmp_path)
     made = Object(Global("a", "Settings"), (), "new")

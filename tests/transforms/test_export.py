@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported
 from ckptool.formats import read
-from ckptool.roots import one_root
 from ckptool.transforms.export import Exported, export
 from fixtures.make import make
 from fixtures.traps import TRAPS
@@ -19,7 +19,7 @@ from tests.support.checkpoints import opened, three_parts, weights
 
 def exported(value: Any, folder: Path, at: str | None = None, **options: Any) -> Exported:
     checkpoint = opened(value, folder)
-    return export(checkpoint, one_root(checkpoint, at)[0], **options)
+    return export(checkpoint, one_state_dict(checkpoint, at)[0], **options)
 
 
 def codes(done: Exported) -> list[str]:
@@ -28,7 +28,7 @@ def codes(done: Exported) -> list[str]:
 
 def test_one_root_and_what_stays_behind(tmp_path: Path) -> None:
     checkpoint = read(make("training.pt", tmp_path))
-    done = export(checkpoint, one_root(checkpoint)[0])
+    done = export(checkpoint, one_state_dict(checkpoint)[0])
     assert done.checkpoint.tree == dict(checkpoint.tree["model_state_dict"]) and done.checkpoint.tensors_only
     beside = [key for key in checkpoint.tree if key != "model_state_dict"]
     assert done.left_behind == ("model_state_dict/_metadata", *beside)
@@ -124,7 +124,7 @@ def test_copied_ties_share_nothing(tmp_path: Path) -> None:
 def test_the_input_is_not_touched(tmp_path: Path) -> None:
     checkpoint = opened(TRAPS["01-full-tie"](), tmp_path)
     before = list(checkpoint.tree.values())
-    export(checkpoint, one_root(checkpoint)[0], copy_ties=True)
+    export(checkpoint, one_state_dict(checkpoint)[0], copy_ties=True)
     assert all(a is b for a, b in zip(before, checkpoint.tree.values(), strict=True))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ckptool.checkpoint.patterns import matcher, selected
 from ckptool.errors import NoMatch, UsageError
-from ckptool.transforms.patterns import matcher, selected
 
 KEYS = ["a.weight", "a.bias", "b.0.weight", "b.10.weight", "weird[x]", "é\n"]
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import Conflict, FileProblem, NoMatch, UsageError
-from ckptool.nodes import OrderedDict
-from ckptool.roots import model_roots
 from ckptool.transforms.rename import Renamed, apply, by_rules
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from fixtures.traps import TRAPS, batch_norm_model
@@ -27,13 +27,13 @@ from tests.support.stripping import stripped
 
 def renamed(value: Any, folder: Path, *rules: str) -> Renamed:
     checkpoint = opened(value, folder)
-    return by_rules(checkpoint, model_roots(checkpoint), [parse_rule(rule) for rule in rules])
+    return by_rules(checkpoint, model_state_dicts(checkpoint), [parse_rule(rule) for rule in rules])
 
 
 def keys_by(rules: list[str], *keys: str) -> list[str]:
     """The keys as rules rename them, without a checkpoint around."""
     checkpoint = Checkpoint(dict.fromkeys(keys, 0), "live")
-    done = by_rules(checkpoint, model_roots(checkpoint, named=True), [parse_rule(rule) for rule in rules])
+    done = by_rules(checkpoint, model_state_dicts(checkpoint, named=True), [parse_rule(rule) for rule in rules])
     return list(done.checkpoint.tree)
 
 
@@ -232,7 +232,7 @@ INJECTIVE = [
 def test_there_and_back_is_the_identity(names: list[str], rules: tuple[str, str]) -> None:
     before = after = Checkpoint(dict.fromkeys(names, 0), "live")
     for rule in rules:
-        after = by_rules(after, model_roots(after, named=True), [parse_rule(rule)]).checkpoint
+        after = by_rules(after, model_state_dicts(after, named=True), [parse_rule(rule)]).checkpoint
     assert_same_tree(before, after)
 
 
@@ -246,7 +246,7 @@ def test_there_and_back_with_the_versions_of_modules(names: list[str], prefix: s
     state = OrderedDict(dict.fromkeys(names, 0), {"_metadata": metadata})
     before = after = Checkpoint(state, "live")
     for rule in (f"* => {prefix}*", f"{prefix}* => *"):
-        after = by_rules(after, model_roots(after, named=True), [parse_rule(rule)]).checkpoint
+        after = by_rules(after, model_state_dicts(after, named=True), [parse_rule(rule)]).checkpoint
     assert_same_tree(before, after)
 
 
@@ -257,8 +257,8 @@ def shift(by: int) -> Callable[[str], str]:
 @given(keys)
 def test_a_function_and_its_inverse(names: list[str]) -> None:
     before = Checkpoint(dict.fromkeys(names, 0), "live")
-    there = apply(before, model_roots(before, named=True), shift(1)).checkpoint
-    back = apply(there, model_roots(there, named=True), shift(-1)).checkpoint
+    there = apply(before, model_state_dicts(before, named=True), shift(1)).checkpoint
+    back = apply(there, model_state_dicts(there, named=True), shift(-1)).checkpoint
     assert list(back.tree) == names and back.tree == before.tree
 
 
@@ -310,7 +310,7 @@ def test_an_idle_rule_of_a_file_is_named_with_its_line(tmp_path: Path) -> None:
     rules = rules_of("- a => b\n- x => y\n", tmp_path)
     checkpoint = Checkpoint({"a": 0}, "live")
     with pytest.raises(NoMatch, match=r"rules\.yaml, line 2"):
-        by_rules(checkpoint, model_roots(checkpoint, named=True), rules)
+        by_rules(checkpoint, model_state_dicts(checkpoint, named=True), rules)
 
 
 def test_a_rules_file_that_cannot_be_read(tmp_path: Path) -> None:

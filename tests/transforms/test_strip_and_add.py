@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
+from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import Conflict, NoMatch, UsageError
-from ckptool.roots import model_roots
 from ckptool.transforms.rename import add, strip
 from fixtures.make import make
 from fixtures.traps import TRAPS, batch_norm_model
@@ -60,7 +60,7 @@ def test_row_14_n_averaged_does_not_stand_in_the_way(name: str, tmp_path: Path) 
     from ckptool.formats import read
 
     checkpoint = read(make(name, tmp_path))
-    done = strip(checkpoint, model_roots(checkpoint))
+    done = strip(checkpoint, model_state_dicts(checkpoint))
     keys = list(done.checkpoint.tree)
     assert keys[0] == "n_averaged" and done.changed == len(keys) - 1
     front = "module." if name == "14-averaged-of-dp" else ""
@@ -148,14 +148,14 @@ def test_a_root_that_stands_twice_stays_one(tmp_path: Path) -> None:
 
 def test_nothing_to_do_is_the_same_checkpoint(tmp_path: Path) -> None:
     checkpoint = opened(weights("a.x", "backbone.module.y"), tmp_path)
-    done = strip(checkpoint, model_roots(checkpoint))
+    done = strip(checkpoint, model_state_dicts(checkpoint))
     assert done.checkpoint is checkpoint and (done.changed, done.total, done.examples) == (0, 2, ())
 
 
 def test_the_report_counts_by_root(tmp_path: Path) -> None:
     value = {"G": weights("module.a.x", "module.b.x"), "D": weights("b.x")}
     checkpoint = opened(value, tmp_path)
-    done = strip(checkpoint, model_roots(checkpoint))
+    done = strip(checkpoint, model_state_dicts(checkpoint))
     assert (done.changed, done.total, done.roots) == (2, 3, (("G", 2, 2), ("D", 0, 1)))
     assert done.examples == (("module.a.x", "a.x"), ("module.b.x", "b.x"))
 
@@ -167,7 +167,7 @@ def test_add_is_what_a_wrapper_does(tmp_path: Path) -> None:
     model = batch_norm_model()
     checkpoint = opened(model.state_dict(), tmp_path)
     for wrapped, prefix in ((nn.DataParallel(model), "module."), (torch.compile(model), "_orig_mod.")):
-        tree = add(checkpoint, model_roots(checkpoint), prefix).checkpoint.tree
+        tree = add(checkpoint, model_state_dicts(checkpoint), prefix).checkpoint.tree
         there = wrapped.state_dict()
         assert list(tree) == list(there)
         assert tree.metadata == there._metadata and list(tree.metadata) == list(there._metadata)
@@ -177,7 +177,7 @@ def test_row_12_the_outermost_version_moves_along(tmp_path: Path) -> None:
     state = batch_norm_model().state_dict()
     state._metadata[""] = {"version": 7}
     checkpoint = opened(state, tmp_path)
-    metadata = add(checkpoint, model_roots(checkpoint)).checkpoint.tree.metadata
+    metadata = add(checkpoint, model_state_dicts(checkpoint)).checkpoint.tree.metadata
     assert (metadata[""], metadata["module"], metadata["module.1"]) == ({"version": 1}, {"version": 7}, {"version": 2})
 
 
@@ -197,17 +197,17 @@ def test_row_12_the_outermost_version_moves_along(tmp_path: Path) -> None:
 def test_row_12_strip_of_add_is_the_identity(name: str, prefix: str, tmp_path: Path) -> None:
     checkpoint = opened(TRAPS[name](), tmp_path)
     named = name == "18-cyclic-dict"
-    added = add(checkpoint, model_roots(checkpoint, named=named), prefix).checkpoint
+    added = add(checkpoint, model_state_dicts(checkpoint, named=named), prefix).checkpoint
     assert all(key.startswith(prefix) or key == "n_averaged" for key in added.tree)
-    assert_same_tree(checkpoint, strip(added, model_roots(added, named=named), [prefix]).checkpoint)
+    assert_same_tree(checkpoint, strip(added, model_state_dicts(added, named=named), [prefix]).checkpoint)
 
 
 def test_strip_of_add_without_an_entry_for_the_outermost_module(tmp_path: Path) -> None:
     state = batch_norm_model().state_dict()
     del state._metadata[""]
     checkpoint = opened(state, tmp_path)
-    added = add(checkpoint, model_roots(checkpoint)).checkpoint
-    assert_same_tree(checkpoint, strip(added, model_roots(added)).checkpoint)
+    added = add(checkpoint, model_state_dicts(checkpoint)).checkpoint
+    assert_same_tree(checkpoint, strip(added, model_state_dicts(added)).checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_strip_of_add_on_training_files(name: str, tmp_path: Path) -> None:
     from ckptool.formats import read
 
     checkpoint = read(make(name, tmp_path))
-    added = add(checkpoint, model_roots(checkpoint)).checkpoint
-    assert_same_tree(checkpoint, strip(added, model_roots(added), ["module."]).checkpoint)
+    added = add(checkpoint, model_state_dicts(checkpoint)).checkpoint
+    assert_same_tree(checkpoint, strip(added, model_state_dicts(added), ["module."]).checkpoint)
 
 
 def test_swa_model_goes_through(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import ckptool
+from ckptool.checkpoint.nodes import Global
 from ckptool.errors import Conflict
 from ckptool.formats import read
-from ckptool.nodes import Global
 from ckptool.transforms.weights_only import weights_only
 from tests.support.helpers import assert_same_objects
 

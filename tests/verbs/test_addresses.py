@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import ckptool
+from ckptool.checkpoint.commands import ADDRESSES, Use
 from ckptool.cli import COMMANDS
-from ckptool.commands import ADDRESSES, Use
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
 from tests.cli.conftest import run  # noqa: F401 (a fixture)
 from tests.support.checkpoints import saved, weights

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint.files import Source
 from ckptool.errors import UsageError
-from ckptool.files import Source
 from fixtures.make import make
 from tests.support.checkpoints import saved, weights
 from tests.support.zip_mutants import rezipped, without_checksums

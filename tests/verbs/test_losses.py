@@ -16,8 +16,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptool
+from ckptool.checkpoint.tree import stored_parts, walk
 from ckptool.errors import CkptoolError
-from ckptool.tree import stored_parts, walk
 from tests.support.checkpoints import saved
 
 

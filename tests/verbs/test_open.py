@@ -16,7 +16,7 @@ import torch
 
 import ckptool
 from ckptool.errors import CkptoolError, UsageError
-from ckptool.verbs.opening import split
+from ckptool.formats.opening import split
 from tests.support.checkpoints import saved, weights
 
 
@@ -102,9 +102,9 @@ def test_a_file_that_is_still_open_when_the_interpreter_ends_makes_no_noise(tmp_
     """Where a library keeps the main module alive, Python first empties the modules, and then the checkpoint goes."""
     path = saved(weights("w"), tmp_path / "x.pt")
     code = (
-        "import ckptool, ckptool.files, sys\n"
+        "import ckptool, ckptool.checkpoint.files, sys\n"
         "opened = ckptool.open(sys.argv[1])\n"
-        "for name in list(vars(ckptool.files)): vars(ckptool.files)[name] = None\n"
+        "for name in list(vars(ckptool.checkpoint.files)): vars(ckptool.checkpoint.files)[name] = None\n"
         "del opened\n"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.commands import Advice, Chain
+from ckptool.checkpoint.commands import Advice
 from ckptool.errors import CkptoolError
+from ckptool.reports.commands import Chain
 from fixtures import lab
 from fixtures.make import make
 from fixtures.torch_tar import save_tar

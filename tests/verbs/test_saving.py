@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UnsafeObject, UsageError, VerifyFailed
 from ckptool.formats import read
+from ckptool.pickles import calls
 from ckptool.verbs.saving import Written
 from fixtures.make import make
 from fixtures.traps import TRAPS
@@ -209,7 +210,7 @@ def test_unknown_calls(verb: str, tmp_path: Path) -> None:
         VERBS[verb](path, tmp_path / "out.pt")
     assert "--keep-unknown" in caught.value.fix and list(contents(tmp_path)) == ["in.pt"]
     VERBS[verb](path, tmp_path / "out.pt", keep_unknown=True)
-    assert [place for _, place in ckptool.tree.uses_of(read(tmp_path / "out.pt"))] == ["danger"]
+    assert [place for _, place in calls.uses_of(read(tmp_path / "out.pt"))] == ["danger"]
 
 
 def test_already_clean_is_a_copy_byte_for_byte(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.cli import main
-from ckptool.dtypes import by_name
 from ckptool.errors import (
     Corrupt,
     FileProblem,

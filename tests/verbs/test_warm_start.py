@@ -358,7 +358,9 @@ def test_a_factory_that_raises(tmp_path: Path, code: Path) -> None:
     file = saved(mlp().state_dict(), tmp_path / "model.pt")
     error = refused(tmp_path, file, f"{code}:raises", UserCodeFailed, "raised ValueError: the data")
     assert 'raise ValueError("the data\\nare missing")' in error.why and "line" in error.why
-    assert "ckptool/user_code.py" not in error.why and error.fix == "This is the code that was named, not ckptool."
+    assert (
+        "ckptool/bridge/user_code.py" not in error.why and error.fix == "This is the code that was named, not ckptool."
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,15 @@ import struct
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.nodes import Object, check_depth
+from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, is_text, listed, printable
-from ckptool.files import Source
 from ckptool.formats import recovered
 from ckptool.formats.carried.record import KEY as KEY
 from ckptool.formats.carried.record import SCHEMA
-from ckptool.nodes import Object, check_depth
 from ckptool.pickles.calls import is_quiet
-from ckptool.tree import address, walk
 
 
 def pack(checkpoint: Checkpoint) -> Checkpoint:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ckptool.checkpoint import Computed, Storage, TensorEntry, row_major_strides
-from ckptool.dtypes import by_name
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.strided import in_storage_order, row_major
+from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Unsupported, is_text, printable
 from ckptool.formats.carried.record import RESERVED, STAND_INS
 from ckptool.formats.signs import flipped
-from ckptool.gather import in_storage_order, row_major
-from ckptool.tree import address, walk
 
 
 def covers(tree: Any) -> dict[int, TensorEntry]:
@@ -53,7 +53,9 @@ def stand_in(entry: TensorEntry) -> TensorEntry:
     if entry.flags.conj or entry.flags.neg:
         data = flipped(data, entry.dtype, entry.flags.conj, entry.flags.neg, entry.storage)
     whole = data is not entry.storage.data and isinstance(data, Computed)
-    storage = Storage(data, entry.location, None if whole else entry.storage.crc, twin=entry.storage.twin)
+    storage = Storage(
+        data, entry.location, None if whole else entry.storage.crc, deduplicated=entry.storage.deduplicated
+    )
     shape = (*entry.shape, width) if width > 1 else entry.shape
     stride = (*(s * width for s in row_major_strides(entry.shape)), 1) if width > 1 else row_major_strides(entry.shape)
     return TensorEntry(storage, by_name(name), shape, stride)

@@ -6,12 +6,13 @@ import base64
 import struct
 from typing import Any
 
-from ckptool.checkpoint import Composite, LongBytes, Storage, StorageRef, TensorEntry, row_major_strides
-from ckptool.dtypes import by_name
+from ckptool.checkpoint import Composite, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.errors import LimitExceeded, Unsupported
 from ckptool.formats.carried.covers import axes_of, covers, names_of, same_view, stand_in
 from ckptool.formats.carried.record import RESERVED, SCHEMA
-from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.pickles.torch_objects import JAGGED
 
 MAX_REPEATED = 16 << 20  # bytes of texts that stand in the record already
@@ -53,7 +54,7 @@ class Packer:
             return value if value - value == 0.0 else {"f": _float_bits(value)}
         if kind is bytes or kind is ByteString:
             return {"b" if kind is bytes else "p": base64.b64encode(value).decode()}
-        if kind is LongBytes and not value.mutable:
+        if kind is LazyBytes and not value.mutable:
             return {"b": base64.b64encode(value.whole()).decode()}
         if kind is complex:
             return {"c": [_float_bits(value.real), _float_bits(value.imag)]}
@@ -134,7 +135,7 @@ class Packer:
             return ["list", [value(part) for part in node]]
         if isinstance(node, Set):
             return ["set", [value(part) for part in node.items], node.frozen]
-        if isinstance(node, (bytearray, LongBytes)):
+        if isinstance(node, (bytearray, LazyBytes)):
             return ["bytearray", base64.b64encode(bytes(node)).decode()]
         if isinstance(node, Object):
             return ["object", node.how, *(value(getattr(node, name)) for name in _OBJECT_FIELDS), node.adds]

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptool.checkpoint import Composite, Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
-from ckptool.dtypes import by_name
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, listed, printable
-from ckptool.files import Source
 from ckptool.formats.carried.record import STAND_INS
 from ckptool.formats.signs import flipped
-from ckptool.gather import row_major
-from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.pickles.torch_objects import JAGGED, check_view, rebuilt
 
 
@@ -111,9 +111,9 @@ class Unpacker:
 
     def _storage(self, name: str, location: str, how: list[Any] | None) -> Storage:
         entry = self.stored[name]
-        twin = entry.storage.twin
+        twin = entry.storage.deduplicated
         if how is None:
-            return Storage(entry.storage.data, location, twin=twin)
+            return Storage(entry.storage.data, location, deduplicated=twin)
         dtype, shape, axes, conj, neg = by_name(how[0]), tuple(how[1]), how[2], how[3], how[4]
         width = STAND_INS[dtype.name][1] if dtype.name in STAND_INS else 1
         if entry.shape != (shape if width == 1 else (*shape, width)):
@@ -129,7 +129,7 @@ class Unpacker:
             data = row_major(view)
         if twin:  # on one piece of data, as they are stored
             data = self.alike.setdefault((id(entry.storage.data), str(how)), data)
-        return Storage(data, location, twin=twin)
+        return Storage(data, location, deduplicated=twin)
 
     def _tensor(self, storage_index: int, bits: int, *view: Any) -> TensorEntry:
         storage = self._at(self.storages, storage_index)

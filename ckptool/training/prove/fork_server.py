@@ -104,7 +104,7 @@ def main() -> None:
         "torch._dynamo",
         "ckptool.cli",
         "ckptool.cli.training",
-        "ckptool.live",
+        "ckptool.bridge.modules",
         "ckptool.training.start",
     ):
         import_module(name)

@@ -1,4 +1,4 @@
-"""`FILE#address`: which file, and which part of it. What that means to a verb stands in `commands.py`."""
+"""`FILE#address`: which file, and which part of it. What that means to a verb stands in `checkpoint.commands`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint
-from ckptool.commands import Advice, command
+from ckptool.checkpoint.commands import Advice, command
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.tree import find
 from ckptool.errors import OnlyAPart, UsageError, counted, printable, quoted
-from ckptool.files import Source
 from ckptool.formats import members, recovered
 from ckptool.formats.members import MEMBERS
-from ckptool.tree import find
 
 PathLike = str | os.PathLike[str]
 
@@ -39,7 +39,7 @@ def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
     metadata = {key: value for key, value in checkpoint.metadata.items() if key != recovered.KEY}
     metadata |= recovered.of_part(checkpoint.metadata, path)
     return replace(
-        checkpoint, tree=node, metadata=metadata, discarded=(), beside={}, base=(*checkpoint.base, *path), origin=None
+        checkpoint, tree=node, metadata=metadata, discarded=(), extras={}, base=(*checkpoint.base, *path), origin=None
     )
 
 

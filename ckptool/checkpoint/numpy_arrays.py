@@ -1,21 +1,124 @@
-"""numpy's arrays, scalars and element types, made of what their pickles say, without numpy.
+"""Numpy arrays as tensors: what `.npz` files hold, and what people pickle instead of tensors.
 
-Source: the `__reduce__` methods of numpy 1 and 2.
+An array of numbers or truths is a strided tensor over the bytes that it was stored as; nothing is read for it. Arrays of texts, dates,
+records and Python objects are no tensors and stay what they are.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from ckptool.checkpoint import LongBytes
-from ckptool.errors import Corrupt, Unsupported, counted, printable
-from ckptool.nodes import MISSING, Object
-from ckptool.plain.names import canonical
+from ckptool.checkpoint import MAX_RANK, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import DTYPES, DType
+from ckptool.checkpoint.nodes import MISSING, Object, canonical
+from ckptool.checkpoint.plan import Crc
+from ckptool.checkpoint.strided import swapped
+from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted, printable
+
+_CODES: dict[str, DType] = {
+    f"{'b' if kind.kind == 'bool' else kind.kind[0]}{kind.itemsize}": kind
+    for kind in DTYPES
+    if kind.numpy and not kind.ml and kind.kind in ("bool", "int", "uint", "float", "complex")
+}
+
+
+def element_type(kind: ArrayType) -> DType | None:
+    """The tensors' type with the elements of a numpy type; None for texts, dates and records."""
+    return None if kind.fields or kind.unit else _CODES.get(kind.code)
+
+
+def code_of(dtype: DType) -> str | None:
+    """What numpy calls a tensors' type in files, without its byte order: `f4`; None where numpy has none of its own."""
+    return next((code for code, kind in _CODES.items() if kind is dtype), None)
+
+
+def over_bytes(
+    kind: ArrayType, shape: tuple[int, ...], fortran: bool, data: Data, crc: int | None = None
+) -> TensorEntry | None:
+    """The tensor over the bytes of an array; None where its elements are no tensor's. Big-endian elements are turned when read.
+
+    fortran: the first axis runs fastest.  crc: the CRC-32 of `data`, where it is known.
+    """
+    dtype = element_type(kind)
+    if dtype is None or len(shape) > MAX_RANK:
+        return None
+    storage = Storage(data, crc=crc)
+    if kind.order == ">" and dtype.itemsize > 1:
+        storage = Storage(swapped(storage, dtype))
+    stride = tuple(reversed(row_major_strides(shape[::-1]))) if fortran else row_major_strides(shape)
+    return TensorEntry(storage, dtype, shape, stride)
+
+
+def array_entry(node: Any) -> TensorEntry | None:
+    """The tensor that a pickled numpy array stands for; None for any other value, and for arrays that are no tensors."""
+    if not isinstance(node, Object):
+        return None
+    try:
+        found = array(node)
+    except (CkptoolError, TypeError, ValueError, LookupError):
+        return None  # not what numpy would have written: it stays an object, shown by name
+    return array_tensor(found) if isinstance(found, Array) else None
+
+
+def array_tensor(found: Array) -> TensorEntry | None:
+    """The same array as a tensor over its own bytes; None where its elements are no tensor's."""
+    data = found.data.data if isinstance(found.data, LazyBytes) else InlineBytes(found.data)
+    return over_bytes(found.type, found.shape, found.fortran, data)
+
+
+def with_tensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A dictionary in which tensors stand for the numpy arrays; one array under two names is one tensor."""
+    made: dict[int, Any] = {}
+    for value in values.values():
+        if id(value) not in made:
+            entry = array_entry(value)
+            made[id(value)] = value if entry is None else entry
+    return {key: made[id(value)] for key, value in values.items()}
+
+
+MAX_LONG_BYTES = 32 << 20
+
+
+@dataclass(slots=True, eq=False)
+class LazyBytes:
+    """The data of a large numpy array, left in its file: in a tree it stands for the `bytes` that the pickle has there.
+
+    mutable: it stands for a `bytearray`.  crc: their CRC-32, where the container has one; checked when all of it is read.
+    """
+
+    data: Data
+    mutable: bool = False
+    crc: int | None = None
+
+    def __len__(self) -> int:
+        return self.data.length
+
+    def __bytes__(self) -> bytes:
+        data = self.data.read(0, self.data.length)
+        if self.crc is not None:
+            crc = Crc(expected=self.crc, name="a numpy array")
+            crc.update(data)
+            crc.check()
+        return data
+
+    def whole(self) -> bytes:
+        """All of it, for a pickle or a header; raises `Unsupported` where that is too much for one."""
+        if len(self) > MAX_LONG_BYTES:
+            raise Unsupported(
+                f"a numpy array of {len(self):,} bytes cannot be pickled again",
+                f"At most {MAX_LONG_BYTES:,} are: a pickle is read into memory as a whole.",
+                "Write the arrays as tensors: ckptool convert FILE -o OUT.safetensors (or OUT.npz)",
+            )
+        return bytes(self)
+
+    def __repr__(self) -> str:
+        return f"<{self.data.length:,} bytes in their file>"
+
 
 _LETTERS = {
     "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
@@ -58,7 +161,7 @@ class Array:
 
     type: ArrayType
     shape: tuple[int, ...]
-    data: bytes | LongBytes
+    data: bytes | LazyBytes
     fortran: bool = False
 
     @property
@@ -68,7 +171,7 @@ class Array:
     def values(self, limit: int | None = None) -> list[Any] | None:
         """The elements in the order of their bytes, the first `limit` of them; None for types that Python has no value for."""
         width, count = self.type.itemsize, self.size if limit is None else min(limit, self.size)
-        if isinstance(self.data, LongBytes) and count < self.size:
+        if isinstance(self.data, LazyBytes) and count < self.size:
             data = self.data.data.read(0, count * width)
         else:
             data = bytes(self.data)
@@ -184,13 +287,13 @@ def array(node: Object) -> Any:
         return NotImplemented
     found = array_type(kind)
     data = _python2_bytes(data)
-    if isinstance(data, list) or not isinstance(data, (bytes, bytearray, LongBytes)):
+    if isinstance(data, list) or not isinstance(data, (bytes, bytearray, LazyBytes)):
         raise Unsupported("a numpy array of Python objects", "It holds no plain numbers.")
     if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
         raise Corrupt("a numpy array whose shape is not a list of numbers")
     if math.prod(shape) * found.itemsize != len(data):
         raise Corrupt(f"a numpy array of shape {list(shape)} and type {found} with {len(data):,} bytes")
-    return Array(found, shape, data if isinstance(data, LongBytes) else bytes(data), bool(fortran))
+    return Array(found, shape, data if isinstance(data, LazyBytes) else bytes(data), bool(fortran))
 
 
 def _python2_bytes(data: Any) -> Any:

@@ -12,14 +12,9 @@ import sys
 import traceback
 from typing import Any
 
+from ckptool.checkpoint.files import absolute
 from ckptool.errors import CkptoolError, UsageError, UserCodeFailed, listed, printable
-from ckptool.paths import absolute
-
-
-def names_code(text: str) -> bool:
-    """True for a text of the form `file.py:NAME` or `module:NAME`."""
-    place, separator, attribute = text.rpartition(":")
-    return bool(separator and place and attribute.isidentifier())
+from ckptool.reports.targets import names_code
 
 
 def own(name: str, what: str) -> Any:

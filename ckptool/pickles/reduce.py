@@ -14,19 +14,9 @@ from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import (
-    Checkpoint,
-    Composite,
-    Computed,
-    LongBytes,
-    Storage,
-    StorageRef,
-    TensorEntry,
-    row_major_strides,
-)
-from ckptool.dtypes import DTYPES, DType
-from ckptool.errors import Unsupported, listed, printable
-from ckptool.graphs import (
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import DTYPES, DType
+from ckptool.checkpoint.graph import (
     SCALARS,
     After,
     Done,
@@ -38,9 +28,11 @@ from ckptool.graphs import (
     ReadOnlyOrderedDict,
     Remake,
 )
-from ckptool.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.checkpoint.tree import address, walk
+from ckptool.errors import Unsupported, listed, printable
 from ckptool.pickles.known import kind_of
-from ckptool.tree import address, walk
 
 if TYPE_CHECKING:
     import numpy
@@ -59,7 +51,7 @@ _AS_THEY_ARE = (
     TensorEntry,
     StorageRef,
     Composite,
-    LongBytes,
+    LazyBytes,
 )
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 _IDENTITY = frozenset(_AS_THEY_ARE)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
+from ckptool.checkpoint.nodes import ByteString, Global, Object, Set
+from ckptool.checkpoint.numpy_arrays import Array
 from ckptool.errors import counted, printable
-from ckptool.nodes import ByteString, Global, Object, Set
 from ckptool.pickles.known import is_torch_name
-from ckptool.plain.names import shown
-from ckptool.plain.numpy_arrays import Array
-from ckptool.plain.objects import expand, is_known
+from ckptool.pickles.plain.names import shown
+from ckptool.pickles.plain.objects import expand, is_known
 
 
 def summary(value: Any, width: int = 60) -> str:

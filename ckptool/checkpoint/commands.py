@@ -1,19 +1,18 @@
 """The commands that notes, errors and `doctor` print: argv that the program's own parser takes, quoted for a shell once.
 
-`command` makes them from a verb and its options and refuses what that verb does not have; a `Chain` fills in file names so that each
-command works on what the one before it wrote; an `Advice` is the last part of an error, a text that knows which commands are in it.
+`command` makes them from a verb and its options and refuses what that verb does not have; an `Advice` is the last part of an error, a
+text that knows which commands are in it. File names are filled in by `reports.commands`.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import count
 from typing import Any
 
 from ckptool.errors import quoted
-from ckptool.paths import absolute
 
 Words = tuple[str, ...]
 
@@ -179,9 +178,9 @@ class Advice(str):
     def commands(self) -> tuple[Command, ...]:
         return tuple(part for part in self.parts if isinstance(part, Command))
 
-    def filled(self, chain: Chain) -> Advice:
-        """The same for the file as the commands before left it."""
-        return Advice(*(chain.fill(part) if isinstance(part, Command) else part for part in self.parts))
+    def filled(self, fill: Callable[[Command], Command]) -> Advice:
+        """The same text with its commands filled in."""
+        return Advice(*(fill(part) if isinstance(part, Command) else part for part in self.parts))
 
     @property
     def otherwise(self) -> str:
@@ -191,71 +190,17 @@ class Advice(str):
         return text[:1].upper() + text[1:]
 
 
-# File names ----------------------------------------------------------------------------------------------------------
-
-_INNER_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pkl", ".safetensors", ".index")
+# Arguments as people give them ----------------------------------------------------------------------------------------
 
 
-class Chain:
-    """Fills in `FILE` and `OUT` so that each command works on what the one before it wrote, to a name that is not taken."""
-
-    def __init__(self, file: str, at: str = "") -> None:
-        """at: the part of the file that the commands are about, for as long as what they write is the whole of it."""
-        self.original = self.current = as_argument(file)
-        self.at = at
-        self._taken: set[str] = set()
-        self._suffix: str | None = None  # of what was written last, where that is another than the input's
-
-    def fill(self, command: Command) -> Command:
-        """The command for the file as the commands before left it."""
-        words = [self._filled(word) if isinstance(word, Slot) else word for word in command]
-        for word, filled in zip(command, words, strict=True):
-            if isinstance(word, Slot) and word.is_output:
-                self.current = filled
-                self.at = self.at if ADDRESSES.get(command[1]) is Use.CHANGES else ""
-        return Command(words)
-
-    def each(self, commands: Iterable[Words]) -> Iterator[Words]:
-        """The commands, filled in; one that stands there twice is left out the second time, as are words that are no command."""
-        seen: set[Words] = set()
-        for words in commands:
-            yield self.fill(words) if isinstance(words, Command) and words not in seen else ()
-            seen.add(words)
-
-    def _filled(self, slot: Slot) -> str:
-        if slot.is_output:
-            return self._free(slot.suffix)
-        if not slot.startswith("FILE"):
-            return slot  # nobody but the user can
-        place = "/".join(part for part in (self.at, slot.address) if part)
-        return f"{self.current}#{place}" if place else self.current
-
-    def _free(self, suffix: str | None) -> str:
-        self._suffix = suffix or self._suffix
-        stem, own = parted(_beside(self.original))
-        own = "" if own.endswith(".index.json") else own  # what is written for an index is a folder
-        for number in count(1):
-            name = f"{stem}.fixed{number if number > 1 else ''}{own if self._suffix is None else self._suffix}"
-            if name not in self._taken and not os.path.lexists(name):
-                break
-        self._taken.add(name)
-        return name
+def several(texts: str | Iterable[str]) -> list[str]:
+    """The texts as a list. A text by itself is one, not its letters: every option that takes several is read through this."""
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
-def _beside(path: str) -> str:
-    """The path, such that what is put behind it lies beside the file or folder: that of `runs/` and of `.` does."""
-    if os.path.basename(path) in ("", ".", ".."):
-        path = os.path.normpath(path)
-        last = os.path.basename(path)
-        outside = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path))))
-        return outside if last in (".", "..") else path
-    return path
-
-
-def parted(path: str) -> tuple[str, str]:
-    """The path without its suffix, and that: `.pth.tar` is one, and so is `.safetensors.index.json`."""
-    stem, suffix = os.path.splitext(path)
-    while os.path.splitext(stem)[1] in _INNER_SUFFIXES and suffix in (".tar", ".json", ".index.json"):
-        stem, before = os.path.splitext(stem)
-        suffix = before + suffix
-    return stem, suffix
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was most likely meant: the one that it begins, else the one with the fewest changes; empty for none."""
+    names = sorted(known)
+    begun = [each for each in names if len(name) > 1 and each.startswith(name)]
+    close = begun or difflib.get_close_matches(name, names, 1, 0.6)
+    return min(close, key=len) if close else ""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.graphs import After, Done, Empty, Made, Of, Remake
-from ckptool.nodes import Global, Object, OrderedDict, Set
-from ckptool.plain.names import shown
-from ckptool.plain.objects import expand
+from ckptool.checkpoint.graph import After, Done, Empty, Made, Of, Remake
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
+from ckptool.pickles.plain.names import shown
+from ckptool.pickles.plain.objects import expand
 
 
 def plain(value: Any) -> Any:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckptool.checkpoint import Composite, Flags, Tensor, TensorEntry
+from ckptool.checkpoint.nodes import Object, OrderedDict, Set
 from ckptool.errors import LimitExceeded
-from ckptool.nodes import Object, OrderedDict, Set
 
 MAX_NAMES = 32 << 20  # characters of all names together, and 64 for each module that is met
 _PARTS = ("_parameters", "_buffers", "_modules")

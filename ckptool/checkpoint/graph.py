@@ -11,8 +11,8 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.errors import Corrupt
-from ckptool.nodes import OrderedDict
 
 Of = Callable[[Any], Any]
 

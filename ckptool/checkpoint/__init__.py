@@ -5,27 +5,27 @@ Nothing here reads a byte until it is asked to. Nothing here is changed after it
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.dtypes import DType
-from ckptool.errors import Corrupt, Unsupported, printable
-from ckptool.files import Input, Source
-from ckptool.graphs import read_only
-from ckptool.nodes import Object, structural_parts
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.graph import read_only
+from ckptool.checkpoint.nodes import Object, structural_parts
+from ckptool.errors import printable
 
 if TYPE_CHECKING:
     import numpy
 
+MAX_RANK = 64  # dimensions that torch allows a tensor
 
 # FileRange, Storage, TensorEntry and StorageRef are not frozen, though nobody assigns to them: a checkpoint has one of each
 # for every tensor, and making a frozen object takes four times as long.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Literal:
+class InlineBytes:
     """Bytes in memory."""
 
     content: bytes
@@ -77,7 +77,7 @@ class Computed:
     view: Callable[[int, int], memoryview] | None = None
 
 
-Data = Literal | FileRange | Computed
+Data = InlineBytes | FileRange | Computed
 
 
 @dataclass(slots=True, eq=False)
@@ -85,14 +85,14 @@ class Storage:
     """A block of bytes that tensors are views of. Compared by identity: sharing a storage is being tied.
 
     location: torch's tag, `cpu` or `cuda:0`.  crc: CRC-32 of the bytes as the container recorded it; None if it did not.
-    twin: its bytes may be stored once with those of other twins on the same `data`; they stay storages of their own.
-    intact: the bytes were compared with the checksum and match; noted by `gather.verify` so that each storage is read once for that.
+    deduplicated: its bytes may be stored once with those of other twins on the same `data`; they stay storages of their own.
+    intact: the bytes were compared with the checksum and match; noted by `strided.verify` so that each storage is read once for that.
     """
 
     data: Data
     location: str = "cpu"
     crc: int | None = None
-    twin: bool = False
+    deduplicated: bool = False
     intact: bool = field(default=False, init=False, repr=False)
 
     @property
@@ -175,7 +175,7 @@ class TensorEntry:
 
         Raises `Corrupt` where they do not match the checksum that the container has for them, as `numpy` does.
         """
-        from ckptool.gather import verify
+        from ckptool.checkpoint.strided import verify
 
         verify(self)
         data = self.row_major()
@@ -183,7 +183,7 @@ class TensorEntry:
 
     def row_major(self) -> Data:
         """The stored values in row-major order, not read yet."""
-        from ckptool.gather import row_major
+        from ckptool.checkpoint.strided import row_major
 
         return row_major(self)
 
@@ -193,7 +193,7 @@ class TensorEntry:
         Raises `Unsupported` for a type that numpy cannot hold (complex32, packed 4-bit), and `Corrupt` where the storage does not match its
         checksum, if the container has one. That of a storage over 64 MB is not looked at for a tensor that is less than a quarter of it.
         """
-        from ckptool.gather import to_numpy
+        from ckptool.checkpoint.strided import to_numpy
 
         return to_numpy(self)
 
@@ -275,68 +275,12 @@ class Composite:
         return f"<{printable(self.kind)} tensor {self.dtype or ''}{shape}>"
 
 
-@dataclass(slots=True, eq=False)
-class Blob:
-    """A long value of a pickle that was left where it is: `data` are its bytes as the pickle spells them.
-
-    Only builders meet it, while a pickle is decoded (see `pickles/skeleton.py`); there is none in an opened checkpoint.
-    kind: what the pickle makes of the bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (`data` is its UTF-8).
-    of: the blob that it was made from, if another.
-    """
-
-    data: Data
-    kind: str
-    of: Blob | None = None
-
-    def __repr__(self) -> str:
-        return f"<{self.kind} of {self.data.length:,} bytes>"
-
-
-MAX_LONG_BYTES = 32 << 20
-
-
-@dataclass(slots=True, eq=False)
-class LongBytes:
-    """The data of a large numpy array, left in its file: in a tree it stands for the `bytes` that the pickle has there.
-
-    mutable: it stands for a `bytearray`.  crc: their CRC-32, where the container has one; checked when all of it is read.
-    """
-
-    data: Data
-    mutable: bool = False
-    crc: int | None = None
-
-    def __len__(self) -> int:
-        return self.data.length
-
-    def __bytes__(self) -> bytes:
-        data = self.data.read(0, self.data.length)
-        if self.crc is not None:
-            crc = Crc(expected=self.crc, name="a numpy array")
-            crc.update(data)
-            crc.check()
-        return data
-
-    def whole(self) -> bytes:
-        """All of it, for a pickle or a header; raises `Unsupported` where that is too much for one."""
-        if len(self) > MAX_LONG_BYTES:
-            raise Unsupported(
-                f"a numpy array of {len(self):,} bytes cannot be pickled again",
-                f"At most {MAX_LONG_BYTES:,} are: a pickle is read into memory as a whole.",
-                "Write the arrays as tensors: ckptool convert FILE -o OUT.safetensors (or OUT.npz)",
-            )
-        return bytes(self)
-
-    def __repr__(self) -> str:
-        return f"<{self.data.length:,} bytes in their file>"
-
-
 Tensor = TensorEntry | Composite
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something about a file that its user should know. `fix`: the command that fixes it, as argv (`ckptool.commands`)."""
+    """Something about a file that its user should know. `fix`: the command that fixes it, as argv (`ckptool.checkpoint.commands`)."""
 
     code: str
     message: str
@@ -377,7 +321,7 @@ class Checkpoint:
     origin: what its format remembers of that file in order to write it back; nobody else looks at it.
     discarded: what the file makes or imports beside the tree and is not inert; it would run, so it is shown.
     tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
-    beside: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not listed, not written.
+    extras: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not listed, not written.
     part: of what it is only a part; None for a whole checkpoint (see `formats.parts`, which decides).
     base: of a part of a file, the path that leads to it.
     """
@@ -390,7 +334,7 @@ class Checkpoint:
     notes: tuple[Note, ...] = ()
     discarded: tuple[Any, ...] = ()
     tensors_only: bool = False
-    beside: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    extras: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     part: PartOf | None = None
     base: tuple[Any, ...] = ()
     kept: dict[str, Any] = field(
@@ -422,69 +366,3 @@ class Checkpoint:
         from ckptool.render.html import checkpoint_html
 
         return checkpoint_html(self)
-
-
-class Crc:
-    """The running CRC-32 of bytes that pass through the sink; `expected` is what it must come to, `name` what the bytes are."""
-
-    __slots__ = ("expected", "name", "value")
-
-    def __init__(self, value: int = 0, expected: int | None = None, name: str = "") -> None:
-        self.value = value
-        self.expected = expected
-        self.name = name
-
-    def update(self, data: bytes | bytearray | memoryview) -> None:
-        self.value = zlib.crc32(data, self.value)
-
-    def check(self) -> None:
-        """Raises `Corrupt` when all bytes have passed and the sum is not the expected one."""
-        if self.expected is not None and self.value != self.expected:
-            raise Corrupt(
-                f"{printable(self.name)} does not match its checksum (stored {self.expected:08x}, found {self.value:08x})",
-                "Its bytes were damaged after the file was written. Nothing was written.",
-            )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Summed:
-    """Data whose CRC-32 is wanted: the sink adds it up in `crc` while the bytes pass."""
-
-    data: Data
-    crc: Crc
-
-    @property
-    def length(self) -> int:
-        return self.data.length
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Late:
-    """`length` bytes that can only be made when everything before them has passed (a checksum, a directory)."""
-
-    length: int
-    make: Callable[[], bytes]
-
-
-Segment = Literal | FileRange | Computed | Summed | Late
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """The files that a format wants written: names (`""` for a single file) to segments, in order, to be gone through more than once.
-
-    checks: storages that are read in part, whose checksums are to be checked as a whole.
-    keep > 0: append to a file after its first `keep` bytes instead. `guard` is then what has to be the last thing in the
-    file for the old state to be found, and `guard_every` the distance within which readers search for it.
-    """
-
-    files: Mapping[str, Iterable[Segment]]
-    checks: list[Storage] = field(default_factory=list)
-    keep: int = 0
-    guard: bytes = b""
-    guard_every: int = 0
-    nbytes: int = field(init=False)  # to be written, all files together
-
-    def __post_init__(self) -> None:
-        total = sum(segment.length for segments in self.files.values() for segment in segments)
-        object.__setattr__(self, "nbytes", total)

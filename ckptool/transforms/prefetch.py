@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ckptool.checkpoint import Crc, Data, FileRange, Storage, TensorEntry
-from ckptool.gather import fill
-from ckptool.values import aligned
+from ckptool.checkpoint import Data, FileRange, Storage, TensorEntry
+from ckptool.checkpoint.numeric import aligned
+from ckptool.checkpoint.plan import Crc
+from ckptool.checkpoint.strided import fill
 
 if TYPE_CHECKING:
-    from ckptool.values import Array
+    from ckptool.checkpoint.numeric import Array
 
 T = TypeVar("T")
 BLOCK = 512 << 10  # bytes of each source at a time

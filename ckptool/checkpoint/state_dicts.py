@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.arrays import with_tensors
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
-from ckptool.commands import OUT_SAFETENSORS, Advice, command, input_of
+from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, input_of
+from ckptool.checkpoint.nodes import Object, OrderedDict
+from ckptool.checkpoint.numpy_arrays import with_tensors
+from ckptool.checkpoint.pickled_modules import module_state_dict
+from ckptool.checkpoint.tree import Path, address, find, tensors
 from ckptool.errors import UsageError, counted, listed, printable, quoted
-from ckptool.modules import module_state_dict
-from ckptool.nodes import Object, OrderedDict
-from ckptool.tree import Path, address, find, tensors
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
 
@@ -45,7 +45,7 @@ _PARAMETER_NAMES = frozenset(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Root:
+class StateDict:
     """A part of a checkpoint and what it looks like. `detail`: more about it, for people (`Adam state for 12 parameters`).
 
     module: where the part is a whole pickled module; `node` is then its state dict, which stands nowhere in the tree.
@@ -78,14 +78,14 @@ def is_optimizer(node: Any) -> bool:
     return isinstance(node, dict) and isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
 
 
-def find_roots(checkpoint: Checkpoint) -> list[Root]:
+def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
     """The parts of a checkpoint, in order: every model root and optimizer at any depth, and what lies beside them on the way there."""
     tree = checkpoint.tree
     special = {root.path: root for root in _special(tree, checkpoint.base)}
     if () in special or not isinstance(tree, (dict, list, tuple)) or not (special or isinstance(tree, dict)):
-        return list(special.values()) or [Root((), tree, PLAIN, base=checkpoint.base)]
+        return list(special.values()) or [StateDict((), tree, PLAIN, base=checkpoint.base)]
     above = {path[:length] for path in special for length in range(len(path))} | {()}
-    roots: list[Root] = []
+    roots: list[StateDict] = []
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()
@@ -93,17 +93,17 @@ def find_roots(checkpoint: Checkpoint) -> list[Root]:
             below = node.items() if isinstance(node, dict) else enumerate(node)
             stack += reversed([((*path, key), value) for key, value in below])
         else:
-            roots.append(special.get(path) or Root(path, node, PLAIN, base=checkpoint.base))
+            roots.append(special.get(path) or StateDict(path, node, PLAIN, base=checkpoint.base))
     return roots
 
 
-def model_roots(checkpoint: Checkpoint, *, named: bool = False) -> list[Root]:
+def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[StateDict]:
     """The model roots whose keys a verb may change. named: of a part that was named, the dictionary itself if it has none.
 
     Raises `UsageError` if there is none, if the part is not a dictionary, or if one is a whole module, inside of which are no keys to
     change.
     """
-    roots = [root for root in find_roots(checkpoint) if root.is_model]
+    roots = [root for root in find_state_dicts(checkpoint) if root.is_model]
     if not roots:
         roots = _weights(checkpoint, "" if named else None)
     roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
@@ -121,12 +121,12 @@ def model_roots(checkpoint: Checkpoint, *, named: bool = False) -> list[Root]:
     return roots
 
 
-def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> list[Root]:
+def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> list[StateDict]:
     """The model roots, or what is at an address. arrays: of numpy arrays too, where there are no others."""
     if at is not None:
         return _at_address(*find(checkpoint.tree, at), checkpoint.base, arrays=arrays)
-    roots = [root for root in find_roots(checkpoint) if root.is_model]
-    found = [] if roots else array_roots(checkpoint.tree)
+    roots = [root for root in find_state_dicts(checkpoint) if root.is_model]
+    found = [] if roots else array_state_dicts(checkpoint.tree)
     if not roots and not (arrays and found):
         where = str(checkpoint.source or "the checkpoint")
         raise UsageError(
@@ -146,10 +146,10 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
     return roots or found
 
 
-def _at_address(path: Path, node: Any, base: Path, *, arrays: bool) -> list[Root]:
+def _at_address(path: Path, node: Any, base: Path, *, arrays: bool) -> list[StateDict]:
     """The thing at an address as a set of weights, whatever it looks like."""
     if isinstance(node, dict):
-        root = (arrays and _array_root(path, node)) or Root(path, node, WEIGHTS)
+        root = (arrays and _array_root(path, node)) or StateDict(path, node, WEIGHTS)
         return [replace(root, base=base)]
     if module := _whole_module(path, node):
         return [replace(module, base=base)]
@@ -159,7 +159,7 @@ def _at_address(path: Path, node: Any, base: Path, *, arrays: bool) -> list[Root
     )
 
 
-def one_root(checkpoint: Checkpoint, at: str | None = None) -> tuple[Root, str]:
+def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[StateDict, str]:
     """The one model root of a verb that takes one, and a remark where a choice was made: the only one, or the model beside its EMA.
 
     Raises `UsageError` listing the candidates where there are several.
@@ -173,7 +173,7 @@ def one_root(checkpoint: Checkpoint, at: str | None = None) -> tuple[Root, str]:
         return models[0], f"took {printable(models[0].address)}, the model; {averages} is its average"
     where = str(checkpoint.source or "the checkpoint")
     raise UsageError(
-        f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_ROOTS)}",
+        f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_STATE_DICTS)}",
         "This command takes one of them.",
         f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}",
     )
@@ -183,20 +183,20 @@ def _article(node: Any) -> str:
     return "a tensor" if isinstance(node, (TensorEntry, Composite)) else f"of type {type(node).__name__}"
 
 
-def _whole_module(path: Path, node: Any) -> Root | None:
+def _whole_module(path: Path, node: Any) -> StateDict | None:
     """The root of a pickled module that has weights."""
     names = module_state_dict(node)
     if not names:
         return None
-    return Root(path, names, _kind_at(path), f"whole module {printable(node.name)}", node)
+    return StateDict(path, names, _kind_at(path), f"whole module {printable(node.name)}", node)
 
 
-def array_roots(tree: Any) -> list[Root]:
+def array_state_dicts(tree: Any) -> list[StateDict]:
     """The dictionaries of names to numpy arrays in a tree, as people pickle them instead of state dicts; their nodes hold tensors.
 
     Those that look like weights, if any do; of two inside each other, the one with more arrays.
     """
-    found: list[Root] = []
+    found: list[StateDict] = []
     left_out: set[int] = set()
     seen: set[int] = set()
     stack: list[tuple[Path, Any, int]] = [((), tree, -1)]  # and which of those found is around it
@@ -216,11 +216,11 @@ def array_roots(tree: Any) -> list[Root]:
     return [root for root in roots if _looks_like_weights(root.path, root.node)] or roots
 
 
-def _arrays_in(root: Root) -> int:
+def _arrays_in(root: StateDict) -> int:
     return sum(isinstance(value, TensorEntry) for value in root.node.values())
 
 
-def _array_root(path: Path, node: dict[Any, Any]) -> Root | None:
+def _array_root(path: Path, node: dict[Any, Any]) -> StateDict | None:
     """The root of a dictionary of which at least half are numpy arrays, and none a tensor."""
     if _is_other(path) or not all(type(key) is str for key in node):
         return None
@@ -230,16 +230,16 @@ def _array_root(path: Path, node: dict[Any, Any]) -> Root | None:
     count = sum(isinstance(value, TensorEntry) for value in made.values())
     if not count or 2 * count < len(made):
         return None
-    return Root(path, made, _kind_at(path), counted(count, "numpy array"), arrays=node)
+    return StateDict(path, made, _kind_at(path), counted(count, "numpy array"), arrays=node)
 
 
-def beside_names(root: Root) -> list[tuple[Path, Tensor]]:
+def unnamed_tensors(root: StateDict) -> list[tuple[Path, Tensor]]:
     """The tensors in a whole module that its state dict does not have: non-persistent buffers, plain attributes."""
     named = {view_of(tensor) for tensor in root.node.values()}
     return [(root.path + path, tensor) for path, tensor in tensors(root.module) if view_of(tensor) not in named]
 
 
-def kinds_of(roots: Iterable[Root]) -> list[str]:
+def kinds_of(roots: Iterable[StateDict]) -> list[str]:
     """What a checkpoint is called by: its sets of weights, optimizers and whole modules, each kind once."""
     return list(dict.fromkeys(root.detail or root.kind for root in roots if root.is_model or root.detail))
 
@@ -262,14 +262,14 @@ def _all_numbers(values: tuple[Any, ...]) -> bool:
 _AVERAGED_BY_LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
 
 
-def _special(tree: Any, base: Path = ()) -> Iterator[Root]:
+def _special(tree: Any, base: Path = ()) -> Iterator[StateDict]:
     """Model roots and optimizers, outermost first; the kind of one may follow from what lies beside it."""
     averaged = isinstance(tree, dict) and all(key in tree for key in _AVERAGED_BY_LIGHTNING)
     for root in _found(tree, base):
         yield replace(root, kind=AVERAGE) if averaged and base + root.path == ("state_dict",) else root
 
 
-def _found(tree: Any, base: Path) -> Iterator[Root]:
+def _found(tree: Any, base: Path) -> Iterator[StateDict]:
     """Model roots and optimizers, outermost first, without looking into what they hold. base: what leads to the tree."""
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), tree)]
@@ -282,9 +282,9 @@ def _found(tree: Any, base: Path) -> Iterator[Root]:
             if not _is_other(base + path) and (root := _whole_module(base + path, node)):
                 yield replace(root, path=path, base=base)
         elif is_optimizer(node):
-            yield Root(path, node, OPTIMIZER, optimizer_detail(node), base=base)
+            yield StateDict(path, node, OPTIMIZER, optimizer_detail(node), base=base)
         elif isinstance(node, dict) and _is_weights(base + path, node):
-            yield Root(path, node, _kind_at(base + path), base=base)
+            yield StateDict(path, node, _kind_at(base + path), base=base)
         else:
             stack += reversed([((*path, key), value) for key, value in _containers(node)])
 
@@ -295,7 +295,7 @@ def _containers(node: Any) -> list[tuple[Any, Any]]:
     return [(key, value) for key, value in below if type(value) in _HOLDERS and value]
 
 
-MANY_ROOTS = 20  # that are named where one of them has to be chosen
+MANY_STATE_DICTS = 20  # that are named where one of them has to be chosen
 _HOLDERS = frozenset({dict, OrderedDict, list, tuple, Object})
 
 
@@ -370,3 +370,39 @@ def optimizers(tree: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
     for root in _special(tree):
         if root.kind == OPTIMIZER:
             yield root.path, root.node
+
+
+PEELED = "module."
+INNER_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+# The one key that an averaged model keeps beside those of its module.
+COUNTER = "n_averaged"
+
+
+def without_wrappers(key: str) -> str:
+    """The key as the bare module has it: `module.` taken off once at the front, wrappers that begin with `_` anywhere."""
+    if "_" not in key and not key.startswith(PEELED):
+        return key
+    *modules, name = key.split(".")
+    modules = [part for part in modules if part not in INNER_WRAPPERS]
+    if modules and modules[0] == "module":
+        del modules[0]
+    return ".".join([*modules, name])
+
+
+def unwrapped_front(key: str) -> str:
+    """The key without the `_` wrappers that stand before anything else."""
+    parts = key.split(".")
+    while len(parts) > 1 and parts[0] in INNER_WRAPPERS:
+        del parts[0]
+    return ".".join(parts)
+
+
+def wrappers(key: str) -> str:
+    """The wrapper prefixes of a key, in order: `module._orig_mod.`; the empty text if it has none."""
+    if "_" not in key:
+        return PEELED if key.startswith(PEELED) and len(key) > len(PEELED) else ""
+    front = unwrapped_front(key)
+    found = [part for part in key.split(".")[:-1] if part in INNER_WRAPPERS]
+    if front.startswith(PEELED) and len(front) > len(PEELED):
+        found.insert(key.split(".").index("module"), "module")
+    return "".join(f"{part}." for part in found)

@@ -1,6 +1,6 @@
 """Values that a checkpoint may hold beside Python's own: inert, named, never imported, never called.
 
-A tree is made of `None`, bool, int, float, complex, str, bytes, bytearray, list, tuple and dict, of the tensors of `checkpoint.py`,
+A tree is made of `None`, bool, int, float, complex, str, bytes, bytearray, list, tuple and dict, of the tensors of `checkpoint`,
 and of the nodes here. A node says how a pickle would make the object; it is written back as that.
 Nodes are filled while a pickle is decoded (they may refer to themselves) and not changed afterwards.
 """
@@ -244,3 +244,17 @@ def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, 
     # No address leads there.
     below += [(key, depth, length) for key in node if type(key) is not str and type(key) in _CONTAINERS]
     return below, len(node), sum([len(key) for key in node if type(key) is str])
+
+
+_HOMES = {
+    "__builtin__": "builtins",
+    "pathlib._local": "pathlib",
+    "numpy._core.multiarray": "numpy.core.multiarray",
+    "numpy.core._multiarray_umath": "numpy.core.multiarray",
+    "numpy._core.numeric": "numpy.core.numeric",
+}
+
+
+def canonical(name: Any) -> str:
+    """A name as the tables here spell it: one home for a module that moved; the empty text for what is no name."""
+    return f"{_HOMES.get(name.module, name.module)}.{name.name}" if type(name) is Global else ""

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Flags
-from ckptool.dtypes import DType, by_name
+from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.errors import Unsupported
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from ckptool.checkpoint.nodes import MISSING, Object, canonical
 from ckptool.errors import Corrupt, printable
-from ckptool.nodes import MISSING, Object
-from ckptool.plain.names import canonical
 
 
 def python_value(node: Any) -> Any:

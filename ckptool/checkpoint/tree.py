@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Note, Storage, StorageRef, Tensor, TensorEntry
-from ckptool.commands import OUT, OUT_SAFETENSORS, Advice, Command, command, input_of
-from ckptool.errors import Ambiguous, LimitExceeded, UnsafeObject, UsageError, counted, listed, printable
-from ckptool.modules import module_state_dict
-from ckptool.nodes import MISSING, Object, OrderedDict, Set
-from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED, UNKNOWN, Use, uses
-from ckptool.pickles.torch_objects import rebuilt
+from ckptool.checkpoint import Composite, Storage, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
+from ckptool.checkpoint.pickled_modules import module_state_dict
+from ckptool.errors import Ambiguous, LimitExceeded, UsageError, counted, listed, printable
 
 Path = tuple[Any, ...]
 Leaf = Callable[[Any], Any]
@@ -151,7 +148,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
     path: Path = ()
     node = tree
     for part in text.strip("/").split("/") if text.strip("/") else ():
-        matches = _matching(children(node), part) or _matching((module_state_dict(node) or {}).items(), part)
+        matches = matching(children(node), part) or matching((module_state_dict(node) or {}).items(), part)
         if not matches:
             names = (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node)))
             there = [printable(segment_text(segment)) for segment in names]
@@ -172,7 +169,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
     return path, node
 
 
-def _matching(parts: Iterable[tuple[Any, Any]], text: str) -> list[tuple[Any, Any]]:
+def matching(parts: Iterable[tuple[Any, Any]], text: str) -> list[tuple[Any, Any]]:
     return [(segment, child) for segment, child in parts if segment_text(segment) == text]
 
 
@@ -314,6 +311,8 @@ class _Copier:
                 continue
             stack.pop()
             if isinstance(source, Composite):
+                from ckptool.pickles.torch_objects import rebuilt
+
                 args = tuple(self.of(part) for part in source.made.args)
                 self.copies[id(top)] = rebuilt(Object(source.made.fn, args), source)
             else:
@@ -371,83 +370,3 @@ def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:
 
 
 # What would run ------------------------------------------------------------------------------------------------------
-
-DISCARDED = "(made and thrown away)"
-
-
-def uses_of(checkpoint: Checkpoint) -> tuple[tuple[Use, str], ...]:
-    """What in a checkpoint is not inert, each with the nearest address; last what the file makes and throws away."""
-    if "uses" not in checkpoint.kept:
-        found = [(use, address(use.path)) for use in uses(checkpoint.tree)]
-        found += [(use._replace(verdict=UNKNOWN), DISCARDED) for use in uses(checkpoint.discarded)]
-        checkpoint.kept["uses"] = tuple(found)
-    return checkpoint.kept["uses"]  # type: ignore[no-any-return]
-
-
-def _is_of_program(checkpoint: Checkpoint, use: Use) -> bool:
-    """True for a class of the program in a TorchScript file, which lies in the file itself and is imported from nowhere."""
-    return bool(checkpoint.beside) and use.name.startswith("__torch__.")
-
-
-def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool = False) -> tuple[Note, ...]:
-    """Raises `UnsafeObject` for what would run and is unknown, unless it is to be kept and can be; gives a note of people's own classes.
-
-    as_it_is: the file is copied, so that what it makes and throws away is kept too.
-    """
-    unknown: dict[str, str] = {}
-    count = 0
-    for use, place in uses_of(checkpoint):
-        if use.verdict == UNKNOWN and (not keep_unknown or (place == DISCARDED and not as_it_is)):
-            count += 1
-            if len(unknown) < _NAMED_UNKNOWN:
-                unknown.setdefault(f"{_VERBS[use.how]} {printable(use.name)}", place)
-    if not count:
-        return custom_notes(checkpoint)
-    source = checkpoint.source or "the checkpoint"
-    names = [f"{what} at {printable(place) or 'the top'}" for what, place in unknown.items()]
-    if count > len(names):
-        names.append(f"{count - len(names):,} more")
-    thrown_away = DISCARDED in unknown.values() and not as_it_is
-    raise UnsafeObject(
-        f"{source} {listed(names)}",
-        "Loading the file runs this; ckptool neither ran it nor passes it on without being told to. Nothing was written.",
-        Advice(
-            "What is made and thrown away cannot be kept. Write the weights alone: ",
-            command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
-        )
-        if thrown_away
-        else Advice(*_drop(checkpoint, unknown.values()), "Pass it on as it is: --keep-unknown"),
-    )
-
-
-_VERBS = {CALLED: "calls", MADE: "makes", NAMED: "refers to"}
-_NAMED_UNKNOWN = 6
-
-
-def _drop(checkpoint: Checkpoint, places: Iterable[str]) -> tuple[str, ...] | tuple[str, Command, str]:
-    """How to drop what cannot be passed on, where all of it is in entries of dictionaries."""
-    found = [_entry(checkpoint.tree, place) for place in dict.fromkeys(places)]
-    if not all(found):
-        return ()
-    patterns = ["".join(f"[{c}]" if c in "*?[" else c for c in place) for place in dict.fromkeys(found)]
-    return "Drop it: ", command("edit", input_of(checkpoint.source), drop=patterns, out=OUT), ". "
-
-
-def _entry(tree: Any, place: str) -> str:
-    """The longest beginning of an address that leads through entries of dictionaries."""
-    found, node = "", tree
-    for part in place.split("/") if place else ():
-        mapping = node.items if isinstance(node, Object) else node
-        match = _matching(mapping.items(), part) if isinstance(mapping, dict) else []
-        if len(match) != 1:
-            break
-        found, node = f"{found}/{part}" if found else part, match[0][1]
-    return found
-
-
-def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:
-    """What is to be said wherever a file with objects of people's own classes is looked at or written."""
-    custom = (use for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM and not _is_of_program(checkpoint, use))
-    names = [printable(name) for name in dict.fromkeys(use.name for use in custom)]
-    what = f"loading it with pickle imports and makes {listed(names, 4)}; ckptool does not"
-    return (Note("custom-class", what),) if names else ()

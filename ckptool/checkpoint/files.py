@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 
-from ckptool.commands import Advice, Command, command, other_program
+from ckptool.checkpoint.commands import Advice, Command, command, other_program
 from ckptool.errors import (
     BrokenLink,
     CkptoolError,
@@ -28,7 +28,6 @@ from ckptool.errors import (
     UsageError,
     printable,
 )
-from ckptool.paths import absolute
 
 MAX_FILES = 100_000  # that one looks at in a folder
 MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
@@ -454,3 +453,33 @@ _MEANINGS = {
     errno.EROFS: "The file system is mounted read-only.",
     errno.EIO: "The disk reported an error; what is on it may be damaged.",
 }
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path from the root on. Raises `FileProblem` for a name that no file can have, and for a relative one where the working
+    directory was removed.
+    """
+    if "\0" in os.fspath(path):
+        raise FileProblem(
+            f"cannot use {printable(os.fspath(path))}: it has a NUL character", "No file can have such a name."
+        )
+    try:
+        return os.path.abspath(path)
+    except OSError as error:
+        raise FileProblem(
+            f"cannot find {printable(os.fspath(path))}: the working directory is gone",
+            "The folder that this was started in has been removed, or replaced by another of the same name.",
+            'Enter it again: cd "$PWD"; or name files from the root on.',
+        ) from error
+
+
+_INNER_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pkl", ".safetensors", ".index")
+
+
+def parted(path: str) -> tuple[str, str]:
+    """The path without its suffix, and that: `.pth.tar` is one, and so is `.safetensors.index.json`."""
+    stem, suffix = os.path.splitext(path)
+    while os.path.splitext(stem)[1] in _INNER_SUFFIXES and suffix in (".tar", ".json", ".index.json"):
+        stem, before = os.path.splitext(stem)
+        suffix = before + suffix
+    return stem, suffix

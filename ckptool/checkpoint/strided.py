@@ -13,16 +13,16 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Computed, Data, FileRange, Literal, Storage, TensorEntry
-from ckptool.dtypes import DType
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.files import file_problem
+from ckptool.checkpoint.numeric import CHUNK, packed, resolve, scratch
 from ckptool.errors import BadTensor, Corrupt, LimitExceeded, UsageError, counted, printable
-from ckptool.files import file_problem
-from ckptool.values import CHUNK, packed, resolve, scratch
 
 if TYPE_CHECKING:
     import numpy
 
-    from ckptool.values import Array
+    from ckptool.checkpoint.numeric import Array
 
 _BLOCK = 8 << 20  # bytes of output made at a time: long runs make few calls
 _PACK = 4 << 20  # bytes read for it at a time
@@ -46,8 +46,8 @@ def subrange(data: Data, offset: int, length: int) -> Data:
         )
     if isinstance(data, FileRange):
         return FileRange(data.file, data.offset + offset, length, data.confirm)
-    if isinstance(data, Literal):
-        return Literal(data.content[offset : offset + length])
+    if isinstance(data, InlineBytes):
+        return InlineBytes(data.content[offset : offset + length])
     return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))))
 
 
@@ -116,7 +116,7 @@ def row_major(entry: TensorEntry) -> Data:
     Raises `BadTensor` if the view reaches outside of its storage.
     """
     if entry.numel == 0:
-        return Literal(b"")
+        return InlineBytes(b"")
     start, stop = entry.span()
     whole = subrange(entry.storage.data, start, stop - start)
     if entry.is_contiguous:

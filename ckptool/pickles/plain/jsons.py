@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
+from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.numpy_arrays import Array
 from ckptool.errors import printable
-from ckptool.nodes import Object, Set
-from ckptool.plain.numpy_arrays import Array
-from ckptool.plain.summaries import summary
-from ckptool.plain.values import plain
+from ckptool.pickles.plain.summaries import summary
+from ckptool.pickles.plain.values import plain
 
 MAX_JSON_DEPTH = 100
 MAX_JSON_NODES = 100_000

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ckptool.checkpoint.nodes import Global, Object, canonical
+from ckptool.checkpoint.numpy_arrays import array, array_type, element, scalar
 from ckptool.errors import CkptoolError
-from ckptool.nodes import Global, Object
-from ckptool.plain.names import canonical
-from ckptool.plain.numpy_arrays import array, array_type, element, scalar
-from ckptool.plain.python_values import VALUES, stateless
+from ckptool.pickles.plain.python_values import VALUES, stateless
 
 
 def expand(node: Object) -> Any:

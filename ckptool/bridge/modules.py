@@ -11,24 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, Literal, Note, Storage, TensorEntry
-from ckptool.dtypes import BY_TORCH
+from ckptool.bridge.user_code import called, own
+from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBytes, Note, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import BY_TORCH
+from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
+from ckptool.checkpoint.strided import verify
 from ckptool.errors import Conflict, MissingExtra, Unsupported, UsageError, counted, listed, printable
-from ckptool.gather import verify
-from ckptool.prefixes import INNER_WRAPPERS
+from ckptool.formats.opening import open_whole, refuse_part
 from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
 from ckptool.reports.warm_start import LoadReport, Refusal, not_loaded, refusal
-from ckptool.roots import WEIGHTS, Root, one_root
 from ckptool.transforms.conversion import first_part
 from ckptool.transforms.optimizer_state import Carried, carried
-from ckptool.transforms.patterns import matcher
-from ckptool.transforms.rename import apply
 from ckptool.transforms.torch_versions import COUNTER
 from ckptool.transforms.warm_start_plan import Assignment, WarmStartPlan, match_options, plan_warm_start
-from ckptool.tree import map_storages
-from ckptool.user_code import called, own
-from ckptool.verbs.opening import open_whole, refuse_part
-from ckptool.verbs.save import save
 
 try:
     import torch
@@ -245,13 +241,13 @@ def load_into(
 
 def _weights(
     checkpoint: str | os.PathLike[str] | Checkpoint, at: str | None, part: bool
-) -> tuple[Checkpoint, Root, str]:
+) -> tuple[Checkpoint, StateDict, str]:
     if isinstance(checkpoint, Checkpoint):
         refuse_part(checkpoint, part=part)
     else:
         opened = open_whole(checkpoint, at, part=part)
         checkpoint, at = opened.checkpoint, opened.at
-    return checkpoint, *one_root(checkpoint, at)
+    return checkpoint, *one_state_dict(checkpoint, at)
 
 
 def _with_counters(plan: WarmStartPlan, slots: Mapping[str, _Slot]) -> WarmStartPlan:
@@ -260,7 +256,7 @@ def _with_counters(plan: WarmStartPlan, slots: Mapping[str, _Slot]) -> WarmStart
         name for name in plan.report.supplied if slots[name].tensor.device.type == "meta" and name.endswith(COUNTER)
     ]
     zeros = {
-        name: Assignment(name, TensorEntry(Storage(Literal(bytes(8)), "cpu"), BY_TORCH["int64"], (), (), 0))
+        name: Assignment(name, TensorEntry(Storage(InlineBytes(bytes(8)), "cpu"), BY_TORCH["int64"], (), (), 0))
         for name in names
     }
     supplied = tuple(name for name in plan.report.supplied if name not in zeros)
@@ -389,7 +385,7 @@ def _bare_entry(choice: Assignment) -> TensorEntry:
 
 
 def _is_mapped(entry: TensorEntry) -> bool:
-    return isinstance(entry.storage.data, FileRange) and not entry.storage.twin
+    return isinstance(entry.storage.data, FileRange) and not entry.storage.deduplicated
 
 
 # Optimizers --------------------------------------------------------------------------------------------------------------
@@ -398,7 +394,7 @@ def _is_mapped(entry: TensorEntry) -> bool:
 def _for_optimizer(
     optimizer: torch.optim.Optimizer,
     checkpoint: Checkpoint,
-    root: Root,
+    root: StateDict,
     target: Target,
     plan: WarmStartPlan,
     slots: Mapping[str, _Slot],
@@ -445,29 +441,3 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, moved: Carried, slots: Map
             "It may be of another kind than the one that was saved. Nothing was changed.",
             "Go on without: leave optimizer out",
         ) from error
-
-
-# Saving ------------------------------------------------------------------------------------------------------------------
-
-
-def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes a model's state dict as any machine can load it: unwrapped, tagged `cpu`, without prefixes of wrappers; durably.
-
-    The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path, weights_only=True)` and
-    `model.load_state_dict` take it as it is.  overwrite: replace what is there.
-    Raises `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
-    """
-    state: Any = unwrapped(model, averages=True).state_dict()
-    tree = map_storages(bridge.from_torch(state), _on_cpu)
-    whole = Checkpoint(tree, "live")
-    save(apply(whole, [Root((), tree, WEIGHTS)], _without_inner).checkpoint, path, overwrite=overwrite)
-
-
-def _on_cpu(storage: Storage) -> Storage:
-    return replace(storage, location="cpu")
-
-
-def _without_inner(key: str) -> str:
-    """The key without what `torch.compile` and the like put on submodules; a submodule called `module` keeps its name."""
-    *modules, name = key.split(".")
-    return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])

@@ -1,0 +1,66 @@
+"""File names in the commands that reports print: each command works on what the one before it wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+from ckptool.checkpoint.commands import ADDRESSES, Command, Slot, Use, Words, as_argument
+from ckptool.checkpoint.files import absolute, parted
+
+
+class Chain:
+    """Fills in `FILE` and `OUT` so that each command works on what the one before it wrote, to a name that is not taken."""
+
+    def __init__(self, file: str, at: str = "") -> None:
+        """at: the part of the file that the commands are about, for as long as what they write is the whole of it."""
+        self.original = self.current = as_argument(file)
+        self.at = at
+        self._taken: set[str] = set()
+        self._suffix: str | None = None  # of what was written last, where that is another than the input's
+
+    def fill(self, command: Command) -> Command:
+        """The command for the file as the commands before left it."""
+        words = [self._filled(word) if isinstance(word, Slot) else word for word in command]
+        for word, filled in zip(command, words, strict=True):
+            if isinstance(word, Slot) and word.is_output:
+                self.current = filled
+                self.at = self.at if ADDRESSES.get(command[1]) is Use.CHANGES else ""
+        return Command(words)
+
+    def each(self, commands: Iterable[Words]) -> Iterator[Words]:
+        """The commands, filled in; one that stands there twice is left out the second time, as are words that are no command."""
+        seen: set[Words] = set()
+        for words in commands:
+            yield self.fill(words) if isinstance(words, Command) and words not in seen else ()
+            seen.add(words)
+
+    def _filled(self, slot: Slot) -> str:
+        if slot.is_output:
+            return self._free(slot.suffix)
+        if not slot.startswith("FILE"):
+            return slot  # nobody but the user can
+        place = "/".join(part for part in (self.at, slot.address) if part)
+        return f"{self.current}#{place}" if place else self.current
+
+    def _free(self, suffix: str | None) -> str:
+        self._suffix = suffix or self._suffix
+        stem, own = parted(_beside(self.original))
+        own = "" if own.endswith(".index.json") else own  # what is written for an index is a folder
+        for number in count(1):
+            name = f"{stem}.fixed{number if number > 1 else ''}{own if self._suffix is None else self._suffix}"
+            if name not in self._taken and not os.path.lexists(name):
+                break
+        self._taken.add(name)
+        return name
+
+
+def _beside(path: str) -> str:
+    """The path, such that what is put behind it lies beside the file or folder: that of `runs/` and of `.` does."""
+    if os.path.basename(path) in ("", ".", ".."):
+        path = os.path.normpath(path)
+        last = os.path.basename(path)
+        outside = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path))))
+        return outside if last in (".", "..") else path
+    return path

@@ -1,0 +1,41 @@
+"""`save_for_cpu`: a live model's state dict, written so that any machine can load it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool import bridge
+from ckptool.bridge.modules import unwrapped
+from ckptool.checkpoint import Checkpoint, Storage
+from ckptool.checkpoint.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
+from ckptool.checkpoint.tree import map_storages
+from ckptool.transforms.rename import apply
+from ckptool.verbs.save import save
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Writes a model's state dict as any machine can load it: unwrapped, tagged `cpu`, without prefixes of wrappers; durably.
+
+    The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path, weights_only=True)` and
+    `model.load_state_dict` take it as it is.  overwrite: replace what is there.
+    Raises `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
+    """
+    state: Any = unwrapped(model, averages=True).state_dict()
+    tree = map_storages(bridge.from_torch(state), _on_cpu)
+    whole = Checkpoint(tree, "live")
+    save(apply(whole, [StateDict((), tree, WEIGHTS)], _without_inner).checkpoint, path, overwrite=overwrite)
+
+
+def _on_cpu(storage: Storage) -> Storage:
+    return replace(storage, location="cpu")
+
+
+def _without_inner(key: str) -> str:
+    """The key without what `torch.compile` and the like put on submodules; a submodule called `module` keeps its name."""
+    *modules, name = key.split(".")
+    return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])
