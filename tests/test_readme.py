@@ -120,6 +120,12 @@ def test_the_readme_is_short_and_shows_the_first_minute() -> None:
     assert text.count("```console") >= 4
 
 
+def test_the_glossary_is_short_and_has_each_word_once() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", (HOME / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    words = [word for word in rows if word not in ("word", "---")]
+    assert len(words) == len(set(words)) <= 25
+
+
 # Links ----------------------------------------------------------------------------------------------------------------
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
