@@ -161,7 +161,7 @@ def _find_end(source: Readable) -> int:
 
 def _cut(what: str, why: str, source: Readable) -> Truncated:
     """The error for an archive without its end, with what `recover` would get out of it."""
-    from ckptool.formats.salvage import whole_records  # which needs this module
+    from ckptool.formats.damaged import whole_records
 
     again = "Download or copy it again, and compare the sizes."
     found = whole_records(source) if source.size == source.file.size else None

@@ -12,11 +12,11 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
 from ckptool.formats import recovered
+from ckptool.formats.damaged import LostRecord, Salvaged, salvage
 from ckptool.formats.opening import Opened, PathLike, open_file, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
-from ckptool.formats.salvage import LostRecord, Salvaged, salvage
 from ckptool.output import Progress, check_target, replace_file
-from ckptool.transforms.restore import Fill, LostTensor, fill, lost_tensors, restored
+from ckptool.transforms.recover import Fill, LostTensor, fill, lost_tensors, restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class Recovery:
         return not (self.lost or self.filled or self.raw)
 
     def __str__(self) -> str:
-        from ckptool.render.recovery import recovery_text
+        from ckptool.render.recover import recover_text
 
-        return recovery_text(self)
+        return recover_text(self)
 
 
 def recover(

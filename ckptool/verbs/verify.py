@@ -42,7 +42,7 @@ from ckptool.reports.verification import (
 from ckptool.verbs.inspect import runnable
 
 if TYPE_CHECKING:
-    from ckptool.formats.salvage import LostRecord, Salvaged
+    from ckptool.formats.damaged import LostRecord, Salvaged
 
 # What the damage of a file looks like when it is opened; anything else is a file that cannot be read at all.
 _DAMAGE = (Truncated, Corrupt, Ambiguous)
@@ -213,7 +213,7 @@ def _fixes(path: str, source: Input, problems: list[Problem]) -> tuple[tuple[str
 
 def _damaged(path: str, source: Input, error: CkptoolError) -> Verification:
     """What is wrong with a file that cannot be opened: why not, and what of it is lost."""
-    from ckptool.formats.salvage import salvage
+    from ckptool.formats.damaged import salvage
 
     problem = Problem(error.code, error.what, error.why)
     try:
@@ -237,7 +237,7 @@ def _damaged(path: str, source: Input, error: CkptoolError) -> Verification:
 
 def _losses(done: Salvaged) -> Iterator[Problem]:
     """Every record that is lost, with the tensors whose data it was."""
-    from ckptool.transforms.restore import lost_tensors
+    from ckptool.transforms.recover import lost_tensors
 
     names: dict[LostRecord, list[str]] = {}
     for item in lost_tensors(done.checkpoint.tree, lambda storage: done.lost_of(storage) is not None):

@@ -19,8 +19,8 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Truncated, UsageError, form
-from ckptool.formats import read, salvage
-from ckptool.formats.salvage import Salvaged, whole_records
+from ckptool.formats import damaged, read
+from ckptool.formats.damaged import Salvaged, whole_records
 from ckptool.formats.zip_records import LOCAL
 from ckptool.verbs.convert import convert
 from ckptool.verbs.edit import edit
@@ -59,7 +59,7 @@ def values(tree: Any) -> Values:
 
 def salvaged(data: bytes, path: Path) -> Salvaged:
     """What is left of a file with these bytes; it must not be written to, nor changed."""
-    found = salvage.salvage(Source(written(data, path)))
+    found = damaged.salvage(Source(written(data, path)))
     assert path.read_bytes() == data
     return found
 
@@ -379,7 +379,7 @@ def test_an_edit_that_was_cut_off_gives_the_state_before(tmp_path: Path) -> None
     before, after = edited(tmp_path / "e.pt")
     for cut in (len(before) + 50, (len(before) + len(after)) // 2, len(after) - 1):
         found = salvaged(after[:cut], tmp_path / "cut.pt")
-        assert (found.prefix, found.how) == (len(before), salvage.UNDONE)
+        assert (found.prefix, found.how) == (len(before), damaged.UNDONE)
         assert found.checkpoint.tree["epoch"] == 3 and not found.lost
     assert salvaged(after, tmp_path / "cut.pt").checkpoint.tree["epoch"] == 4
 
@@ -399,7 +399,7 @@ def test_two_archives_are_not_an_edit(tmp_path: Path) -> None:
     with pytest.raises(CkptoolError) as caught:
         read(path)
     with pytest.raises(CkptoolError) as again:
-        salvage.salvage(Source(path), caught.value)
+        damaged.salvage(Source(path), caught.value)
     assert again.value is caught.value
     for tail in (b"X" * 16, b"PK\x03\x04" + bytes(40)):
         assert came_back(salvaged(PLAIN + tail, path)) == originals("by torch", tmp_path / "o.pt")
@@ -434,7 +434,7 @@ def test_a_cut_safetensors_file(whole_tree: bool, tmp_path: Path) -> None:
 
 def test_what_is_not_salvaged(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="folder"):
-        salvage.salvage(Folder(tmp_path))
+        damaged.salvage(Folder(tmp_path))
     with pytest.raises(UsageError, match="cannot be recovered"):
         salvaged(b"something else entirely", tmp_path / "x.bin")
     with pytest.raises(CkptoolError):

@@ -12,7 +12,7 @@ import pytest
 
 from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError
-from ckptool.formats import read, salvage
+from ckptool.formats import damaged, read
 from ckptool.formats.zip_parts import local_header
 from ckptool.formats.zip_records import CENTRAL, LOCAL
 from tests.support.damaged import PLAIN
@@ -61,7 +61,7 @@ def test_row_017_a_hostile_megabyte_takes_less_than_a_second(name: str, tmp_path
     assert time.process_time() - begin < 1
     begin = time.process_time()
     with contextlib.suppress(CkptoolError):
-        salvage.salvage(Source(path), caught.value)
+        damaged.salvage(Source(path), caught.value)
     assert time.process_time() - begin < 1
 
 
@@ -71,7 +71,7 @@ def test_nothing_is_allocated_that_a_header_promises(name: str, tmp_path: Path) 
     tracemalloc.start()
     try:
         with pytest.raises(CkptoolError):
-            salvage.salvage(source)
+            damaged.salvage(source)
         assert tracemalloc.get_traced_memory()[1] < 50 << 20
     finally:
         tracemalloc.stop()

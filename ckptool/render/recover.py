@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SHOWN = 20
 
 
-def recovery_text(done: Recovery, *, style: Style = PLAIN) -> str:
+def recover_text(done: Recovery, *, style: Style = PLAIN) -> str:
     """What came back, what is lost and why, and where it was written."""
     lines = [*_verdict(done, style)]
     if done.damage:
@@ -87,7 +87,7 @@ def _few(lines: list[str]) -> list[str]:
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def recovery_json(done: Recovery) -> Json:
+def recover_json(done: Recovery) -> Json:
     """`ckptool.recovery/1`: every tensor that is lost or filled in; places and sizes in bytes."""
     return {
         "schema": "ckptool.recovery/1",

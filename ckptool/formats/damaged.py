@@ -18,9 +18,7 @@ from ckptool.checkpoint.tree import storages
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, UsageError
 from ckptool.formats import no_collection, recovered, safetensors, torch_zip, twins, zip_archive
 from ckptool.formats.checksums import Progress, checksums
-from ckptool.formats.zip_archive import Archive
-from ckptool.formats.zip_records import DESCRIPTOR, DESCRIPTOR64, LOCAL, Record
-from ckptool.formats.zip_salvage import (
+from ckptool.formats.zip.salvage import (
     BUDGET,
     DAMAGED,
     FREE,
@@ -36,6 +34,8 @@ from ckptool.formats.zip_salvage import (
     record_of,
     sizes_in,
 )
+from ckptool.formats.zip_archive import Archive
+from ckptool.formats.zip_records import DESCRIPTOR, DESCRIPTOR64, LOCAL, Record
 
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it

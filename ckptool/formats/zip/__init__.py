@@ -1,0 +1,1 @@
+"""Zip archives: the directory, the records, what is left of a damaged one."""
