@@ -1,56 +1,91 @@
-"""A run's configuration: what can be said in `run.yaml`, checked before anything starts.
+"""A run's configuration: the keys of `run.yaml`, checked before anything starts.
 
-Every class is a section of the file. Unknown keys are errors; `configfile.py` says in which line and what may have been meant.
+Every class is a section of the file. The line of a key says everything about it: its type, its meaning (shown by
+`train --init` and in the JSON Schema), whether it may change when a run is resumed, and its default.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-from ckptool.errors import counted, form
+from ckptool.errors import Conflict, counted, form, printable
 
 Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Args = dict[str, Any]
+Place = tuple[Any, ...]
+
+FIXED = "fixed"  # decides where the run ends, and never changes
+DECLARED = "declared"  # the same, but may be changed by naming it: --set
+START = "start"  # decides how the run starts; free afterwards
+FREE = "free"  # has no influence on the end; alone not recorded in checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a key means, and the rule for changing it on a resume. A rule other than `FIXED` holds for all below it.
+
+    A section with words of its own is one line of the example; one without is written out key by key.
+    """
+
+    about: str
+    resume: str = FIXED
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: GetJsonSchemaHandler) -> Any:
+        schema = handler(core)
+        return {**schema, "description": self.about} if self.about else schema
 
 
 class Section(BaseModel):
-    """A part of the configuration: no unknown keys, not changed once it was made."""
+    """A part of the configuration: unknown keys are errors, and values are not changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
 class Data(Section):
-    """What is trained on. `batch` is the global batch: its samples do not depend on the world size or on accumulation."""
+    """The training data. `batch` is the global batch: its samples do not depend on the world size or on accumulation."""
 
-    name: str = "digits"
-    args: Args = {}
-    batch: Positive = 32
-    workers: Count = 0
-    collate: str = "default"
-    drop_last: bool = False
-    val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
-
-
-class Model(Section):
-    """One model. `from` names a checkpoint to start from; `freeze` patterns of parameters, for ever or until a step."""
-
-    name: str = "mlp"
-    args: Args = {}
-    init: str = "default"
-    freeze: list[str | FreezeUntil] = []
-    from_: str | None = Field(None, alias="from")
-    strict: bool = True
+    name: Annotated[
+        str, Key("digits | blobs | images | spirals | linear | ring | modadd | text | sequences | file.py:NAME")
+    ] = "digits"
+    args: Annotated[Args, Key("its arguments")] = {}
+    batch: Annotated[Positive, Key("the global batch, whatever the number of processes and of micro-steps")] = 32
+    workers: Annotated[Count, Key("processes that load", FREE)] = 0
+    collate: Annotated[str, Key("default | pad (sequences) | file.py:NAME")] = "default"
+    drop_last: Annotated[bool, Key("leave out the last, partial batch of an epoch")] = False
+    val_fraction: Annotated[float, Field(ge=0, lt=1), Key("held out for evaluation")] = 0.2
 
 
 class FreezeUntil(Section):
     """Parameters that do not learn until a step."""
 
-    match: str
-    until: Positive
+    match: Annotated[str, Key("a pattern of parameter names")]
+    until: Annotated[Positive, Key("the first step in which they learn")]
+
+
+class Model(Section):
+    """One model. `from` names a checkpoint to start from; `freeze` patterns of parameters, for ever or until a step."""
+
+    name: Annotated[str, Key("mlp | conv | chargpt | tagger | generator | discriminator | file.py:NAME")] = "mlp"
+    args: Annotated[Args, Key("its arguments")] = {}
+    init: Annotated[str, Key("default | xavier_uniform | kaiming_normal | orthogonal | file.py:NAME", START)] = (
+        "default"
+    )
+    freeze: Annotated[
+        list[str | FreezeUntil], Key('patterns: ["body.*"], or until a step: [{match: "body.*", until: 100}]', DECLARED)
+    ] = []
+    from_: Annotated[str | None, Key("a checkpoint to start from", START)] = Field(None, alias="from")
+    strict: Annotated[bool, Key("every key of that checkpoint has to fit", START)] = True
 
 
 class Group(Section):
@@ -58,14 +93,14 @@ class Group(Section):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    match: str
+    match: Annotated[str, Key("a pattern of parameter names")]
 
 
 class Clip(Section):
-    """Gradients cut to a norm, or to a value; exactly one of the two."""
+    """Gradients clipped to a norm or to a value; exactly one of the two."""
 
-    norm: Annotated[float, Field(gt=0)] | None = None
-    value: Annotated[float, Field(gt=0)] | None = None
+    norm: Annotated[PositiveFloat | None, Key("the largest norm of all gradients together")] = None
+    value: Annotated[PositiveFloat | None, Key("the largest absolute value")] = None
 
     @model_validator(mode="after")
     def _one(self) -> Clip:
@@ -77,35 +112,40 @@ class Clip(Section):
 class Schedule(Section):
     """A learning rate schedule: any of `torch.optim.lr_scheduler`, or warmup_cosine, inverse_sqrt, warmup_linear."""
 
-    name: str
-    args: Args = {}
-    per: Literal["step", "epoch"] = "step"
+    name: Annotated[str, Key("a class of torch.optim.lr_scheduler | warmup_cosine | inverse_sqrt | warmup_linear")]
+    args: Annotated[Args, Key("its arguments")] = {}
+    per: Annotated[Literal["step", "epoch"], Key("when it advances")] = "step"
 
     @property
     def follows_evaluation(self) -> bool:
-        """True for the schedule whose rates are those that evaluation decides."""
+        """True for the schedule whose learning rates depend on evaluation."""
         return self.name.lower().replace("_", "").removesuffix("lr") == "reducelronplateau"
 
 
 class Optim(Section):
     """An optimizer: any of `torch.optim` by name."""
 
-    name: str = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 0.001
-    args: Args = {}
-    groups: list[Group] = []
-    clip: Clip | None = None
-    schedule: Schedule | None = None
+    name: Annotated[str, Key("any class of torch.optim")] = "adamw"
+    lr: Annotated[PositiveFloat, Key("the learning rate", DECLARED)] = 0.001
+    args: Annotated[Args, Key("its arguments")] = {}
+    groups: Annotated[
+        list[Group], Key('[{match: "head.*", lr: 0.01}]: the first pattern that matches; every parameter in one group')
+    ] = []
+    clip: Annotated[Clip | None, Key("of gradients: {norm: 1.0} | {value: 0.5}")] = None
+    schedule: Annotated[
+        Schedule | None,
+        Key("{name: step, args: {step_size: 500, gamma: 0.5}, per: step}; warmup_cosine, inverse_sqrt, …", DECLARED),
+    ] = None
 
 
 class ActivationCheckpoint(Section):
-    """What is computed again instead of kept: modules that match, or a sequential module in segments."""
+    """Activations recomputed instead of kept: those of modules that match, or of a sequential module in segments."""
 
-    match: str | None = None
-    sequential: str | None = None
-    segments: Positive = 2
-    use_reentrant: bool = False
-    preserve_rng_state: bool = True
+    match: Annotated[str | None, Key("a pattern of module names")] = None
+    sequential: Annotated[str | None, Key("the name of an nn.Sequential")] = None
+    segments: Annotated[Positive, Key("how many parts the sequential module is run in")] = 2
+    use_reentrant: Annotated[bool, Key("the older implementation of torch.utils.checkpoint")] = False
+    preserve_rng_state: Annotated[bool, Key("dropout draws the same numbers again")] = True
 
     @model_validator(mode="after")
     def _one(self) -> ActivationCheckpoint:
@@ -115,16 +155,22 @@ class ActivationCheckpoint(Section):
 
 
 class Train(Section):
-    """How long and how. `steps` or `epochs`, exactly one of the two. `compile`: by torch.compile, or by the backend that is named."""
+    """How long and how: `steps` or `epochs`, exactly one. `compile`: by torch.compile, or by the backend it names."""
 
-    steps: Positive | None = None
-    epochs: Positive | None = None
-    accumulate: Positive = 1
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    compile: bool | str = False
-    activation_checkpoint: ActivationCheckpoint | None = None
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    steps: Annotated[Positive | None, Key("or epochs: 10, exactly one of the two", FREE)] = None
+    epochs: Annotated[Positive | None, Key("or steps: 2000, exactly one of the two", FREE)] = None
+    accumulate: Annotated[Positive, Key("micro-steps in a step")] = 1
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], Key("fp32 | bf16 | fp16 (with a scaler)")] = "fp32"
+    compile: Annotated[bool | str, Key("true: torch.compile; or the name of a backend", FREE)] = False
+    activation_checkpoint: Annotated[
+        ActivationCheckpoint | None, Key('{match: "blocks.*"} | {sequential: body, segments: 4}')
+    ] = None
+    ema: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None, Key("0.999: an exponential moving average of the weights")
+    ] = None
+    on_nonfinite: Annotated[
+        Literal["stop", "skip"], Key("stop | skip a step whose loss or gradients are not finite")
+    ] = "stop"
 
     @model_validator(mode="after")
     def _one(self) -> Train:
@@ -134,11 +180,11 @@ class Train(Section):
 
 
 class Eval(Section):
-    """When to evaluate (0: never), and which number says what is best."""
+    """When to evaluate (0: never), and which number decides what is best."""
 
-    every: Count = 200
-    metric: str = "val_loss"
-    mode: Literal["min", "max"] = "min"
+    every: Annotated[Count, Key("steps between evaluations; 0: never")] = 200
+    metric: Annotated[str, Key("the number that decides what is best")] = "val_loss"
+    mode: Annotated[Literal["min", "max"], Key("whether the smallest or the largest is best")] = "min"
 
 
 class Save(Section):
@@ -146,20 +192,22 @@ class Save(Section):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, protected_namespaces=())
 
-    every: Positive = 200
-    at_start: bool = False
-    keep_last: Positive = 3
-    keep_best: Count = 1
-    keep_every: Count = 0
-    async_: bool = Field(False, alias="async")
-    verify: Literal["full", "size"] = "full"
+    every: Annotated[Positive, Key("steps between saves")] = 200
+    at_start: Annotated[bool, Key("save before the first step, too")] = False
+    keep_last: Annotated[Positive, Key("how many of the newest to keep; what is kept is the union of these three")] = 3
+    keep_best: Annotated[Count, Key("how many of the best, by eval.metric")] = 1
+    keep_every: Annotated[Count, Key("those at every multiple of so many steps; 0: none")] = 0
+    async_: Annotated[bool, Key("write while the next steps run")] = Field(False, alias="async")
+    verify: Annotated[Literal["full", "size"], Key("what resuming checks: full (sha256) | size")] = "full"
 
 
 class Stop(Section):
     """When to stop before the end: after so many seconds (or `30m`, `2h`), or by a signal; both save first."""
 
-    after: Annotated[float, Field(gt=0)] | None = None
-    signals: list[Literal["TERM", "INT", "USR1", "USR2", "HUP"]] = ["TERM", "INT", "USR1"]
+    after: Annotated[PositiveFloat | None, Key("seconds from the first step on, or 30m, 2h")] = None
+    signals: Annotated[
+        list[Literal["TERM", "INT", "USR1", "USR2", "HUP"]], Key("the signals that stop a run after saving")
+    ] = ["TERM", "INT", "USR1"]
 
     @field_validator("after", mode="before")
     @classmethod
@@ -175,25 +223,25 @@ class Stop(Section):
 class Log(Section):
     """How often a line is written; `tensorboard` writes event files too, where it is installed."""
 
-    every: Positive = 10
-    tensorboard: bool = False
+    every: Annotated[Positive, Key("steps between lines")] = 10
+    tensorboard: Annotated[bool, Key("write event files for TensorBoard, too")] = False
 
 
 class Profile(Section):
-    """What `torch.profiler` records: steps to wait, to warm up, and to record; where the trace goes, in the run's folder."""
+    """The steps that `torch.profiler` waits, warms up and records; where the trace goes, in the run's folder."""
 
-    wait: Count = 1
-    warmup: Count = 1
-    active: Positive = 3
-    trace: Annotated[str, Field(pattern=r"^[\w][\w.-]*\.json(\.gz)?$")] = "profile.json"
+    wait: Annotated[Count, Key("steps to wait")] = 1
+    warmup: Annotated[Count, Key("steps to warm up")] = 1
+    active: Annotated[Positive, Key("steps to record")] = 3
+    trace: Annotated[str, Field(pattern=r"^[\w][\w.-]*\.json(\.gz)?$"), Key("the name of the file")] = "profile.json"
 
 
 class Split(Section):
     """A model on several devices: it is cut before the named modules."""
 
-    devices: list[str]
-    at: list[str]
-    microbatches: Positive = 1
+    devices: Annotated[list[str], Key("one for each part")]
+    at: Annotated[list[str], Key("the modules before which the model is cut")]
+    microbatches: Annotated[Positive, Key("the parts of a batch that follow each other through the devices")] = 1
 
     @model_validator(mode="after")
     def _fits(self) -> Split:
@@ -208,23 +256,30 @@ class Split(Section):
 class Config(Section):
     """A whole run."""
 
-    run: str
-    seed: Count = 0
-    device: str = "auto"
-    strategy: Literal["single", "dp", "ddp", "split"] = "single"
-    deterministic: bool | Literal["warn"] = True
-    data: Data = Data()
-    models: dict[str, Model] = {"main": Model.model_validate({})}
-    task: str = "classify"
-    optim: dict[str, Optim] = {"main": Optim()}
-    train: Train
-    eval: Eval = Eval()
-    save: Save = Save.model_validate({})
-    stop: Stop = Stop()
-    log: Log = Log()
-    hooks: list[str] = []
-    profile: Profile | None = None
-    split: Split | None = None
+    run: Annotated[str, Key("the folder of the run", FREE)]
+    seed: Annotated[Count, Key("with step and place, the source of all randomness")] = 0
+    device: Annotated[str, Key("auto | cpu | cuda | cuda:1 | mps", FREE)] = "auto"
+    strategy: Annotated[
+        Literal["single", "dp", "ddp", "split"],
+        Key("single | dp (DataParallel) | ddp (under torchrun) | split (see split)", FREE),
+    ] = "single"
+    deterministic: Annotated[
+        bool | Literal["warn"], Key("true | warn | false: torch.use_deterministic_algorithms", FREE)
+    ] = True
+    data: Annotated[Data, Key("")] = Data()
+    models: Annotated[dict[str, Model], Key("")] = {"main": Model.model_validate({})}
+    task: Annotated[str, Key("classify | regress | lm | gan | file.py:NAME")] = "classify"
+    optim: Annotated[dict[str, Optim], Key("")] = {"main": Optim()}
+    train: Annotated[Train, Key("")]
+    eval: Annotated[
+        Eval, Key("what is best (default: val_loss, min); also at the end, where it decides nothing", FREE)
+    ] = Eval()
+    save: Annotated[Save, Key("", FREE)] = Save.model_validate({})
+    stop: Annotated[Stop, Key("after: seconds from the first step on, or 30m, 2h", FREE)] = Stop()
+    log: Annotated[Log, Key("steps between lines; event files", FREE)] = Log()
+    hooks: Annotated[list[str], Key("grad_norm | activation_stats | file.py:NAME", FREE)] = []
+    profile: Annotated[Profile | None, Key("{wait: 1, warmup: 1, active: 3, trace: profile.json}", FREE)] = None
+    split: Annotated[Split | None, Key("{devices: [cuda:0, cuda:1], at: [blocks.4], microbatches: 4}", FREE)] = None
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
@@ -239,3 +294,183 @@ class Config(Section):
     def dumped(self) -> dict[str, Any]:
         """The configuration as plain values, every default filled in."""
         return self.model_dump(mode="json", by_alias=True)
+
+
+# The keys as data ----------------------------------------------------------------------------------------------------
+
+
+def keys_of(section: type[BaseModel] | None) -> dict[str, FieldInfo]:
+    """The keys of a section, as they are written in a file."""
+    return {field.alias or name: field for name, field in section.model_fields.items()} if section else {}
+
+
+def about(field: FieldInfo) -> Key:
+    """The meaning and the resume rule of a key."""
+    return next(found for found in field.metadata if isinstance(found, Key))
+
+
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section in `Section | None`, `dict[str, Section]`, `list[Section]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := section_in(part)) is not None), None)
+
+
+def descend(place: Place) -> Iterator[tuple[FieldInfo | None, type[BaseModel] | None]]:
+    """The key at each part of a place, None for names of the user's own, and the section that follows."""
+    section: type[BaseModel] | None = Config
+    named = False  # the section holds sections of one kind, under names of the user's own
+    for part in place:
+        if named or isinstance(part, int):
+            field, named = None, False
+        else:
+            field = keys_of(section).get(str(part))
+            annotation = field.annotation if field is not None else None
+            section, named = section_in(annotation), typing.get_origin(annotation) is dict
+        yield field, None if named else section
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return typing.get_origin(field.annotation) is not list and section_in(field.annotation) is not None
+
+
+def _is_named(field: FieldInfo) -> bool:
+    """True for sections of one kind, under names of the user's own."""
+    return typing.get_origin(field.annotation) is dict
+
+
+def schema_text() -> str:
+    """The JSON Schema of a configuration, for editors."""
+    return json.dumps(Config.model_json_schema(by_alias=True), indent=2) + "\n"
+
+
+# What --init prints: a configuration that is a good example. Where a value is not the default, the line says what is.
+_EXAMPLE: dict[str, Any] = {
+    "run": "runs/digits",
+    "seed": 7,
+    "models": {"main": {"args": {"hidden": [64, 64], "dropout": 0.1}}},
+    "optim": {"main": {"args": {"weight_decay": 0.01}}},
+    "train": {"steps": 2000},
+    "eval": {"metric": "val_acc", "mode": "max"},
+}
+_EXAMPLE_HEAD = """\
+# A run of ckptool's training harness: every key. One that is left out has the value below, or the default that is named.
+# Start it: ckptool train run.yaml    Go on with it: ckptool resume runs/digits    Prove it: ckptool prove run.yaml
+"""
+_COMMENTS = 30  # the column in which comments begin
+
+
+def example() -> str:
+    """A configuration with every key explained."""
+    values = Config.model_validate(_EXAMPLE).dumped()
+    del values["train"]["epochs"]
+    return _EXAMPLE_HEAD + "".join(f"{line}\n" for line in _explained(Config, values, ""))
+
+
+def _explained(section: type[BaseModel], values: dict[str, Any], indent: str) -> Iterator[str]:
+    """A line for each key that has a value, or for each of its own keys."""
+    for key, field in keys_of(section).items():
+        words, below = about(field).about, section_in(field.annotation)
+        if key not in values:
+            continue
+        if words or below is None:
+            yield _commented(indent + _flow({key: values[key]}), words + _default_note(field, values[key]))
+            continue
+        yield f"{indent}{key}:"
+        several = values[key] if _is_named(field) else {}
+        for name, each in several.items():
+            yield f"{indent}  {name}:"
+            yield from _explained(below, each, indent + "    ")
+        if not several:
+            yield from _explained(below, values[key], indent + "  ")
+
+
+def _flow(values: dict[str, Any]) -> str:
+    """Values on one line."""
+    text: str = yaml.safe_dump(values, sort_keys=False, default_flow_style=True, width=1000)
+    return text.strip()[1:-1]
+
+
+def _commented(line: str, words: str) -> str:
+    return f"{line.ljust(_COMMENTS) if len(line) < _COMMENTS else line + '  '}# {words}"
+
+
+def _default_note(field: FieldInfo, value: Any) -> str:
+    if field.is_required() or isinstance(field.default, BaseModel) or field.default in (value, None):
+        return ""
+    return f" (default: {_flow({'': field.default}).partition(': ')[2]})"
+
+
+# What may change on a resume -----------------------------------------------------------------------------------------
+
+
+def rule_of(key: str) -> str:
+    """Whether a key may change from one resume to the next: the first rule on the way to it that is not `FIXED`."""
+    rules = (about(field).resume for field, _ in descend(tuple(key.split("."))) if field is not None)
+    return next((rule for rule in rules if rule != FIXED), FIXED)
+
+
+def recorded(values: dict[str, Any], section: type[BaseModel] = Config) -> dict[str, Any]:
+    """The part of a dumped configuration that decides where a run ends, as its checkpoints hold it.
+
+    Plain values come first, then sections: the order of keys is part of a file's bytes.
+    """
+    fields = {key: field for key, field in keys_of(section).items() if about(field).resume != FREE}
+    kept = {}
+    for key in sorted(fields, key=lambda key: _is_section(fields[key])):
+        value, below = values[key], section_in(fields[key].annotation)
+        if _is_section(fields[key]) and below is not None and value is not None:
+            named = _is_named(fields[key])
+            value = {name: recorded(each, below) for name, each in value.items()} if named else recorded(value, below)
+        kept[key] = value
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key whose value is another than the run was started with, and its rule."""
+
+    key: str
+    before: Any
+    after: Any
+    rule: str
+
+
+def changes(before: Config, after: Config) -> list[Change]:
+    """The keys that differ, each with its rule."""
+    one, other = dict(_leaves(before.dumped())), dict(_leaves(after.dumped()))
+    keys = [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
+    settings = (*before.optim.values(), *after.optim.values())
+    followed = any(each.schedule is not None and each.schedule.follows_evaluation for each in settings)
+    rules = {"eval.every": DECLARED, "eval.metric": DECLARED} if followed else {}
+    return [Change(key, one.get(key), other.get(key), rules.get(key) or rule_of(key)) for key in keys]
+
+
+def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from _leaves(value, (*place, key))
+    elif isinstance(values, list) and any(isinstance(value, (dict, list)) for value in values):
+        for index, value in enumerate(values):
+            yield from _leaves(value, (*place, index))
+    else:
+        yield ".".join(map(str, place)), values
+
+
+def refuse_fixed(found: Sequence[Change], asked: Sequence[str], folder: str) -> None:
+    """Raises `Conflict` for keys that may not change in a run, and for those that change only when they are `--set`."""
+    fixed = [change for change in found if change.rule == FIXED]
+    silent = [change for change in found if change.rule == DECLARED and not _is_asked(change.key, asked)]
+    if wrong := fixed + silent:
+        lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
+        raise Conflict(
+            f"{printable(folder)} cannot go on with another configuration: " + "; ".join(lines),
+            "The run would end as neither of the two. Nothing was changed.",
+            "Start another run: --set run=OTHER"
+            if fixed
+            else f"Confirm the change: --set {wrong[0].key}={wrong[0].after}",
+        )
+
+
+def _is_asked(key: str, asked: Sequence[str]) -> bool:
+    return any(key == each or key.startswith(each + ".") for each in asked)

@@ -1,26 +1,24 @@
-"""`run.yaml`: read with line numbers, changed by `--set`, written with every default, compared with what a run was started with."""
+"""`run.yaml`: read with line numbers, changed by `--set`, and written with every default."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
-import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import read_small_text
-from ckptool.errors import Conflict, UsageError, counted, printable
+from ckptool.errors import UsageError, counted, printable
 from ckptool.training import is_run
-from ckptool.training.config import Config
+from ckptool.training.config import Config, Place, descend, keys_of
 
 MAX_FILE = 1 << 20
+MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # more than any real configuration has
 
 
 def read(path: str, changes: Sequence[str] = ()) -> Config:
@@ -146,24 +144,8 @@ def _words(problem: Any) -> str:
 
 def _keys_at(place: Place) -> list[str]:
     """The keys that a section takes."""
-    model: Any = Config
-    named = False  # a section that holds sections of one kind, under names of the user's own
-    for part in place:
-        if named or isinstance(part, int):
-            named = False
-            continue
-        fields = model.model_fields if model is not None else {}
-        field = next((field for name, field in fields.items() if part in (name, field.alias)), None)
-        annotation = field.annotation if field is not None else None
-        model, named = _model_in(annotation), typing.get_origin(annotation) is dict
-    return [f.alias or n for n, f in model.model_fields.items()] if model is not None and not named else []
-
-
-def _model_in(annotation: Any) -> Any:
-    """The section in `Section | None`, `dict[str, Section]`, `list[Section]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for part in typing.get_args(annotation) if (found := _model_in(part)) is not None), None)
+    *_, (_, section) = ((None, Config), *descend(place))
+    return list(keys_of(section))
 
 
 # --set ---------------------------------------------------------------------------------------------------------------
@@ -203,89 +185,13 @@ def _step(values: Any, part: Any, place: Place) -> Any:
     return values.get(part)
 
 
-# Writing and comparing -----------------------------------------------------------------------------------------------
-
-
 def written(config: Config) -> str:
     """The configuration as YAML, every default filled in."""
     text: str = yaml.safe_dump(config.dumped(), sort_keys=False, default_flow_style=None, width=120)
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A key whose value is another than the run was started with. rule: `fixed`, `free` or `declared`."""
-
-    key: str
-    before: Any
-    after: Any
-    rule: str
-
-
-_DECLARED = (r"optim\.[^.]+\.(lr|schedule)(\..*)?", r"models\.[^.]+\.freeze(\..*)?")
-_FREE = (
-    r"run", r"train\.(steps|epochs|compile)", r"(eval|save|stop|log)(\..*)?", r"hooks(\..*)?", r"profile(\..*)?", r"device",
-    r"data\.workers", r"strategy", r"deterministic", r"split(\..*)?", r"models\.[^.]+\.(from|strict|init)",
-)  # fmt: skip
-
-
-def rule_of(key: str) -> str:
-    """Whether a key may change from one resume to the next."""
-    for rule, patterns in (("declared", _DECLARED), ("free", _FREE)):
-        if any(re.fullmatch(pattern, key) for pattern in patterns):
-            return rule
-    return "fixed"
-
-
-def changes(before: Config, after: Config) -> list[Change]:
-    """The keys that differ, each with its rule."""
-    one, other = dict(_leaves(before.dumped())), dict(_leaves(after.dumped()))
-    keys = [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
-    settings = (*before.optim.values(), *after.optim.values())
-    followed = any(each.schedule is not None and each.schedule.follows_evaluation for each in settings)
-    rules = {"eval.every": "declared", "eval.metric": "declared"} if followed else {}
-    return [Change(key, one.get(key), other.get(key), rules.get(key) or rule_of(key)) for key in keys]
-
-
-def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:
-    if isinstance(values, dict) and values:
-        for key, value in values.items():
-            yield from _leaves(value, (*place, key))
-    elif isinstance(values, list) and any(isinstance(value, (dict, list)) for value in values):
-        for index, value in enumerate(values):
-            yield from _leaves(value, (*place, index))
-    else:
-        yield dotted(place), values
-
-
-def refuse_fixed(found: Sequence[Change], asked: Sequence[str], folder: str) -> None:
-    """Raises `Conflict` for keys that may not change in a run, and for those that change only when they are `--set`."""
-    wrong = [change for change in found if change.rule == "fixed"]
-    wrong += [
-        change for change in found if change.rule == "declared" and not any(_covers(key, change.key) for key in asked)
-    ]
-    if wrong:
-        lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
-        raise Conflict(
-            f"{printable(folder)} cannot go on with another configuration: " + "; ".join(lines),
-            "The run would end as neither of the two. Nothing was changed.",
-            "Start another run: --set run=OTHER"
-            if any(change.rule == "fixed" for change in wrong)
-            else f"Say that it is meant: --set {wrong[0].key}={wrong[0].after}",
-        )
-
-
-def _covers(asked: str, key: str) -> bool:
-    return key == asked or key.startswith(asked + ".")
-
-
-def schema_text() -> str:
-    """The JSON Schema of a configuration, for editors."""
-    return json.dumps(Config.model_json_schema(by_alias=True), indent=2) + "\n"
-
-
-Place = tuple[Any, ...]
-MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # that a configuration can have in earnest
+# YAML ----------------------------------------------------------------------------------------------------------------
 
 
 class Loader(yaml.SafeLoader):

@@ -20,7 +20,8 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, UsageError, listed, 
 from ckptool.reports.targets import names_code
 from ckptool.training import CHANGED, CONFIG, configfile
 from ckptool.training.blame import blamed, is_theirs
-from ckptool.training.config import Config, Stop
+from ckptool.training.config import Config, Stop, refuse_fixed
+from ckptool.training.config import changes as changed_keys
 from ckptool.training.data import Samples
 from ckptool.training.hooks import Hooks, Told
 from ckptool.training.loop import Outcome, Stopping, one_step, train
@@ -66,7 +67,7 @@ def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> Ru
     if world.is_first:
         try:
             if there:
-                configfile.refuse_fixed(configfile.changes(read_config(config.run)[1], config), asked, config.run)
+                refuse_fixed(changed_keys(read_config(config.run)[1], config), asked, config.run)
                 run = reopen(config.run, config)
             else:
                 run = create(config)
@@ -79,7 +80,7 @@ def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> Ru
 
 def _note_changes(run: Run) -> None:
     """Notes what of the configuration was changed: the run goes on with that the next time, too."""
-    found = configfile.changes(read_config(run.folder)[1], run.config)
+    found = changed_keys(read_config(run.folder)[1], run.config)
     if noted := {change.key: [change.before, change.after] for change in found if change.key != "run"}:
         run.revision += 1
         run.note(CHANGED, changes=noted, config=run.config.dumped(), revision=run.revision)

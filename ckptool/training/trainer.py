@@ -10,7 +10,7 @@ from torch import nn
 
 from ckptool.errors import Conflict, UsageError, printable
 from ckptool.training.blame import took_part
-from ckptool.training.config import Config, Model
+from ckptool.training.config import Config, Model, recorded
 from ckptool.training.data import Samples, load_data, seed_all
 from ckptool.training.models import Say, build_model, checkpoint_activations
 from ckptool.training.optim import (
@@ -170,11 +170,6 @@ def deterministic(config: Config) -> None:
     torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "warn")
 
 
-# What of the configuration decides where a run ends; the rest may change from one resume to the next, and is not in the file.
-FIXED_SECTIONS = ("seed", "task", "data", "models", "optim")
-_FIXED_OF_TRAIN = ("accumulate", "precision", "ema", "on_nonfinite", "activation_checkpoint")
-
-
 def key_of(kind: str, name: str, alone: bool) -> str:
     """`model_state_dict` for a run with one model; with several `model_NAME_state_dict`."""
     return f"{kind}_state_dict" if alone else f"{kind}_{name}_state_dict"
@@ -202,7 +197,7 @@ def gathered(trainer: Trainer, *, copied: bool = False) -> dict[str, Any]:
     tree["best"] = dict(trainer.best) if trainer.best else None
     if trainer.pending:
         tree["pending"] = "evaluation"
-    tree["config"] = fixed_part(trainer.config.dumped())
+    tree["config"] = recorded(trainer.config.dumped())
     return to_cpu(tree, copied=copied)  # type: ignore[no-any-return]
 
 
@@ -272,13 +267,6 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key != "lr_lambdas"} | (
         {"lr_lambdas": [None] * len(state["lr_lambdas"])} if "lr_lambdas" in state else {}
     )
-
-
-def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a dumped configuration that has to stay the same in a run."""
-    fixed = {name: config[name] for name in FIXED_SECTIONS}
-    fixed["data"] = {key: value for key, value in config["data"].items() if key != "workers"}
-    return fixed | {"train": {key: config["train"][key] for key in _FIXED_OF_TRAIN}}
 
 
 def to_cpu(value: Any, *, copied: bool = False) -> Any:

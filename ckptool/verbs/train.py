@@ -47,14 +47,14 @@ def dry_run(config: PathLike | dict[str, Any] | Config, set: str | Sequence[str]
 def example() -> str:
     """A configuration with every key explained, for `ckptool train --init`."""
     check_harness()
-    from ckptool.training.example import EXAMPLE
+    from ckptool.training.config import example as page
 
-    return EXAMPLE
+    return page()
 
 
 def schema() -> str:
     """The JSON Schema of a configuration, for editors."""
     check_harness()
-    from ckptool.training.configfile import schema_text
+    from ckptool.training.config import schema_text
 
     return schema_text()

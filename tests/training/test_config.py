@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ckptool.errors import Conflict, FileProblem, LimitExceeded, UsageError
+from ckptool.training import config as keys_module
 from ckptool.training import configfile
-from ckptool.training.config import Config
-from ckptool.training.example import EXAMPLE
+from ckptool.training.config import Config, example
 from tests.support.small_runs import config
 
 BASE = "run: r\ntrain: {steps: 5}\n"
@@ -143,7 +143,7 @@ def test_a_change_that_cannot_be(change: str, told: str) -> None:
 
 
 def test_what_is_written_is_read_again() -> None:
-    made = parsed(EXAMPLE)
+    made = parsed(example())
     assert configfile.parsed(configfile.written(made), "run.yaml") == made
 
 
@@ -215,7 +215,7 @@ def leaves(values: Any, place: str = "") -> list[str]:
 
 def test_wrong_values_are_told_in_words_of_ours() -> None:
     """Every key of the example, given every kind of value."""
-    every = parsed(EXAMPLE).dumped()
+    every = parsed(example()).dumped()
     places = {*leaves(every), *every, "optim.main.clip", "optim.main.schedule"}
     for place in sorted(places):
         for value in WRONG:
@@ -274,15 +274,25 @@ def test_a_configuration_that_is_a_run_or_is_too_long(tmp_path: Path) -> None:
         ("optim.main.schedule", "declared"),
         ("optim.main.schedule.args.gamma", "declared"),
         ("models.main.freeze", "declared"),
+        ("models.main.init", "start"),
+        ("models.main.from", "start"),
+        ("models.main.strict", "start"),
     ],
 )
 def test_fixed_free_and_declared_keys(key: str, rule: str) -> None:
-    assert configfile.rule_of(key) == rule
+    assert keys_module.rule_of(key) == rule
+
+
+def test_a_checkpoint_records_the_keys_that_are_not_free() -> None:
+    every = parsed(example()).dumped()
+    held = leaves(keys_module.recorded(every))
+    assert set(held) == {key for key in leaves(every) if keys_module.rule_of(key) != "free"}
+    assert {"models.main.from", "models.main.freeze", "optim.main.schedule", "train.ema"} <= set(held)
 
 
 def refusal(*changes: str, asked: tuple[str, ...] = ()) -> Conflict:
     with pytest.raises(Conflict) as raised:
-        configfile.refuse_fixed(configfile.changes(config(), config(*changes)), asked, "runs/x")
+        keys_module.refuse_fixed(keys_module.changes(config(), config(*changes)), asked, "runs/x")
     return raised.value
 
 
@@ -297,10 +307,10 @@ def test_a_changed_fixed_key_is_refused_with_both_values() -> None:
 def test_a_declared_key_changes_only_when_it_is_asked_for() -> None:
     error = refusal("optim.main.lr=0.1")
     assert "optim.main.lr was 0.01, and is now 0.1" in error.what
-    assert error.fix == "Say that it is meant: --set optim.main.lr=0.1"
-    found = configfile.changes(config(), config("optim.main.lr=0.1", "train.steps=99"))
-    configfile.refuse_fixed(found, ["optim.main.lr"], "runs/x")
-    configfile.refuse_fixed(found, ["optim.main"], "runs/x")
+    assert error.fix == "Confirm the change: --set optim.main.lr=0.1"
+    found = keys_module.changes(config(), config("optim.main.lr=0.1", "train.steps=99"))
+    keys_module.refuse_fixed(found, ["optim.main.lr"], "runs/x")
+    keys_module.refuse_fixed(found, ["optim.main"], "runs/x")
     assert {change.key: change.rule for change in found} == {"optim.main.lr": "declared", "train.steps": "free"}
 
 
@@ -310,8 +320,8 @@ def test_a_declared_key_changes_only_when_it_is_asked_for() -> None:
 def test_the_example_has_every_key_at_its_default() -> None:
     """Of what differs from a configuration that says nothing, each is there to be a good example."""
     least = parsed("run: runs/digits\ntrain: {steps: 2000}\n")
-    made = parsed(EXAMPLE)
-    assert {change.key for change in configfile.changes(least, made)} == {
+    made = parsed(example())
+    assert {change.key for change in keys_module.changes(least, made)} == {
         "seed",
         "models.main.args",
         "models.main.args.hidden",
@@ -321,7 +331,7 @@ def test_the_example_has_every_key_at_its_default() -> None:
         "eval.metric",
         "eval.mode",
     }
-    assert configfile.changes(least, parsed(EXAMPLE, *[f"{key}={value}" for key, value in BACK.items()])) == []
+    assert keys_module.changes(least, parsed(example(), *[f"{key}={value}" for key, value in BACK.items()])) == []
 
 
 BACK = {"seed": 0, "models.main.args": "{}", "optim.main.args": "{}", "eval.metric": "val_loss", "eval.mode": "min"}
@@ -336,12 +346,12 @@ def test_the_example_shows_every_key() -> None:
             found |= {f"{place}{key}"} | keys(below, f"{place}{key}.")
         return found
 
-    shown = keys(yaml.safe_load(EXAMPLE))
-    assert {key for key in keys(parsed(EXAMPLE).dumped()) if ".args." not in key} - shown == {"train.epochs"}
+    shown = keys(yaml.safe_load(example()))
+    assert {key for key in keys(parsed(example()).dumped()) if ".args." not in key} - shown == {"train.epochs"}
 
 
 def test_the_schema_is_one_that_editors_take() -> None:
-    schema = json.loads(configfile.schema_text())
+    schema = json.loads(keys_module.schema_text())
     assert schema["additionalProperties"] is False
     assert {"run", "train"} <= set(schema["required"])
     assert schema["$defs"]["Model"]["properties"]["from"]
