@@ -32,9 +32,9 @@ from ckptool.formats import (
     torch_tar,
     torch_zip,
     torchscript,
-    zip_archive,
 )
-from ckptool.formats.others import refuse
+from ckptool.formats.unrecognized import refuse
+from ckptool.formats.zip import directory
 
 
 class Reader(Protocol):
@@ -103,7 +103,7 @@ def read_alone(source: Input) -> Checkpoint:
             "Copy or download it again.",
         )
     head = source.read(0, min(HEAD, source.size)) if isinstance(source, Source) else b""
-    if isinstance(source, Source) and (problem := zip_archive.under_another_head(head, source)):
+    if isinstance(source, Source) and (problem := directory.under_another_head(head, source)):
         raise problem
     for container in FORMATS:
         if container.detect(head, source):

@@ -10,11 +10,11 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
 
 from ckptool.checkpoint import Computed, Data
 from ckptool.checkpoint.strided import fill
 from ckptool.errors import CkptoolError, Corrupt, FileChanged
-from ckptool.formats.sums import joined_sum
 
 PIECE = 32 << 20  # at most so much of one stretch at a time
 BATCH = 8 << 20  # short ones are handed out together, up to so many bytes
@@ -117,4 +117,49 @@ def _joined(before: Sum, after: Sum, length: int) -> Sum:
     """The sum of two pieces, of which the second has `length` bytes."""
     if isinstance(before, CkptoolError) or isinstance(after, CkptoolError):
         return before if isinstance(before, CkptoolError) else after
-    return joined_sum(before, after, length)
+    return crc_combine(before, after, length)
+
+
+_POLYNOMIAL = 0xEDB88320  # bits reversed: the highest is the constant
+_ONE = 1 << 31
+
+
+def crc_combine(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two byte strings, one after the other; `length` is the second's."""
+    return _times(_power(length), first) ^ second if first else second
+
+
+def crc_of_rest(whole: int, first: int, length: int) -> int:
+    """The CRC-32 of what follows: `whole` is that of everything, `first` that of what goes before; `length` of the rest."""
+    return crc_combine(first, whole, length)  # what is added is taken away by adding it again
+
+
+@lru_cache(maxsize=1024)
+def _power(length: int) -> int:
+    """x to the power of `8 * length`."""
+    result, place = _ONE, 0
+    while length:
+        if length & 1:
+            result = _times(_square(place), result)
+        length >>= 1
+        place += 1
+    return result
+
+
+@cache
+def _square(place: int) -> int:
+    """x to the power of `8 * 2**place`."""
+    if place == 0:
+        return _ONE >> 8
+    half = _square(place - 1)
+    return _times(half, half)
+
+
+def _times(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product

@@ -16,8 +16,11 @@ from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.tree import storages
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, UsageError
-from ckptool.formats import no_collection, recovered, safetensors, torch_zip, twins, zip_archive
+from ckptool.formats import marks, no_collection, safetensors, torch_zip
 from ckptool.formats.checksums import Progress, checksums
+from ckptool.formats.zip import directory
+from ckptool.formats.zip.directory import Archive
+from ckptool.formats.zip.record import DESCRIPTOR, DESCRIPTOR64, LOCAL, Record
 from ckptool.formats.zip.salvage import (
     BUDGET,
     DAMAGED,
@@ -34,8 +37,6 @@ from ckptool.formats.zip.salvage import (
     record_of,
     sizes_in,
 )
-from ckptool.formats.zip_archive import Archive
-from ckptool.formats.zip_records import DESCRIPTOR, DESCRIPTOR64, LOCAL, Record
 
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
@@ -173,7 +174,7 @@ _Met = tuple[list[Piece], str, str, Archive | None, Collection[int]]
 def _pieces(source: Source, error: CkptoolError | None) -> _Met:
     """Every record that is there or was, from the directory if it can be read, else from the records' own headers."""
     try:
-        archive = zip_archive.read_archive(source)
+        archive = directory.read_archive(source)
     except FileProblem:
         raise
     except CkptoolError as problem:
@@ -191,7 +192,7 @@ def _pieces(source: Source, error: CkptoolError | None) -> _Met:
 def _earlier_state(source: Source, walk: Walk, error: CkptoolError) -> Archive:
     """The last complete archive in a file to which something was added; raises `error` if that is another archive."""
     end = walk.states[-1]
-    archive = zip_archive.read_archive(source.part(0, end))
+    archive = directory.read_archive(source.part(0, end))
     for piece in walk.pieces:
         if piece.header >= end:
             is_pickle = piece.name.endswith("/data.pkl")
@@ -370,10 +371,10 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
     decoded = torch_zip.decoded_record(pickle, storages)
     tree, notes = decoded.root, list[Note]()
     if (shared := whole.get(root + torch_zip.TWINS)) is not None:
-        tree, notes = twins.separated(tree, shared.contents(twins.MAX_RECORD))
+        tree, notes = marks.separated(tree, shared.contents(marks.MAX_SHARED))
     metadata: dict[str, Any] = {"byteorder": order} if order else {}
-    if before := _small(archive, root, recovered.RECORD, recovered.MAX_RECORD):
-        metadata[recovered.KEY] = before
+    if before := _small(archive, root, marks.RECOVERED_RECORD, marks.MAX_RECORD):
+        metadata[marks.RECOVERED] = before
     archive.records = whole
     checkpoint = Checkpoint(tree, torch_zip.NAME, metadata, archive.source.file, None, tuple(notes), decoded.discarded)
     every = {record.name: record for record in (*lost, *storages.lost.values())}

@@ -13,10 +13,11 @@ from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed, printable
-from ckptool.formats import recovered, zip_archive, zip_parts
-from ckptool.formats.npy_array import MAGIC, Budget, read_array, spelled
-from ckptool.formats.zip_layout import ZipLayout
-from ckptool.formats.zip_records import END, LOCAL
+from ckptool.formats import marks
+from ckptool.formats.npy import MAGIC, Budget, read_array, spelled
+from ckptool.formats.zip import directory, writer
+from ckptool.formats.zip.record import END, LOCAL
+from ckptool.formats.zip.writer import ZipLayout
 from ckptool.pickles.plain import summary
 
 NAME = "npz"
@@ -49,7 +50,7 @@ def read(source: Source) -> Checkpoint:
     Arrays of texts, dates and objects are inert objects, as in a pickle; records that are no arrays are bytes, as `numpy.load` has them.
     Raises what `read_archive` and `read_array` raise.
     """
-    archive = zip_archive.read_archive(source, twins=True)
+    archive = directory.read_archive(source, twins=True)
     if pickles := [name for name in archive.records if name.rpartition("/")[2] == "data.pkl"]:
         raise Ambiguous(
             f"{source} holds numpy arrays beside {printable(pickles[0])}",
@@ -58,8 +59,8 @@ def read(source: Source) -> Checkpoint:
     tree: dict[str, Any] = {}
     discarded: list[Any] = []
     budget, others = Budget(source.size), 0
-    mark = archive.records.get(recovered.RECORD)
-    metadata = {recovered.KEY: mark.contents(recovered.MAX_RECORD).decode("utf-8", "replace")} if mark else {}
+    mark = archive.records.get(marks.RECOVERED_RECORD)
+    metadata = {marks.RECOVERED: mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")} if mark else {}
     for name, record in archive.records.items():
         if record is mark:
             continue
@@ -76,7 +77,7 @@ def read(source: Source) -> Checkpoint:
             crc = record.crc if archive.has_checksums else None
             tree[key], thrown_away = read_array(record.data, f"{source}: {record}", budget, crc)
             discarded += thrown_away
-    notes = (*archive.notes, *_notes(tree), *recovered.notes(metadata))
+    notes = (*archive.notes, *_notes(tree), *marks.recovered_notes(metadata))
     return Checkpoint(tree, NAME, metadata, source, notes=notes, discarded=tuple(discarded), tensors_only=True)
 
 
@@ -106,15 +107,15 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """
     arrays = _holdable(checkpoint.tree)
     if not arrays:
-        return Plan({"": [InlineBytes(zip_parts.end_records(0, 0, 0)[-END.size :])]})
+        return Plan({"": [InlineBytes(writer.end_records(0, 0, 0)[-END.size :])]})
     layout, checks = ZipLayout(ALIGNMENT), []
     for name, (header, data, crc) in arrays.items():
         layout.add(name + ENDING, data, crc, header)
         value = checkpoint.tree[name]
         if isinstance(value, TensorEntry) and value.storage.crc is not None and crc is None:
             checks.append(value.storage)  # of which only a part is written, or another order
-    if mark := checkpoint.metadata.get(recovered.KEY):
-        layout.add(recovered.RECORD, InlineBytes(mark.encode()))  # numpy gives it as bytes, where it is asked for
+    if mark := checkpoint.metadata.get(marks.RECOVERED):
+        layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))  # numpy gives it as bytes, where it is asked for
     return layout.finish(checks)
 
 

@@ -11,7 +11,7 @@ from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import find
 from ckptool.errors import OnlyAPart, UsageError, counted, printable, quoted
-from ckptool.formats import members, recovered
+from ckptool.formats import marks, members
 from ckptool.formats.members import MEMBERS
 
 PathLike = str | os.PathLike[str]
@@ -36,8 +36,8 @@ def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
     path, node = find(checkpoint.tree, at)
     if not path:
         return checkpoint
-    metadata = {key: value for key, value in checkpoint.metadata.items() if key != recovered.KEY}
-    metadata |= recovered.of_part(checkpoint.metadata, path)
+    metadata = {key: value for key, value in checkpoint.metadata.items() if key != marks.RECOVERED}
+    metadata |= marks.recovered_in_part(checkpoint.metadata, path)
     return replace(
         checkpoint, tree=node, metadata=metadata, discarded=(), extras={}, base=(*checkpoint.base, *path), origin=None
     )

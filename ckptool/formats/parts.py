@@ -25,7 +25,7 @@ from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.errors import CkptoolError, OnlyAPart, counted, listed, printable
 from ckptool.formats import members
 from ckptool.formats.members import LAYER, MODEL_PARALLEL, MODEL_STATES, OF_WORLD, PIECES, STATES
-from ckptool.formats.shards import INDEX, NUMBERED
+from ckptool.formats.sharded.writing import INDEX, NUMBERED
 
 RANK, SHARD, PLACEHOLDERS = "rank", "shard", "placeholders"
 CODE = "part"

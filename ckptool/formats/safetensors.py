@@ -19,6 +19,7 @@ from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, comm
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.plan import Checksummed, Crc, Plan, Segment
+from ckptool.checkpoint.strided import resolved
 from ckptool.errors import (
     Ambiguous,
     BadTensor,
@@ -32,9 +33,9 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.formats import carried, recovered
-from ckptool.formats.signs import resolved
+from ckptool.formats import marks, tree_record
 from ckptool.formats.strict_json import members
+from ckptool.formats.tree_record import packing, unpacking
 
 NAME = "safetensors"
 SUFFIXES = (".safetensors", ".sft")
@@ -78,18 +79,18 @@ def read(source: Source, *, cut: bool = False) -> Checkpoint:
     header = _Header(source, size, cut)
     tree, metadata = header.entries, header.metadata
     notes = header.notes()
-    whole_tree = carried.KEY in metadata
+    whole_tree = tree_record.KEY in metadata
     ties = {dropped: kept for dropped, kept in metadata.items() if kept in tree and dropped not in tree}
     twins = _twins(source, metadata.pop(TWINS, "[]"))
     tree.update({dropped: _alias(tree[kept], dropped in twins) for dropped, kept in ties.items()})
     metadata = {key: value for key, value in metadata.items() if key not in ties}
     if whole_tree:
-        tree = carried.unpack(source, tree, metadata)
-        metadata = {key: value for key, value in metadata.items() if key != carried.KEY}
+        tree = unpacking.unpack(source, tree, metadata)
+        metadata = {key: value for key, value in metadata.items() if key != tree_record.KEY}
     elif ties:
         message = f"{counted(len(ties), 'name is', 'names are')} stored as ties of others: {listed([printable(name) for name in ties], 3)}"
         notes = (*notes, Note("ties-recorded", message))
-    notes += recovered.notes(metadata)
+    notes += marks.recovered_notes(metadata)
     return Checkpoint(tree, NAME, metadata, source, notes=notes, tensors_only=not whole_tree)
 
 
@@ -223,13 +224,13 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     Exact ties are stored once and recorded as stock `save_model` does. Raises `Unsupported` naming everything that cannot be kept.
     """
     if checkpoint.container == NAME and not checkpoint.tensors_only:
-        checkpoint = carried.pack(checkpoint)  # it was read from a file with a whole tree, and stays one
+        checkpoint = packing.pack(checkpoint)  # it was read from a file with a whole tree, and stays one
     tensors = holdable(checkpoint)
     stored, ties = without_ties(tensors)
     metadata = {
         key: text
         for key, text in checkpoint.metadata.items()
-        if checkpoint.container == NAME or key in (carried.KEY, recovered.KEY)
+        if checkpoint.container == NAME or key in (tree_record.KEY, marks.RECOVERED)
     }
     if clash := sorted(set(metadata) & set(ties)):
         raise Unsupported(

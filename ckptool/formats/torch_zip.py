@@ -21,12 +21,12 @@ from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.strided import swapped
 from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form, printable
-from ckptool.formats import recovered, twins, zip_archive, zip_parts
-from ckptool.formats.others import other_zip
-from ckptool.formats.zip_archive import Archive
-from ckptool.formats.zip_layout import ZipLayout
-from ckptool.formats.zip_records import Record
-from ckptool.formats.zip_remnants import guard
+from ckptool.formats import marks
+from ckptool.formats.unrecognized import other_zip
+from ckptool.formats.zip import directory, writer
+from ckptool.formats.zip.directory import Archive, guard
+from ckptool.formats.zip.record import Record
+from ckptool.formats.zip.writer import ZipLayout
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import Decoded, decode
@@ -65,7 +65,7 @@ def read(source: Readable) -> Checkpoint:
 
     Raises `NotACheckpoint` for another kind of zip, `Unsupported` for TorchScript, and what `read_archive` and `decode` raise.
     """
-    archive = zip_archive.read_archive(source)
+    archive = directory.read_archive(source)
     pickle = find_pickle(archive)
     root = pickle.name.removesuffix("data.pkl")
     _refuse_other_kinds(archive, root)
@@ -84,11 +84,11 @@ def read(source: Readable) -> Checkpoint:
     )
     metadata = {name: text for name, text in small.items() if text is not None}
     if (mark := _mark_in(archive, root)) is not None:
-        metadata[recovered.KEY] = mark
-        notes += recovered.notes(metadata)
+        metadata[marks.RECOVERED] = mark
+        notes += marks.recovered_notes(metadata)
     tree = decoded.root
     if (shared := archive.records.get(root + TWINS)) is not None:
-        tree, told = twins.separated(tree, shared.contents(twins.MAX_RECORD))
+        tree, told = marks.separated(tree, shared.contents(marks.MAX_SHARED))
         notes += tuple(told)
     return Checkpoint(tree, NAME, metadata, source.file, origin, notes, decoded.discarded)
 
@@ -166,7 +166,7 @@ def _small_record(archive: Archive, name: str) -> str | None:
 
 def inflated_limit(stored: int) -> int:
     """How large a pickle or program of so many stored bytes may be when it is inflated."""
-    return min(max(4 << 20, 16 * stored), zip_archive.MAX_INFLATED)
+    return min(max(4 << 20, 16 * stored), directory.MAX_INFLATED)
 
 
 def decoded_record(record: Record, storages: Storages, builders: Mapping[Global, Builder] = BUILDERS) -> Decoded:
@@ -318,26 +318,26 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     refuse_unknown(checkpoint, keep_unknown)
     layout = _Layout(checkpoint.origin if isinstance(checkpoint.origin, Origin) else None)
     layout.add("data.pkl", InlineBytes(encode(checkpoint.tree, layout.key_of)))
-    mark, before = checkpoint.metadata.get(recovered.KEY), None
+    mark, before = checkpoint.metadata.get(marks.RECOVERED), None
     if layout.origin is None:
         _lay_out_new(layout)
     else:
         before = _mark_in(layout.origin.archive, layout.root)
         for record in layout.origin.archive.by_offset():
-            if record.name != layout.root + recovered.RECORD or before == mark:
+            if record.name != layout.root + marks.RECOVERED_RECORD or before == mark:
                 layout.copy(record)
         layout.add_fresh()
     if mark and mark != before:
-        layout.add(recovered.RECORD, InlineBytes(mark.encode()))
-    if layout.twins and (shared := twins.record_of(checkpoint.tree)):
+        layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))
+    if layout.twins and (shared := marks.record_of(checkpoint.tree)):
         layout.add(TWINS, InlineBytes(shared))
     return layout.zip.finish()
 
 
 def _mark_in(archive: Archive, root: str) -> str | None:
     """What an archive says of its being recovered."""
-    record = archive.records.get(root + recovered.RECORD)
-    return record.contents(recovered.MAX_RECORD).decode("utf-8", "replace") if record is not None else None
+    record = archive.records.get(root + marks.RECOVERED_RECORD)
+    return record.contents(marks.MAX_RECORD).decode("utf-8", "replace") if record is not None else None
 
 
 def _lay_out_new(layout: _Layout) -> None:
@@ -370,7 +370,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
         return None
     refuse_unknown(checkpoint, keep_unknown)
     archive = origin.archive
-    if archive.edits >= zip_archive.MAX_EDITS:
+    if archive.edits >= directory.MAX_EDITS:
         raise Conflict(
             f"{archive.source} was edited in place {archive.edits} times already",
             "Every edit leaves its old pickle and directory inside; it is time to write the file anew.",
@@ -442,7 +442,7 @@ class _Layout:
             return
         if not record.name.startswith(self.root):
             return  # its name leads out of the folder
-        fits = record.wide or not zip_parts.needs_zip64(record.size, self.zip.at)
+        fits = record.wide or not writer.needs_zip64(record.size, self.zip.at)
         aligned = (self.zip.at - record.header) % self.alignment == 0
         if fits and aligned and not record.method and archive.has_checksums and record.is_torch_like:
             place = archive.source.start + record.header

@@ -20,7 +20,6 @@ from ckptool.checkpoint.nodes import Global, Object, OrderedDict
 from ckptool.checkpoint.pickled_modules import detached, walk_modules
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, counted, form, printable
-from ckptool.formats import zip_archive
 from ckptool.formats.torch_zip import (
     Storages,
     confirm_the_rest,
@@ -31,8 +30,9 @@ from ckptool.formats.torch_zip import (
     small_records,
 )
 from ckptool.formats.torch_zip import detect as is_zip
-from ckptool.formats.zip_archive import Archive
-from ckptool.formats.zip_records import END, END64, FULL, LOCATOR, Record
+from ckptool.formats.zip import directory
+from ckptool.formats.zip.directory import Archive
+from ckptool.formats.zip.record import END, END64, FULL, LOCATOR, Record
 from ckptool.pickles.torch_objects import BUILDERS
 
 NAME = "torchscript"
@@ -54,7 +54,7 @@ def detect(head: bytes, source: Input) -> bool:
     end64 = end - LOCATOR.size - END64.size
     if FULL in (size, at) and end64 >= 0:
         size, at = END64.unpack(source.read(end64, END64.size))[8:10]
-    fits = size <= zip_archive.MAX_DIRECTORY and at + size <= source.size
+    fits = size <= directory.MAX_DIRECTORY and at + size <= source.size
     return fits and MARK in source.read(at, size)
 
 
@@ -63,7 +63,7 @@ def read(source: Readable) -> Checkpoint:
 
     Raises `Ambiguous` for an archive that is a plain checkpoint as well, and what `read_archive` and `decode` raise.
     """
-    archive = zip_archive.read_archive(source)
+    archive = directory.read_archive(source)
     pickle = find_pickle(archive)
     root = pickle.name.removesuffix("data.pkl")
     small = small_records(archive, root)

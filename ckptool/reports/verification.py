@@ -17,8 +17,8 @@ from ckptool.checkpoint.strided import any_order, chunks
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, tensors, walk
 from ckptool.errors import CkptoolError, Corrupt, listed, printable
 from ckptool.formats.checksums import checksums
-from ckptool.formats.zip_archive import Archive, read_archive
-from ckptool.formats.zip_records import Record
+from ckptool.formats.zip.directory import Archive, read_archive
+from ckptool.formats.zip.record import Record
 from ckptool.reports.digests import Compared, Digests, readable_bytes
 
 if TYPE_CHECKING:

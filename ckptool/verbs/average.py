@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
-from ckptool.formats import recovered
+from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.transforms import average as means
@@ -48,10 +48,10 @@ def average(
         refuse_placeholders(each.checkpoint, root.node.items())
     found = means.average([root.node for root, _ in roots], names, shares)
     last = opened[-1].checkpoint
-    mark = recovered.of_parts(
+    mark = marks.recovered_in_parts(
         (each.checkpoint.metadata, root.path) for each, (root, _) in zip(opened, roots, strict=True)
     )
-    metadata = {key: value for key, value in last.metadata.items() if key != recovered.KEY} | mark
+    metadata = {key: value for key, value in last.metadata.items() if key != marks.RECOVERED} | mark
     changed = replace(last, tree=found.tree, metadata=metadata, extras={}, discarded=())
     sources = [each.checkpoint.source for each in opened if each.checkpoint.source is not None]
     saved = save("average", last, changed, out, options, inputs=sources)

@@ -14,7 +14,7 @@ from ckptool.checkpoint.files import Folder, Input, absolute
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.tree import Path, find, map_storages
 from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
-from ckptool.formats import Format, bundle_json, recovered
+from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, refuse_part, split
 from ckptool.transforms.bundles import (
     Member,
@@ -125,8 +125,8 @@ class _Parts:
         """Adds what a file holds under a name, with what has to be known of the file."""
         refuse_beside(part, formats.by_name(formats.DEFAULT))
         self.origins[name] = origin
-        self.notes += recovered.notes(part.metadata)
-        if left := sorted(set(part.metadata) - {"format", recovered.KEY}) if part.tensors_only else []:
+        self.notes += marks.recovered_notes(part.metadata)
+        if left := sorted(set(part.metadata) - {"format", marks.RECOVERED}) if part.tensors_only else []:
             said = listed([printable(key) for key in left], 3)
             self.notes.append(
                 Note("metadata-left", f"{printable(origin)} has texts beside its tensors, which stay behind: {said}")
@@ -134,7 +134,7 @@ class _Parts:
         self.checkpoint = replace(
             self.checkpoint,
             tree={**self.members, name: part.tree},
-            metadata=recovered.with_part(self.checkpoint.metadata, (name,), part.metadata),
+            metadata=marks.with_recovered_part(self.checkpoint.metadata, (name,), part.metadata),
             discarded=(*self.checkpoint.discarded, *part.discarded),
         )
 
@@ -160,7 +160,7 @@ def _part(checkpoint: Checkpoint, place: Path, node: Any) -> Checkpoint:
     if not place:
         return checkpoint
     return replace(
-        checkpoint, tree=node, discarded=(), extras={}, metadata=recovered.of_part(checkpoint.metadata, place)
+        checkpoint, tree=node, discarded=(), extras={}, metadata=marks.recovered_in_part(checkpoint.metadata, place)
     )
 
 

@@ -16,8 +16,9 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.errors import Unsupported, UsageError, counted, printable
-from ckptool.formats import Format, by_name, carried, for_output, keeps_ties, members, sharded, tensors_only
+from ckptool.formats import Format, by_name, for_output, keeps_ties, members, sharded, tensors_only
 from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.tree_record import packing
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.export import around, export, lost_ties, refuse_packed, siblings
 from ckptool.transforms.losses import Lost, lost_tensors, refuse_lost, transient
@@ -151,7 +152,7 @@ def _refuse_choice(container: Format, path: str, only: Sequence[str], exclude: S
 
 def _packed(part: Checkpoint) -> Outcome:
     """The whole tree, as safetensors can carry it."""
-    packed = replace(carried.pack(part), extras=part.extras)  # what is beside cannot go along: `save` says so
+    packed = replace(packing.pack(part), extras=part.extras)  # what is beside cannot go along: `save` says so
     return packed, f"the whole tree, {counted(len(packed.tree), 'tensor')}; converting it back restores it", [], ()
 
 

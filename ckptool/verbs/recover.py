@@ -11,7 +11,7 @@ from ckptool.checkpoint.files import Input, Source, open_input
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
-from ckptool.formats import recovered
+from ckptool.formats import marks
 from ckptool.formats.damaged import LostRecord, Salvaged, salvage
 from ckptool.formats.opening import Opened, PathLike, open_file, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
@@ -140,8 +140,8 @@ def _restored(done: Salvaged, other: Opened | None) -> _Restored:
     metadata = dict(checkpoint.metadata)
     if lost or done.raw:
         names = [place for place, _ in given.filled]
-        metadata[recovered.KEY] = recovered.mark(
-            [item.address for item in still], names, str(metadata.get(recovered.KEY, ""))
+        metadata[marks.RECOVERED] = marks.recovered_mark(
+            [item.address for item in still], names, str(metadata.get(marks.RECOVERED, ""))
         )
     marked = replace(checkpoint, tree=tree, metadata=metadata, origin=None)
     return _Restored(marked, lost, still, dropped, given, inputs)

@@ -24,7 +24,7 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.formats import Format, carried, members, no_collection, tensors_only
+from ckptool.formats import Format, members, no_collection, tensors_only, tree_record
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
@@ -155,7 +155,7 @@ def check_options(verb: str, options: SaveOptions) -> None:
 
 def _refuse_placeholders(original: Checkpoint, changed: Checkpoint, container: Format) -> None:
     """Raises `OnlyAPart` where tensors without values would be written by themselves, without what says where their values are."""
-    if changed.part is None or carried.KEY in changed.metadata:
+    if changed.part is None or tree_record.KEY in changed.metadata:
         return
     before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
     if formats.tensors_only(container) or not before.keys() <= after.keys():

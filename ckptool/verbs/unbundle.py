@@ -14,7 +14,7 @@ from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, printable
-from ckptool.formats import Format, bundle_json, recovered
+from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.output import check_folder, replace_folder
 from ckptool.reports.verification import refuse_damaged
@@ -102,7 +102,7 @@ def _part(name: Any, value: Any, file: str, kind: str) -> bundle_json.Part:
 
 def _member(checkpoint: Checkpoint, name: Any, tree: Any) -> Checkpoint:
     """A member as a checkpoint of its own; of the mark of a recovered file, what is about it."""
-    metadata = recovered.of_part(checkpoint.metadata, (name,))
+    metadata = marks.recovered_in_part(checkpoint.metadata, (name,))
     return replace(checkpoint, tree=tree, origin=None, metadata=metadata, tensors_only=False, notes=())
 
 

@@ -22,7 +22,7 @@ from ckptool.errors import (
     Truncated,
     printable,
 )
-from ckptool.formats import members, parts, recovered, sharded
+from ckptool.formats import marks, members, parts, sharded
 from ckptool.formats.opening import PathLike, part_of, split
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
@@ -198,8 +198,8 @@ def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
 
 def _not_intact(checkpoint: Checkpoint) -> Iterator[Problem]:
     """A file that was recovered is not what was once written, whatever its checksums say."""
-    said = recovered.facts(str(checkpoint.metadata.get(recovered.KEY, "")))
-    for note in recovered.notes(checkpoint.metadata):
+    said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
+    for note in marks.recovered_notes(checkpoint.metadata):
         names = (*said["filled"], *said["lost"])
         yield Problem(note.code, note.message, "It is not the file that was written once.", tensors=tuple(names))
 

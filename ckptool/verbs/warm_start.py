@@ -12,7 +12,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
 from ckptool.errors import UsageError, printable
-from ckptool.formats import recovered
+from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.output import check_target, replace_file
 from ckptool.reports.targets import PARAMETER, Target
@@ -105,7 +105,7 @@ def _write(
     parts = [(checkpoint.metadata, root.path)]
     if full.taken and target.checkpoint is not None:
         parts.append((target.checkpoint.metadata, ()))
-    mark = recovered.with_part({}, () if moved is None else (WEIGHTS,), recovered.of_parts(parts))
+    mark = marks.with_recovered_part({}, () if moved is None else (WEIGHTS,), marks.recovered_in_parts(parts))
     made = Checkpoint(tree, kind, mark, checkpoint.source)
     _refuse_target(target, out, options)
     saved = save("warm-start", checkpoint, made, out, options)

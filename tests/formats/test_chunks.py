@@ -12,7 +12,7 @@ import torch
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import Unsupported
-from ckptool.formats.chunks import Chunk, assembled, boxes_between, covers
+from ckptool.formats.dcp.chunks import Chunk, assembled, boxes_between, covers
 from tests.support.helpers import quickest
 
 

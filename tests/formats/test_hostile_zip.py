@@ -28,7 +28,7 @@ from ckptool.errors import (
     Truncated,
 )
 from ckptool.formats import read, torch_zip
-from ckptool.formats.zip_records import LOCATOR
+from ckptool.formats.zip.record import LOCATOR
 from tests.support.helpers import torch_bytes, written
 from tests.support.zip_layouts import RECORDS, Entry, Layout, changed, honest, layouts, with_entry, with_more
 from tests.support.zips import (

@@ -24,7 +24,7 @@ from ckptool.errors import (
     Unsupported,
 )
 from ckptool.formats import read
-from ckptool.formats.zip_records import CENTRAL, END, END64, LOCAL, LOCATOR
+from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR
 from ckptool.verbs.convert import convert
 from tests.support.budget import meets_budget
 from tests.support.helpers import torch_bytes, written

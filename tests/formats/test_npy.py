@@ -16,7 +16,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
-from ckptool.formats import npy_array, read
+from ckptool.formats import npy, read
 from ckptool.pickles.plain import array, plain
 from tests.support.helpers import written
 
@@ -38,7 +38,7 @@ def header(text: str, data: bytes = b"", version: tuple[int, int] = (1, 0)) -> b
     """A file with a header of our own making."""
     body = text.encode("utf-8" if version[0] == 3 else "latin-1")
     size = struct.pack("<H" if version[0] == 1 else "<I", len(body))
-    return npy_array.MAGIC + bytes(version) + size + body + data
+    return npy.MAGIC + bytes(version) + size + body + data
 
 
 def opened(data: bytes, folder: Path) -> Any:
@@ -240,13 +240,13 @@ def test_headers_that_numpy_never_writes(text: str, error: type[CkptoolError], t
 
 def test_row_016_right_magic_wrong_sequel(tmp_path: Path) -> None:
     for data, error in (
-        (npy_array.MAGIC, Truncated),
-        (npy_array.MAGIC + b"\1", Truncated),
-        (npy_array.MAGIC + b"\4\0" + bytes(20), Unsupported),
-        (npy_array.MAGIC + b"\1\0\xff\xff" + bytes(20), Truncated),
-        (npy_array.MAGIC + b"\2\0\xff\xff\xff\xff" + bytes(20), LimitExceeded),
-        (npy_array.MAGIC + b"\1\0\x04\0" + bytes(20), Corrupt),
-        (npy_array.MAGIC + b"\3\0\x04\0\0\0" + b"\xff\xfe\xfd\xfc", Corrupt),
+        (npy.MAGIC, Truncated),
+        (npy.MAGIC + b"\1", Truncated),
+        (npy.MAGIC + b"\4\0" + bytes(20), Unsupported),
+        (npy.MAGIC + b"\1\0\xff\xff" + bytes(20), Truncated),
+        (npy.MAGIC + b"\2\0\xff\xff\xff\xff" + bytes(20), LimitExceeded),
+        (npy.MAGIC + b"\1\0\x04\0" + bytes(20), Corrupt),
+        (npy.MAGIC + b"\3\0\x04\0\0\0" + b"\xff\xfe\xfd\xfc", Corrupt),
     ):
         with pytest.raises(error):
             opened(data, tmp_path)

@@ -23,7 +23,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported, UsageError
 from ckptool.formats import npz, read
-from ckptool.formats.sums import joined_sum, sum_of_rest
+from ckptool.formats.checksums import crc_combine, crc_of_rest
 from ckptool.pickles.plain import plain
 from fixtures.make import make
 from fixtures.traps import TRAPS
@@ -94,8 +94,8 @@ def test_every_tensor_has_the_checksum_of_its_own_bytes(how: str, tmp_path: Path
 def test_sums_of_joined_and_parted_bytes() -> None:
     for first, second in ((b"", b""), (b"a", b""), (b"", b"a"), (b"abc", bytes(1000)), (bytes(70_000), b"\xff" * 4099)):
         whole = zlib.crc32(first + second)
-        assert joined_sum(zlib.crc32(first), zlib.crc32(second), len(second)) == whole
-        assert sum_of_rest(whole, zlib.crc32(first), len(second)) == zlib.crc32(second)
+        assert crc_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == whole
+        assert crc_of_rest(whole, zlib.crc32(first), len(second)) == zlib.crc32(second)
 
 
 def test_unseekable_output_of_numpy(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Truncated, UsageError, form
 from ckptool.formats import damaged, read
 from ckptool.formats.damaged import Salvaged, whole_records
-from ckptool.formats.zip_records import LOCAL
+from ckptool.formats.zip.record import LOCAL
 from ckptool.verbs.convert import convert
 from ckptool.verbs.edit import edit
 from fixtures.make import make

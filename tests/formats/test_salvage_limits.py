@@ -13,8 +13,8 @@ import pytest
 from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError
 from ckptool.formats import damaged, read
-from ckptool.formats.zip_parts import local_header
-from ckptool.formats.zip_records import CENTRAL, LOCAL
+from ckptool.formats.zip.record import CENTRAL, LOCAL
+from ckptool.formats.zip.writer import local_header
 from tests.support.damaged import PLAIN
 from tests.support.helpers import written
 

@@ -118,7 +118,7 @@ def _places(plan: Any) -> dict[str, int]:
     """Where each record's header goes, by reading the plan's directory."""
     from ckptool.checkpoint import FileRange
     from ckptool.checkpoint.plan import Deferred
-    from ckptool.formats.zip_records import CENTRAL
+    from ckptool.formats.zip.record import CENTRAL
     from ckptool.output.sink import segments_of
 
     segments = segments_of(plan)

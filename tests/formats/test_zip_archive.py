@@ -12,10 +12,11 @@ import torch
 
 from ckptool.checkpoint.files import Source
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
-from ckptool.formats import read, zip_archive
-from ckptool.formats.zip_archive import Archive, read_archive
-from ckptool.formats.zip_parts import moved_entry
-from ckptool.formats.zip_records import CENTRAL, END, END64, LOCAL, LOCATOR, Record
+from ckptool.formats import read
+from ckptool.formats.zip import directory
+from ckptool.formats.zip.directory import Archive, read_archive
+from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR, Record
+from ckptool.formats.zip.writer import moved_entry
 from tests.support.helpers import torch_bytes, written
 from tests.support.zips import record_starts
 
@@ -245,7 +246,7 @@ def test_row_22_python_uses_64_bits_from_2_gib_on(wide: tuple[int, int, int], tm
     for place in (64, 6 << 30):
         raw = moved_entry(record, place) + b""
         again = Archive(archive.source, 0, 0, b"")
-        zip_archive._read_entries(again, raw, 1)
+        directory._read_entries(again, raw, 1)
         found = again.records["r"]
         assert (found.size, found.stored, found.header, found.crc) == (size, stored, place, 7)
 
@@ -259,7 +260,7 @@ def test_edits_in_place_are_counted_and_bounded(tmp_path: Path) -> None:
     from ckptool.output.sink import Sink, segments_of
 
     path = written(FILE, tmp_path / "a.pt")
-    for edits in range(zip_archive.MAX_EDITS):
+    for edits in range(directory.MAX_EDITS):
         checkpoint = read(path)
         assert checkpoint.origin.archive.edits == edits
         changed = {**checkpoint.tree, "n": edits}
@@ -270,7 +271,7 @@ def test_edits_in_place_are_counted_and_bounded(tmp_path: Path) -> None:
         with path.open("r+b") as file:
             Sink(file.fileno(), plan.keep, plan.nbytes, None).write(segments_of(plan))
     checkpoint = read(path)
-    assert checkpoint.tree["n"] == zip_archive.MAX_EDITS - 1
+    assert checkpoint.tree["n"] == directory.MAX_EDITS - 1
     with pytest.raises(Conflict, match="edited in place 100 times"):
         torch_zip.append(checkpoint)
-    assert torch.load(path, weights_only=True)["n"] == zip_archive.MAX_EDITS - 1
+    assert torch.load(path, weights_only=True)["n"] == directory.MAX_EDITS - 1

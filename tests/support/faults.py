@@ -288,9 +288,11 @@ def warm() -> None:
     import importlib
     import pkgutil
 
-    for package in ("formats", "formats.carried", "pickles", "transforms", "reports", "output"):
-        for module in pkgutil.iter_modules(importlib.import_module(f"ckptool.{package}").__path__):
-            importlib.import_module(f"ckptool.{package}.{module.name}")
+    for package in ("formats", "pickles", "transforms", "reports", "output"):
+        for module in pkgutil.walk_packages(
+            importlib.import_module(f"ckptool.{package}").__path__, f"ckptool.{package}."
+        ):
+            importlib.import_module(module.name)
     combining = (
         "verbs.average",
         "verbs.bake",
@@ -298,7 +300,6 @@ def warm() -> None:
         "verbs.spec",
         "verbs.unbundle",
         "verbs.warm_start",
-        "abreast",
     )
     for name in ("render.json", "render.text", "render.warm_start", "cli.problems", "cli.progress", *combining):
         importlib.import_module(f"ckptool.{name}")

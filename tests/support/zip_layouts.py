@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from ckptool.formats.zip_records import CENTRAL, END, END64, LOCAL, LOCATOR
+from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR
 from tests.support.zips import FILE
 
 

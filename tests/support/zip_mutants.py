@@ -28,8 +28,8 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError
 from ckptool.formats import read, torch_zip
-from ckptool.formats.zip_archive import read_archive
-from ckptool.formats.zip_records import CENTRAL, DESCRIPTOR, END, END64, LOCAL, LOCATOR
+from ckptool.formats.zip.directory import read_archive
+from ckptool.formats.zip.record import CENTRAL, DESCRIPTOR, END, END64, LOCAL, LOCATOR
 from ckptool.output.sink import segments_of
 from tests.support.helpers import assert_same_objects, torch_bytes
 

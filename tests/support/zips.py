@@ -13,7 +13,7 @@ import torch
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
-from ckptool.formats.zip_records import END, END64, LOCATOR
+from ckptool.formats.zip.record import END, END64, LOCATOR
 from tests.support.helpers import load, torch_bytes
 
 

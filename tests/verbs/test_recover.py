@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import ckptool
 from ckptool.cli import main
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, OutputExists, UsageError
-from ckptool.formats import read, recovered
+from ckptool.formats import marks, read
 from ckptool.render.recover import recover_json
 from ckptool.verbs.recover import recover
 from fixtures.make import make
@@ -228,7 +228,7 @@ def test_lost_tensors_are_filled_in_and_the_output_says_so_for_ever(tmp_path: Pa
         assert "1 tensor was filled in from another file: model/b" in note.message, step
         assert not ckptool.verify(step).fine
     with zipfile.ZipFile(chain[0]) as archive:
-        assert archive.testzip() is None and f"archive/{recovered.RECORD}" in archive.namelist()
+        assert archive.testzip() is None and f"archive/{marks.RECOVERED_RECORD}" in archive.namelist()
 
 
 def test_the_mark_goes_along_into_every_container_and_back(tmp_path: Path) -> None:
@@ -336,13 +336,13 @@ def test_a_damaged_filler_is_refused(tmp_path: Path) -> None:
 
 
 def test_marks_add_up() -> None:
-    text = recovered.mark(["b"], ["c"], recovered.mark(["a"], []))
-    assert recovered.facts(text) == {"lost": ["a", "b"], "filled": ["c"], "lost_count": 2, "filled_count": 1}
-    many = recovered.mark([f"w{i}" + "x" * 500 for i in range(5000)], [])
-    assert recovered.facts(many)["lost_count"] == 5000 and len(many) < recovered.MAX_RECORD
+    text = marks.recovered_mark(["b"], ["c"], marks.recovered_mark(["a"], []))
+    assert marks.recovered_facts(text) == {"lost": ["a", "b"], "filled": ["c"], "lost_count": 2, "filled_count": 1}
+    many = marks.recovered_mark([f"w{i}" + "x" * 500 for i in range(5000)], [])
+    assert marks.recovered_facts(many)["lost_count"] == 5000 and len(many) < marks.MAX_RECORD
     for odd in ("", "[", "[]", "3", '{"lost": 1, "filled": [2], "lost_count": -1}', "[" * 100_000):
-        assert recovered.facts(odd)["lost"] == [] and len(recovered.notes({recovered.KEY: odd})) == 1
-    assert recovered.notes({}) == ()
+        assert marks.recovered_facts(odd)["lost"] == [] and len(marks.recovered_notes({marks.RECOVERED: odd})) == 1
+    assert marks.recovered_notes({}) == ()
 
 
 # Refusals and the command ---------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Zip archives: the directory, the records, what is left of a damaged one."""
+"""Zip archives: the directory that is believed, the records that are read, the archives that are written."""

@@ -20,11 +20,11 @@ from typing import Any
 from ckptool.checkpoint import Computed, Data, Storage, StorageRef
 from ckptool.checkpoint.files import Readable
 from ckptool.errors import CkptoolError, Corrupt
-from ckptool.formats import zip_archive, zip_parts
 from ckptool.formats.checksums import checksums
 from ckptool.formats.torch_zip import inflated_limit
-from ckptool.formats.zip_archive import Archive
-from ckptool.formats.zip_records import (
+from ckptool.formats.zip import directory, writer
+from ckptool.formats.zip.directory import Archive
+from ckptool.formats.zip.record import (
     CENTRAL,
     DESCRIPTOR,
     DESCRIPTOR64,
@@ -125,7 +125,7 @@ class Walk:
     mentions: what directories say, by the place of a record's header.
     """
 
-    def __init__(self, source: Readable, budget: int, most: int = zip_archive.MAX_ENTRIES) -> None:
+    def __init__(self, source: Readable, budget: int, most: int = directory.MAX_ENTRIES) -> None:
         self.source, self.budget, self.most = source, budget, most  # most: records
         self.pieces: list[Piece] = []
         self.states: list[int] = []
@@ -240,7 +240,7 @@ class Walk:
         if piece.claims:
             return end
         piece.why = NO_SUM
-        return end + len(zip_parts.descriptor(0, stored, piece.header))
+        return end + len(writer.descriptor(0, stored, piece.header))
 
     def _search(self, piece: Piece) -> int | None:
         """Looks for the descriptor of a record whose size nobody knows: the one that says that it is where it is."""
@@ -338,10 +338,10 @@ class Walk:
 
     def _is_state(self, end: int) -> bool:
         self.tries += 1
-        if self.tries > zip_archive.MAX_EDITS:
+        if self.tries > directory.MAX_EDITS:
             return False
         try:
-            zip_archive.read_archive(self.source.file.part(self.source.start, end))
+            directory.read_archive(self.source.file.part(self.source.start, end))
         except CkptoolError:
             return False
         return True
@@ -395,8 +395,8 @@ class Walk:
         size = self.sizes.of[name]
         if not self.padded:
             return LOCAL.size + len(name.encode()) + size
-        header = zip_parts.local_header(name, at, size, self.alignment)
-        return len(header) + size + len(zip_parts.descriptor(0, size, at))
+        header = writer.local_header(name, at, size, self.alignment)
+        return len(header) + size + len(writer.descriptor(0, size, at))
 
     def _skip(self, names: Iterable[str], begin: int, found: int | None) -> int | None:
         """Enters records that were passed over as lost."""

@@ -13,7 +13,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan, Segment
 from ckptool.checkpoint.tree import storages
 from ckptool.errors import Unsupported, UsageError, is_text, listed, printable
-from ckptool.formats import carried, recovered, safetensors, torch_zip
+from ckptool.formats import marks, safetensors, torch_zip, tree_record
 
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
 INDEX = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json")
@@ -52,7 +52,7 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Origin:
+class DivisionOrigin:
     """How a checkpoint was divided: the files, and what was in which.
 
     pickled: the shards are torch's files.  metadata: what each shard says beside its tensors.
@@ -67,7 +67,7 @@ class Origin:
     alive: tuple[Storage, ...]  # so that no other storage gets the `id` of one of these
 
     @classmethod
-    def of(cls, index: str, pickled: bool, shards: Mapping[str, Checkpoint], ties: Mapping[str, str]) -> Origin:
+    def of(cls, index: str, pickled: bool, shards: Mapping[str, Checkpoint], ties: Mapping[str, str]) -> DivisionOrigin:
         """What is to be remembered of these shards; `ties` across them are recorded anew when they are written."""
         alive = {id(storage): (storage, file) for file, shard in shards.items() for storage in storages(shard.tree)}
         return cls(
@@ -97,7 +97,9 @@ class Origin:
 def divided(checkpoint: Checkpoint, shard_size: int | str) -> Checkpoint:
     """The same checkpoint, to be written in shards of at most this size, which counts the bytes of tensors."""
     stem = (
-        checkpoint.origin.stem if isinstance(checkpoint.origin, Origin) and not checkpoint.origin.pickled else "model"
+        checkpoint.origin.stem
+        if isinstance(checkpoint.origin, DivisionOrigin) and not checkpoint.origin.pickled
+        else "model"
     )
     return replace(checkpoint, origin=Division(size_in_bytes(shard_size), stem))
 
@@ -114,13 +116,13 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     order of its keys, at most 5 GB of tensors to a shard (a single tensor may be larger). Ties stay together and are recorded.
     Raises `Unsupported` naming everything that cannot be kept.
     """
-    if carried.KEY in checkpoint.metadata:
+    if tree_record.KEY in checkpoint.metadata:
         raise Unsupported(
             "a whole tree (convert --all) is one safetensors file, and is not divided into shards",
             "The record that leads back to it is in that file.",
             "Write it as one: --to safetensors; or only its weights: without --all",
         )
-    origin = checkpoint.origin if isinstance(checkpoint.origin, Origin) else None
+    origin = checkpoint.origin if isinstance(checkpoint.origin, DivisionOrigin) else None
     pickled = origin is not None and origin.pickled and not checkpoint.tensors_only
     units = _units_of_pickles(checkpoint) if pickled else _units_of_tensors(checkpoint)
     if origin is not None:
@@ -195,7 +197,9 @@ def _split(units: list[_Unit], limit: int) -> list[list[_Unit]]:
     return [*shards, current] if current or not shards else shards
 
 
-def _as_before(origin: Origin, units: list[_Unit], tree: dict[Any, Any], pickled: bool) -> dict[str, list[_Unit]]:
+def _as_before(
+    origin: DivisionOrigin, units: list[_Unit], tree: dict[Any, Any], pickled: bool
+) -> dict[str, list[_Unit]]:
     """Every unit in the shard that it came from; what is new goes with what stands before it."""
     shards: dict[str, list[_Unit]] = {file: [] for file in origin.metadata}
     before = next(iter(shards))
@@ -220,7 +224,11 @@ def _named(shards: list[list[_Unit]], stem: str, suffix: str) -> dict[str, list[
 
 
 def _plan(
-    checkpoint: Checkpoint, origin: Origin | None, shards: dict[str, list[_Unit]], pickled: bool, keep_unknown: bool
+    checkpoint: Checkpoint,
+    origin: DivisionOrigin | None,
+    shards: dict[str, list[_Unit]],
+    pickled: bool,
+    keep_unknown: bool,
 ) -> Plan:
     files: dict[str, Iterable[Segment]] = {}
     checks: list[Storage] = []
@@ -258,7 +266,7 @@ def _stored(shards: dict[str, list[_Unit]], tree: dict[Any, Any]) -> dict[str, s
     return {name: places[name] for name in tree if name in places}
 
 
-def _index_name(origin: Origin | None, first: str) -> str:
+def _index_name(origin: DivisionOrigin | None, first: str) -> str:
     if origin is not None and first in origin.metadata:
         return origin.index
     found = NUMBERED.fullmatch(first)
@@ -268,8 +276,8 @@ def _index_name(origin: Origin | None, first: str) -> str:
 
 def _index(checkpoint: Checkpoint, weight_map: dict[str, str], total: int) -> bytes:
     metadata = dict(checkpoint.metadata) if checkpoint.container == "sharded" else {}
-    if mark := checkpoint.metadata.get(recovered.KEY):
-        metadata[recovered.KEY] = mark
+    if mark := checkpoint.metadata.get(marks.RECOVERED):
+        metadata[marks.RECOVERED] = mark
     metadata["total_size"] = total
     if "total_parameters" in metadata:
         metadata["total_parameters"] = sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +11,35 @@ from typing import Any
 from ckptool.checkpoint import Composite, Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.strided import row_major
-from ckptool.errors import Conflict, listed, printable
-from ckptool.formats.carried.record import STAND_INS
-from ckptool.formats.signs import flipped
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, check_depth
+from ckptool.checkpoint.strided import flipped, row_major
+from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, listed, printable
+from ckptool.formats.tree_record import KEY, SCHEMA, STAND_INS
 from ckptool.pickles.torch_objects import JAGGED, check_view, rebuilt
+
+
+def unpack(source: Source, stored: dict[str, TensorEntry], metadata: dict[str, str]) -> Any:
+    """The tree that `pack` was given. Raises `Corrupt` where the record is damaged, `Conflict` where the file no longer agrees with it."""
+    from ckptool.formats.tree_record.unpacking import Unpacker
+
+    try:
+        record = json.loads(metadata[KEY])
+        if record["schema"] != SCHEMA:
+            raise Unsupported(
+                f"{source} holds a tree of the version {printable(str(record['schema']))}",
+                f"This version reads {SCHEMA}.",
+            )
+        unpacker = Unpacker(source, stored, record)
+        tree = unpacker.tree()
+        check_depth(tree)
+    except CkptoolError as error:
+        raise error.within(str(source)) from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, struct.error) as error:
+        raise Corrupt(
+            f"{source}: the record of its tree is damaged ({type(error).__name__})",
+            "Its metadata was changed by another program.",
+        ) from None
+    return tree
 
 
 class Unpacker:

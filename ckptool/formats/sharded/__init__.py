@@ -29,8 +29,8 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.formats import recovered, safetensors
-from ckptool.formats.shards import INDEX, NUMBERED, Origin, append, divided, size_in_bytes, write
+from ckptool.formats import marks, safetensors
+from ckptool.formats.sharded.writing import INDEX, NUMBERED, DivisionOrigin, append, divided, size_in_bytes, write
 from ckptool.formats.strict_json import parse_object
 
 __all__ = ["NAME", "SUFFIXES", "TENSORS_ONLY", "append", "detect", "divided", "read", "size_in_bytes", "write"]
@@ -171,9 +171,9 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
         )
     metadata = {key: value for key, value in index.metadata.items() if key not in ties}
     for shard in index.shards.values():
-        metadata = recovered.with_part(metadata, (), shard.metadata)
-    notes += recovered.notes(metadata)
-    origin = Origin.of(name, pickled, index.shards, ties)
+        metadata = marks.with_recovered_part(metadata, (), shard.metadata)
+    notes += marks.recovered_notes(metadata)
+    origin = DivisionOrigin.of(name, pickled, index.shards, ties)
     discarded = tuple(call for shard in index.shards.values() for call in shard.discarded)
     return Checkpoint(tree, NAME, metadata, folder, origin, notes, discarded, tensors_only=not pickled)
 
@@ -394,7 +394,7 @@ def _notes_of_shards(index: _Index) -> Iterator[Note]:
     by_code: dict[str, list[tuple[str, Note]]] = {}
     for file, shard in index.shards.items():
         for note in shard.notes:
-            if note.code != recovered.CODE:  # it is told of all together
+            if note.code != marks.RECOVERED_NOTE:  # it is told of all together
                 by_code.setdefault(note.code, []).append((file, note))
     for code, found in by_code.items():
         file, note = found[0]

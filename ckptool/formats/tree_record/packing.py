@@ -3,19 +3,59 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 from typing import Any
 
-from ckptool.checkpoint import Composite, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
-from ckptool.errors import LimitExceeded, Unsupported
-from ckptool.formats.carried.covers import axes_of, covers, names_of, same_view, stand_in
-from ckptool.formats.carried.record import RESERVED, SCHEMA
+from ckptool.checkpoint.strided import flipped, in_storage_order, row_major
+from ckptool.checkpoint.tree import address, walk
+from ckptool.errors import LimitExceeded, Unsupported, is_text, listed, printable
+from ckptool.formats import marks
+from ckptool.formats.tree_record import KEY, RESERVED, SCHEMA, STAND_INS
+from ckptool.pickles.calls import is_quiet
 from ckptool.pickles.torch_objects import JAGGED
 
 MAX_REPEATED = 16 << 20  # bytes of texts that stand in the record already
+
+
+def pack(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as a flat dictionary of tensors that safetensors can hold, and the record that leads back.
+
+    Raises `Unsupported` for objects of unknown classes, and for names that are not Unicode text.
+    """
+    from ckptool.formats.tree_record.packing import Packer
+
+    _refuse_unknown(checkpoint)
+    packer = Packer(checkpoint.tree)
+    record = packer.record()
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+    if not is_text(text):
+        text = json.dumps(record, separators=(",", ":"))
+    metadata = {KEY: text} | {key: mark for key, mark in checkpoint.metadata.items() if key == marks.RECOVERED}
+    return Checkpoint(packer.stored, checkpoint.container, metadata, checkpoint.source, tensors_only=True)
+
+
+def _refuse_unknown(checkpoint: Checkpoint) -> None:
+    unknown = [
+        f"{printable(node.name)} at {printable(address(path)) or 'the top'}"
+        for path, node in walk(checkpoint.tree)
+        if isinstance(node, Object) and not is_quiet(node)
+    ]
+    if unknown or checkpoint.discarded:
+        raise Unsupported(
+            f"objects of classes that ckptool does not know cannot be carried: {listed(unknown)}",
+            "Only a pickle can make them again, by running their code.",
+            Advice(
+                "Leave them out: ",
+                command("edit", FILE, drop="ADDRESS", out=OUT),
+                "; or convert only the weights: without --all",
+            ),
+        )
 
 
 class Packer:
@@ -188,3 +228,76 @@ def _made_of(node: Any) -> tuple[Any, ...]:
 
 def _float_bits(value: float) -> str:
     return struct.pack(">d", value).hex()  # every bit: a nan has a sign and a payload
+
+
+def covers(tree: Any) -> dict[int, TensorEntry]:
+    """For each storage the first tensor that covers it: every element once, none outside, of a type that can be stored."""
+    found: dict[int, TensorEntry] = {}
+    for _, node in walk(tree):
+        if isinstance(node, TensorEntry) and id(node.storage) not in found and _is_cover(node):
+            found[id(node.storage)] = node
+    return found
+
+
+def _is_cover(entry: TensorEntry) -> bool:
+    if entry.nbytes != entry.storage.nbytes or entry.offset or not entry.nbytes:
+        return False
+    if entry.dtype.safetensors is None and entry.dtype.name not in STAND_INS:
+        return False
+    if entry.dtype.name == "f4_e2m1fn_x2" and (not entry.shape or not entry.is_contiguous):
+        return False
+    return entry.is_contiguous or in_storage_order(entry) is not None
+
+
+def axes_of(entry: TensorEntry) -> list[int] | None:
+    """The axes from the widest stride to the narrowest, as they lie in the storage; None for row-major."""
+    if entry.is_contiguous:
+        return None
+    return sorted(range(len(entry.shape)), key=lambda axis: (-entry.stride[axis], -entry.shape[axis], axis))
+
+
+def same_view(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether two tensors see the same elements of a storage in the same way."""
+    return (a.dtype, a.shape, a.stride, a.offset) == (b.dtype, b.shape, b.stride, b.offset)
+
+
+def stand_in(entry: TensorEntry) -> TensorEntry:
+    """The tensor as safetensors can hold it; conjugate and negative bits stay flags, for the writer to resolve."""
+    if entry.dtype.safetensors is not None:
+        return entry
+    name, width = STAND_INS[entry.dtype.name]
+    data = row_major(entry)
+    if entry.flags.conj or entry.flags.neg:
+        data = flipped(data, entry.dtype, entry.flags.conj, entry.flags.neg, entry.storage)
+    whole = data is not entry.storage.data and isinstance(data, Computed)
+    storage = Storage(
+        data, entry.location, None if whole else entry.storage.crc, deduplicated=entry.storage.deduplicated
+    )
+    shape = (*entry.shape, width) if width > 1 else entry.shape
+    stride = (*(s * width for s in row_major_strides(entry.shape)), 1) if width > 1 else row_major_strides(entry.shape)
+    return TensorEntry(storage, by_name(name), shape, stride)
+
+
+def names_of(tree: Any) -> dict[int, str]:
+    """A name for each tensor: its key where the tree is a dictionary of tensors, else its address."""
+    flat = isinstance(tree, dict) and any(isinstance(value, TensorEntry) for value in tree.values())
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    entries = [(path, node) for path, node in walk(tree) if isinstance(node, TensorEntry)]
+    # Keys that are text come first: of 0 and '0' the latter gets the plain name.
+    for path, node in sorted(entries, key=lambda found: not all(type(part) is str for part in found[0])):
+        if id(node) in names:
+            continue
+        name = path[0] if flat and len(path) == 1 and type(path[0]) is str else address(path)
+        if not is_text(name):
+            raise Unsupported(
+                f"the tensor {printable(name)} has a name that is not Unicode text",
+                "No other program could read it.",
+                "Rename it first.",
+            )
+        name = f"_{name}" if name.startswith(RESERVED) or name == "__metadata__" else name
+        while name in taken:
+            name += f"~{type(path[-1]).__name__ if path else 'tensor'}"
+        taken.add(name)
+        names[id(node)] = name
+    return names

@@ -18,7 +18,8 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.errors import CkptoolError, Corrupt, Unsupported
-from ckptool.formats import carried, read, safetensors, torch_zip
+from ckptool.formats import read, safetensors, torch_zip
+from ckptool.formats.tree_record.packing import pack
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
 from tests.support.helpers import assert_same_tree, carry_out, torch_bytes, written
@@ -34,7 +35,7 @@ REFUSED = {
 
 
 def carry(checkpoint: Checkpoint, out: Path) -> Checkpoint:
-    carry_out(safetensors.write(carried.pack(checkpoint)), out)
+    carry_out(safetensors.write(pack(checkpoint)), out)
     return read(out)
 
 
@@ -46,7 +47,7 @@ def in_memory(tree: Any) -> Checkpoint:
 def test_vector_comes_back_row(name: str, tmp_path: Path) -> None:
     original = contract.vector(name, tmp_path)
     checkpoint = read(original)
-    error = contract.refusal(lambda: carried.pack(checkpoint))
+    error = contract.refusal(lambda: pack(checkpoint))
     assert (error is not None) is (name in REFUSED), error
     if error is not None:
         assert REFUSED[name] in error.what
@@ -112,7 +113,7 @@ def test_texts_that_are_not_unicode(tmp_path: Path) -> None:
     tree = {"\ud800": "a\udfffb", "é": ["\0\n"]}
     assert_same_tree(tree, carry(in_memory(tree), tmp_path / "a.safetensors").tree)
     with pytest.raises(Unsupported, match="not Unicode"):
-        carried.pack(in_memory({"\ud800": TensorEntry(Storage(InlineBytes(bytes(4))), by_name("f32"), (1,), (1,))}))
+        pack(in_memory({"\ud800": TensorEntry(Storage(InlineBytes(bytes(4))), by_name("f32"), (1,), (1,))}))
 
 
 def test_values_of_every_kind(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_keys_that_look_the_same_or_reserved_come_back(keys: tuple[Any, ...], tm
     tree = {
         key: TensorEntry(Storage(InlineBytes(bytes([n] * 4))), by_name("f32"), (1,), (1,)) for n, key in enumerate(keys)
     }
-    packed = carried.pack(in_memory(tree))
+    packed = pack(in_memory(tree))
     assert len(packed.tree) == len(keys)
     assert_same_tree(tree, carry(in_memory(tree), tmp_path / "a.safetensors").tree)
 

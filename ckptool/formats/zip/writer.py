@@ -1,18 +1,30 @@
 """A new zip archive: records laid out one after the other, so that each one's place, and the directory, is known before a byte is written.
 
-Records are stored, with the headers and descriptors that torch would write; `zip_parts` has those.
+Records are stored, with the headers and descriptors that torch would write.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 from ckptool.checkpoint import Data, InlineBytes, Storage
 from ckptool.checkpoint.plan import Checksummed, Crc, Deferred, Plan, Segment
-from ckptool.formats import zip_parts
-from ckptool.formats.sums import joined_sum
-from ckptool.formats.zip_records import Record
+from ckptool.formats.checksums import crc_combine
+from ckptool.formats.zip import writer
+from ckptool.formats.zip.record import (
+    CENTRAL,
+    DESCRIPTOR,
+    DESCRIPTOR64,
+    END,
+    END64,
+    FULL,
+    FULL16,
+    LOCAL,
+    LOCATOR,
+    Record,
+)
 
 
 class ZipLayout:
@@ -33,7 +45,7 @@ class ZipLayout:
             head, data = head + data.content, InlineBytes(b"")
         total = Crc(zlib.crc32(head), name=name)
         if crc is not None and data.length:
-            total.expected = joined_sum(total.value, crc, data.length)
+            total.expected = crc_combine(total.value, crc, data.length)
         record = _NewRecord(self, name, head, data, self.at, total)
         self._segments.append(record)
         self._enter(record)
@@ -55,7 +67,7 @@ class ZipLayout:
 
     def enter_moved(self, record: Record, at: int) -> None:
         """The directory's line for a record of the old file, which is (or will be) at byte `at`."""
-        self._enter(zip_parts.moved_entry(record, at))
+        self._enter(writer.moved_entry(record, at))
 
     def _enter(self, line: bytes | _NewRecord) -> None:
         self._entries.append(line)
@@ -69,7 +81,7 @@ class ZipLayout:
             return b"".join(entry if isinstance(entry, bytes) else entry.entry() for entry in entries)
 
         self._segments.append(Deferred(size, directory))
-        self._segments.append(InlineBytes(zip_parts.end_records(len(entries), self.at, size)))
+        self._segments.append(InlineBytes(writer.end_records(len(entries), self.at, size)))
         return Plan({"": _Segments(self._segments)}, list(checks))
 
 
@@ -91,7 +103,7 @@ class _NewRecord:
 
     def segments(self) -> Iterator[Segment]:
         """Header, data and descriptor; the last can only be made when the data has passed."""
-        yield InlineBytes(zip_parts.local_header(self.name, self.at, self.size, self.layout.alignment))
+        yield InlineBytes(writer.local_header(self.name, self.at, self.size, self.layout.alignment))
         if self.head:
             yield InlineBytes(self.head)
         if self.data.length:
@@ -101,11 +113,11 @@ class _NewRecord:
             yield InlineBytes(self.descriptor())
 
     def descriptor(self) -> bytes:
-        return zip_parts.descriptor(self.crc, self.size, self.at)
+        return writer.descriptor(self.crc, self.size, self.at)
 
     def entry(self) -> bytes:
         """Its line in the directory."""
-        return zip_parts.central_entry(self.name, self.crc, self.size, self.at)
+        return writer.central_entry(self.name, self.crc, self.size, self.at)
 
 
 class _LateRecord(_NewRecord):
@@ -122,7 +134,7 @@ class _LateRecord(_NewRecord):
         return self.length
 
     def segments(self) -> Iterator[Segment]:
-        yield InlineBytes(zip_parts.local_header(self.name, self.at, self.size, self.layout.alignment))
+        yield InlineBytes(writer.local_header(self.name, self.at, self.size, self.layout.alignment))
         yield Deferred(self.length, self._made)
         yield Deferred(len(self.descriptor()), self.descriptor)
 
@@ -146,3 +158,66 @@ class _Segments:
                 yield from part.segments()
             else:
                 yield part
+
+
+def local_header(name: str, at: int, size: int, alignment: int) -> bytes:
+    """The header of a record of `size` bytes at byte `at`, as torch writes it: padded so that the data is aligned."""
+    raw = name.encode()
+    extra = zip64_extra(size, at)
+    start = at + LOCAL.size + len(raw) + len(extra) + 4
+    padding = -start % alignment
+    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    return LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(raw), len(extra)) + raw + extra
+
+
+def needs_zip64(size: int, at: int) -> bool:
+    return size >= FULL or at >= FULL
+
+
+def zip64_extra(size: int, at: int) -> bytes:
+    values = ([size, size] if size >= FULL else []) + ([at] if at >= FULL else [])
+    return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+
+
+def descriptor(crc: int, size: int, at: int) -> bytes:
+    return (DESCRIPTOR64 if needs_zip64(size, at) else DESCRIPTOR).pack(b"PK\x07\x08", crc, size, size)
+
+
+def central_entry(name: str, crc: int, size: int, at: int) -> bytes:
+    """The directory's entry for a record of our own."""
+    raw = name.encode()
+    extra = zip64_extra(size, at)
+    narrow = min(size, FULL)
+    fixed = CENTRAL.pack(
+        b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, narrow, narrow, len(raw), len(extra), 0, 0, 0, 0, min(at, FULL)
+    )
+    return fixed + raw + extra
+
+
+_LINK = 0xA  # the file type of Unix, at the top of the external attributes
+
+
+def moved_entry(record: Record, at: int) -> bytes:
+    """The directory's entry for a record that was copied whole to byte `at`; one that was marked as a symbolic link is a file there."""
+    stored, size = struct.unpack_from("<2I", record.central, 20)  # Python's zipfile goes to 64 bits at 2 GiB already
+    narrow = FULL if at >= FULL or record.wide else at
+    values = [wide for short, wide in ((size, record.size), (stored, record.stored), (narrow, at)) if short == FULL]
+    extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+    raw = record.name.encode()
+    return (
+        record.central[:28]
+        + struct.pack("<3H", len(raw), len(extra), 0)
+        + record.central[34:38]
+        + (bytes(4) if record.central[41] >> 4 == _LINK else record.central[38:42])
+        + struct.pack("<I", narrow)
+        + raw
+        + extra
+    )
+
+
+def end_records(count: int, directory_at: int, directory_size: int) -> bytes:
+    """The zip64 end record, its locator and the end record, as torch writes them (98 bytes)."""
+    end64 = END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, directory_size, directory_at)
+    locator = LOCATOR.pack(b"PK\x06\x07", 0, directory_at + directory_size, 1)
+    n, size, at = min(count, FULL16), min(directory_size, FULL), min(directory_at, FULL)
+    return end64 + locator + END.pack(b"PK\x05\x06", 0, 0, n, n, size, at, 0)

@@ -33,7 +33,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.formats import torch_zip
-from ckptool.formats.chunks import Box, Chunk, assembled, covers
+from ckptool.formats.dcp.chunks import Box, Chunk, assembled, covers
 from ckptool.pickles.decode import decode
 from ckptool.pickles.torch_objects import BUILDERS
 

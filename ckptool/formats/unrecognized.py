@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.files import Folder, Input, Readable, Source, parted
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable, quoted
-from ckptool.formats import tar_archive
+from ckptool.formats import torch_tar
 
 # name, and the program that unpacks it to its standard output
 _COMPRESSED = {
@@ -112,7 +112,7 @@ def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
 def _tar(source: Source) -> CkptoolError:
     """A tar archive that torch did not write; with the checkpoint that is inside, if there is one."""
     inside = [
-        name for name in tar_archive.paths(source) if os.path.splitext(name)[1] in _WEIGHTS and name.isprintable()
+        name for name in torch_tar.record_paths(source) if os.path.splitext(name)[1] in _WEIGHTS and name.isprintable()
     ]
     what = f"{source} is a tar archive, not one of torch's"
     if not inside:

@@ -16,7 +16,7 @@ from ckptool.checkpoint import Computed, Data, FileRange
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, printable
 
 if TYPE_CHECKING:
-    from ckptool.formats.zip_archive import Archive
+    from ckptool.formats.zip.directory import Archive
 
 LOCAL = struct.Struct("<4s5H3I2H")  # signature, version, flags, method, time, date, crc, stored, size, name, extra
 CENTRAL = struct.Struct("<4s6H3I5H2I")

@@ -1,0 +1,164 @@
+"""Storages that are equal but not tied: stored once, and given back as the separate storages that they are.
+
+Torch knows no such thing, so a record that it does not read says which tensors belong to which storage:
+`[[["a", "b"], ["c"]], …]`, for each piece of data the storages on it, each as the addresses of its tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckptool.checkpoint import Note, Storage, TensorEntry
+from ckptool.checkpoint.tree import Path, address, rebuild, walk
+from ckptool.errors import Corrupt, counted, listed, printable
+
+MAX_SHARED = 64 << 20
+
+
+def record_of(tree: Any) -> bytes:
+    """The record for a tree; empty where no storages are twins."""
+    groups: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(dict)
+    for path, node in walk(tree):
+        if isinstance(node, TensorEntry) and node.storage.deduplicated:
+            storage = node.storage
+            groups[id(storage.data), storage.location].setdefault(id(storage), []).append(address(path))
+    shared = [list(storages.values()) for storages in groups.values() if len(storages) > 1]
+    return json.dumps(shared, separators=(",", ":")).encode() if shared else b""
+
+
+def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
+    """The tree in which the storages that a record names are separate again, and a note that says so.
+
+    Raises `Corrupt` for a record of another shape. Addresses that lead to no tensor are passed over: the tensor is gone.
+    """
+    owner = {place: (number, index) for number, index, place in _places(record)}
+    storages: dict[tuple[int, int, int], Storage] = {}
+    entries: dict[int, TensorEntry] = {}
+    for path, node in walk(tree):
+        if isinstance(node, TensorEntry) and (found := owner.get(address(path))) is not None:
+            old = node.storage
+            storage = storages.setdefault(
+                (id(old), *found), Storage(old.data, old.location, old.crc, deduplicated=True)
+            )
+            entries.setdefault(
+                id(node), TensorEntry(storage, node.dtype, node.shape, node.stride, node.offset, node.flags)
+            )
+    if not entries:
+        return tree, []
+    note = Note(
+        "new-ties",
+        f"{counted(len(storages), 'storage is', 'storages are')} stored as "
+        f"{len({old for old, _, _ in storages}):,}, being equal: ckptool keeps them apart, "
+        "stock torch.load ties them",
+    )
+    return rebuild(tree, lambda node: entries.get(id(node), node)), [note]
+
+
+def _places(record: bytes) -> list[tuple[int, int, str]]:
+    try:
+        groups = json.loads(record)
+        places = [
+            (number, index, place)
+            for number, storages in enumerate(groups)
+            for index, names in enumerate(storages)
+            for place in names
+        ]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Corrupt("its record of twin storages is damaged", "It is not the text that ckptool writes.") from error
+    if not all(type(place) is str for _, _, place in places):
+        raise Corrupt(
+            "its record of twin storages is damaged", "It names tensors by something else than their addresses."
+        )
+    return places
+
+
+RECOVERED = "ckptool.recovered"  # in the metadata of a checkpoint
+RECOVERED_RECORD = ".ckptool/recovered"  # below the root of a zip
+RECOVERED_NOTE = "recovered-file"  # of the note
+SCHEMA = "ckptool.recovered/1"
+MAX_RECORD = 1 << 20
+_NAMED = 1_000  # tensors; the rest is counted
+_LONGEST = 200
+
+
+def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
+    """The mark for a file of which the tensors at these addresses were lost, or filled in. `before`: the mark that it had already."""
+    known = recovered_facts(before)
+    lost, filled = list(dict.fromkeys([*known["lost"], *lost])), list(dict.fromkeys([*known["filled"], *filled]))
+    lost_count = known["lost_count"] + len(lost) - len(known["lost"])
+    filled_count = known["filled_count"] + len(filled) - len(known["filled"])
+    record = {
+        "schema": SCHEMA,
+        "lost_count": lost_count,
+        "filled_count": filled_count,
+        "lost": _few(lost),
+        "filled": _few(filled),
+    }
+    return json.dumps(record, separators=(",", ":"))
+
+
+def recovered_in_part(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The mark for a part of a checkpoint, as metadata: of the tensors below `path`, by their addresses in it. Empty if there are none."""
+    if not isinstance(text := metadata.get(RECOVERED), str):
+        return {}
+    if not path:
+        return {RECOVERED: text}
+    said, above = recovered_facts(text), f"{address(path)}/"
+    lost, filled = (
+        [place.removeprefix(above) for place in said[kind] if place.startswith(above)] for kind in ("lost", "filled")
+    )
+    return {RECOVERED: recovered_mark(lost, filled)} if lost or filled else {}
+
+
+def recovered_in_parts(parts: Iterable[tuple[Mapping[str, Any], Path]]) -> dict[str, Any]:
+    """The mark for what is made of several parts with the same names, each given with the metadata of its checkpoint."""
+    found: dict[str, Any] = {}
+    for metadata, path in parts:
+        found = with_recovered_part(found, (), recovered_in_part(metadata, path))
+    return found
+
+
+def with_recovered_part(metadata: Mapping[str, Any], path: Path, part: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a checkpoint that gets a part with other metadata at `path`: its mark goes into the whole's."""
+    if not isinstance(text := part.get(RECOVERED), str):
+        return dict(metadata)
+    said, above = recovered_facts(text), f"{address(path)}/" if path else ""
+    lost, filled = ([above + place for place in said[kind]] for kind in ("lost", "filled"))
+    return {**metadata, RECOVERED: recovered_mark(lost, filled, metadata.get(RECOVERED, ""))}
+
+
+def _few(names: list[str]) -> list[str]:
+    return [name if len(name) <= _LONGEST else name[:_LONGEST] + "…" for name in names[:_NAMED]]
+
+
+def recovered_facts(text: str) -> dict[str, Any]:
+    """What a mark says: names and counts of what was lost and filled. A mark that cannot be read says nothing more than that it is one."""
+    found: dict[str, Any] = {"lost": [], "filled": [], "lost_count": 0, "filled_count": 0}
+    try:
+        record = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return found
+    if isinstance(record, dict):
+        for key in ("lost", "filled"):
+            names = record.get(key)
+            found[key] = [name for name in names if type(name) is str] if isinstance(names, list) else []
+            count = record.get(f"{key}_count")
+            found[f"{key}_count"] = count if type(count) is int and count >= 0 else len(found[key])
+    return found
+
+
+def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
+    """What one should know about a file with this metadata: nothing, unless it was recovered."""
+    text = metadata.get(RECOVERED)
+    if not isinstance(text, str):
+        return ()
+    said = recovered_facts(text)
+    parts = []
+    for key, words in (("filled", "filled in from another file"), ("lost", "lost")):
+        if said[f"{key}_count"]:
+            names = listed([printable(name) for name in said[key][: said[f"{key}_count"]]], 3)
+            parts.append(f"{counted(said[f'{key}_count'], 'tensor was', 'tensors were')} {words}: {names}")
+    return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {'; '.join(parts) or 'what was lost is not said'}"),)
