@@ -99,6 +99,11 @@ class Storage:
     def nbytes(self) -> int:
         return self.data.length
 
+    @property
+    def twin(self) -> bool:
+        """The name of `deduplicated` in 0.1.0."""
+        return self.deduplicated
+
     def below(self) -> Iterator[Storage]:
         """This storage, then those that its data is computed from."""
         pending = [self]
@@ -351,6 +356,11 @@ class Checkpoint:
         if "read-only" not in self.kept:
             self.kept["read-only"] = read_only(self.tree)
         return self.kept["read-only"]
+
+    @property
+    def beside(self) -> Mapping[str, Callable[[], Any]]:
+        """The name of `extras` in 0.1.0."""
+        return self.extras
 
     def __len__(self) -> int:
         return len(self.tree)

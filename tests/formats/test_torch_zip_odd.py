@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,19 @@ def test_row_35_no_checksums(tmp_path: Path) -> None:
     contract.round_trip(torch_zip, checkpoint, tmp_path / "b.pt")
     assert "no-checksums" not in [note.code for note in read(tmp_path / "b.pt").notes]
     assert_same_objects(load(tmp_path / "b.pt", mmap=True), small())
+
+
+def test_threads_read_a_deflated_record_side_by_side(tmp_path: Path) -> None:
+    value = {"w": torch.arange(1 << 18) % 1000}
+    checkpoint = read(rezipped(written(torch_bytes(value), tmp_path / "a.pt"), tmp_path / "b.pt", zipfile.ZIP_DEFLATED))
+    data, size = checkpoint.tree["w"].storage.data, value["w"].nbytes
+    step = 1 << 14
+
+    def read_all(_: int) -> bytes:
+        return b"".join(data.read(place, step) for place in range(0, size, step))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(read_all, range(8))) == {value["w"].numpy().tobytes()}
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])

@@ -261,7 +261,7 @@ def _is_harness(module: Module) -> bool:
 
 
 def _list(contract: str, key: str) -> list[str]:
-    found = re.search(rf"^{key} = \[(.*?)^\]", contract, re.M | re.S)
+    found = re.search(rf"^{key} = \[(.*?)\]$", contract, re.M | re.S)
     lines = found[1].splitlines() if found else []
     return [text for line in lines for text in re.findall(r'"([^"]*)"', line.split(" #")[0])]
 

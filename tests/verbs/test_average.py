@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import Conflict, UsageError
 from fixtures.sparse import make_sparse
-from tests.support.helpers import assert_same_objects
+from tests.support.helpers import assert_same_objects, torch_bytes, written
+from tests.support.zips import rezipped
 
 
 def saved(folder: Path, trees: list[Any]) -> list[Path]:
@@ -123,6 +125,14 @@ def test_random_files_and_weights(tmp_path_factory: pytest.TempPathFactory, data
     for tree, weight in zip(trees, weights, strict=True):
         total = total + tree["a.weight"].double().numpy() * weight
     assert np.array_equal(stock(folder / "mean.pt")["a.weight"].numpy(), total.astype(np.float32))
+
+
+def test_deflated_files_are_read_ahead_while_their_sums_are_checked(tmp_path: Path) -> None:
+    values = {f"layer{n}.weight": torch.arange(64.0) + n for n in range(24)}
+    deflated = rezipped(written(torch_bytes(values), tmp_path / "a.pt"), tmp_path / "b.pt", zipfile.ZIP_DEFLATED)
+    for _ in range(20):
+        ckptool.average([deflated, deflated], tmp_path / "mean.pt", overwrite=True)
+        assert_same_objects(torch.load(tmp_path / "mean.pt"), values)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ Sources: PKWARE APPNOTE 6.3.10; caffe2/serialize/inline_container.cc and miniz f
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
 from typing import TYPE_CHECKING, NoReturn
 
@@ -98,7 +99,7 @@ class Record:
         if self._data is None:
             source = self.archive.source
             raw = FileRange(source.file, source.start + self.data_at, self.stored, self.confirm)
-            self._data = raw if self.method == 0 else Computed(self.size, _Inflater(self, raw).read)
+            self._data = raw if self.method == 0 else inflated(self, raw)
         return self._data
 
     def contents(self, limit: int) -> bytes:
@@ -246,8 +247,21 @@ def extra_fields(extra: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
+def inflated(record: Record, raw: FileRange) -> Computed:
+    """The bytes of a deflated record. Each thread reads at a place of its own: one may read ahead while another checks the sum."""
+    threads = threading.local()
+
+    def read(offset: int, length: int) -> bytes:
+        if not hasattr(threads, "inflater"):
+            threads.inflater = _Inflater(record, raw)
+        inflater: _Inflater = threads.inflater
+        return inflater.read(offset, length)
+
+    return Computed(record.size, read)
+
+
 class _Inflater:
-    """Random access to a deflated record, quickest front to back; going back starts over."""
+    """Random access to a deflated record, quickest front to back; going back starts over. For one thread."""
 
     def __init__(self, record: Record, raw: FileRange) -> None:
         self.record, self.raw = record, raw
