@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> the module that has it.
+# Public names that are not commands -> the module that has each. A command `a-b` is `a_b` in `verbs/a_b.py`.
 _HOMES = {
     "Checkpoint": "checkpoint",
     "CkptoolError": "errors",
@@ -65,53 +65,35 @@ _HOMES = {
     "Note": "checkpoint",
     "Storage": "checkpoint",
     "TensorEntry": "checkpoint",
-    "add_module": "verbs.add_module",
-    "average": "verbs.average",
-    "bake": "verbs.bake",
-    "bundle": "verbs.bundle",
-    "cast": "verbs.cast",
-    "convert": "verbs.convert",
-    "diff": "verbs.diff",
-    "doctor": "verbs.doctor",
-    "edit": "verbs.edit",
-    "inspect": "verbs.inspect",
     "inspect_run": "verbs.inspect_run",
     "load": "verbs.load",
     "load_into": "bridge.modules",
     "open": "verbs.open",
-    "prove": "verbs.prove",
-    "prune": "verbs.prune",
-    "recover": "verbs.recover",
-    "remap": "verbs.remap",
-    "rename": "verbs.rename",
-    "resume": "verbs.resume",
     "save": "verbs.save",
     "save_for_cpu": "verbs.save_for_cpu",
-    "scan": "verbs.scan",
-    "show": "verbs.show",
-    "slim": "verbs.slim",
-    "spec": "verbs.spec",
-    "strip_module": "verbs.strip_module",
-    "train": "verbs.train",
-    "unbundle": "verbs.unbundle",
-    "verify": "verbs.verify",
-    "warm_start": "verbs.warm_start",
 }
-
-__all__ = [
-    *sorted(_HOMES),
-]
 
 
 def __getattr__(name: str) -> "Any":
-    if name not in _HOMES:
+    if name == "__all__":
+        return sorted([*_HOMES, *_verbs()])
+    home = _HOMES.get(name) or _verbs().get(name)
+    if home is None:
         raise AttributeError(f"module 'ckptool' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f"ckptool.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"ckptool.{home}"), name)
     globals()[name] = value
     return value
 
 
+def _verbs() -> dict[str, str]:
+    """Every command's function, and its module."""
+    from ckptool.checkpoint.commands import VERBS
+
+    names = [verb.replace("-", "_") for verb in VERBS]
+    return {name: f"verbs.{name}" for name in names}
+
+
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_HOMES, *_verbs()])

@@ -85,7 +85,7 @@ def test_no_message_of_the_library_keeps_an_option_of_the_command_line() -> None
     wrong = []
     for path in sorted(home.rglob("*.py")):
         place = path.relative_to(home)
-        if place.parts[0] in ("cli", "render", "training") or place.name in ("spelling.py", "commands.py"):
+        if place.parts[0] in ("cli", "render", "training") or place.name in ("errors.py", "commands.py"):
             continue
         for line, text in messages(path):
             if " " in text and FLAG.search(COMMAND.sub("", in_python(text))) and not OTHERS.search(text):

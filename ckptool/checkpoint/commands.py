@@ -10,65 +10,60 @@ import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.errors import quoted
 
 Words = tuple[str, ...]
 
-# The options of each verb that printed commands use; `=` behind those that take a value, `!` for one that must be there.
-# A test compares this table with the parser.
-_OPTIONS = {
-    "inspect": "at= all",
-    "show": "at= all",
-    "diff": "",
-    "verify": "at= write_digest=",
-    "doctor": "against=",
-    "scan": "latest_good",
-    "strip-module": "out! at= prefix= partial",
-    "add-module": "out! at= prefix=",
-    "rename": "out! at=",
-    "remap": "out! to=",
-    "cast": "out! at= dtype=",
-    "edit": "out! drop=",
-    "slim": "out! keep_optimizer",
-    "convert": "out! at= all weights_only only= exclude= ties= to= shard_size=",
-    "recover": "out!",
-    "bundle": "out! drop=",
-    "unbundle": "dir!",
-    "warm-start": "against! out= on_mismatch=",
-    "spec": "out!",
-    "average": "out!",
-    "bake": "out!",
-    "train": "init",
-    "resume": "",
-    "prove": "processes=",
-    "prune": "",
-}
-
 
 class Use(Enum):
-    """The meaning of an address to a verb."""
+    """The meaning of an address (`FILE#ADDRESS`, `--at`) to a verb."""
 
     CHANGES = "changed there; the whole file is written"
     TAKES = "only that part is taken"
     REFUSES = "the verb is about whole files"
 
 
-# What `FILE#ADDRESS` and `--at` mean to each verb that is given files. Training takes runs, which have no addresses.
-ADDRESSES = {
-    **dict.fromkeys(
-        ("strip-module", "add-module", "rename", "remap", "cast", "edit", "slim", "bake"),
-        Use.CHANGES,
-    ),
-    **dict.fromkeys(
-        (
-            *("inspect", "show", "diff", "verify", "doctor", "convert", "average"),
-            *("warm-start", "spec", "bundle", "unbundle"),
-        ),
-        Use.TAKES,
-    ),
-    **dict.fromkeys(("scan", "recover", "prune"), Use.REFUSES),
+class Verb(NamedTuple):
+    """group: of the help, and the module of `cli/` with the command.
+
+    address: None for verbs that are given no files.  options: those that printed commands use; `=` behind one that takes a value, `!`
+    behind one that must be there. A test compares them with the parser.
+    """
+
+    group: str
+    address: Use | None = None
+    options: str = ""
+
+
+# Every verb, in the order of the help: its command, `ckptool.NAME` and `verbs/NAME.py` follow from its line here.
+VERBS = {
+    "inspect": Verb("look", Use.TAKES, "at= all"),
+    "show": Verb("look", Use.TAKES, "at= all"),
+    "diff": Verb("look", Use.TAKES),
+    "verify": Verb("look", Use.TAKES, "at= write_digest="),
+    "doctor": Verb("look", Use.TAKES, "against="),
+    "scan": Verb("look", Use.REFUSES, "latest_good"),
+    "strip-module": Verb("change", Use.CHANGES, "out! at= prefix= partial"),
+    "add-module": Verb("change", Use.CHANGES, "out! at= prefix="),
+    "rename": Verb("change", Use.CHANGES, "out! at="),
+    "remap": Verb("change", Use.CHANGES, "out! to="),
+    "cast": Verb("change", Use.CHANGES, "out! at= dtype="),
+    "edit": Verb("change", Use.CHANGES, "out! drop="),
+    "slim": Verb("change", Use.CHANGES, "out! keep_optimizer"),
+    "convert": Verb("change", Use.TAKES, "out! at= all weights_only only= exclude= ties= to= shard_size="),
+    "recover": Verb("change", Use.REFUSES, "out!"),
+    "bake": Verb("change", Use.CHANGES, "out!"),
+    "bundle": Verb("combine", Use.TAKES, "out! drop="),
+    "unbundle": Verb("combine", Use.TAKES, "dir!"),
+    "average": Verb("combine", Use.TAKES, "out!"),
+    "warm-start": Verb("use", Use.TAKES, "against! out= on_mismatch="),
+    "spec": Verb("use", Use.TAKES, "out!"),
+    "train": Verb("use", options="init"),
+    "resume": Verb("use"),
+    "prove": Verb("use", options="processes="),
+    "prune": Verb("use", Use.REFUSES),
 }
 
 _FLAGS = {"out": "-o", "dir": "-d"}
@@ -129,7 +124,7 @@ def command(verb: str, *arguments: str, **options: str | bool | Sequence[str]) -
 
     Options are called as in Python (`weights_only=True`, `out=OUT`); one with several values is repeated; `False` and "" are left out.
     """
-    known = {word.rstrip("=!"): word for word in _OPTIONS[verb].split()}
+    known = {word.rstrip("=!"): word for word in VERBS[verb].options.split()}
     given = {name: value for name, value in options.items() if value}
     wrong = [name for name in given if name not in known or (given[name] is True) is known[name].endswith(("=", "!"))]
     lacking = [name for name, word in known.items() if word.endswith("!") and name not in given]

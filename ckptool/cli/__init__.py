@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from io import TextIOWrapper
@@ -15,41 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckptool.cli.console import LostAnswer, say, style_of, tell
-from ckptool.cli.examples import epilog
+from ckptool.checkpoint.commands import VERBS
+from ckptool.cli.output import LostAnswer, say, style_of, tell
 from ckptool.errors import CkptoolError, printable
 
 if TYPE_CHECKING:
-    from ckptool.cli.answers import Answers, Json
+    from ckptool.cli.output import Answers, Json
 
-# Command -> the module that has it, and the group that it stands in.
-COMMANDS = {
-    "inspect": ("look", "Look"),
-    "show": ("look", "Look"),
-    "diff": ("look", "Look"),
-    "verify": ("health", "Look"),
-    "doctor": ("doctor", "Look"),
-    "scan": ("scan", "Look"),
-    "strip-module": ("change", "Change"),
-    "add-module": ("change", "Change"),
-    "rename": ("change", "Change"),
-    "remap": ("change", "Change"),
-    "cast": ("change", "Change"),
-    "edit": ("change", "Change"),
-    "slim": ("change", "Change"),
-    "convert": ("change", "Change"),
-    "recover": ("health", "Change"),
-    "bundle": ("combine", "Combine"),
-    "unbundle": ("combine", "Combine"),
-    "warm-start": ("use", "Use"),
-    "spec": ("use", "Use"),
-    "train": ("training", "Use"),
-    "resume": ("training", "Use"),
-    "prove": ("training", "Use"),
-    "prune": ("training", "Use"),
-    "average": ("average", "Combine"),
-    "bake": ("bake", "Change"),
-}
+COMMANDS = VERBS
 INTERRUPTED = 130
 LEAST_WIDTH = 20  # columns
 HELP = ["-h", "--help"]
@@ -84,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str], done: list[Json]) -> int:
     if words[:1] and not words[0].startswith("-") and words[0] not in COMMANDS:
-        from ckptool.cli.problems import unknown_command
+        from ckptool.cli.output import unknown_command
 
         raise unknown_command(words[0], COMMANDS)
     named = words[:1] if words[:1] and words[0] in COMMANDS else list(COMMANDS)  # one, where it is clear which
@@ -99,24 +72,50 @@ def parser(names: Sequence[str]) -> Any:
     )
     app.callback(invoke_without_command=True)(program)
     for name in names:
-        app.command(name, rich_help_panel=COMMANDS[name][1], epilog=epilog(name))(function_of(name))
-    return _without_types(app)
+        function = function_of(name)
+        add = app.command(name, rich_help_panel=VERBS[name].group.capitalize(), epilog=epilog(function.examples))
+        add(function)
+    return _adjusted(app)
+
+
+def epilog(examples: Iterable[tuple[str, str]]) -> str:
+    r"""The examples of a command as typer wants them: after `\b` its lines stay lines."""
+    lines = [part for line, purpose in examples for part in (f"# {purpose}", line)]
+    return "\n".join(["\b", "Examples:" if len(lines) > 2 else "Example:", *lines])
 
 
 def function_of(command: str) -> Any:
     """The function of a command, whose signature declares its options."""
-    return getattr(import_module(f"ckptool.cli.{COMMANDS[command][0]}"), command.replace("-", "_"))
+    return getattr(import_module(f"ckptool.cli.{VERBS[command].group}"), command.replace("-", "_"))
 
 
-def _without_types(app: typer.Typer) -> Any:
-    """The commands, with flags that do not ask for a `<bool>` in the help."""
+def _adjusted(app: typer.Typer) -> Any:
+    """The commands, with flags that do not ask for a `<bool>` in the help, and texts that are taken as they are typed."""
     program: Any = typer.main.get_command(app)
     for command in (program, *program.commands.values()):
         own_help = command.get_help_option(typer.Context(command, help_option_names=HELP))
         for option in (*command.params, own_help):
             if getattr(option, "is_flag", False):
                 option.metavar = ""
+            option.process_value = _as_typed(option)
     return program
+
+
+def _as_typed(option: Any) -> Callable[[Any, Any], Any]:
+    """Takes texts and defaults as they are: typer would import pydantic to check them, a third of the time of a small `inspect`."""
+    process: Callable[[Any, Any], Any] = option.process_value
+    kind = getattr(option, "type_descriptor", None)  # which older typers do not have
+    is_text = kind is not None and kind.annotation in (str, list[str])
+    is_list = option.nargs == -1 or getattr(option, "multiple", False)
+
+    def value_of(context: Any, value: Any) -> Any:
+        if value is None and not option.required:
+            return () if is_list else None
+        if value is None or not (is_text or value is option.default):
+            return process(context, value)
+        return list(value) if is_list else value
+
+    return value_of
 
 
 def program(
@@ -157,7 +156,7 @@ def _print(answers: Answers, done: list[Json]) -> int:
 
 def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
     """Tells what went wrong, in the three parts, and returns the exit code that it means."""
-    from ckptool.cli.problems import in_words
+    from ckptool.cli.output import in_words
 
     problem: CkptoolError = in_words(error)
     if not (as_json and _said_as_json(problem, done)):

@@ -9,11 +9,29 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptool.cli.answers import Answers
-from ckptool.cli.options import At, ChangedFiles, ChangeTarget, Exclude, Files, Only, Part, Target, write_each, writes
+from ckptool.cli.options import (
+    AsJson,
+    At,
+    ChangedFiles,
+    ChangeTarget,
+    DryRun,
+    Exclude,
+    Files,
+    Force,
+    KeepUnknown,
+    Only,
+    Out,
+    Part,
+    Target,
+    examples,
+    write_each,
+    writes,
+)
+from ckptool.cli.output import Answer, Answers
 from ckptool.errors import UsageError, printable
 
 
+@examples(("ckptool strip-module model.pt -o clean.pt", "module.fc.weight becomes fc.weight"))
 @writes
 def strip_module(
     files: ChangedFiles,
@@ -33,6 +51,7 @@ def strip_module(
     return write_each("strip-module", files, target, write)
 
 
+@examples(("ckptool add-module model.pt --at ema_state_dict -o wrapped.pt", "for a wrapped model"))
 @writes
 def add_module(
     files: ChangedFiles,
@@ -50,6 +69,7 @@ def add_module(
     return write_each("add-module", files, target, write)
 
 
+@examples(("ckptool rename model.pt 'module.conv{n}.* => stem.{n}.*' -n -o renamed.pt", "show it, write nothing"))
 @writes
 def rename(
     words: Annotated[
@@ -78,7 +98,7 @@ def rename(
 def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
     """The words that are files, and those that are rules.  more: there are rules beside them."""
     from ckptool.checkpoint.files import refused_place
-    from ckptool.cli.problems import QUOTE_RULES, was_redirected
+    from ckptool.cli.output import QUOTE_RULES, was_redirected
     from ckptool.formats.opening import split
 
     rules = [word for word in words if "=>" in word and not os.path.lexists(word)]
@@ -103,6 +123,10 @@ def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[
     return files, rules
 
 
+@examples(
+    ("ckptool remap model.pt --to cpu -o cpu.pt", "loads on any machine"),
+    ("ckptool remap model.pt --map cuda:0=cuda:1 -o moved.pt", "from one GPU to another"),
+)
 @writes
 def remap(
     files: ChangedFiles,
@@ -126,6 +150,7 @@ def remap(
     return write_each("remap", files, target, write)
 
 
+@examples(("ckptool cast model.pt --dtype bf16 -o half.pt", "half the size"))
 @writes
 def cast(
     files: ChangedFiles,
@@ -145,6 +170,7 @@ def cast(
     return write_each("cast", files, target, write)
 
 
+@examples(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "leave out and set entries"))
 @writes
 def edit(
     files: ChangedFiles,
@@ -174,6 +200,7 @@ def edit(
     return write_each("edit", files, target, write)
 
 
+@examples(("ckptool slim model.pt -o small.pt", "without optimizer state"))
 @writes
 def slim(
     files: ChangedFiles,
@@ -199,6 +226,12 @@ class Ties(str, Enum):
     copy = "copy"
 
 
+@examples(
+    ("ckptool convert model.pt -o model.safetensors", "the weights"),
+    ("ckptool convert model.pt --all -o all.safetensors", "everything, there and back"),
+    ("ckptool convert model.pt --weights-only -o plain.pt", "what torch.load takes by default"),
+    ("ckptool convert model.pt --shard-size 5GB -o shards", "as Hugging Face has them"),
+)
 @writes
 def convert(
     files: Files,
@@ -273,3 +306,69 @@ def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         if names.count(name) > 1:
             raise UsageError(f"{option} was given {printable(name)!r} twice", "Only one of them can be meant.")
     return dict(pairs)
+
+
+@examples(("ckptool recover cut.pt -o saved.pt", "what is whole of a file that was cut off"))
+def recover(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="A cut or damaged checkpoint; all of it, not FILE#ADDRESS.", show_default=False
+        ),
+    ],
+    out: Out = None,
+    fill_from: Annotated[
+        str | None,
+        typer.Option(
+            "--fill-from",
+            metavar="OTHER",
+            help="Take lost tensors from this checkpoint: same key, type and shape. Every later inspect reports it.",
+        ),
+    ] = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    keep_unknown: KeepUnknown = False,
+    as_json: AsJson = False,
+) -> Answers:
+    """Write what is whole of a cut or damaged file to a new one; undo an interrupted in-place edit. Exit 1: something is lost."""
+    from ckptool.cli.output import progress_bar
+    from ckptool.verbs.recover import recover
+
+    with progress_bar(f"recover {printable(os.path.basename(file))}") as progress:
+        done = recover(
+            file,
+            out,
+            fill_from=fill_from,
+            overwrite=force,
+            dry_run=dry_run,
+            keep_unknown=keep_unknown,
+            progress=progress,
+        )
+    return Answers([Answer("recover", done, exit_code=0 if done.complete else 1)], as_json)
+
+
+class Form(str, Enum):
+    plain = "plain"
+    old = "old"
+    new = "new"
+
+
+@examples(("ckptool bake normed.pt -o plain.pt", "weight_g and weight_v become weight"))
+@writes
+def bake(
+    files: ChangedFiles,
+    target: ChangeTarget,
+    spectral: Annotated[
+        bool, typer.Option("--spectral", help="Fold spectral norm too, with its vectors as they are stored.")
+    ] = False,
+    form: Annotated[
+        Form, typer.Option("--form", help="plain folds; old and new give weight norm its other names, exactly.")
+    ] = Form.plain,
+) -> Answers:
+    """Fold weight norm and pruning into plain weights."""
+    from ckptool.verbs.bake import bake
+
+    def write(file: str, out: str | None, **options: Any) -> Any:
+        return bake(file, out, spectral=spectral, form=form.value, **options)
+
+    return write_each("bake", files, target, write)

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptool.cli.answers import Answer, Answers
 from ckptool.cli.options import (
     AsJson,
+    At,
     Container,
     DryRun,
     File,
@@ -20,14 +20,17 @@ from ckptool.cli.options import (
     Part,
     Target,
     Verify,
+    examples,
     write_each,
     writes,
 )
+from ckptool.cli.output import Answer, Answers
 from ckptool.errors import Conflict, UsageError, counted, printable
 
 _EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3"
 
 
+@examples(("ckptool bundle G=a.pt D=b.pt epoch:=3 -o gan.pt", "several models in one file"))
 @partial(writes, without=("--dir", "--skip-refused"))
 def bundle(
     target: Target,
@@ -137,6 +140,7 @@ def _renames(texts: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
+@examples(("ckptool unbundle gan.pt -d parts", "a file for each"))
 def unbundle(
     file: File,
     folder: Annotated[
@@ -167,9 +171,59 @@ def unbundle(
 
 
 def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict[str, Any]) -> Iterator[Answer]:
-    from ckptool.cli.progress import progress_bar
+    from ckptool.cli.output import progress_bar
     from ckptool.verbs.unbundle import unbundle
 
     with progress_bar(f"unbundle {printable(os.path.basename(file))}") as progress:
         report = unbundle(file, folder, only=only, progress=progress, **options)
     yield Answer("written", report)
+
+
+@examples(
+    ("ckptool average a.pt b.pt c.pt -o mean.pt", "a model soup"),
+    ("ckptool average a.pt b.pt --ema 0.99 -o ema.pt", "the later, the more"),
+)
+@partial(writes, without=("--dir", "--in-place", "--skip-refused"))
+def average(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE…",
+            help="Checkpoints of one model, two or more, or FILE#ADDRESS for a part of one.",
+            show_default=False,
+        ),
+    ],
+    target: Target,
+    weights: Annotated[
+        str | None, typer.Option("--weights", metavar="W,W,…", help="The share of each file: 0.5,0.3,0.2.")
+    ] = None,
+    ema: Annotated[
+        float | None,
+        typer.Option("--ema", metavar="DECAY", help="An exponential moving average over the files in order."),
+    ] = None,
+    at: At = None,
+    part: Part = False,
+) -> Answers:
+    """The mean of the weights of several checkpoints, in bounded memory. Counters are the last file's."""
+    from ckptool.verbs.average import average
+
+    shares = _numbers(weights) if weights is not None else None
+    if target.folder is not None or target.in_place:
+        given = "a folder" if target.folder is not None else "--in-place"
+        raise UsageError(
+            f"average writes one new file, and was given {given}", "It has several inputs.", "For example: -o mean.pt"
+        )
+
+    def write(_: str, out: str | None, **options: Any) -> Any:
+        return average(files, out, weights=shares, ema=ema, at=at, part=part, **options)
+
+    return write_each("average", files[-1:], target, write, "For example: -o mean.pt")
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(
+            f"--weights {printable(text)!r} is not a list of numbers", "", "For example: --weights 0.5,0.3,0.2"
+        ) from None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from enum import Enum
 from typing import Annotated
 
 import typer
 
-from ckptool.cli.answers import Answer, Answers
-from ckptool.cli.options import AsJson, At, File, Files
+from ckptool.checkpoint.files import file_problem
+from ckptool.cli.options import AsJson, At, File, Files, Force, examples
+from ckptool.cli.output import Answer, Answers
+from ckptool.errors import UsageError, counted
 
 
 class Sort(str, Enum):
@@ -18,6 +22,7 @@ class Sort(str, Enum):
     none = "none"
 
 
+@examples(("ckptool inspect model.pt", "what is in it"), ("ckptool inspect model.pt --all", "every tensor"))
 def inspect(
     files: Files,
     all: Annotated[bool, typer.Option("--all", help="Every tensor and entry, one line each.")] = False,
@@ -52,6 +57,10 @@ def _inspected(
         yield Answer("inspection", found, {"all": all, "sort": sort, "depth": depth})
 
 
+@examples(
+    ("ckptool show model.pt#epoch", "a value"),
+    ("ckptool show model.pt#state_dict/module.fc.weight --slice '0:2,:5'", "a part of a tensor"),
+)
 def show(
     file: File,
     at: At = None,
@@ -68,6 +77,7 @@ def show(
     return Answers([Answer("shown", shown, {"all": all})], as_json)
 
 
+@examples(("ckptool diff model.pt other.pt --ignore prefix,device", "what else differs"))
 def diff(
     left: Annotated[
         str, typer.Argument(metavar="A", help="A checkpoint, or FILE#ADDRESS for a part of it.", show_default=False)
@@ -97,3 +107,134 @@ def diff(
     return Answers(
         [Answer("diff", found, {"stat": stat, "name_only": name_only}, exit_code=0 if found.same else 1)], as_json
     )
+
+
+@examples(
+    ("ckptool verify model.pt --finite", "every checksum, NaN and Inf"),
+    ("ckptool verify model.pt --write-digest model.digests", "for a later verify --against model.digests"),
+)
+def verify(
+    files: Files,
+    at: At = None,
+    finite: Annotated[bool, typer.Option("--finite", help="Look for NaN and Inf as well.")] = False,
+    digest: Annotated[
+        bool, typer.Option("--digest", help="Print the digest of every tensor of the weights, and one of them all.")
+    ] = False,
+    write_digest: Annotated[
+        str | None, typer.Option("--write-digest", metavar="DIGESTS", help="Keep the digests in this file.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="DIGESTS", help="Compare with digests that were kept, of any container."),
+    ] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> Answers:
+    """Read everything and say what is damaged: checksums, headers, missing data. Exit 0: fine. 1: problems found."""
+    if write_digest is not None and len(files) > 1:
+        raise UsageError(
+            f"the digests of {counted(len(files), 'file')} cannot be kept in one",
+            "A file of digests is of one set of weights.",
+            "Verify them one by one.",
+        )
+    return Answers(_verified(files, at, finite, digest, write_digest, against, force), as_json)
+
+
+def _verified(
+    files: list[str],
+    at: str | None,
+    finite: bool,
+    digest: bool,
+    write_digest: str | None,
+    against: str | None,
+    force: bool,
+) -> Iterator[Answer]:
+    from ckptool.verbs.verify import verify
+
+    for file in files:
+        found = verify(
+            file, at=at, finite=finite, digest=digest, write_digest=write_digest, against=against, overwrite=force
+        )
+        yield Answer("verification", found, {"digests": digest}, exit_code=0 if found.fine else 1)
+
+
+MAX_TEXT = 1 << 20
+
+
+@examples(
+    ("ckptool doctor model.pt", "why it does not load, and what to type"),
+    ("ckptool doctor model.pt --against other.pt", "and why it does not fit this model"),
+    ("python train.py 2>&1 | ckptool doctor --error -", "what an error message means"),
+)
+def doctor(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE", help="What does not load, or FILE#ADDRESS for a part of it.", show_default=False
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against", metavar="TARGET", help="The model it is for: a checkpoint, a spec, or file.py:factory."
+        ),
+    ] = None,
+    error: Annotated[
+        str | None,
+        typer.Option("--error", metavar="TEXT|-", help="Explain this error message; - reads it from standard input."),
+    ] = None,
+    as_json: AsJson = False,
+) -> Answers:
+    """Why a checkpoint does not load, and the commands that fix it, in order. Exit 1: something keeps it from loading."""
+    from ckptool.verbs.doctor import doctor
+
+    text = _from_input() if error == "-" else error
+    with redirect_stdout(sys.stderr):  # what the model's own code prints
+        found = doctor(file, against=against, error=text)
+    return Answers([Answer("health", found, exit_code=0 if found.loads else 1)], as_json)
+
+
+def _from_input() -> str:
+    try:
+        return sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace")
+    except (OSError, AttributeError) as problem:
+        raise file_problem(OSError(str(problem)), "standard input", "read") from problem
+
+
+@examples(("ckptool scan .", "every checkpoint here"), ("ckptool scan --latest-good -q .", "for scripts"))
+def scan(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH",
+            help="Folders of checkpoints, or checkpoints; whole ones, not FILE#ADDRESS.",
+            show_default=False,
+        ),
+    ],
+    latest_good: Annotated[
+        bool, typer.Option("--latest-good", help="Only the newest checkpoint that is whole. Exit 1: there is none.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="With --latest-good only its path, else only the exit code.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Verify every checksum too. Reads all data.")] = False,
+    as_json: AsJson = False,
+) -> Answers:
+    """A folder: one line per checkpoint. A file: what its pickles would call. Exit 1: something is damaged, or would run code."""
+    return Answers(_scanned(paths, latest_good, quiet, full), as_json, separate=not quiet)
+
+
+def _scanned(paths: list[str], latest_good: bool, quiet: bool, full: bool) -> Iterator[Answer]:
+    from ckptool.training import is_run
+    from ckptool.verbs.scan import scan
+
+    for path in paths:
+        if is_run(path) and not latest_good and not quiet:
+            from ckptool.verbs.inspect_run import inspect_run
+
+            run = inspect_run(path, full=full)
+            yield Answer("run", run, exit_code=1 if run.damaged else 0)
+            continue
+        found = scan(path, full=full, latest_only=latest_good)
+        wrong = found.latest is None if latest_good else bool(found.findings)
+        yield Answer("scan", found, {"latest_good": latest_good, "quiet": quiet}, exit_code=1 if wrong else 0)

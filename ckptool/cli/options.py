@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ckptool.checkpoint.files import absolute
-from ckptool.cli.answers import Answer, Answers
+from ckptool.cli.output import Answer, Answers
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 if TYPE_CHECKING:
@@ -175,6 +175,16 @@ class ChangeTarget(Target):
 Command = Callable[..., Answers]
 
 
+def examples(*lines: tuple[str, str]) -> Callable[[Command], Command]:
+    """Puts lines to type below the help of a command, each with what it is for."""
+
+    def with_examples(command: Command) -> Command:
+        vars(command)["examples"] = lines
+        return command
+
+    return with_examples
+
+
 def writes(command: Command, without: Sequence[str] = ()) -> Command:
     """A command that takes a `target`, as one that has the target's options instead. An option that the command has itself wins.
 
@@ -240,7 +250,7 @@ def _written(
     verb: str, files: Sequence[str], outs: Sequence[str | None], target: Target, write: Callable[..., Written]
 ) -> Iterator[Answer]:
     """The reports of all files. Of several each is planned before the first is written: where one is refused, none is."""
-    from ckptool.cli.progress import progress_bar
+    from ckptool.cli.output import progress_bar
 
     pairs = list(zip(files, outs, strict=True))
     if len(files) > 1 and not target.dry_run:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptool.cli.answers import Answer, Answers
 from ckptool.cli.options import (
     AsJson,
     At,
@@ -23,7 +25,13 @@ from ckptool.cli.options import (
     Out,
     Part,
     Verify,
+    examples,
 )
+from ckptool.cli.output import Answer, Answers, tell
+from ckptool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptool.training.loop import Outcome
 
 
 class OnMismatch(str, Enum):
@@ -44,6 +52,10 @@ Against = Annotated[
 ]
 
 
+@examples(
+    ("ckptool warm-start model.pt --against other.pt", "what fits, and rules for the rest"),
+    ("ckptool warm-start model.pt --against net.py:build -o init.pt", "write what fits"),
+)
 def warm_start(
     file: File,
     against: Against,
@@ -78,7 +90,7 @@ def warm_start(
     as_json: AsJson = False,
 ) -> Answers:
     """What of a checkpoint fits a model; with -o, a checkpoint of exactly the model's keys. Exit 1: not accepted, nothing written."""
-    from ckptool.cli.progress import progress_bar
+    from ckptool.cli.output import progress_bar
     from ckptool.verbs.warm_start import warm_start
 
     with progress_bar("warm-start") as progress, redirect_stdout(sys.stderr):  # what the model's own code prints
@@ -107,6 +119,7 @@ def warm_start(
     return Answers([Answer("warm_start", report, exit_code=0 if report.accepted else 1)], as_json)
 
 
+@examples(("ckptool spec net.py:build -o model.spec.json", "for warm-start --against, without torch"))
 def spec(
     target: Annotated[
         str,
@@ -129,3 +142,137 @@ def spec(
     with redirect_stdout(sys.stderr):
         found = spec(target, out, at=at, part=part, overwrite=force, dry_run=dry_run)
     return Answers([Answer("spec", found)], as_json)
+
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the configuration: train.steps=3000. Repeatable."),
+]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")]
+
+
+class Resume(str, Enum):
+    never = "never"
+    auto = "auto"
+    must = "must"
+
+
+@examples(
+    ("ckptool train --init > run.yaml", "every key, explained"),
+    ("ckptool train run.yaml -n", "a rehearsal of one step"),
+    ("ckptool train run.yaml --set optim.main.lr=3e-4", "with another value"),
+)
+def train(
+    config: Annotated[
+        str | None, typer.Argument(metavar="run.yaml", help="What to train, and how.", show_default=False)
+    ] = None,
+    set: Set = None,
+    resume: Annotated[
+        Resume, typer.Option("--resume", help="auto: start the run, or go on with it; must: only go on.")
+    ] = Resume.never,
+    dry_run: Annotated[
+        bool, typer.Option("-n", "--dry-run", help="Run one step, save, reload, compare; leave nothing behind.")
+    ] = False,
+    init: Annotated[bool, typer.Option("--init", help="Print a configuration with every key explained.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a configuration.")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> Answers:
+    """Train a model as a configuration says, saving checkpoints that resume. Exit 130, 143: stopped by a signal, after saving."""
+    from ckptool.verbs import train as verbs
+
+    if init or schema:
+        return Answers([Answer("page", verbs.example() if init else verbs.schema())])
+    if config is None:
+        raise UsageError("train was given no configuration", "", "Make one: ckptool train --init > run.yaml")
+    if dry_run:
+        return Answers([Answer("training", verbs.dry_run(config, set or ()))], as_json)
+    return _trained(
+        lambda progress: verbs.train(config, set or (), resume=resume.value, progress=progress, say=_say),
+        quiet,
+        as_json,
+    )
+
+
+@examples(("ckptool resume runs/basic", "go on where it was killed"))
+def resume(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    set: Set = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> Answers:
+    """Go on with a run from its newest whole checkpoint. Exit 3: there are checkpoints, and none is whole."""
+    from ckptool.verbs.resume import resume
+
+    return _trained(lambda progress: resume(run, set or (), progress=progress, say=_say), quiet, as_json)
+
+
+@examples(("ckptool prune runs/basic -n", "what would be deleted"))
+def prune(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The folder of a run, not FILE#ADDRESS.", show_default=False)
+    ],
+    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Show what would go, and delete nothing.")] = False,
+    set: Set = None,
+    as_json: AsJson = False,
+) -> Answers:
+    """Delete the checkpoints of a run that its configuration does not want to keep: never the newest, never the best."""
+    from ckptool.verbs.prune import prune
+
+    return Answers([Answer("pruned", prune(run, set or (), dry_run=dry_run))], as_json)
+
+
+@examples(("ckptool prove run.yaml --steps 40 --kills 3", "does it end with the same bytes?"))
+def prove(
+    config: Annotated[str, typer.Argument(metavar="run.yaml", help="The configuration to prove.", show_default=False)],
+    set: Set = None,
+    steps: Annotated[int, typer.Option("--steps", min=2, metavar="N", help="Length of the run.")] = 300,
+    kills: Annotated[int, typer.Option("--kills", min=1, metavar="N", help="How often it is killed.")] = 5,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Where the kills fall.")] = 0,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Kill a short run at every file-system event too.")
+    ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            min=1,
+            metavar="N",
+            help="With strategy ddp: how many train together, and are killed. Default: 2, or one for each GPU.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> Answers:
+    """Prove that a run killed anywhere ends with the same bytes as one that was not. Exit 1: it does not."""
+    from ckptool.cli.output import status_line
+    from ckptool.verbs.prove import prove
+
+    with status_line() as say:
+        found = prove(
+            config,
+            set or (),
+            steps=steps,
+            kills=kills,
+            seed=seed,
+            exhaustive=exhaustive,
+            processes=processes,
+            say=say,
+        )
+    return Answers([Answer("proof", found, exit_code=0 if found.proved else 1)], as_json)
+
+
+def _say(text: str) -> None:
+    tell(text + "\n")
+
+
+def _trained(work: Callable[[Any], Outcome], quiet: bool, as_json: bool) -> Answers:
+    """Trains, telling how far it is."""
+    from ckptool.cli.output import training_progress
+
+    gc.enable()  # a run lives long, and the models of its user may be rings of objects
+    with nullcontext() if quiet else training_progress() as progress:
+        done = work(progress)
+    if os.environ.get("RANK", "0") != "0":  # under torchrun the first process tells
+        return Answers([Answer("page", "", exit_code=done.exit_code)])
+    return Answers([Answer("training", done, exit_code=done.exit_code)], as_json)

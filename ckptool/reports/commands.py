@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from itertools import count
 
-from ckptool.checkpoint.commands import ADDRESSES, Command, Slot, Use, Words, as_argument
+from ckptool.checkpoint.commands import VERBS, Command, Slot, Use, Words, as_argument
 from ckptool.checkpoint.files import absolute, parted
 
 
@@ -26,7 +26,7 @@ class Chain:
         for word, filled in zip(command, words, strict=True):
             if isinstance(word, Slot) and word.is_output:
                 self.current = filled
-                self.at = self.at if ADDRESSES.get(command[1]) is Use.CHANGES else ""
+                self.at = self.at if command[1] in VERBS and VERBS[command[1]].address is Use.CHANGES else ""
         return Command(words)
 
     def each(self, commands: Iterable[Words]) -> Iterator[Words]:

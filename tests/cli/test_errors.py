@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.cli import problems
+from ckptool.cli import output
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -150,7 +150,7 @@ def test_a_fault_of_ours_is_told_in_words(files: Path, run: Run, monkeypatch: py
 
 @pytest.mark.parametrize("error", [MemoryError(), RecursionError(), OSError(28, "No space left on device")])
 def test_limits_of_the_machine_are_told_in_words(error: Exception) -> None:
-    told = problems.in_words(error)
+    told = output.in_words(error)
     assert told.exit_code == 2 and told.code in ("limit-exceeded", "io") and told.why
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.cli import COMMANDS, main
-from ckptool.cli.examples import EXAMPLES
+from ckptool.cli import COMMANDS, function_of, main
 from fixtures.readme import make_readme_files
 from tests.cli.conftest import Ran
 from tests.cli.test_commands import Run, done
 
+EXAMPLES = {name: function_of(name).examples for name in COMMANDS}
 TRAINING = ("train", "resume", "prove", "prune")  # tests/training runs them; here only their options are looked at
 MODEL = """
 from torch import nn
@@ -49,7 +49,6 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_command_has_examples_that_fit_a_terminal() -> None:
-    assert set(EXAMPLES) == set(COMMANDS)
     for name, lines in EXAMPLES.items():
         assert lines and all(f"ckptool {name} " in line for line, _ in lines)
         assert max(len(part) for line in lines for part in line) <= 78

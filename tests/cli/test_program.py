@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptool.cli import COMMANDS
-from ckptool.cli.progress import progress_bar
+from ckptool.cli.output import progress_bar
 from fixtures.sparse import make_sparse
 from tests.support.helpers import default_signals
 
@@ -225,7 +225,7 @@ def test_progress_is_drawn_after_half_a_second_and_wiped(
         assert progress is None, "no terminal"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     now = [100.0]
-    monkeypatch.setattr("ckptool.cli.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ckptool.cli.output.time.monotonic", lambda: now[0])
     with progress_bar("copy a.pt") as progress:
         assert progress is not None
         progress(10, 100)

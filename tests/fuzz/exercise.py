@@ -18,7 +18,7 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry, tree
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import tensors, walk
-from ckptool.cli.answers import Answer
+from ckptool.cli.output import Answer
 from ckptool.errors import CkptoolError
 from ckptool.formats import torch_zip
 from ckptool.pickles.calls import uses_of

@@ -301,7 +301,7 @@ def warm() -> None:
         "verbs.unbundle",
         "verbs.warm_start",
     )
-    for name in ("render.json", "render.text", "render.warm_start", "cli.problems", "cli.progress", *combining):
+    for name in ("render.json", "render.text", "render.warm_start", "cli.output", *combining):
         importlib.import_module(f"ckptool.{name}")
     for name in ("numpy", "ml_dtypes", "yaml", "typer.core", "ctypes"):
         importlib.import_module(name)

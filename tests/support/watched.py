@@ -203,7 +203,7 @@ def _step(command: str, file: str, other: str, out: str) -> list[Any]:
 def _run(command: str, file: str, other: str, out: str, stream: _Counting) -> None:
     """One command as the program runs it, its answer as text and as JSON."""
     import ckptool
-    from ckptool.cli.answers import Answer
+    from ckptool.cli.output import Answer
     from ckptool.render.json import dumps
     from ckptool.render.style import PLAIN
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckptool import cli
-from ckptool.cli.problems import Bug, in_words
+from ckptool.cli.output import Bug, in_words
 from ckptool.errors import CkptoolError, RunFailed, UsageError, UserCodeFailed
 from ckptool.training import loop
 from ckptool.training.hooks import METHODS, Hooks

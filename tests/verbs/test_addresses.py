@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.checkpoint.commands import ADDRESSES, Use
-from ckptool.cli import COMMANDS
+from ckptool.checkpoint.commands import VERBS, Use
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
 from tests.cli.conftest import run  # noqa: F401 (a fixture)
 from tests.support.checkpoints import saved, weights
@@ -114,7 +113,7 @@ def cases() -> Iterator[Any]:
 
 
 def test_the_table_is_what_the_changing_verbs_are() -> None:
-    assert {verb for verb, use in ADDRESSES.items() if use is Use.CHANGES} == set(CHANGES)
+    assert {name for name, verb in VERBS.items() if verb.address is Use.CHANGES} == set(CHANGES)
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +292,7 @@ def test_doctor_is_about_the_part(original: Path) -> None:
     assert "several-weights" in whole and "several-weights" not in part and "prefix-module" in part
 
 
-@pytest.mark.parametrize("verb", [verb for verb, use in ADDRESSES.items() if use is Use.REFUSES])
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.address is Use.REFUSES])
 def test_verbs_about_whole_files_refuse_an_address(verb: str, original: Path, run: Any) -> None:  # noqa: F811
     words = [verb, f"{original}#state_dict", *(["-o", "x.pt"] if verb == "recover" else [])]
     ran = run(*words)
@@ -302,13 +301,15 @@ def test_verbs_about_whole_files_refuse_an_address(verb: str, original: Path, ru
 
 def test_every_verb_says_in_its_help_what_an_address_means(run: Any, monkeypatch: Any) -> None:  # noqa: F811
     monkeypatch.setenv("COLUMNS", "300")
-    assert set(ADDRESSES) == set(COMMANDS) - {"train", "resume", "prove"}
     says = {
         Use.CHANGES: "FILE#ADDRESS changes only that part, and writes the whole file",
         Use.TAKES: "#ADDRESS for a part",
         Use.REFUSES: "not FILE#ADDRESS",
     }
-    for verb, use in ADDRESSES.items():
-        text = " ".join(run(verb, "--help").out.replace("│", " ").split())
-        assert says[use] in text, verb
-        assert ("--extract" in text) == (use is Use.CHANGES), verb
+    for name, verb in VERBS.items():
+        if verb.address is None:
+            assert name in ("train", "resume", "prove")
+            continue
+        text = " ".join(run(name, "--help").out.replace("│", " ").split())
+        assert says[verb.address] in text, name
+        assert ("--extract" in text) == (verb.address is Use.CHANGES), name

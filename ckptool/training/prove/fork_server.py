@@ -103,7 +103,7 @@ def main() -> None:
         "torch",
         "torch._dynamo",
         "ckptool.cli",
-        "ckptool.cli.training",
+        "ckptool.cli.use",
         "ckptool.bridge.modules",
         "ckptool.training.start",
     ):

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, in the three parts of a `CkptoolError`."""
+"""What a command gives back: reports, one for each file, that `main` prints as they come."""
 
 from __future__ import annotations
 
@@ -7,16 +7,205 @@ import inspect
 import os
 import re
 import sys
+import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from enum import Enum
-from typing import Any, get_args
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, NamedTuple, TextIO, get_args
 
 import typer
 
 from ckptool.checkpoint.commands import nearest
-from ckptool.cli.console import lost_answer
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
+from ckptool.output.sink import Progress
+from ckptool.render.style import Style, bar, size
+
+Json = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """One report, and how it is to be shown as text.
+
+    kind: the module of `render/` that is for it.  exit_code: what it means for the whole command.
+    """
+
+    kind: str
+    report: Any
+    options: Mapping[str, Any] = MappingProxyType({})
+    exit_code: int = 0
+
+    def text(self, style: Style) -> str:
+        made: str = self._renderer("text")(self.report, style=style, **self.options)
+        return made
+
+    def json(self) -> Json:
+        made: Json = self._renderer("json")(self.report)
+        return made
+
+    def _renderer(self, form: str) -> Any:
+        return getattr(import_module(f"ckptool.render.{self.kind}"), f"{self.kind}_{form}")
+
+
+class Answers(NamedTuple):
+    """The results of a command, made one after the other.  separate: a blank line between them."""
+
+    each: Iterable[Answer]
+    as_json: bool = False
+    separate: bool = False
+
+
+# For streams that cannot say them.
+_ASCII = (
+    {"→": "->", "…": "...", "–": "-", "×": "x", "≤": "<=", "█": "#"}
+    | dict.fromkeys("▏▎▍", "")
+    | dict.fromkeys("▌▋▊▉", "#")
+)
+
+
+class LostAnswer(FileProblem):
+    """Standard output takes no more."""
+
+
+def style_of(stream: TextIO) -> Style:
+    """Colour and width where the stream is a terminal. `NO_COLOR` wins over `FORCE_COLOR`, which wins over what the stream is."""
+    terminal = stream.isatty()
+    colour = terminal and os.environ.get("TERM") != "dumb"
+    if os.environ.get("FORCE_COLOR"):
+        colour = True
+    if os.environ.get("NO_COLOR"):
+        colour = False
+    return Style(colour, _width(stream) if terminal else None)
+
+
+def _width(stream: TextIO) -> int | None:
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return 80
+
+
+def say(text: str) -> None:
+    """Writes a piece of the answer. Where nobody reads on (`| head`), it goes nowhere: the work and the exit code stay what they are.
+
+    Raises `LostAnswer` where it cannot be written for another reason.
+    """
+    try:
+        _write(sys.stdout, text)
+    except (BrokenPipeError, ConnectionResetError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except OSError as error:
+        raise lost_answer(error) from error
+
+
+def lost_answer(error: OSError) -> LostAnswer:
+    """The error for what standard output did not take."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return LostAnswer(
+        f"cannot write to standard output: {reason}", "What was printed is not complete; files that were written are."
+    )
+
+
+def tell(text: str) -> None:
+    """Writes what is no part of the answer: errors, hints, progress. Nothing fails because nobody can read them."""
+    with suppress(OSError):
+        _write(sys.stderr, text)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        text = "".join(_ASCII.get(c, c) for c in text).encode("ascii", "backslashreplace").decode()
+    stream.write(text)
+    stream.flush()
+
+
+AFTER = 0.5  # seconds
+EVERY = 0.1
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Progress | None]:
+    """Something to tell the bytes done and in all; None where nobody would see it. The line is wiped at the end."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    bar = _Bar(label)
+    try:
+        yield bar.update
+    finally:
+        bar.wipe()
+
+
+class _Bar:
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.start = time.monotonic()
+        self.next = self.start + AFTER
+        self.drawn = False
+
+    def update(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now < self.next or not total:
+            return
+        self.next = now + EVERY
+        self.drawn = True
+        speed = done / (now - self.start)
+        facts = f"{done / total:4.0%} {bar(done, total, 24):24} {size(done)} of {size(total)}, {size(int(speed))}/s"
+        tell(f"\r\x1b[K{self.label} {facts}")
+
+    def wipe(self) -> None:
+        if self.drawn:
+            tell("\r\x1b[K")
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Something to tell what is being done: on a terminal in one line, which is wiped at the end; elsewhere nowhere."""
+    terminal = sys.stderr.isatty()
+    try:
+        yield lambda text: tell(f"\r\x1b[K{text} …") if terminal else None
+    finally:
+        if terminal:
+            tell("\r\x1b[K")
+
+
+@contextmanager
+def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
+    """What tells each logged line of a run: on a terminal one line with a bar, which is written over; a line each elsewhere."""
+    style = style_of(sys.stderr)
+    drawn = False
+
+    def told(fact: dict[str, Any], rate: float) -> None:
+        nonlocal drawn
+        if style.width is None:
+            tell(_logged(fact, rate) + "\n")
+            return
+        drawn = True
+        share = f"{bar(fact['step'], fact['steps'], 16):16} " if fact.get("steps") else ""
+        tell(f"\r\x1b[K{style.fit(share + _logged(fact, rate))}")
+
+    try:
+        yield told
+    finally:
+        if drawn:
+            tell("\n")
+
+
+def _logged(fact: dict[str, Any], rate: float) -> str:
+    """A line of a run: where it is, its numbers, and how fast it goes."""
+    numbers = [f"{printable(key)} {value:.5g}" for key, value in fact.items() if isinstance(value, float)]
+    return f"step {fact['step']:,}  {'  '.join(numbers)}  {rate:.1f} steps/s"
+
 
 # What typer raises when the command line cannot be parsed; of its classes it exports the one below.
 BadUsage = typer.BadParameter.__mro__[1]
