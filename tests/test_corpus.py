@@ -21,7 +21,7 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError, UnsafeObject, UsageError
 from ckptool.formats import read
 from ckptool.pickles.calls import CUSTOM, UNKNOWN, uses_of
-from ckptool.verbs.saving import Written
+from ckptool.reports.written import Written
 from tests.support.helpers import assert_same_objects, assert_same_tree, load
 
 CORPUS = Path(__file__).resolve().parents[2] / "shared" / "corpus"

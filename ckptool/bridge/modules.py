@@ -20,10 +20,10 @@ from ckptool.checkpoint.strided import verify
 from ckptool.errors import Conflict, MissingExtra, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats.opening import open_whole, refuse_part
 from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
+from ckptool.reports.torch_versions import COUNTER
 from ckptool.reports.warm_start import LoadReport, Refusal, not_loaded, refusal
-from ckptool.transforms.conversion import first_part
+from ckptool.transforms.casting import first_part
 from ckptool.transforms.optimizer_state import Carried, carried
-from ckptool.transforms.torch_versions import COUNTER
 from ckptool.transforms.warm_start_plan import Assignment, WarmStartPlan, match_options, plan_warm_start
 
 try:

@@ -16,7 +16,7 @@ from ckptool.cli.output import Answer, Answers
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 if TYPE_CHECKING:
-    from ckptool.verbs.saving import Written
+    from ckptool.reports.written import Written
 
 # An address means one thing to all verbs of a kind (`verbs/opening.py`): those that read take the part, those that change a file act there.
 File = Annotated[

@@ -3,12 +3,12 @@
 from ckptool.output.append import append_in_place
 from ckptool.output.durable import check_target, make_folder, replace_file
 from ckptool.output.folders import check_folder, replace_folder
-from ckptool.output.running import RunningDigest, digest_of
+from ckptool.output.hashing import StreamingSha256, digest_of
 from ckptool.output.sink import Progress
 
 __all__ = [
     "Progress",
-    "RunningDigest",
+    "StreamingSha256",
     "append_in_place",
     "check_folder",
     "check_target",

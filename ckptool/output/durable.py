@@ -22,7 +22,7 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import reserve
-from ckptool.output.running import RunningDigest
+from ckptool.output.hashing import StreamingSha256
 from ckptool.output.sink import Progress, Sink, segments_of
 
 ATTEMPTS = 100  # to make a temporary file that no other run takes for one that was left
@@ -85,7 +85,7 @@ def replace_file(
     inputs: Iterable[Input] = (),
     verify: Callable[[str], None] | None = None,
     progress: Progress | None = None,
-    digest: RunningDigest | None = None,
+    digest: StreamingSha256 | None = None,
     sync_folder: bool = True,
 ) -> tuple[Note, ...]:
     """Writes a plan of one file to `target`, durably. Returns what its user should know of the new file, if anything.

@@ -14,7 +14,7 @@ from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage
 from ckptool.checkpoint.plan import Checksummed, Crc, Deferred, Plan, Segment
 from ckptool.errors import Corrupt
 from ckptool.output.copying import copy_range, start_writeback, write_all
-from ckptool.output.running import RunningDigest
+from ckptool.output.hashing import StreamingSha256
 
 Progress = Callable[[int, int], None]
 """Told the bytes written so far, and in all."""
@@ -31,7 +31,7 @@ class Sink:
     """Writes one plan's segments into an open file, from byte `at`. digest: fed with what is written; not with copied ranges."""
 
     def __init__(
-        self, fd: int, at: int, total: int, progress: Progress | None, digest: RunningDigest | None = None
+        self, fd: int, at: int, total: int, progress: Progress | None, digest: StreamingSha256 | None = None
     ) -> None:
         self.fd, self.digest = fd, digest
         self.at = at  # where the next segment goes

@@ -9,8 +9,8 @@ from ckptool.render.json import Json
 from ckptool.render.style import PLAIN, Style
 
 if TYPE_CHECKING:
+    from ckptool.reports.doctor import Diagnosis
     from ckptool.reports.findings import Finding
-    from ckptool.reports.health import Diagnosis
 
 
 def health_text(found: Diagnosis, *, style: Style = PLAIN) -> str:

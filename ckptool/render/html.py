@@ -12,11 +12,10 @@ from ckptool.render.inspection import branch_detail, overview
 from ckptool.render.outline import Branch
 from ckptool.render.style import size
 from ckptool.render.text import notes_text
-from ckptool.reports.listing import Listing, listing
-from ckptool.reports.parts import Part, parts
+from ckptool.reports.inspect import Listing, Part, listing, parts
 
 if TYPE_CHECKING:
-    from ckptool.verbs.inspect import Inspection
+    from ckptool.reports.inspect import Inspection
 
 _CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
 _BAR = "display:inline-block;height:0.7em;background:currentColor;opacity:0.4"

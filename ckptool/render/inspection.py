@@ -17,12 +17,11 @@ from ckptool.render.json import Json, finite, notes_json, part_json, path_json, 
 from ckptool.render.outline import SHOWN, Branch, outline
 from ckptool.render.style import BAR, PLAIN, Style, bar, columns, number, short, size
 from ckptool.render.text import WHOLE, notes_text, tensor_text, value_text
-from ckptool.reports.listing import EntryRow, Listing, TensorRow
-from ckptool.reports.parts import Part, like_others, parts
+from ckptool.reports.inspect import EntryRow, Listing, Part, TensorRow, like_others, parts
 
 if TYPE_CHECKING:
+    from ckptool.reports.inspect import Inspection
     from ckptool.reports.statistics import Statistics
-    from ckptool.verbs.inspect import Inspection
 
 
 LINES = 40  # of the outline of a file, unless more is asked for

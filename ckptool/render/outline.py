@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import printable
-from ckptool.reports.parts import Part
+from ckptool.reports.inspect import Part
 
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one

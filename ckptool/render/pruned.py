@@ -9,7 +9,7 @@ from ckptool.render.json import Json
 from ckptool.render.style import PLAIN, Style, columns, size
 
 if TYPE_CHECKING:
-    from ckptool.verbs.prune import Pruned
+    from ckptool.reports.training import Pruned
 
 
 def pruned_text(found: Pruned, *, style: Style = PLAIN) -> str:

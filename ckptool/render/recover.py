@@ -11,7 +11,7 @@ from ckptool.render.style import PLAIN, Style, columns, size
 from ckptool.render.text import notes_text
 
 if TYPE_CHECKING:
-    from ckptool.verbs.recover import Recovery
+    from ckptool.reports.recover import Recovery
 
 SHOWN = 20
 

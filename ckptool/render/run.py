@@ -10,7 +10,7 @@ from ckptool.render.json import Json, finite
 from ckptool.render.style import PLAIN, Style, columns, size
 
 if TYPE_CHECKING:
-    from ckptool.verbs.inspect_run import RunCheckpoint, RunReport
+    from ckptool.reports.training import RunCheckpoint, RunReport
 
 
 def run_text(found: RunReport, *, style: Style = PLAIN) -> str:

@@ -13,8 +13,7 @@ from ckptool.render.style import PLAIN, Style, columns, size
 from ckptool.reports.scan import MEMBER
 
 if TYPE_CHECKING:
-    from ckptool.reports.calls import Call
-    from ckptool.reports.scan import Scan, ScannedFile
+    from ckptool.reports.scan import Call, Scan, ScannedFile
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 

@@ -15,7 +15,7 @@ from ckptool.render.style import PLAIN, Style, size
 from ckptool.render.text import tensor_text, value_text
 
 if TYPE_CHECKING:
-    from ckptool.verbs.show import Shown
+    from ckptool.reports.show import Shown
 
 
 SHOWN_LINES = 1_000

@@ -11,7 +11,7 @@ from ckptool.reports.spec import spec_of
 from ckptool.reports.targets import BUFFER, PARAMETER, tie_groups
 
 if TYPE_CHECKING:
-    from ckptool.verbs.spec import Spec
+    from ckptool.reports.spec import Spec
 
 
 def spec_text(found: Spec, *, style: Style = PLAIN) -> str:

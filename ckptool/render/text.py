@@ -14,7 +14,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import segment_text
 from ckptool.errors import CkptoolError, printable, quoted
 from ckptool.render.style import PLAIN, Style
-from ckptool.reports.parts import Part
+from ckptool.reports.inspect import Part
 
 if TYPE_CHECKING:
     pass

@@ -8,11 +8,11 @@ from ckptool.errors import counted, listed, printable, quoted
 from ckptool.render.json import Json, notes_json, part_json
 from ckptool.render.style import PLAIN, Style, columns, short, size
 from ckptool.render.text import WHOLE, notes_text
-from ckptool.reports.verification import ALL, NONE
+from ckptool.reports.verify import ALL, NONE
 
 if TYPE_CHECKING:
     from ckptool.reports.digests import Compared
-    from ckptool.reports.verification import Problem, Verification
+    from ckptool.reports.verify import Problem, Verification
 
 SHOWN = 20
 

@@ -10,7 +10,7 @@ from ckptool.render.style import PLAIN, Style, size
 from ckptool.render.text import notes_text
 
 if TYPE_CHECKING:
-    from ckptool.verbs.saving import Written
+    from ckptool.reports.written import Written
 
 
 def written_text(written: Written, style: Style = PLAIN) -> str:

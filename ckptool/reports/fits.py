@@ -14,7 +14,7 @@ from ckptool.errors import counted, form, listed, printable
 from ckptool.reports.findings import Finding, Found
 from ckptool.reports.layouts import not_tensors
 from ckptool.reports.targets import CHECKPOINT, SPEC, Target
-from ckptool.transforms.torch_versions import accepted, also_newer
+from ckptool.reports.torch_versions import accepted, also_newer
 
 TRIED = 8  # names of the model by which prefixes are looked for
 _SAYS = "Missing key(s) in state_dict: … Unexpected key(s) in state_dict: …"

@@ -14,7 +14,7 @@ from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import counted, listed, printable
 from ckptool.pickles.plain import Array, expand
 from ckptool.reports.findings import Finding, Found
-from ckptool.reports.listing import Listing
+from ckptool.reports.inspect import Listing
 
 _LIGHTNING = "pytorch-lightning_version"
 # Submodules by which averages keep two models, and the one that is the average.

@@ -11,6 +11,7 @@ It is enough to say whether a checkpoint fits a model, on machines that have nei
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint.dtypes import DType, by_name
@@ -122,3 +123,12 @@ def _tie(tensors: dict[str, Expected], names: Any, where: str) -> None:
         ):
             raise Corrupt(f"{where}: {printable(name)} cannot be the same tensor as {printable(names[0])}")
         tensors[name] = Expected(name, other.dtype, other.shape, other.kind, names[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """A target, and the file that its spec was written to (empty where it was not)."""
+
+    target: Target
+    output: str = ""
+    dry_run: bool = False

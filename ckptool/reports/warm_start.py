@@ -115,7 +115,7 @@ class LoadReport:
     excluded: names of the target that were not to be loaded.  elements, total: of the target's values, each tensor once.
     normalised: what was done to names and shapes unasked.
     suggestions: rules that would make more of it fit.  refused: why the plan is not accepted; empty where it is.
-    taken: names whose values come from the target, where a file was written.  output: that file (`verbs.saving.Saved`).
+    taken: names whose values come from the target, where a file was written.  output: that file (`reports.written.Saved`).
     """
 
     source: str

@@ -20,7 +20,7 @@ from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Source, file_problem, open_regular, read_small
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, Corrupt, NoneValid, counted, listed, printable
-from ckptool.output import RunningDigest, digest_of, make_folder, replace_file
+from ckptool.output import StreamingSha256, digest_of, make_folder, replace_file
 from ckptool.training import CHANGED, CHECKPOINTS, HISTORY
 
 _NAME = re.compile(r"step-(\d{8,})\.pt")
@@ -83,7 +83,7 @@ class Store:
         replaced = read_json(sidecar_of(path)) if os.path.lexists(path) else None
         if replaced is not None:  # until the new one has its name, the sidecar is that of both
             sidecar["replaces"] = {key: replaced.get(key) for key in ("bytes", "sha256")}
-        running = RunningDigest()
+        running = StreamingSha256()
 
         def describe(temporary: str) -> None:
             sidecar.update({"sha256": running.result(temporary), **facts})

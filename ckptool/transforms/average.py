@@ -18,8 +18,8 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.numeric import CHUNK, numbers, resolve, scratch
 from ckptool.checkpoint.state_dicts import view_of
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
-from ckptool.transforms.dtypes import rounded
-from ckptool.transforms.prefetch import Abreast, Ahead
+from ckptool.transforms.casting import rounded
+from ckptool.transforms.prefetch import BlockReader, Prefetcher
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array
@@ -78,7 +78,7 @@ def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: S
     again: dict[int, TensorEntry] = {}
     tree: dict[Any, Any] = OrderedDict((), last.attributes) if isinstance(last, OrderedDict) else {}
     kept: list[tuple[str, str]] = []
-    ahead = Ahead()
+    ahead = Prefetcher()
     for key, value in last.items():
         if not isinstance(value, TensorEntry):
             kept.append((str(key), f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__))
@@ -113,7 +113,7 @@ def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, ot
     return found
 
 
-def _mean(entries: Sequence[TensorEntry], weights: Sequence[float], ahead: Ahead) -> TensorEntry:
+def _mean(entries: Sequence[TensorEntry], weights: Sequence[float], ahead: Prefetcher) -> TensorEntry:
     first = entries[0]
     if first.dtype.numpy is None and first.dtype.name != "c32":
         raise Unsupported(f"tensors of type {first.dtype} have no mean here", "Their values are packed.")
@@ -127,11 +127,11 @@ class _Mean:
 
     __slots__ = ("dtype", "kinds", "sources", "weights", "wide")
 
-    def __init__(self, entries: Sequence[TensorEntry], weights: Sequence[float], ahead: Ahead) -> None:
+    def __init__(self, entries: Sequence[TensorEntry], weights: Sequence[float], ahead: Prefetcher) -> None:
         self.kinds, self.weights = [(entry.dtype, entry.flags) for entry in entries], weights
         self.dtype = by_name(_COMPONENTS.get(entries[0].dtype.name, entries[0].dtype.name))
         self.wide = "f8" if self.dtype.itemsize >= 4 else "f4"
-        self.sources = Abreast(entries, ahead, self._block)
+        self.sources = BlockReader(entries, ahead, self._block)
 
     def read(self, offset: int, length: int) -> bytes:
         step = self.sources.block

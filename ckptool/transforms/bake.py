@@ -22,7 +22,7 @@ from ckptool.checkpoint import Computed, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.numeric import CHUNK, numbers
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
-from ckptool.transforms.dtypes import rounded
+from ckptool.transforms.casting import rounded
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array

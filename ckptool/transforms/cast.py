@@ -12,7 +12,7 @@ from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, walk
 from ckptool.errors import Conflict, UsageError, printable
-from ckptool.transforms.dtypes import CastTally, cast_storage
+from ckptool.transforms.casting import CastTally, cast_storage
 
 
 @dataclass(frozen=True, slots=True)

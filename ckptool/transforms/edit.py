@@ -14,7 +14,7 @@ from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import find_state_dicts
 from ckptool.checkpoint.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, printable
-from ckptool.transforms.losses import lost_tensors
+from ckptool.transforms.flatten import lost_tensors
 
 if TYPE_CHECKING:
     import numpy

@@ -22,22 +22,22 @@ DEPTH = 4  # blocks read ahead: on a busy machine the two threads would wait for
 _LEAST = 4 << 10
 
 
-class Ahead:
-    """One thread that works ahead, and the memory it reads into, for the many `Abreast` of a job. They are read one after another."""
+class Prefetcher:
+    """One thread that works ahead, and the memory it reads into, for the many `BlockReader` of a job. They are read one after another."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
         self._memory: Array | None = None
-        self._last: Abreast[Any] | None = None
-        self._pending: deque[tuple[Abreast[Any], int, Future[Any]]] = deque()
+        self._last: BlockReader[Any] | None = None
+        self._pending: deque[tuple[BlockReader[Any], int, Future[Any]]] = deque()
 
-    def add(self, owner: Abreast[Any]) -> None:
+    def add(self, owner: BlockReader[Any]) -> None:
         """Takes it that `owner` is wanted after the one that was added before it."""
         if self._last is not None:
             self._last.next = owner
         self._last = owner
 
-    def block(self, owner: Abreast[T], place: int) -> T:
+    def block(self, owner: BlockReader[T], place: int) -> T:
         """What `owner` makes of its block from `place`."""
         pending = self._pending
         if pending and pending[0][:2] == (owner, place):
@@ -53,25 +53,25 @@ class Ahead:
             pending.append((last, at, self._pool.submit(self._read, last, at)))
         return found
 
-    def _read(self, owner: Abreast[T], place: int) -> T:
+    def _read(self, owner: BlockReader[T], place: int) -> T:
         return owner.read(place, self._arrays(owner, place))
 
-    def _arrays(self, owner: Abreast[Any], place: int) -> list[Array]:
+    def _arrays(self, owner: BlockReader[Any], place: int) -> list[Array]:
         size, count = min(owner.block, owner.length - place), len(owner.sources)
         if self._memory is None or len(self._memory) < count * owner.block:
             self._memory = aligned(max(ROOM, count * owner.block))
         return [self._memory[number * owner.block :][:size] for number in range(count)]
 
 
-class Abreast(Generic[T]):
+class BlockReader(Generic[T]):
     """Sources of one length. What is a whole storage with a checksum is summed up in passing; `unchecked`: the storages of the others.
 
     work: what is made of a block, given the bytes of each source, which are others afterwards. It runs in the thread that reads.
     """
 
-    def __init__(self, entries: Sequence[TensorEntry], ahead: Ahead, work: Callable[[list[Array]], T]) -> None:
+    def __init__(self, entries: Sequence[TensorEntry], ahead: Prefetcher, work: Callable[[list[Array]], T]) -> None:
         self.ahead, self.work = ahead, work
-        self.next: Abreast[Any] | None = None
+        self.next: BlockReader[Any] | None = None
         self.sources = [_Source(entry) for entry in entries]
         self.length = self.sources[0].data.length
         self.block = min(BLOCK, max(_LEAST, ROOM // len(entries) // _LEAST * _LEAST))
@@ -80,7 +80,7 @@ class Abreast(Generic[T]):
         )
         ahead.add(self)
 
-    def following(self, place: int) -> tuple[Abreast[Any], int] | None:
+    def following(self, place: int) -> tuple[BlockReader[Any], int] | None:
         """The block after the one from `place`: of these sources, or of those that come next."""
         if place + self.block < self.length:
             return self, place + self.block

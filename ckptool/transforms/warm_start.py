@@ -11,7 +11,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Conflict, listed, printable
 from ckptool.reports.targets import Expected, Target
-from ckptool.transforms.conversion import compact, converted, first_part, laid_over
+from ckptool.transforms.casting import compact, converted, first_part, laid_over
 from ckptool.transforms.warm_start_plan import Assignment
 
 

@@ -22,6 +22,7 @@ from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
 from ckptool.reports.compare import same_bytes
 from ckptool.reports.targets import Expected, Target, kind_by_name, tie_groups
+from ckptool.reports.torch_versions import Accepted, accepted
 from ckptool.reports.warm_start import (
     PADDED,
     REFUSED,
@@ -37,9 +38,8 @@ from ckptool.reports.warm_start import (
     checked_share,
     unmet,
 )
-from ckptool.transforms.conversion import EXACT, LOSSY, conversion, losses
+from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
-from ckptool.transforms.torch_versions import Accepted, accepted
 
 ON_MISMATCH = ("error", "skip", "slice", "pad")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller type, in all

@@ -12,9 +12,10 @@ from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
+from ckptool.reports.written import Written
 from ckptool.transforms import average as means
-from ckptool.transforms.export import around
-from ckptool.verbs.saving import SaveOptions, Written, save, written
+from ckptool.transforms.flatten import around
+from ckptool.verbs.saving import SaveOptions, save, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

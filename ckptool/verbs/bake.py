@@ -9,9 +9,10 @@ from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import NoMatch, counted
 from ckptool.formats.opening import PathLike
+from ckptool.reports.written import Written
 from ckptool.transforms import bake as folding
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.saving import Written, written
+from ckptool.verbs.saving import written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -16,6 +16,7 @@ from ckptool.checkpoint.tree import Path, find, map_storages
 from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, refuse_part, split
+from ckptool.reports.written import Written
 from ckptool.transforms.bundles import (
     Member,
     Shared,
@@ -27,7 +28,7 @@ from ckptool.transforms.bundles import (
     table,
 )
 from ckptool.transforms.slim import with_twins
-from ckptool.verbs.saving import SaveOptions, Written, refuse_beside, save, written
+from ckptool.verbs.saving import SaveOptions, refuse_beside, save, written
 from ckptool.verbs.slim import new_ties
 
 if TYPE_CHECKING:

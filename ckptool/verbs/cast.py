@@ -10,9 +10,10 @@ from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, counted, printable
 from ckptool.formats.opening import PathLike
+from ckptool.reports.written import Written
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.saving import SaveOptions, Written, written
+from ckptool.verbs.saving import SaveOptions, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -14,7 +14,8 @@ from ckptool.checkpoint.nodes import structural_parts
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, walk
 from ckptool.errors import Conflict, UsageError, printable
 from ckptool.formats.opening import Opened, PathLike, open_to_change
-from ckptool.verbs.saving import Saved, SaveOptions, check_options, save
+from ckptool.reports.written import Saved
+from ckptool.verbs.saving import SaveOptions, check_options, save
 
 
 class ChangeOptions(SaveOptions, total=False):

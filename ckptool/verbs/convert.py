@@ -19,11 +19,21 @@ from ckptool.errors import Unsupported, UsageError, counted, printable
 from ckptool.formats import Format, by_name, for_output, keeps_ties, members, sharded, tensors_only
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.tree_record import packing
+from ckptool.reports.written import Written
 from ckptool.transforms.edit import droppable
-from ckptool.transforms.export import around, export, lost_ties, refuse_packed, siblings
-from ckptool.transforms.losses import Lost, lost_tensors, refuse_lost, transient
+from ckptool.transforms.flatten import (
+    Lost,
+    around,
+    export,
+    lost_tensors,
+    lost_ties,
+    refuse_lost,
+    refuse_packed,
+    siblings,
+    transient,
+)
 from ckptool.transforms.weights_only import weights_only as plain_values
-from ckptool.verbs.saving import SaveOptions, Written, check_options, save, written
+from ckptool.verbs.saving import SaveOptions, check_options, save, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

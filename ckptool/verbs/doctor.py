@@ -7,10 +7,10 @@ import os
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
 from ckptool.formats.opening import PathLike, open_file
-from ckptool.reports.health import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
-from ckptool.reports.listing import listing
+from ckptool.reports.doctor import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
+from ckptool.reports.inspect import listing
 from ckptool.training import is_run
-from ckptool.transforms.losses import lost_tensors
+from ckptool.transforms.flatten import lost_tensors
 from ckptool.transforms.weights_only import weights_only
 from ckptool.verbs.scan import scan
 from ckptool.verbs.spec import find_target

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint.commands import several
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.opening import PathLike
+from ckptool.reports.written import Written
 from ckptool.transforms import edit as edits
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.saving import Written, written
+from ckptool.verbs.saving import written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

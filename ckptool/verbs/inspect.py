@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Composite, Note
@@ -13,29 +13,10 @@ from ckptool.checkpoint.state_dicts import view_of
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats.opening import PathLike, open_file
 from ckptool.reports.commands import Chain
-from ckptool.reports.listing import Listing, listing
+from ckptool.reports.inspect import Inspection, Listing, listing
 
 if TYPE_CHECKING:
     from ckptool.reports.statistics import Statistics
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Inspection:
-    """A listing, with the statistics of each tensor by its address if they were asked for."""
-
-    listing: Listing
-    statistics: dict[str, Statistics]
-    notes: tuple[Note, ...]
-
-    def __str__(self) -> str:
-        from ckptool.render.inspection import inspection_text
-
-        return inspection_text(self)
-
-    def _repr_html_(self) -> str:
-        from ckptool.render.html import inspection_html
-
-        return inspection_html(self)
 
 
 def inspect(file: PathLike, *, at: str | None = None, stats: bool = False) -> Inspection:

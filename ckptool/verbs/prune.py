@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ckptool.checkpoint.commands import several
 from ckptool.formats.opening import refuse_address
+from ckptool.reports.training import Pruned
 from ckptool.verbs.training import PathLike, check_harness
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """What was deleted of a run, or would be; `kept`: step -> why it stays."""
-
-    run: str
-    deleted: tuple[tuple[int, int], ...]  # step, bytes
-    kept: dict[int, tuple[str, ...]]
-    dry_run: bool
 
 
 def prune(run: PathLike, set: str | Sequence[str] = (), *, dry_run: bool = False) -> Pruned:

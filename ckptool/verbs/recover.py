@@ -12,65 +12,12 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
 from ckptool.formats import marks
-from ckptool.formats.damaged import LostRecord, Salvaged, salvage
+from ckptool.formats.damaged import Salvaged, salvage
 from ckptool.formats.opening import Opened, PathLike, open_file, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.output import Progress, check_target, replace_file
+from ckptool.reports.recover import LostTensorRow, Recovery
 from ckptool.transforms.recover import Fill, LostTensor, fill, lost_tensors, restored
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A tensor that did not come back. record, offset: where its data was (offset None: unknown).  nbytes: of its values."""
-
-    address: str
-    record: str
-    offset: int | None
-    nbytes: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Recovery:
-    """What of a damaged file was written to `output`, and what was not.
-
-    damage: what was found wrong when it was opened; empty if nothing was.  how: what was done.
-    tensors: how many there were (None: nobody knows).  back: how many came back from the file itself.  records, whole: the same of records.
-    lost: tensors that are not in the output.  dropped: what had to go along with them.  filled: (address, address in `filled_from`).
-    refused: (address, why it could not be filled).  proven: by checksums.  raw: the pickle is lost, records are given as bytes.
-    notes: on the writing.
-    """
-
-    file: str
-    output: str
-    container: str
-    damage: str
-    how: str
-    tensors: int | None
-    back: int
-    records: int
-    whole: int
-    lost: tuple[Lost, ...]
-    dropped: tuple[str, ...]
-    filled: tuple[tuple[str, str], ...]
-    filled_from: str
-    refused: tuple[tuple[str, str], ...]
-    lost_records: tuple[LostRecord, ...]
-    proven: bool
-    raw: bool
-    file_bytes: int
-    dry_run: bool = False
-    notes: tuple[Note, ...] = ()
-
-    @property
-    def complete(self) -> bool:
-        """True if everything came back from the file itself."""
-        return not (self.lost or self.filled or self.raw)
-
-    def __str__(self) -> str:
-        from ckptool.render.recover import recover_text
-
-        return recover_text(self)
 
 
 def recover(
@@ -216,8 +163,8 @@ def _report(
     )
 
 
-def _told(item: LostTensor, done: Salvaged) -> Lost:
+def _told(item: LostTensor, done: Salvaged) -> LostTensorRow:
     record = done.lost_of(item.storage)
     assert record is not None
     nbytes = item.storage.nbytes if isinstance(item.node, StorageRef) else item.node.nbytes
-    return Lost(item.address, record.name, record.offset, nbytes, record.why)
+    return LostTensorRow(item.address, record.name, record.offset, nbytes, record.why)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from ckptool.errors import UsageError, counted, printable
 from ckptool.formats.opening import PathLike
-from ckptool.transforms import devices
+from ckptool.reports.written import Written
+from ckptool.transforms import locations
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.saving import Written, written
+from ckptool.verbs.saving import written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,7 +34,7 @@ def remap(
     if to is None and not moves:
         raise UsageError("remap needs a device", "", "For example: --to cpu, or --map cuda:1=cuda:0")
     change = begin_change("remap", file, at, options)
-    done = devices.remap(change.part, to, moves)
+    done = locations.remap(change.part, to, moves)
     result = change.save(done.checkpoint, out, changes=done.changed > 0)
     facts = {
         "changed": done.changed,

@@ -9,10 +9,10 @@ from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats.opening import PathLike
+from ckptool.reports.written import Written
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.saving import Written
 from ckptool.verbs.strip_module import renamed_file
 
 if TYPE_CHECKING:

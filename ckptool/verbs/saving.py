@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from ckptool import formats
@@ -32,7 +32,8 @@ from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.texts import LEFT_BEHIND
 from ckptool.reports.diff import Diff, diff
-from ckptool.reports.verification import refuse_damaged
+from ckptool.reports.verify import refuse_damaged
+from ckptool.reports.written import Saved, Written
 
 
 class SaveOptions(TypedDict, total=False):
@@ -52,41 +53,6 @@ class SaveOptions(TypedDict, total=False):
     container: str | None
     progress: Progress | None
     make_folder: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
-    """What a verb wrote, or would write. `how`: `new file`, `in place`, `copy`, `nothing`.
-
-    summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
-    bytes_written counts what was added to the disk; file_bytes is the size of the result.
-    """
-
-    verb: str
-    file: str
-    output: str
-    container: str
-    how: str
-    bytes_written: int
-    file_bytes: int
-    summary: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    details: tuple[str, ...] = ()
-    notes: tuple[Note, ...] = ()
-    dry_run: bool = False
-    verified: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Where and how something was saved; `how` and the sizes as in `Written`. notes: what happened on the way."""
-
-    output: str
-    container: str
-    how: str
-    bytes_written: int
-    file_bytes: int
-    notes: tuple[Note, ...] = ()
 
 
 def save(

@@ -10,9 +10,8 @@ from ckptool.checkpoint.files import Folder, file_problem, open_input
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
 from ckptool.formats import members, sharded
 from ckptool.formats.opening import PathLike, refuse_address
-from ckptool.reports.calls import unknown_names
-from ckptool.reports.listing import listing
-from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned
+from ckptool.reports.inspect import listing
+from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned, unknown_names
 
 # What people call checkpoints; files of other names in a folder are counted, not opened.
 SUFFIXES = frozenset(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
@@ -13,29 +12,13 @@ from ckptool.checkpoint.strided import slice_view, to_numpy
 from ckptool.checkpoint.tree import address, find
 from ckptool.errors import UsageError, printable
 from ckptool.formats.opening import PathLike, open_file
+from ckptool.reports.show import Shown
 
 if TYPE_CHECKING:
-    import numpy
+    pass
 
 WHOLE = 1_000  # elements up to which all of a tensor is read
 EDGE = 3
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Shown:
-    """One entry. Of a tensor `values` is all of it, or, where `edges`, its corners around one element that stands for the rest."""
-
-    file: str
-    address: str
-    entry: Any
-    slice: str | None
-    values: numpy.ndarray[Any, Any] | None
-    edges: bool
-
-    def __str__(self) -> str:
-        from ckptool.render.shown import shown_text
-
-        return shown_text(self)
 
 
 def show(file: PathLike, *, at: str | None = None, slice: str | None = None, all: bool = False) -> Shown:

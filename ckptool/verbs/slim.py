@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.opening import PathLike
+from ckptool.reports.written import Written
 from ckptool.transforms import slim as slimming
 from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.saving import Written, written
+from ckptool.verbs.saving import written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

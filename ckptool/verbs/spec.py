@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.files import Source, open_input, refused_place
@@ -11,19 +11,10 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.errors import LimitExceeded, UsageError, printable
 from ckptool.formats.opening import PathLike, open_whole, split
 from ckptool.output import check_target, replace_file
-from ckptool.reports.spec import is_spec, parse_spec
+from ckptool.reports.spec import Spec, is_spec, parse_spec
 from ckptool.reports.targets import Target, names_code, of_checkpoint
 
 MAX_SPEC = 64 << 20  # bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Spec:
-    """A target, and the file that its spec was written to (empty where it was not)."""
-
-    target: Target
-    output: str = ""
-    dry_run: bool = False
 
 
 def spec(

@@ -11,9 +11,10 @@ from ckptool.checkpoint.state_dicts import model_state_dicts, optimizers
 from ckptool.checkpoint.tree import address
 from ckptool.errors import counted, listed, printable
 from ckptool.formats.opening import PathLike
+from ckptool.reports.written import Written
 from ckptool.transforms.rename import Renamed, strip
 from ckptool.verbs.changing import Change, ChangeOptions, begin_change
-from ckptool.verbs.saving import Written, written
+from ckptool.verbs.saving import written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -26,7 +26,7 @@ from ckptool.formats import marks, members, parts, sharded
 from ckptool.formats.opening import PathLike, part_of, split
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
-from ckptool.reports.verification import (
+from ckptool.reports.verify import (
     ALL,
     NONE,
     SOME,

@@ -27,9 +27,8 @@ from ckptool.render.html import inspection_html
 from ckptool.render.json import dumps
 from ckptool.render.style import PLAIN
 from ckptool.reports.diff import diff
-from ckptool.reports.listing import listing
-from ckptool.verbs.inspect import Inspection
-from ckptool.verbs.show import Shown
+from ckptool.reports.inspect import Inspection, listing
+from ckptool.reports.show import Shown
 
 SECONDS = 2.0  # for a dozen reports
 MEGABYTES = 300

@@ -16,9 +16,7 @@ from ckptool.render.outline import outline
 from ckptool.render.style import PLAIN, Style, bar, columns, short, size
 from ckptool.render.text import error_text
 from ckptool.reports.diff import diff
-from ckptool.reports.listing import listing
-from ckptool.reports.parts import like_others, parts
-from ckptool.verbs.inspect import Inspection
+from ckptool.reports.inspect import Inspection, like_others, listing, parts
 
 F32 = by_name("f32")
 

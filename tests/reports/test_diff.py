@@ -19,7 +19,7 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Conflict, UsageError
 from ckptool.formats import read
 from ckptool.reports.diff import IGNORABLE, Diff, diff
-from ckptool.transforms.devices import remap
+from ckptool.transforms.locations import remap
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import DTYPES, TRAPS, batch_norm_model
 from tests.support.checkpoints import opened, saved, weights

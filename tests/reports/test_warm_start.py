@@ -20,8 +20,8 @@ from ckptool.render.style import Style
 from ckptool.render.warm_start import warm_start_html, warm_start_json, warm_start_text
 from ckptool.reports.targets import of_checkpoint
 from ckptool.reports.warm_start import LoadReport
-from ckptool.transforms import conversion
-from ckptool.transforms.conversion import compact, first_part, laid_over, losses
+from ckptool.transforms import casting
+from ckptool.transforms.casting import compact, first_part, laid_over, losses
 from ckptool.transforms.optimizer_state import slot_names
 from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
 
@@ -125,12 +125,12 @@ def test_exact_is_what_torch_keeps(old: Any) -> None:
         if new.is_float and new is not old:
             back = values.to(getattr(torch, new.torch)).double()
             kept = bool(((back == values.double()) | (back.isnan() & values.isnan())).all())
-            assert conversion.conversion(old, new) == ("exact" if kept else "lossy"), (old, new)
+            assert casting.conversion(old, new) == ("exact" if kept else "lossy"), (old, new)
 
 
 def test_whole_numbers_fit() -> None:
     word = {
-        (old, new): conversion.conversion(by_name(old), by_name(new))
+        (old, new): casting.conversion(by_name(old), by_name(new))
         for old, new in [("i8", "i16"), ("i16", "i8"), ("u8", "i8"), ("u8", "i16"), ("i8", "u16"), ("bool", "u8"), ("u8", "bool"),
                          ("i32", "f32"), ("i32", "f64"), ("u16", "f32"), ("i64", "f64"), ("f32", "i64"), ("i8", "f16"), ("c64", "f32"),
                          ("c64", "c128")]
@@ -147,7 +147,7 @@ def test_whole_numbers_fit() -> None:
 def test_laid_over(monkeypatch: pytest.MonkeyPatch, data: strategies.DataObject) -> None:
     import numpy
 
-    monkeypatch.setattr(conversion, "CHUNK", 7)
+    monkeypatch.setattr(casting, "CHUNK", 7)
     whole = data.draw(strategies.lists(strategies.integers(1, 5), max_size=4))
     part = [data.draw(strategies.integers(0, size)) for size in whole]
     base, corner = numpy.random.rand(*whole), numpy.random.rand(*part)

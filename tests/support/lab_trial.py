@@ -16,7 +16,7 @@ import torch
 
 import ckptool
 from ckptool.cli import main
-from ckptool.reports.health import Diagnosis
+from ckptool.reports.doctor import Diagnosis
 from fixtures import lab
 
 # Findings that say something about a file that loads, and loads as what one expects.

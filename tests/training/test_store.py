@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ckptool.errors import Conflict, Corrupt, DiskFull, FileProblem, NoneValid
-from ckptool.output import RunningDigest, durable
-from ckptool.output import running as running_module
+from ckptool.output import StreamingSha256, durable
+from ckptool.output import hashing as running_module
 from ckptool.training import store as store_module
 from ckptool.training.runs import Lock
 from ckptool.training.store import Lines, Saved, Store, check, name_of, read_json, sidecar_of
@@ -77,7 +77,7 @@ def test_a_digest_out_of_order_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abcdef")
     for pieces in ([(0, b"abc"), (4, b"ef")], [(0, b"abc")], [(0, b"abcdeX"), (3, b"d")], [(0, b"abcdef")]):
-        digest = RunningDigest()
+        digest = StreamingSha256()
         for at, data in pieces:
             digest.feed(at, data)
         assert digest.result(str(path)) == hashlib.sha256(b"abcdef").hexdigest()

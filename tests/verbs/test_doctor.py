@@ -22,8 +22,8 @@ from torch import nn
 
 import ckptool
 from ckptool.cli import main
+from ckptool.reports.doctor import Diagnosis
 from ckptool.reports.error_texts import KNOWN, recognised
-from ckptool.reports.health import Diagnosis
 
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
 

@@ -12,7 +12,7 @@ import pytest
 import ckptool
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
-from ckptool.verbs.saving import Written
+from ckptool.reports.written import Written
 from fixtures.traps import TRAPS
 from tests.formats.contract import same_for_torch
 from tests.support.checkpoints import saved

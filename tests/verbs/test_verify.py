@@ -26,8 +26,8 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.render.verification import verification_json, verification_text
-from ckptool.reports import verification
-from ckptool.reports.verification import NonFinite, Verification
+from ckptool.reports import verify as report
+from ckptool.reports.verify import NonFinite, Verification
 from ckptool.verbs.verify import verify
 from fixtures.make import make
 from fixtures.traps import TRAPS
@@ -231,13 +231,13 @@ def test_complex_and_composite_values(tmp_path: Path) -> None:
 
 def test_the_quick_look_at_exponents_misses_nothing() -> None:
     for name, kind in (("f64", "u8"), ("f32", "u4"), ("f16", "u2"), ("bf16", "u2")):
-        mask = verification._EXPONENTS[name]
+        mask = report._EXPONENTS[name]
         dtype = by_name(name)
         for bits in (mask, mask | 1, mask >> 1, mask ^ (mask & -mask), 0, 1):
             raw = numpy.array([0, bits], kind).view("u1")
             with numpy.errstate(all="ignore"):
-                special = not bool(numpy.isfinite(verification.numbers(raw, dtype).astype("f8")).all())
-            assert verification._may_be_special(raw, dtype) == special, (name, hex(bits))
+                special = not bool(numpy.isfinite(report.numbers(raw, dtype).astype("f8")).all())
+            assert report._may_be_special(raw, dtype) == special, (name, hex(bits))
 
 
 def test_row_092_an_endless_view_is_not_searched(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ AHEAD = 8  # pieces in memory of their own that may wait: the writer is held up 
 Bytes = bytes | bytearray | memoryview
 
 
-class RunningDigest:
+class StreamingSha256:
     """Fed with what is written, in the order of the file. A file that was written in another order is read again at the end."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported
 from ckptool.formats import read
-from ckptool.transforms.export import Exported, export
+from ckptool.transforms.flatten import Exported, export
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.checkpoints import opened, three_parts, weights

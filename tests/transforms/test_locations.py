@@ -13,7 +13,7 @@ import torch
 from ckptool.checkpoint.tree import storages, tensors
 from ckptool.errors import NoMatch, UsageError
 from ckptool.formats import read, torch_zip
-from ckptool.transforms.devices import parse_device, remap
+from ckptool.transforms.locations import parse_device, remap
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.checkpoints import opened

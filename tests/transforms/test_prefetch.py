@@ -1,4 +1,4 @@
-"""`Abreast`: the bytes of the sources in any order of asking, their checksums looked at once whatever that order
+"""`BlockReader`: the bytes of the sources in any order of asking, their checksums looked at once whatever that order
 was."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import Corrupt
 from ckptool.formats import read
-from ckptool.transforms.prefetch import BLOCK, ROOM, Abreast, Ahead
+from ckptool.transforms.prefetch import BLOCK, ROOM, BlockReader, Prefetcher
 
 
 def tensors(folder: Path, count: int, length: int) -> list[TensorEntry]:
@@ -50,7 +50,7 @@ def places(length: int, block: int) -> list[int]:
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_blocks_are_the_files_bytes(tmp_path: Path, length: int, count: int) -> None:
     entries = tensors(tmp_path, count, length)
-    sources = Abreast(entries, Ahead(), copies)
+    sources = BlockReader(entries, Prefetcher(), copies)
     assert sources.length == length and sources.block * count <= max(ROOM, BLOCK) and sources.unchecked == ()
     made = [sources.made(place) for place in places(length, sources.block)]
     assert [b"".join(parts) for parts in zip(*made, strict=True)] == [entry.bytes() for entry in entries]
@@ -58,7 +58,7 @@ def test_blocks_are_the_files_bytes(tmp_path: Path, length: int, count: int) -> 
 
 def test_with_very_many_sources_blocks_are_short(tmp_path: Path) -> None:
     (entry,) = tensors(tmp_path, 1, 20_000)
-    sources = Abreast([entry] * 2_000, Ahead(), copies)
+    sources = BlockReader([entry] * 2_000, Prefetcher(), copies)
     assert sources.block == 4096
     assert sources.made(0) == [entry.bytes()[:4096]] * 2_000
 
@@ -66,9 +66,9 @@ def test_with_very_many_sources_blocks_are_short(tmp_path: Path) -> None:
 def test_two_that_share_a_reader_do_not_disturb_each_other(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    ahead, length = Ahead(), 3 * BLOCK
+    ahead, length = Prefetcher(), 3 * BLOCK
     one, two = tensors(tmp_path / "one", 2, length), tensors(tmp_path / "two", 2, length)
-    a, b = Abreast(one, ahead, copies), Abreast(two, ahead, copies)
+    a, b = BlockReader(one, ahead, copies), BlockReader(two, ahead, copies)
     for place in (0, 2 * BLOCK, BLOCK, 0):
         for sources, entries in ((a, one), (b, two)):
             assert sources.made(place) == [entry.bytes()[place : place + BLOCK] for entry in entries]
@@ -80,7 +80,7 @@ def test_what_is_changed_in_a_block_stays_there(tmp_path: Path) -> None:
         return bytes(blocks[0])
 
     (entry,) = tensors(tmp_path, 1, 2 * BLOCK)
-    sources, expected = Abreast([entry], Ahead(), negative), (-entry.numpy()).tobytes()
+    sources, expected = BlockReader([entry], Prefetcher(), negative), (-entry.numpy()).tobytes()
     assert [sources.made(place) for place in (0, BLOCK, 0)] == [expected[:BLOCK], expected[BLOCK:], expected[:BLOCK]]
 
 
@@ -90,7 +90,7 @@ def test_what_is_changed_in_a_block_stays_there(tmp_path: Path) -> None:
 def test_damage_is_found_by_the_end_in_any_order(tmp_path: Path, order: list[int]) -> None:
     length = 2 * BLOCK + 5
     _, other = tensors(tmp_path, 2, length)
-    sources = Abreast([damaged(tmp_path, length), other], Ahead(), copies)
+    sources = BlockReader([damaged(tmp_path, length), other], Prefetcher(), copies)
     for number in order[:-1]:
         with suppress(Corrupt):  # known as soon as the last block was read ahead
             sources.made(number * BLOCK)
@@ -102,10 +102,10 @@ def test_damage_is_found_by_the_end_in_any_order(tmp_path: Path, order: list[int
 def test_damage_met_by_what_nobody_waited_for_is_not_forgotten(tmp_path: Path) -> None:
     length = BLOCK + 5
     _, other = tensors(tmp_path, 2, length)
-    ahead = Ahead()
-    sources = Abreast([damaged(tmp_path, length), other], ahead, copies)
+    ahead = Prefetcher()
+    sources = BlockReader([damaged(tmp_path, length), other], ahead, copies)
     sources.made(0)  # the last block is being read ahead
-    Abreast([other], ahead, copies).made(0)  # and thrown away
+    BlockReader([other], ahead, copies).made(0)  # and thrown away
     with pytest.raises(Corrupt):
         sources.made(BLOCK)
 
@@ -114,6 +114,6 @@ def test_parts_of_a_storage_are_left_to_the_writer(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(100.0)[10:20], "t": torch.arange(6.0).reshape(2, 3).t()}, tmp_path / "part.pt")
     tree = read(tmp_path / "part.pt").tree
     for name in ("w", "t"):
-        sources = Abreast([tree[name]], Ahead(), copies)
+        sources = BlockReader([tree[name]], Prefetcher(), copies)
         assert sources.unchecked == (tree[name].storage,)
         assert sources.made(0) == [tree[name].bytes()]

@@ -18,11 +18,11 @@ from ckptool.reports.commands import Chain
 from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
 from ckptool.reports.findings import Finding, Found
 from ckptool.reports.fits import Way, best_root, find_way, of_target
+from ckptool.reports.inspect import Listing
 from ckptool.reports.layouts import mains, of_layout
-from ckptool.reports.listing import Listing
 from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target
-from ckptool.transforms.export import packed
+from ckptool.transforms.flatten import packed
 from ckptool.transforms.weights_only import weights_only
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ckptool.checkpoint import Flags, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES, DType, by_name
 from ckptool.errors import UsageError
-from ckptool.transforms.dtypes import CastTally, _unseen, cast, cast_storage
+from ckptool.transforms.casting import CastTally, _unseen, cast, cast_storage
 
 FLOATS = [dtype for dtype in DTYPES if dtype.is_float]
 PAIRS = [pytest.param(a, b, id=f"{a}-{b}") for a, b in itertools.permutations(FLOATS, 2)]

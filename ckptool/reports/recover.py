@@ -1,0 +1,62 @@
+"""The outcome of a recovery: the tensors that came back, and those that did not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptool.checkpoint import Note
+from ckptool.formats.damaged import LostRecord
+
+
+@dataclass(frozen=True, slots=True)
+class LostTensorRow:
+    """A tensor that did not come back. record, offset: where its data was (offset None: unknown).  nbytes: of its values."""
+
+    address: str
+    record: str
+    offset: int | None
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recovery:
+    """What of a damaged file was written to `output`, and what was not.
+
+    damage: what was found wrong when it was opened; empty if nothing was.  how: what was done.
+    tensors: how many there were (None: nobody knows).  back: how many came back from the file itself.  records, whole: the same of records.
+    lost: tensors that are not in the output.  dropped: what had to go along with them.  filled: (address, address in `filled_from`).
+    refused: (address, why it could not be filled).  proven: by checksums.  raw: the pickle is lost, records are given as bytes.
+    notes: on the writing.
+    """
+
+    file: str
+    output: str
+    container: str
+    damage: str
+    how: str
+    tensors: int | None
+    back: int
+    records: int
+    whole: int
+    lost: tuple[LostTensorRow, ...]
+    dropped: tuple[str, ...]
+    filled: tuple[tuple[str, str], ...]
+    filled_from: str
+    refused: tuple[tuple[str, str], ...]
+    lost_records: tuple[LostRecord, ...]
+    proven: bool
+    raw: bool
+    file_bytes: int
+    dry_run: bool = False
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """True if everything came back from the file itself."""
+        return not (self.lost or self.filled or self.raw)
+
+    def __str__(self) -> str:
+        from ckptool.render.recover import recover_text
+
+        return recover_text(self)

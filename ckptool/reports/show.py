@@ -1,0 +1,26 @@
+"""One entry of a checkpoint: a tensor's values, or a plain value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shown:
+    """One entry. Of a tensor `values` is all of it, or, where `edges`, its corners around one element that stands for the rest."""
+
+    file: str
+    address: str
+    entry: Any
+    slice: str | None
+    values: numpy.ndarray[Any, Any] | None
+    edges: bool
+
+    def __str__(self) -> str:
+        from ckptool.render.shown import shown_text
+
+        return shown_text(self)

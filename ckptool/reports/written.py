@@ -1,0 +1,43 @@
+"""The outcome of a verb that writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptool.checkpoint import Note
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """What a verb wrote, or would write. `how`: `new file`, `in place`, `copy`, `nothing`.
+
+    summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
+    bytes_written counts what was added to the disk; file_bytes is the size of the result.
+    """
+
+    verb: str
+    file: str
+    output: str
+    container: str
+    how: str
+    bytes_written: int
+    file_bytes: int
+    summary: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    details: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+    dry_run: bool = False
+    verified: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Where and how something was saved; `how` and the sizes as in `Written`. notes: what happened on the way."""
+
+    output: str
+    container: str
+    how: str
+    bytes_written: int
+    file_bytes: int
+    notes: tuple[Note, ...] = ()
