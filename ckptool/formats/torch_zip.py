@@ -29,9 +29,8 @@ from ckptool.formats.zip.record import Record
 from ckptool.formats.zip.writer import ZipLayout
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import refuse_unknown
-from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.decode import Decoded, decode, protocol_notes
 from ckptool.pickles.encode import encode
-from ckptool.pickles.texts import protocol_notes
 from ckptool.pickles.torch_objects import BUILDERS, storage_class
 
 NAME = "torch-zip"

@@ -11,7 +11,7 @@ from typing import Any
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
-from ckptool.pickles.builders import StubbedValue
+from ckptool.pickles.strings import StubbedValue
 
 Arguments = tuple[Any, ...]
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Note
+from ckptool.checkpoint.commands import FILE, OUT, command
 from ckptool.checkpoint.nodes import Global, check_depth
-from ckptool.errors import CkptoolError, Corrupt, Truncated
-from ckptool.pickles.builders import Builder, PerPickle, StubbedValue, purse
+from ckptool.errors import CkptoolError, Corrupt, Truncated, counted, form, listed, printable
+from ckptool.pickles.builders import Builder, PerPickle, purse
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import Machine
-from ckptool.pickles.maker import Maker
-from ckptool.pickles.tape import DAMAGED, Tape
-from ckptool.pickles.texts import gradient_notes, nested_name_notes, python2_notes
+from ckptool.pickles.objects import ObjectMaker
+from ckptool.pickles.reader import DAMAGED, PickleReader
+from ckptool.pickles.strings import StubbedValue
 
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
 FREE_OPCODES = 1_000_000
@@ -80,21 +81,21 @@ def decode(
     budget = 2 * max(len(data) + left_out, file_bytes, FREE_BYTES)
     builders = {fn: made.make(purse(budget)) if type(made) is PerPickle else made for fn, made in builders.items()}
     limit = max(FREE_OPCODES, file_bytes)
-    tape = Tape(data)
-    maker = Maker(tape, builders, limit, bool(blobs))
-    machine = Machine(tape, maker, persistent, limit, blobs)
+    reader = PickleReader(data)
+    objects = ObjectMaker(reader, builders, limit, bool(blobs))
+    machine = Machine(reader, objects, persistent, limit, blobs)
     try:
         root = machine.run()
         check_depth(root, max(len(data), file_bytes))
     except CkptoolError as error:
-        if tape.in_frame and type(error) is Truncated:
-            error = tape.straddling()
-        raise error.within(f"{name} at byte {place(tape.base + tape.at):,}") from None
+        if reader.in_frame and type(error) is Truncated:
+            error = reader.straddling()
+        raise error.within(f"{name} at byte {place(reader.base + reader.at):,}") from None
     except (IndexError, struct.error) as error:
         if str(error) in ("list index out of range", "pop from empty list"):
             raise _underflow().within(name) from None
-        if tape.in_frame:
-            raise tape.straddling().within(name) from None
+        if reader.in_frame:
+            raise reader.straddling().within(name) from None
         raise Truncated(
             f"{name}: the pickle ends at byte {place(len(data)):,}, before its STOP", "The file was cut off."
         ) from None
@@ -102,11 +103,54 @@ def decode(
         raise Corrupt(f"{name} refers to value {error}, which was not stored", DAMAGED) from None
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds text that is not UTF-8", DAMAGED) from None
-    unreachable = tuple(name for name in maker.names if "." in name.name) if machine.protocol < NESTED_NAMES else ()
+    unreachable = tuple(name for name in objects.names if "." in name.name) if machine.protocol < NESTED_NAMES else ()
     return Decoded(
-        root, maker.discarded(root), machine.protocol, tape.at, maker.byte_strings, unreachable, maker.gradients
+        root, objects.discarded(root), machine.protocol, reader.at, objects.byte_strings, unreachable, objects.gradients
     )
 
 
 def _underflow() -> Corrupt:
     return Corrupt("the pickle takes a value that is not there", "It was damaged, or is not a pickle at all.")
+
+
+def protocol_notes(protocol: int) -> list[Note]:
+    """A note on a pickle of protocol 4 or 5: torch/_weights_only_unpickler.py knows none of their opcodes."""
+    if protocol < 4:
+        return []
+    what = f"pickled with protocol {protocol}, which torch.load(weights_only=True) does not read"
+    return [Note("pickle-protocol", what, command("convert", FILE, out=OUT))]
+
+
+def python2_notes(count: int) -> list[Note]:
+    """A note on so many texts of Python 2 that are not UTF-8."""
+    if not count:
+        return []
+    what = (
+        f"{counted(count, 'text')} of Python 2 {form(count, 'is', 'are')} not UTF-8: keys among them "
+        f"were read as latin-1, values are kept as bytes"
+    )
+    return [Note("python2-text", what)]
+
+
+OLD_GRADIENTS = "old-gradients"
+
+
+def gradient_notes(count: int) -> list[Note]:
+    """A note on gradients that torch before 0.2 saved inside of parameters; no torch since then reads them."""
+    if not count:
+        return []
+    what = counted(count, "gradient") if count > 1 else "a gradient"
+    said = f"{what} inside of parameters, as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
+    return [Note(OLD_GRADIENTS, said)]
+
+
+def nested_name_notes(names: Sequence[Global]) -> list[Note]:
+    """A note on names of nested classes in a pickle whose protocol cannot spell them."""
+    if not names:
+        return []
+    named = listed([printable(str(name)) for name in names], 1)
+    what = (
+        f"{form(len(names), 'the name', 'the names')} {named} {form(len(names), 'has a dot', 'have dots')}, "
+        "which pickles below protocol 4 cannot spell: torch.load fails there"
+    )
+    return [Note("nested-name", what, command("convert", FILE, out=OUT))]

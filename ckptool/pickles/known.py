@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.pickles import arguments as given
-from ckptool.pickles.python_modules import PYTHON_MODULES
-from ckptool.pickles.torch_classes import CLASSES, MOVED
+from ckptool.pickles.names import MOVED, PYTHON_MODULES, TORCH_CLASSES
 
 Arguments = tuple[Any, ...]
 
@@ -370,7 +369,7 @@ _HOMES = {
 
 def _lines() -> Iterator[tuple[str, str]]:
     """The modules of `torch_classes` with their names."""
-    for line in CLASSES.strip().replace("\n    ", " ").splitlines():
+    for line in TORCH_CLASSES.strip().replace("\n    ", " ").splitlines():
         module, _, names = line.partition(": ")
         yield module, names
 

@@ -37,11 +37,11 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.pickles.builders import PerPickle, StubbedValue
+from ckptool.pickles.builders import PerPickle
 from ckptool.pickles.calls import uses
-from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.decode import Decoded, decode, protocol_notes
 from ckptool.pickles.skeleton import decode_lazily, leaves, skeleton
-from ckptool.pickles.texts import protocol_notes, whole
+from ckptool.pickles.strings import StubbedValue, whole
 from ckptool.pickles.torch_objects import BUILDERS, LOAD_FROM_BYTES, StorageView, storage_class
 
 MAGIC = 0x1950A86A20F9469CFC6C

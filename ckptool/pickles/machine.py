@@ -2,7 +2,7 @@
 
 The opcodes stand in the order of their frequency in torch files: the simplest arrangement that is fast (a table of methods takes
 twice as long). It never recurses and allocates nothing larger than the bytes that remain. What takes more than a line to read
-is read by the `tape`, what takes more to make is made by the `maker`.
+is read by `reader`, what takes more to make is made by `objects`.
 Source of the opcodes: the comments of Lib/pickletools.py.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 from ckptool.checkpoint.nodes import ByteString, Global, Set
 from ckptool.errors import LimitExceeded, Unsupported, counted
-from ckptool.pickles.maker import Maker
-from ckptool.pickles.tape import FRAME_END, Tape
-from ckptool.pickles.texts import python2_text
+from ckptool.pickles.objects import ObjectMaker
+from ckptool.pickles.reader import FRAME_END, PickleReader
+from ckptool.pickles.strings import python2_text
 
 BLOB = 0xFF  # no opcode of Python's: in a skeleton, the number of a value that was left in the file follows
 
@@ -31,12 +31,17 @@ _FLOAT = struct.Struct(">d").unpack_from
 class Machine:
     """Runs one pickle. `persistent`, `limit` (in opcodes) and `blobs` are those of `decode`."""
 
-    __slots__ = ("blobs", "limit", "maker", "persistent", "protocol", "tape")
+    __slots__ = ("blobs", "limit", "objects", "persistent", "protocol", "reader")
 
     def __init__(
-        self, tape: Tape, maker: Maker, persistent: Callable[[Any], Any], limit: int, blobs: Sequence[Any] | None
+        self,
+        reader: PickleReader,
+        objects: ObjectMaker,
+        persistent: Callable[[Any], Any],
+        limit: int,
+        blobs: Sequence[Any] | None,
     ) -> None:
-        self.tape, self.maker = tape, maker
+        self.reader, self.objects = reader, objects
         self.persistent = persistent
         self.limit = limit
         self.blobs = blobs
@@ -44,8 +49,8 @@ class Machine:
 
     def run(self) -> Any:
         """The value that the pickle leaves on the stack."""
-        tape, maker, blobs = self.tape, self.maker, self.blobs
-        data, persistent, builders = tape.data, self.persistent, maker.builders
+        reader, objects, blobs = self.reader, self.objects, self.blobs
+        data, persistent, builders = reader.data, self.persistent, objects.builders
         stack: list[Any] = []
         marks: list[list[Any]] = []
         memo: dict[int, Any] = {}
@@ -69,7 +74,7 @@ class Machine:
                 size = _UINT(data, pos)[0]
                 pos += 4
                 stack.append(
-                    str(data[pos : pos + size], "utf-8", "surrogatepass") if size < 64 else tape.text(pos, size)
+                    str(data[pos : pos + size], "utf-8", "surrogatepass") if size < 64 else reader.text(pos, size)
                 )
                 pos += size
             elif op == 0x71:  # BINPUT
@@ -83,12 +88,12 @@ class Machine:
                 fn = stack[-1]
                 builder = builders.get(fn) if type(fn) is Global else None
                 if type(args) is not tuple:
-                    raise tape.corrupt(pos, "a call without an argument tuple")
-                tape.at = pos
+                    raise reader.corrupt(pos, "a call without an argument tuple")
+                reader.at = pos
                 value = builder(args) if builder is not None else NotImplemented
-                stack[-1] = maker.call(fn, args, "call") if value is NotImplemented else value
+                stack[-1] = objects.call(fn, args, "call") if value is NotImplemented else value
             elif op == 0x51:  # BINPERSID
-                tape.at = pos
+                reader.at = pos
                 stack[-1] = persistent(stack[-1])
             elif op == 0x6A:  # LONG_BINGET
                 stack.append(memo[_UINT(data, pos)[0]])
@@ -120,44 +125,44 @@ class Machine:
                 stack.append({})
             elif op == 0x75:  # SETITEMS
                 items, stack = stack, self._unmark(marks, pos)
-                maker.set_items(stack[-1], items, pos)
+                objects.set_items(stack[-1], items, pos)
             elif op == 0x73:  # SETITEM
                 value, key = stack.pop(), stack.pop()
-                maker.set_items(stack[-1], [key, value], pos)
+                objects.set_items(stack[-1], [key, value], pos)
             elif op == 0x5D:  # EMPTY_LIST
                 stack.append([])
             elif op == 0x65:  # APPENDS
                 items, stack = stack, self._unmark(marks, pos)
-                maker.append(stack[-1], items, pos)
+                objects.append(stack[-1], items, pos)
             elif op == 0x61:  # APPEND
                 value = stack.pop()
-                maker.append(stack[-1], [value], pos)
+                objects.append(stack[-1], [value], pos)
             elif op == 0x47:  # BINFLOAT
                 stack.append(_FLOAT(data, pos)[0])
                 pos += 8
             elif op == 0x63:  # GLOBAL
-                module, pos = tape.line(pos)
-                attribute, pos = tape.line(pos)
-                stack.append(maker.name(module, attribute, pos))
+                module, pos = reader.line(pos)
+                attribute, pos = reader.line(pos)
+                stack.append(objects.name(module, attribute, pos))
             elif op == 0x62:  # BUILD
                 state = stack.pop()
-                maker.set_state(stack[-1], state, pos)
+                objects.set_state(stack[-1], state, pos)
             elif op == 0x94:  # MEMOIZE
                 memo[len(memo)] = stack[-1]
             elif op == 0x8C:  # SHORT_BINUNICODE
                 size = data[pos]
-                stack.append(tape.text(pos + 1, size))
+                stack.append(reader.text(pos + 1, size))
                 pos += 1 + size
             elif op == 0x8A:  # LONG1
                 size = data[pos]
-                stack.append(tape.integer(pos + 1, size))
+                stack.append(reader.integer(pos + 1, size))
                 pos += 1 + size
             elif op == 0x2E:  # STOP
-                if tape.in_frame:
-                    pos = tape.stop_in_frame(pos)
-                tape.at = pos
+                if reader.in_frame:
+                    pos = reader.stop_in_frame(pos)
+                reader.at = pos
                 if marks or len(stack) != 1:
-                    raise tape.corrupt(
+                    raise reader.corrupt(
                         pos,
                         f"{counted(len(stack) + sum(map(len, marks)), 'value is', 'values are')} left on the stack instead of one",
                     )
@@ -165,14 +170,14 @@ class Machine:
             elif op == 0x93:  # STACK_GLOBAL
                 attribute, module = stack.pop(), stack.pop()
                 if type(attribute) is not str or type(module) is not str:
-                    raise maker.computed(module, attribute, pos)
-                stack.append(maker.name(module, attribute, pos))
+                    raise objects.computed(module, attribute, pos)
+                stack.append(objects.name(module, attribute, pos))
             elif op == 0x81:  # NEWOBJ
                 args = stack.pop()
-                stack[-1] = maker.new(stack[-1], args, None, pos)
+                stack[-1] = objects.new(stack[-1], args, None, pos)
             elif op == 0x92:  # NEWOBJ_EX
                 kwargs, args = stack.pop(), stack.pop()
-                stack[-1] = maker.new(stack[-1], args, kwargs, pos)
+                stack[-1] = objects.new(stack[-1], args, kwargs, pos)
             elif op == 0x80:  # PROTO
                 self.protocol = data[pos]
                 if self.protocol > 5:
@@ -182,33 +187,33 @@ class Machine:
                 pos += 1
             elif op == 0x95:  # FRAME
                 if blobs is None:
-                    data, pos = tape.enter_frame(pos + 8, _ULONG(data, pos)[0]), 0
+                    data, pos = reader.enter_frame(pos + 8, _ULONG(data, pos)[0]), 0
                 else:
                     pos += 8
             elif op in _SIZED_BYTES:
                 kind, width = _SIZED_BYTES[op]
-                size = int.from_bytes(tape.take(pos, width), "little", signed=op == 0x54)
+                size = int.from_bytes(reader.take(pos, width), "little", signed=op == 0x54)
                 pos += width
-                value = tape.text(pos, size) if kind is str else kind(tape.take(pos, size))
-                maker.byte_strings += type(value) is ByteString
+                value = reader.text(pos, size) if kind is str else kind(reader.take(pos, size))
+                objects.byte_strings += type(value) is ByteString
                 stack.append(value)
                 pos += size
             elif op == 0x8F:  # EMPTY_SET
                 stack.append(Set([]))
             elif op == 0x90:  # ADDITEMS
                 items, stack = stack, self._unmark(marks, pos)
-                maker.add(stack[-1], items, pos)
+                objects.add(stack[-1], items, pos)
             elif op == 0x91:  # FROZENSET
                 items, stack = stack, self._unmark(marks, pos)
                 stack.append(Set([], frozen=True))
-                maker.add(stack[-1], items, pos)
+                objects.add(stack[-1], items, pos)
             elif op == 0x6C:  # LIST
                 items, stack = stack, self._unmark(marks, pos)
                 stack.append(items)
             elif op == 0x64:  # DICT
                 items, stack = stack, self._unmark(marks, pos)
                 stack.append({})
-                maker.set_items(stack[-1], items, pos)
+                objects.set_items(stack[-1], items, pos)
             elif op == 0x30:  # POP
                 if stack:
                     stack.pop()
@@ -220,48 +225,48 @@ class Machine:
                 stack.append(stack[-1])
             elif op == 0x8B:  # LONG4
                 size = _INT(data, pos)[0]
-                stack.append(tape.integer(pos + 4, size))
+                stack.append(reader.integer(pos + 4, size))
                 pos += 4 + size
             elif op == 0x69:  # INST
-                module, pos = tape.line(pos)
-                attribute, pos = tape.line(pos)
+                module, pos = reader.line(pos)
+                attribute, pos = reader.line(pos)
                 items, stack = stack, self._unmark(marks, pos)
-                stack.append(maker.instance(maker.name(module, attribute, pos), tuple(items)))
+                stack.append(objects.instance(objects.name(module, attribute, pos), tuple(items)))
             elif op == 0x6F:  # OBJ
                 items, stack = stack, self._unmark(marks, pos)
-                stack.append(maker.instance(items[0], tuple(items[1:])))
+                stack.append(objects.instance(items[0], tuple(items[1:])))
             elif op == 0x56:  # UNICODE
-                raw, pos = tape.raw_line(pos)
-                stack.append(tape.unescaped(raw, pos))
+                raw, pos = reader.raw_line(pos)
+                stack.append(reader.unescaped(raw, pos))
             elif op == 0x53:  # STRING
-                raw, pos = tape.raw_line(pos)
-                value = tape.quoted(raw, pos)
-                maker.byte_strings += type(value) is ByteString
+                raw, pos = reader.raw_line(pos)
+                value = reader.quoted(raw, pos)
+                objects.byte_strings += type(value) is ByteString
                 stack.append(value)
             elif op in _TEXT_OPCODES:
-                line, pos = tape.line(pos)
+                line, pos = reader.line(pos)
                 if op == 0x70:  # PUT
-                    memo[tape.number(line, pos)] = stack[-1]
+                    memo[reader.number(line, pos)] = stack[-1]
                 elif op == 0x67:  # GET
-                    stack.append(memo[tape.number(line, pos)])
+                    stack.append(memo[reader.number(line, pos)])
                 elif op == 0x50:  # PERSID
-                    tape.at = pos
+                    reader.at = pos
                     stack.append(persistent(line))
                 else:
-                    stack.append(tape.scalar(op, line, pos))
+                    stack.append(reader.scalar(op, line, pos))
             elif op == BLOB and blobs:
                 stack.append(blobs[_UINT(data, pos)[0]])
                 pos += 4
-            elif op == FRAME_END and pos == len(data) and tape.in_frame:
-                pos += tape.base - 1
-                data = tape.leave_frame()
+            elif op == FRAME_END and pos == len(data) and reader.in_frame:
+                pos += reader.base - 1
+                data = reader.leave_frame()
             elif op in REFUSED:
                 raise Unsupported(
-                    f"opcode {REFUSED[op]} at byte {tape.base + pos - 1:,} is not read", "No PyTorch file uses it."
+                    f"opcode {REFUSED[op]} at byte {reader.base + pos - 1:,} is not read", "No PyTorch file uses it."
                 )
             else:
-                raise tape.corrupt(pos, f"0x{op:02x} is not a pickle opcode")
-        tape.at = pos
+                raise reader.corrupt(pos, f"0x{op:02x} is not a pickle opcode")
+        reader.at = pos
         raise LimitExceeded(
             f"more than {counted(self.limit, 'opcode')}",
             "A pickle this long cannot come from a file of this size; it is built to exhaust its reader.",
@@ -269,7 +274,7 @@ class Machine:
 
     def _unmark(self, marks: list[list[Any]], pos: int) -> list[Any]:
         if not marks:
-            raise self.tape.corrupt(pos, "the end of a group that was not begun")
+            raise self.reader.corrupt(pos, "the end of a group that was not begun")
         return marks.pop()
 
 

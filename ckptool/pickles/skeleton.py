@@ -22,22 +22,18 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from ckptool.checkpoint import Composite, Computed, Data
+from ckptool.checkpoint import Composite, Data
 from ckptool.checkpoint.nodes import Object, structural_parts
+from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted
-from ckptool.pickles.builders import StubbedValue
 from ckptool.pickles.decode import Decoded
 from ckptool.pickles.machine import BLOB, REFUSED
 from ckptool.pickles.plain import canonical
-from ckptool.pickles.tape import MAX_INTEGER_BITS
-from ckptool.pickles.texts import MAX_STRING, check_size, whole
-
-if TYPE_CHECKING:
-    pass
-from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.pickles.reader import MAX_INTEGER_BITS
+from ckptool.pickles.strings import MAX_STRING, StubbedValue, check_size, whole
 
 Leaf = TypeVar("Leaf")
 LONG_VALUE = 1 << 16  # bytes: shorter values are copied
@@ -97,53 +93,6 @@ def decode_lazily(made: Skeleton, run: Callable[[Sequence[Any]], Decoded]) -> De
         blobs = [whole(blob) if id(blob) in chosen else blob for blob in blobs]
         decoded = run(blobs)
     return decoded
-
-
-def encoded(text: StubbedValue) -> StubbedValue | None:
-    """The bytes that `_codecs.encode(text, "latin1")` makes of a long text; None if it has characters that latin-1 has not.
-
-    The text is read through once, in pieces, to learn where each byte of it is.
-    """
-    places = [0]  # the number of characters before each piece
-    data = text.data
-    for at in range(0, data.length, _PIECE):
-        chars = _latin1(data, at)
-        if chars is None:
-            return None
-        places.append(places[-1] + len(chars))
-
-    def read(offset: int, length: int) -> bytes:
-        end = min(offset + length, places[-1])
-        first = bisect_right(places, offset) - 1
-        got = []
-        for piece in range(first, len(places) - 1):
-            if places[piece] >= end:
-                break
-            got.append(_latin1(data, piece * _PIECE) or b"")
-        return b"".join(got)[offset - places[first] : end - places[first]] if got else b""
-
-    return StubbedValue(Computed(places[-1], read), "bytes", text)
-
-
-_PIECE = 1 << 16
-
-
-def _latin1(data: Data, at: int) -> bytes | None:
-    """The characters that begin in the piece of UTF-8 at byte `at`, as latin-1."""
-    raw = data.read(at, min(_PIECE + 1, data.length - at))
-    if len(raw) > _PIECE and not _continues(raw[-1]):
-        raw = raw[:-1]
-    if at and _continues(raw[0]):
-        raw = raw[1:]
-    try:
-        return raw.decode("utf-8").encode("latin-1")
-    except UnicodeError:
-        return None
-
-
-def _continues(byte: int) -> bool:
-    """True for the later bytes of a character in UTF-8."""
-    return byte & 0xC0 == 0x80
 
 
 def _check_total(made: Skeleton, chosen: set[int]) -> None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from ckptool.checkpoint import MAX_RANK, NO_FLAGS, Composite, Flags, InlineBytes, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH, DType
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict
 from ckptool.errors import BadTensor, counted
-from ckptool.pickles.builders import PerPickle
-from ckptool.pickles.invariants import check_compressed, check_coordinates, check_quantization
-from ckptool.pickles.plain_values import ORDERED_DICT as ORDERED_DICT
-from ckptool.pickles.plain_values import PLAIN_BUILDERS
+from ckptool.pickles.builders import ORDERED_DICT as ORDERED_DICT
+from ckptool.pickles.builders import PLAIN_BUILDERS, PerPickle
 
 MOST = (1 << 63) - 1  # what a size, a stride and a number of elements may be
 
@@ -450,3 +448,61 @@ def rebuilt(made: Object, before: Composite | None = None) -> Composite:
     if not isinstance(value, Composite):
         raise BadTensor(f"{made.name}: its arguments no longer make a tensor")
     return value
+
+
+def check_coordinates(indices: Any, values: Any, size: tuple[int, ...]) -> None:
+    """Raises `BadTensor` unless the indices (dimensions, count) and the values (count, …) of a COO tensor fit its size."""
+    if not (isinstance(indices, TensorEntry) and isinstance(values, TensorEntry)):
+        return
+    where, what = indices.shape, values.shape
+    if (
+        len(where) != 2
+        or not what
+        or where[1] != what[0]
+        or where[0] + len(what) - 1 != len(size)
+        or what[1:] != size[where[0] :]
+    ):
+        raise BadTensor(
+            f"a sparse tensor of shape {list(size)} with indices of shape {list(where)} and values of shape {list(what)}"
+        )
+
+
+def check_compressed(layout: str, parts: tuple[Any, ...], size: tuple[int, ...]) -> None:
+    """Raises `BadTensor` unless the row (or column) pointers, the indices and the values of a compressed tensor fit its size."""
+    if not all(isinstance(part, TensorEntry) for part in parts):
+        return
+    pointers, indices, values = (part.shape for part in parts)
+    kind = layout.removeprefix("sparse ")
+    blocked = kind in ("bsr", "bsc")
+    batch = len(indices) - 1
+    dense = len(values) - len(indices) - 2 * blocked
+    fits = batch >= 0 and dense >= 0 and len(pointers) == len(indices) and len(size) == batch + 2 + dense
+    fits = fits and pointers[:-1] == indices[:-1] == size[:batch] and values[: batch + 1] == indices
+    if fits:
+        axis = int(kind in ("csc", "bsc"))
+        block = values[batch + 1 : batch + 3] if blocked else (1, 1)
+        fits = all(block) and not any(size[batch + i] % block[i] for i in (0, 1))
+        fits = fits and pointers[-1] == size[batch + axis] // block[axis] + 1
+    if not fits:
+        raise BadTensor(
+            f"a {layout} tensor of shape {list(size)} with pointers of shape {list(pointers)}, indices of shape {list(indices)} "
+            f"and values of shape {list(values)}"
+        )
+
+
+def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
+    """Raises `BadTensor` for a scale that is no finite number, and for scales and zero points that are not one for each channel."""
+    if type(parameters) is not tuple or len(parameters) < 3:
+        return
+    scale = parameters[1]
+    if type(scale) is float and not isfinite(scale):
+        raise BadTensor(f"a quantized tensor with the scale {scale}")
+    if len(parameters) != 4 or not all(isinstance(part, TensorEntry) for part in parameters[1:3]):
+        return
+    scales, zeros, axis = (parameters[1].shape, parameters[2].shape, parameters[3])
+    channels = shape[axis] if type(axis) is int and 0 <= axis < len(shape) else None
+    if channels is None or scales != (channels,) or zeros != (channels,):
+        raise BadTensor(
+            f"a quantized tensor of shape {list(shape)} with scales of shape {list(scales)} and zero points of shape {list(zeros)} "
+            f"along axis {axis!r:.20}"
+        )

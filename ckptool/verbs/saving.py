@@ -30,7 +30,7 @@ from ckptool.output import Progress, append_in_place, check_folder, check_target
 from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
-from ckptool.pickles.texts import LEFT_BEHIND
+from ckptool.pickles.decode import OLD_GRADIENTS
 from ckptool.reports.diff import Diff, diff
 from ckptool.reports.verify import refuse_damaged
 from ckptool.reports.written import Saved, Written
@@ -312,7 +312,7 @@ def written(verb: str, original: Checkpoint, saved: Saved, options: SaveOptions,
     dry = options.get("dry_run", False)
     verified = options.get("verify", False) and not dry and saved.how != "nothing"
     where = (saved.output, saved.container, saved.how, saved.bytes_written, saved.file_bytes)
-    left = [note for note in original.notes if note.code == LEFT_BEHIND and saved.how == "new file"]
+    left = [note for note in original.notes if note.code == OLD_GRADIENTS and saved.how == "new file"]
     left += _members_left(original) if saved.how != "nothing" and not options.get("in_place", False) else []
     more["notes"] = (*more.get("notes", ()), *left, *saved.notes)
     return Written(verb, file, *where, summary, dry_run=dry, verified=verified, **more)

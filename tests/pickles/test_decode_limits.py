@@ -9,7 +9,7 @@ import pytest
 from ckptool.checkpoint.nodes import ByteString, OrderedDict
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.pickles.decode import decode
-from ckptool.pickles.maker import MAX_NAMES
+from ckptool.pickles.objects import MAX_NAMES
 from tests.support.decoding import HOOKS, F, run, same
 
 

@@ -30,7 +30,7 @@ from torch import nn
 import ckptool
 from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
-from ckptool.pickles.python_modules import PYTHON_MODULES
+from ckptool.pickles.names import PYTHON_MODULES
 from tests.support.hostile_inputs import ONE, name, pickle_zip, program, state, tensor, text
 
 OLD = ("torch.nn.backends", "torch.nn.modules.dropout_")

@@ -25,10 +25,9 @@ from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.nodes import Global
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.pickles import skeleton as lexing
-from ckptool.pickles.builders import StubbedValue
 from ckptool.pickles.decode import Decoded, decode
-from ckptool.pickles.skeleton import Skeleton, decode_lazily, encoded, leaves, skeleton
-from ckptool.pickles.texts import whole
+from ckptool.pickles.skeleton import Skeleton, decode_lazily, leaves, skeleton
+from ckptool.pickles.strings import StubbedValue, encoded, whole
 from ckptool.pickles.torch_objects import BUILDERS
 from tests.pickles.test_frames import TORN_FRAMES, WHOLE_FRAMES, frame
 from tests.support.helpers import assert_same_tree

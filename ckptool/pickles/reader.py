@@ -10,7 +10,7 @@ from math import isinf
 from typing import Any
 
 from ckptool.errors import Corrupt, LimitExceeded, Truncated, counted, printable
-from ckptool.pickles.texts import MAX_STRING, python2_text, python2_unescaped
+from ckptool.pickles.strings import MAX_STRING, python2_text, python2_unescaped
 
 MAX_INTEGER_BITS = 4_096
 # Numbers that all readers take for the same: of a leading zero, C's makes octal up to Python 3.13, and Python's own an error.
@@ -23,7 +23,7 @@ FRAME_END = 0xFE  # no opcode of Python's: it stands behind the copy of a frame
 DAMAGED = "The pickle was damaged, or made to mislead."
 
 
-class Tape:
+class PickleReader:
     """A pickle and a place in it. `data`: the pickle, or the frame that begins at its byte `base`; `at`: where in `data`."""
 
     __slots__ = ("at", "base", "data", "in_frame", "outer")

@@ -21,21 +21,21 @@ from ckptool.errors import CkptoolError, Conflict, LimitExceeded, UnsafeObject, 
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import is_quiet, stands_alone
 from ckptool.pickles.known import kind_of
-from ckptool.pickles.tape import Tape
-from ckptool.pickles.texts import key_text, whole
+from ckptool.pickles.reader import PickleReader
+from ckptool.pickles.strings import key_text, whole
 
 MAX_KEY_DEPTH = 4
 MAX_NAME = 1_000  # characters of a module and a name in it
 MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models name some hundreds
 
 
-class Maker:
+class ObjectMaker:
     """Makes and changes the nodes of one pickle, and remembers what of them is not inert: it may be thrown away again."""
 
-    __slots__ = ("blobs", "builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "tape")
+    __slots__ = ("blobs", "builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "reader")
 
-    def __init__(self, tape: Tape, builders: Mapping[Global, Builder], limit: int, blobs: bool) -> None:
-        self.tape = tape  # which errors say where they are on
+    def __init__(self, reader: PickleReader, builders: Mapping[Global, Builder], limit: int, blobs: bool) -> None:
+        self.reader = reader  # which errors say where they are on
         self.builders = builders
         self.limit = limit
         self.blobs = blobs  # whether some texts may still lie in the file
@@ -48,9 +48,9 @@ class Maker:
     def name(self, module: str, attribute: str, pos: int) -> Global:
         """A name that pickles may have; it is never looked up."""
         if not (module.isprintable() and attribute.isprintable()):
-            raise self.tape.corrupt(pos, f"the name {printable(module)[:200]}.{printable(attribute)[:200]}")
+            raise self.reader.corrupt(pos, f"the name {printable(module)[:200]}.{printable(attribute)[:200]}")
         if len(module) + len(attribute) > MAX_NAME:
-            self.tape.at = pos
+            self.reader.at = pos
             raise LimitExceeded(
                 f"a class or function with a name of {counted(len(module) + len(attribute), 'character')}",
                 "No program calls one so; it is built to exhaust its reader.",
@@ -58,7 +58,7 @@ class Maker:
         found = Global(module, attribute)
         self.names[found] = None
         if len(self.names) > MAX_NAMES:
-            self.tape.at = pos
+            self.reader.at = pos
             raise LimitExceeded(
                 f"more than {MAX_NAMES:,} different classes and functions",
                 "No checkpoint names so many; it is built to exhaust its reader.",
@@ -68,11 +68,11 @@ class Maker:
     def computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:
         """What to raise for a name that is no text."""
         if isinstance(module, Object) or isinstance(attribute, Object):
-            self.tape.at = pos
+            self.reader.at = pos
             return UnsafeObject(
                 "a name is computed", "What would be called is decided by calling something else first."
             )
-        return self.tape.corrupt(pos, "a name is computed, not text")
+        return self.reader.corrupt(pos, "a name is computed, not text")
 
     def call(self, fn: Any, args: tuple[Any, ...], how: str, kwargs: Any = None) -> Object:
         """The object that stands for a call, which is not made."""
@@ -84,14 +84,14 @@ class Maker:
     def new(self, cls: Any, args: Any, kwargs: Any, pos: int) -> Any:
         """What NEWOBJ makes of a class: what its builder makes, or an inert object."""
         if type(args) is not tuple or not (kwargs is None or isinstance(kwargs, dict)):
-            raise self.tape.corrupt(pos, "an object without an argument tuple")
+            raise self.reader.corrupt(pos, "an object without an argument tuple")
         builder = self.builders.get(cls) if type(cls) is Global and not kwargs else None
         value = builder(args) if builder is not None else NotImplemented
         return self.call(cls, args, "new", kwargs or None) if value is NotImplemented else value
 
     def instance(self, cls: Any, args: tuple[Any, ...]) -> Any:
         """INST and OBJ call the class when there are arguments; without any they only make the object, if it is a class."""
-        return self.call(cls, args, "call") if args or kind_of(cls) is None else self.new(cls, (), None, self.tape.at)
+        return self.call(cls, args, "call") if args or kind_of(cls) is None else self.new(cls, (), None, self.reader.at)
 
     def set_items(self, target: Any, items: list[Any], pos: int) -> None:
         """Keys and values in turn into a dictionary, or an object that is like one; raises `Conflict` for a key twice."""
@@ -103,20 +103,20 @@ class Maker:
                 self._used(target)
             mapping = target.items
         else:
-            raise self.tape.corrupt(pos, f"items set on a {_kind(target)}")
+            raise self.reader.corrupt(pos, f"items set on a {_kind(target)}")
         if len(items) % 2:
-            raise self.tape.corrupt(pos, "a key without a value")
+            raise self.reader.corrupt(pos, "a key without a value")
         keys = items[::2] if not self.blobs and not self.byte_strings else [key_text(whole(key)) for key in items[::2]]
         for key in keys:
             if type(key) is not str and type(key) is not int:
                 self._check_key(key, pos)
         size = len(mapping)
         if (size + len(keys)).bit_length() > max(7, size.bit_length()):  # now and then, so that it costs nothing
-            self.tape.at = pos
+            self.reader.at = pos
             check_collisions(chain(mapping, keys))
         mapping.update(zip(keys, items[1::2], strict=True))
         if len(mapping) != size + len(keys):
-            self.tape.at = pos
+            self.reader.at = pos
             raise Conflict(
                 "a dictionary with the same key twice",
                 "One of the two values would be lost; which one depends on the reader.",
@@ -125,18 +125,18 @@ class Maker:
     def _check_key(self, key: Any, pos: int, depth: int = 0) -> None:
         if type(key) is tuple:
             if depth == MAX_KEY_DEPTH:
-                self.tape.at = pos
+                self.reader.at = pos
                 raise LimitExceeded("a dictionary key of tuples within tuples", "Hashing it could take for ever.")
             self.hashed += len(key)
             if self.hashed > self.limit:
-                self.tape.at = pos
+                self.reader.at = pos
                 raise LimitExceeded(
                     f"dictionary keys of more than {counted(self.limit, 'part')}", "Hashing them could take for ever."
                 )
             for part in key:
                 self._check_key(part, pos, depth + 1)
         elif not is_hashable(key) or key != key:
-            raise self.tape.corrupt(pos, f"a {_kind(key)} as a dictionary key")
+            raise self.reader.corrupt(pos, f"a {_kind(key)} as a dictionary key")
 
     def append(self, target: Any, items: list[Any], pos: int) -> None:
         """Values to the end of a list, or of an object that is like one."""
@@ -145,7 +145,7 @@ class Maker:
         elif type(target) is Object:
             self._extend(target, items)
         else:
-            raise self.tape.corrupt(pos, f"values appended to a {_kind(target)}")
+            raise self.reader.corrupt(pos, f"values appended to a {_kind(target)}")
 
     def _extend(self, target: Object, items: list[Any]) -> None:
         if target.elements is None:
@@ -163,13 +163,13 @@ class Maker:
         """Values into a set, or an object that is like one."""
         if type(target) is Set:
             if not all(map(is_hashable, items)):
-                raise self.tape.corrupt(pos, "a set of values that can be changed")
+                raise self.reader.corrupt(pos, "a set of values that can be changed")
             target.items.extend(items)
         elif type(target) is Object:
             self._extend(target, items)
             target.adds = True
         else:
-            raise self.tape.corrupt(pos, f"values added to a {_kind(target)}")
+            raise self.reader.corrupt(pos, f"values added to a {_kind(target)}")
 
     def set_state(self, target: Any, state: Any, pos: int) -> None:
         """What BUILD gives: the state of an object, the attributes of an `OrderedDict`, the flags of a tensor."""
@@ -184,7 +184,7 @@ class Maker:
         ):
             target.attributes = state
         elif not self._set_tensor(target, state):
-            raise self.tape.corrupt(pos, f"a state set on a {_kind(target)}")
+            raise self.reader.corrupt(pos, f"a state set on a {_kind(target)}")
         else:
             self.gradients += len(state) == 5 and state[1] is not None
 
