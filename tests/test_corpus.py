@@ -22,7 +22,8 @@ from ckptool.errors import CkptoolError, UnsafeObject, UsageError
 from ckptool.formats import read
 from ckptool.pickles.calls import CUSTOM, UNKNOWN, uses_of
 from ckptool.reports.written import Written
-from tests.support.helpers import assert_same_objects, assert_same_tree, load
+from tests.support.files import load
+from tests.support.same import assert_same_objects, assert_same_tree
 
 CORPUS = Path(__file__).resolve().parents[2] / "shared" / "corpus"
 

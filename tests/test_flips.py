@@ -23,7 +23,8 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
 from ckptool.verbs.convert import convert
-from tests.support.helpers import assert_same_tree, torch_bytes, written
+from tests.support.files import torch_bytes, written
+from tests.support.same import assert_same_tree
 from tests.support.zip_layouts import Layout, honest
 
 TREE = {"w": torch.arange(3.0), "b": torch.tensor([1, -2], dtype=torch.int16), "n": 3}

@@ -20,9 +20,9 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import FileProblem
 from ckptool.output import copying
-from tests.support.checkpoints import saved
-from tests.support.helpers import assert_same_objects, load
+from tests.support.files import load, saved
 from tests.support.hostile_system import FULL, PROGRAM, ROOT, clean, state, temporaries
+from tests.support.same import assert_same_objects
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import saved
-from tests.support.helpers import load
+from tests.support.files import load, saved
 from tests.support.hostile_system import FULL, PROGRAM, state, temporaries
 
 

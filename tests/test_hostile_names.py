@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,13 @@ import torch
 import ckptool
 from ckptool.checkpoint import patterns
 from ckptool.checkpoint.patterns import matcher
-from ckptool.cli import main
-from ckptool.errors import CkptoolError, FileProblem, OutputExists
+from ckptool.errors import FileProblem, OutputExists
 from ckptool.transforms.rules import parse_rule
-from tests.support.checkpoints import saved, three_parts, weights
-from tests.support.helpers import assert_same_objects, load
+from tests.support.cli import Run
+from tests.support.errors import refused
+from tests.support.files import contents, load, saved, weights
+from tests.support.same import assert_same_objects
 from tests.test_memory import LIMIT, peak
-
-Ran = tuple[int, str, str]
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def ran(*words: str | Path) -> Ran:
-        capsys.readouterr()
-        return (main([str(word) for word in words]), *capsys.readouterr())
-
-    return ran
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def refused(code: str, folder: Path, action: Callable[[], object]) -> CkptoolError:
-    """The error that `action` raises, after which every file in the folder is as it was."""
-    before = contents(folder)
-    with pytest.raises(CkptoolError) as caught:
-        action()
-    assert three_parts(caught.value)[0] == code
-    assert contents(folder) == before
-    return caught.value
-
 
 # Keys -----------------------------------------------------------------------------------------------------------------
 

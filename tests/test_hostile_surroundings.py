@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckptool.cli import COMMANDS as COMMANDS_OF_THE_PROGRAM
-from tests.support.checkpoints import saved, weights
+from tests.support.files import saved, weights
 
 DECOYS = [
     "torch.py", "numpy.py", "yaml.py", "safetensors.py", "typer.py", "rich.py", "ml_dtypes.py", "models.py", "ckptool.py",

@@ -25,9 +25,10 @@ import safetensors.torch
 import ckptool
 from ckptool.errors import CkptoolError, FileChanged, FileProblem
 from ckptool.output import durable
-from tests.support.checkpoints import saved
-from tests.support.helpers import assert_same_objects, default_signals, load
+from tests.support.files import load, saved
 from tests.support.hostile_system import PROGRAM, ROOT, clean, state, temporaries
+from tests.support.processes import default_signals
+from tests.support.same import assert_same_objects
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.errors import BadTensor, CkptoolError, Conflict, Corrupt, Unsupported
 from ckptool.formats import read
 from fixtures.sparse import make_sparse
-from tests.support.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.files import load, torch_bytes, written
 from tests.support.hostile_inputs import HOOKS, ONE, integer, integers, name, pickle_zip, state, storage, tensor, text
+from tests.support.same import assert_same_objects
 from tests.support.watched import LOOKING, Seen, Watched, watched
 
 QINT = b"(" + text("storage") + name("torch", "QInt8Storage") + text("0") + text("cpu") + integer(16) + b"tQ"
@@ -147,7 +148,7 @@ def see(watch: Watched, tmp_path: Path) -> Callable[..., Seen]:
     return seen
 
 
-def opened(title: str, folder: Path) -> ckptool.Checkpoint:
+def opened_input(title: str, folder: Path) -> ckptool.Checkpoint:
     return read(written(pickle_zip(*ACCEPTED[title]), folder / "input.pt"))
 
 
@@ -207,7 +208,7 @@ def test_row_96_and_97_names_are_never_paths(tmp_path: Path) -> None:
 
 
 def test_row_98_smuggled_bytes_are_counted(tmp_path: Path) -> None:
-    notes = [note.message for note in opened("98-smuggled", tmp_path).notes if note.code == "unused-record"]
+    notes = [note.message for note in opened_input("98-smuggled", tmp_path).notes if note.code == "unused-record"]
     assert len(notes) == 1 and "200 bytes" in notes[0]
 
 
@@ -221,10 +222,10 @@ def test_row_99_a_big_endian_file(tmp_path: Path) -> None:
 
 def test_row_100_indices_are_checked_when_the_tensor_is_built(tmp_path: Path) -> None:
     """To look at them all on opening would be to read the data; what torch builds of them is checked by torch."""
-    opened("100-indices-out-of-range", tmp_path)
+    opened_input("100-indices-out-of-range", tmp_path)
     with pytest.raises(CkptoolError, match="sparse"):
         ckptool.load(tmp_path / "input.pt")
-    opened("100-sparse", tmp_path)
+    opened_input("100-sparse", tmp_path)
     found = ckptool.load(tmp_path / "input.pt")["w"]
     assert found.is_sparse and found._nnz() == 2
 
@@ -268,7 +269,7 @@ def test_row_103_every_bit_of_a_number_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("title", ["104-nothing", "104-none"])
 def test_row_104_without_tensors(title: str, tmp_path: Path) -> None:
-    assert opened(title, tmp_path).tree in ({}, None)
+    assert opened_input(title, tmp_path).tree in ({}, None)
     assert "no tensors" in str(ckptool.inspect(tmp_path / "input.pt"))
 
 
@@ -294,7 +295,7 @@ def test_row_105_more_than_2_31_elements(tmp_path: Path) -> None:
 
 
 def test_row_106_state_of_parameters_that_are_not_there(tmp_path: Path) -> None:
-    opened("106-optimizer", tmp_path)
+    opened_input("106-optimizer", tmp_path)
     notes = {note.code: note.message for note in ckptool.inspect(tmp_path / "input.pt").notes}
     assert "1 of 2 states belongs to no parameter: 7" in notes["optimizer-mismatch"]
     good = written(torch_bytes(_trained()), tmp_path / "good.pt")

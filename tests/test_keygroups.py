@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.render.key_groups import DEEP, NAMES, grouped
-from tests.support.helpers import quickest
+from tests.support.processes import quickest
 
 _PIECE = re.compile(r"\\(.)|\{((?:\\.|[^\\}])*)\}|([^\\{}]+)", re.DOTALL)
 _ALTERNATIVE = re.compile(r"((?:\\.|[^\\,])*)(?:, |$)", re.DOTALL)

@@ -16,7 +16,8 @@ from torch.optim import swa_utils
 import ckptool
 from ckptool.errors import PlanRefused, UsageError
 from fixtures.make import TiedLanguageModel, make, mlp, train
-from tests.support.checkpoints import saved, three_parts
+from tests.support.errors import three_parts
+from tests.support.files import saved
 from tests.support.live_models import Classifier, bits, compiled, same, snapshot
 
 # The cases of the tutorials ------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from torch import nn
 import ckptool
 from ckptool.errors import Conflict, NoMatch, UsageError
 from fixtures.make import mlp, train
-from tests.support.checkpoints import saved
-from tests.support.live_models import bits, refused
+from tests.support.files import saved
+from tests.support.live_models import bits, load_refused
 
 STEPS = 3
 
@@ -61,7 +61,7 @@ def test_slots_that_cannot_be_told_apart(tmp_path: Path) -> None:
     trained, adam = trained_with(mlp, groups=2)
     file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "groups.pt")
     model = mlp()
-    refused(file, model, Conflict, "cannot be known which slots", optimizer=torch.optim.Adam(model.parameters()))
+    load_refused(file, model, Conflict, "cannot be known which slots", optimizer=torch.optim.Adam(model.parameters()))
     trained, adam = trained_with(lambda: nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3)), groups=2)
     file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "shapes.pt")
     model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3))
@@ -76,8 +76,8 @@ def test_optimizers_that_are_not_the_models(tmp_path: Path) -> None:
     trained, adam = trained_with(mlp)
     file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
     model = mlp()
-    refused(file, model, UsageError, "not the model's", optimizer=torch.optim.Adam(mlp().parameters()))
+    load_refused(file, model, UsageError, "not the model's", optimizer=torch.optim.Adam(mlp().parameters()))
     mine = torch.optim.Adam(model.parameters())
-    refused(file, model, UsageError, "would keep the tensors", optimizer=mine, assign=True)
+    load_refused(file, model, UsageError, "would keep the tensors", optimizer=mine, assign=True)
     bare = saved(trained.state_dict(), tmp_path / "bare.pt")
-    refused(bare, model, NoMatch, "no optimizer state", optimizer=mine)
+    load_refused(bare, model, NoMatch, "no optimizer state", optimizer=mine)

@@ -15,13 +15,14 @@ from torch import nn
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, NoMatch, PlanRefused, Unsupported, UsageError
 from fixtures.make import TiedLanguageModel, mlp
-from tests.support.checkpoints import saved, three_parts
-from tests.support.live_models import Classifier, bits, refused, snapshot
+from tests.support.errors import three_parts
+from tests.support.files import saved
+from tests.support.live_models import Classifier, bits, load_refused, snapshot
 
 
 def test_zero_matches(tmp_path: Path) -> None:
     file = saved({f"net.{name}": tensor for name, tensor in mlp().state_dict().items()}, tmp_path / "net.pt")
-    error = refused(file, mlp(), PlanRefused, "not a single tensor")
+    error = load_refused(file, mlp(), PlanRefused, "not a single tensor")
     assert isinstance(error, PlanRefused) and error.report is not None and error.report.share == 0
 
 
@@ -53,15 +54,15 @@ def test_demands(tmp_path: Path) -> None:
     state["more"] = torch.zeros(2)
     del state["fc1.bias"]
     file = saved(state, tmp_path / "model.pt")
-    refused(file, mlp(), PlanRefused, "1 name is missing: fc1.bias", strict=True)
-    refused(file, mlp(), PlanRefused, "94.22 % of the target's values", min_loaded=0.95)
-    refused(file, mlp(), PlanRefused, "not loaded: fc1.bias", missing="fc2.*")
-    refused(file, mlp(), UsageError, "no share", min_loaded=95)
-    refused(file, mlp(), UsageError, "no way with mismatches", on_mismatch="guess")
-    refused(file, mlp(), NoMatch, "matches no key", rename="encoder.* => backbone.*")
-    refused(file, mlp(), NoMatch, "matches no key", only="encoder.*")
-    refused(file, mlp(), UsageError, "is not a rule", rename="encoder")
-    refused(file, mlp(), Conflict, "would collide", rename="fc*.weight => fc1.weight")
+    load_refused(file, mlp(), PlanRefused, "1 name is missing: fc1.bias", strict=True)
+    load_refused(file, mlp(), PlanRefused, "94.22 % of the target's values", min_loaded=0.95)
+    load_refused(file, mlp(), PlanRefused, "not loaded: fc1.bias", missing="fc2.*")
+    load_refused(file, mlp(), UsageError, "no share", min_loaded=95)
+    load_refused(file, mlp(), UsageError, "no way with mismatches", on_mismatch="guess")
+    load_refused(file, mlp(), NoMatch, "matches no key", rename="encoder.* => backbone.*")
+    load_refused(file, mlp(), NoMatch, "matches no key", only="encoder.*")
+    load_refused(file, mlp(), UsageError, "is not a rule", rename="encoder")
+    load_refused(file, mlp(), Conflict, "would collide", rename="fc*.weight => fc1.weight")
     model = mlp()
     report = ckptool.load_into(model, file, min_loaded=0.9, missing=["fc1.bias"])
     assert [fact.source for fact in report.unexpected] == ["more"]
@@ -79,13 +80,13 @@ def test_types_that_do_not_become_each_other(tmp_path: Path) -> None:
     state = mlp().state_dict()
     state["fc1.weight"] = state["fc1.weight"].to(torch.complex64)
     state["bn.num_batches_tracked"] = torch.tensor(1.5)
-    refused(saved(state, tmp_path / "odd.pt"), mlp(), PlanRefused, "2 tensors are of another dtype")
+    load_refused(saved(state, tmp_path / "odd.pt"), mlp(), PlanRefused, "2 tensors are of another dtype")
 
 
 def test_tensors_that_are_no_plain_ones(tmp_path: Path) -> None:
     state = mlp().state_dict()
     state["fc1.weight"] = state["fc1.weight"].to_sparse()
-    refused(saved(state, tmp_path / "sparse.pt"), mlp(), PlanRefused, "fc1.weight .sparse")
+    load_refused(saved(state, tmp_path / "sparse.pt"), mlp(), PlanRefused, "fc1.weight .sparse")
     with torch.device("meta"), pytest.raises(Unsupported, match="no plain ones: weight"):
         ckptool.load_into(nn.LazyLinear(3), saved(state, tmp_path / "any.pt"))
 
@@ -94,7 +95,7 @@ def test_a_tensor_that_cannot_be_written_to(tmp_path: Path) -> None:
     model = nn.Linear(3, 2, bias=False)
     model.weight = nn.Parameter(torch.zeros(1, 3).expand(2, 3))
     file = saved({"weight": torch.ones(2, 3)}, tmp_path / "model.pt")
-    refused(file, model, PlanRefused, "cannot be copied into: weight")
+    load_refused(file, model, PlanRefused, "cannot be copied into: weight")
     ckptool.load_into(model, file, assign=True)
     assert torch.equal(model.weight, torch.ones(2, 3))
 
@@ -106,7 +107,7 @@ def test_damaged_bytes_are_found_before_anything_changes(tmp_path: Path) -> None
     last = raw.rfind(bits(trained.fc2.weight))
     raw[last] ^= 1
     file.write_bytes(raw)
-    refused(file, mlp(), Corrupt, "checksum")
+    load_refused(file, mlp(), Corrupt, "checksum")
 
 
 @hypothesis.settings(

@@ -22,7 +22,8 @@ from ckptool.checkpoint.tree import find
 from ckptool.errors import UsageError
 from ckptool.formats import read
 from ckptool.verbs.inspect import inspect
-from tests.support.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.files import load, torch_bytes, written
+from tests.support.same import assert_same_objects
 
 
 class Net(nn.Module):
@@ -88,7 +89,7 @@ def _the_models_module() -> Iterator[None]:
     sys.modules.pop("models", None)
 
 
-def saved(model: Any, path: Path, **options: Any) -> Path:
+def module_file(model: Any, path: Path, **options: Any) -> Path:
     """The file of a model whose module can no longer be imported."""
     written(torch_bytes(model, **options), path)
     sys.modules.pop("models", None)
@@ -110,7 +111,7 @@ def test_the_state_dict_of_a_whole_module_is_torchs(name: str, tmp_path: Path) -
     torch.manual_seed(0)
     model = MODELS[name]()
     expected = model.state_dict()
-    file = saved(model, tmp_path / "model.pt")
+    file = module_file(model, tmp_path / "model.pt")
     names = module_state_dict(read(file).tree)
     assert names is not None
     assert_is_state_dict(names, expected)
@@ -134,7 +135,7 @@ def test_the_state_dict_of_a_whole_module_is_torchs(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_and_the_middle_of_a_dictionary(protocol: int, tmp_path: Path) -> None:
     model = Net()
-    file = saved({"epoch": 3, "model": model}, tmp_path / "model.pt", pickle_protocol=protocol)
+    file = module_file({"epoch": 3, "model": model}, tmp_path / "model.pt", pickle_protocol=protocol)
     (_, root) = find_state_dicts(read(file))
     assert (root.path, root.kind, root.detail) == (("model",), WEIGHTS, "whole module models.Net")
     assert_is_state_dict(root.node, model.state_dict())
@@ -146,7 +147,7 @@ def test_every_protocol_and_the_middle_of_a_dictionary(protocol: int, tmp_path: 
 
 def test_inspect_lists_the_names_of_the_state_dict(tmp_path: Path) -> None:
     model = Net()
-    file = saved({"model": model}, tmp_path / "model.pt")
+    file = module_file({"model": model}, tmp_path / "model.pt")
     found = inspect(file)
     listed = [row.address for row in found.listing.tensors]
     assert listed == [f"model/{key.replace('/', '~1')}" for key in model.state_dict()] + [
@@ -159,7 +160,7 @@ def test_inspect_lists_the_names_of_the_state_dict(tmp_path: Path) -> None:
 
 def test_each_address_that_is_listed_can_be_shown(tmp_path: Path) -> None:
     model = nn.DataParallel(Net())
-    file = saved({"model": model}, tmp_path / "model.pt")
+    file = module_file({"model": model}, tmp_path / "model.pt")
     for row in inspect(file).listing.tensors:
         shown = ckptool.show(f"{file}#{row.address}")
         assert shown.address == row.address and shown.entry.storage.nbytes == row.tensor.storage.nbytes
@@ -172,7 +173,7 @@ def test_each_address_that_is_listed_can_be_shown(tmp_path: Path) -> None:
 
 
 def test_a_plain_convert_keeps_the_object_and_says_what_to_type(tmp_path: Path) -> None:
-    file = saved({"model": Net()}, tmp_path / "model.pt")
+    file = module_file({"model": Net()}, tmp_path / "model.pt")
     done = ckptool.convert(file, tmp_path / "copy.pt", verify=True)
     assert find_state_dicts(read(tmp_path / "copy.pt"))[0].detail == "whole module models.Net"
     note, own = done.notes
@@ -187,14 +188,14 @@ def test_a_plain_convert_keeps_the_object_and_says_what_to_type(tmp_path: Path) 
 
 
 def test_only_and_exclude_choose_among_its_names(tmp_path: Path) -> None:
-    file = saved(Net(), tmp_path / "model.pt")
+    file = module_file(Net(), tmp_path / "model.pt")
     ckptool.convert(file, tmp_path / "out.pt", only=["fc.*"])
     assert list(load(tmp_path / "out.pt")) == ["fc.weight", "fc.bias"]
 
 
 @pytest.mark.parametrize("verb", ["strip_module", "add_module", "rename", "cast"])
 def test_verbs_on_keys_say_that_a_whole_module_has_none(verb: str, tmp_path: Path) -> None:
-    file = saved({"model": nn.DataParallel(Net())}, tmp_path / "model.pt")
+    file = module_file({"model": nn.DataParallel(Net())}, tmp_path / "model.pt")
     options = {
         "rename": {"rules_file": str(written(b"- a.b => c.d\n", tmp_path / "rules.yaml"))},
         "cast": {"dtype": "bf16"},
@@ -207,13 +208,13 @@ def test_verbs_on_keys_say_that_a_whole_module_has_none(verb: str, tmp_path: Pat
 
 
 def test_verbs_on_keys_act_on_the_dictionary_that_is_named_beside_a_module(tmp_path: Path) -> None:
-    file = saved({"model": Net(), "state_dict": {"module.a.weight": torch.ones(1)}}, tmp_path / "model.pt")
+    file = module_file({"model": Net(), "state_dict": {"module.a.weight": torch.ones(1)}}, tmp_path / "model.pt")
     ckptool.strip_module(file, tmp_path / "out.pt", at="state_dict")
     assert list(read(tmp_path / "out.pt").tree["state_dict"]) == ["a.weight"]
 
 
 def test_remap_acts_on_the_whole_file(tmp_path: Path) -> None:
-    file = saved(Net(), tmp_path / "model.pt")
+    file = module_file(Net(), tmp_path / "model.pt")
     ckptool.remap(file, tmp_path / "out.pt", to="cuda:0", verify=True)
     assert {entry.location for entry in find_state_dicts(read(tmp_path / "out.pt"))[0].node.values()} == {"cuda:0"}
 
@@ -225,7 +226,7 @@ def test_diff_compares_a_module_with_a_state_dict(tmp_path: Path) -> None:
         ("wrapped.pt", {"epoch": 1, "net": dict(model.state_dict())}),
     ):
         written(torch_bytes(value), tmp_path / name)
-    file = saved(model, tmp_path / "model.pt")
+    file = module_file(model, tmp_path / "model.pt")
     found = ckptool.diff(file, tmp_path / "plain.pt")
     assert found.same and found.tensors == len(model.state_dict())
     assert any("whole module models.Net" in remark for remark in found.remarks)
@@ -236,7 +237,7 @@ def test_diff_compares_a_module_with_a_state_dict(tmp_path: Path) -> None:
 
 
 def test_a_decoy_beside_the_file_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = saved(Net(), tmp_path / "model.pt")
+    file = module_file(Net(), tmp_path / "model.pt")
     (tmp_path / "models.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -252,12 +253,12 @@ def test_a_decoy_beside_the_file_is_never_imported(tmp_path: Path, monkeypatch: 
 def test_extra_state_is_what_only_the_class_knows(tmp_path: Path) -> None:
     model = WithExtra(2, 2)
     assert "_extra_state" in model.state_dict()
-    names = module_state_dict(read(saved(model, tmp_path / "model.pt")).tree)
+    names = module_state_dict(read(module_file(model, tmp_path / "model.pt")).tree)
     assert list(names or ()) == ["weight", "bias"]
 
 
 def test_a_module_without_weights_is_a_plain_value(tmp_path: Path) -> None:
-    file = saved({"loss": nn.CrossEntropyLoss(), "net": nn.Linear(2, 2)}, tmp_path / "model.pt")
+    file = module_file({"loss": nn.CrossEntropyLoss(), "net": nn.Linear(2, 2)}, tmp_path / "model.pt")
     assert [(root.address, root.is_model) for root in find_state_dicts(read(file))] == [("loss", False), ("net", True)]
 
 

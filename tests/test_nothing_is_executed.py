@@ -83,22 +83,22 @@ def test_no_hostile_input_runs_anything(watch: Watched, folder: Path) -> None:
     inputs = list(small())
     assert len(inputs) > 150
     for data in inputs:
-        assert_inert(watch, folder, written(data, folder), ("inspect", "show", "convert to pt", "scan"))
+        assert_inert(watch, folder, written_among_decoys(data, folder), ("inspect", "show", "convert to pt", "scan"))
 
 
 def test_no_large_hostile_input_runs_anything(watch: Watched, folder: Path) -> None:
     for number, data in enumerate(large()):
         if not number % EVERY:
-            assert_inert(watch, folder, written(data, folder), ("inspect", "convert to pt"))
+            assert_inert(watch, folder, written_among_decoys(data, folder), ("inspect", "convert to pt"))
 
 
 @pytest.mark.soak
 def test_no_hostile_input_runs_anything_in_any_verb(watch: Watched, folder: Path) -> None:
     for _, data in everything():
-        assert_inert(watch, folder, written(data, folder))
+        assert_inert(watch, folder, written_among_decoys(data, folder))
 
 
-def written(data: bytes, folder: Path) -> Path:
+def written_among_decoys(data: bytes, folder: Path) -> Path:
     """The data in the folder of the decoys, under the name of one of them."""
     file = folder / "models.pt"
     file.write_bytes(data)
@@ -123,7 +123,7 @@ def written(data: bytes, folder: Path) -> Path:
 )
 def test_the_hook_sees_it(program: str, event: str, watch: Watched, folder: Path) -> None:
     """What no input can do, done by the process itself: each of these is noticed."""
-    file = written(pickle_zip(*ORDINARY), folder)
+    file = written_among_decoys(pickle_zip(*ORDINARY), folder)
     assert not watch.run(file, ("inspect",)).violations
     violations = watch.run(file, (), control=program).violations
     assert violations and violations[0].startswith(event), violations

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.cli import COMMANDS
 from ckptool.errors import OnlyAPart
-from tests.cli.conftest import run as run  # a fixture
 from tests.support.part_files import (
     DISTRIBUTED,
     FOLDERS,

@@ -25,7 +25,7 @@ from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Se
 from ckptool.pickles.plain import Array, expand, plain, python_value, summary, to_json
 from ckptool.pickles.reduce import from_live
 from fixtures.traps import TRAPS
-from tests.support.helpers import torch_bytes
+from tests.support.files import torch_bytes
 
 
 def nodes(value: Any) -> Any:

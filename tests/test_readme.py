@@ -50,7 +50,7 @@ def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def run(command: str, folder: Path) -> str:
+def printed_by(command: str, folder: Path) -> str:
     done = run_line(command, folder)
     return done.stdout + done.stderr
 
@@ -95,7 +95,7 @@ def test_every_example_prints_what_its_page_says(page: Path, folders: dict[str, 
             return match[0]
         shown = ""
         for command, promised in commands(block):
-            printed = run(command, folder)
+            printed = printed_by(command, folder)
             if not agrees(printed, promised):
                 wrong.append(f"$ {command}\n{printed}")
             shown += f"$ {command}\n{printed if update and not agrees(printed, promised) else promised}"

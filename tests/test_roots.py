@@ -22,7 +22,8 @@ from ckptool.errors import UsageError
 from ckptool.formats import read
 from ckptool.formats.opening import part_of
 from fixtures.make import PRODUCERS, make
-from tests.support.checkpoints import opened, saved, three_parts, weights
+from tests.support.errors import three_parts
+from tests.support.files import opened, saved, weights
 
 MODEL = weights("fc.weight", "fc.bias")
 OTHER = weights("fc.weight", "fc.bias", "out.weight")

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 import ckptool
-from tests.support.checkpoints import saved
-from tests.support.helpers import load
+from tests.support.files import load, saved
 
 
 def test_a_tensor_in_a_tuple_within_a_tuple_stays_one(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from ckptool.checkpoint.tree import (
 from ckptool.errors import Ambiguous, UnsafeObject, UsageError
 from ckptool.pickles.calls import refuse_unknown, uses_of
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import opened
-from tests.support.helpers import assert_same_tree
+from tests.support.files import opened
+from tests.support.same import assert_same_tree
 
 F32 = by_name("f32")
 

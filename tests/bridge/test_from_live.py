@@ -9,7 +9,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -22,7 +21,8 @@ from ckptool.errors import Conflict, Unsupported
 from ckptool.formats import read
 from ckptool.pickles.encode import encode
 from fixtures.traps import TRAPS
-from tests.support.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.files import load, saved, torch_bytes, written
+from tests.support.same import assert_same_objects
 from tests.support.unknown_traps import UNKNOWN
 
 # Torch warns of features in beta and going away; the library adds none.
@@ -44,9 +44,9 @@ NOT_SAVED = UNKNOWN
 
 
 @pytest.mark.parametrize("name", sorted(TRAPS.keys() - NOT_SAVED))
-def test_what_is_saved_is_what_torch_saves(name: str, saved: Any, tmp_path: Path) -> None:
+def test_what_is_saved_is_what_torch_saves(name: str, tmp_path: Path) -> None:
     """The pickle is torch's own, but that equal texts are written once; the storages have the same keys and bytes."""
-    theirs, ours = saved(TRAPS[name]()), tmp_path / "ours.pt"
+    theirs, ours = saved(TRAPS[name](), tmp_path / "x.pt"), tmp_path / "ours.pt"
     ckptool.save(TRAPS[name](), ours)
     assert pickle_of(ours) == canonical(theirs)
     with zipfile.ZipFile(theirs) as a, zipfile.ZipFile(ours) as b:
@@ -78,10 +78,10 @@ def test_what_no_one_could_open_is_not_saved(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["11-subclass", "11-masked", "20-dict-subclass", "20-unknown-object", "20-unknown-call"]
 )
-def test_unknown_objects_are_saved_when_asked_for(name: str, saved: Any, tmp_path: Path) -> None:
+def test_unknown_objects_are_saved_when_asked_for(name: str, tmp_path: Path) -> None:
     path = tmp_path / "ours.pt"
     ckptool.save(TRAPS[name](), path, keep_unknown=True)
-    assert pickle_of(path) == canonical(saved(TRAPS[name]()))
+    assert pickle_of(path) == canonical(saved(TRAPS[name](), tmp_path / "x.pt"))
 
 
 def test_a_module_is_not_saved_and_the_error_says_what_is(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_one_storage_under_two_types_is_refused(tmp_path: Path) -> None:
         ckptool.save({"a": x, "b": x.view(torch.int32)}, tmp_path / "x.pt")
 
 
-def test_saving_an_opened_tree_with_live_parts(saved: Any, tmp_path: Path) -> None:
-    checkpoint = ckptool.open(saved({"a": torch.arange(3), "b": [torch.ones(2)]}))
+def test_saving_an_opened_tree_with_live_parts(tmp_path: Path) -> None:
+    checkpoint = ckptool.open(saved({"a": torch.arange(3), "b": [torch.ones(2)]}, tmp_path / "x.pt"))
     path = tmp_path / "out.pt"
     ckptool.save({**checkpoint.tree, "new": torch.zeros(2), "again": checkpoint["a"], "array": numpy.ones(2)}, path)
     loaded = ckptool.load(path)
@@ -180,7 +180,7 @@ except ckptool.CkptoolError as error:
     assert load(tmp_path / "x.pt", weights_only=False)["a"].tolist() == [0, 1, 2]
 
 
-def test_a_training_checkpoint_is_torchs_own_to_the_byte(saved: Any, tmp_path: Path) -> None:
+def test_a_training_checkpoint_is_torchs_own_to_the_byte(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
     model(torch.randn(5, 3)).sum().backward()
@@ -195,8 +195,8 @@ def test_a_training_checkpoint_is_torchs_own_to_the_byte(saved: Any, tmp_path: P
     }
     path = tmp_path / "ours.pt"
     ckptool.save(state, path)
-    assert pickle_of(path) == canonical(saved(state))
-    assert_same_objects(load(saved(state)), load(path))
+    assert pickle_of(path) == canonical(saved(state, tmp_path / "x.pt"))
+    assert_same_objects(load(saved(state, tmp_path / "x.pt")), load(path))
 
 
 def test_values_that_weights_only_refuses_come_back(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ckptool.checkpoint.nodes import Global, Object
 from ckptool.errors import BadTensor, Conflict, Corrupt, UnsafeObject
 from ckptool.formats import read, torch_zip
 from ckptool.pickles.calls import uses_of
+from tests.support.files import saved
 
 # Torch warns of features in beta and going away; the library adds none.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -136,8 +137,8 @@ class CallsWhatItIsGiven:
     ],
     ids=["from-type", "generator", "both", "bit-generator", "callable-object"],
 )
-def test_a_known_function_that_calls_an_unknown_one_is_unknown(call: Any, saved: Any) -> None:
-    checkpoint = read(saved({"x": CallsWhatItIsGiven(*call)}))
+def test_a_known_function_that_calls_an_unknown_one_is_unknown(call: Any, tmp_path: Path) -> None:
+    checkpoint = read(saved({"x": CallsWhatItIsGiven(*call)}, tmp_path / "x.pt"))
     assert {place.partition("/")[0] for _, place in uses_of(checkpoint)} == {"x"}
     with pytest.raises(UnsafeObject):
         torch_zip.write(checkpoint)

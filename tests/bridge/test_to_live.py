@@ -19,7 +19,8 @@ from ckptool.checkpoint.tree import find
 from ckptool.errors import Corrupt, FileChanged, UnsafeObject, Unsupported, UsageError
 from ckptool.formats import read
 from fixtures.traps import TRAPS
-from tests.support.helpers import assert_same_objects, load, torch_bytes
+from tests.support.files import load, saved, torch_bytes
+from tests.support.same import assert_same_objects
 from tests.support.unknown_traps import LOADED_IN_ESSENCE, UNKNOWN
 
 # What can be written but, for now, not made again without pickle.
@@ -35,8 +36,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "read"])
 @pytest.mark.parametrize("name", sorted(TRAPS.keys() - UNKNOWN - ONLY_WRITTEN))
-def test_what_torch_saved_is_what_torch_loads(name: str, mmap: bool, saved: Any) -> None:
-    path = saved(TRAPS[name]())
+def test_what_torch_saved_is_what_torch_loads(name: str, mmap: bool, tmp_path: Path) -> None:
+    path = saved(TRAPS[name](), tmp_path / "x.pt")
     assert_same_objects(load(path, weights_only=False), _native(ckptool.load(path, mmap=mmap)))
 
 
@@ -50,23 +51,26 @@ def _native(value: Any) -> Any:
     return value
 
 
-def test_a_jagged_nested_tensor_is_made_of_its_parts(saved: Any) -> None:
+def test_a_jagged_nested_tensor_is_made_of_its_parts(tmp_path: Path) -> None:
     given = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
-    made = ckptool.load(saved({"n": given}))["n"]
+    made = ckptool.load(saved({"n": given}, tmp_path / "x.pt"))["n"]
     assert type(made) is type(given) and made.layout is torch.jagged
     assert all(torch.equal(one, other) for one, other in zip(made.unbind(), given.unbind(), strict=True))
 
 
 @pytest.mark.parametrize("name", sorted((UNKNOWN | ONLY_WRITTEN) - LOADED_IN_ESSENCE))
-def test_what_only_its_own_code_could_make_is_refused_by_name(name: str, saved: Any) -> None:
-    path = saved(TRAPS[name]())
+def test_what_only_its_own_code_could_make_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    path = saved(TRAPS[name](), tmp_path / "x.pt")
     with pytest.raises(UnsafeObject, match=" at ") as error:
         ckptool.load(path)
     assert str(path) in error.value.what
 
 
-def test_a_refusal_names_everything_and_a_part_that_can_be_loaded(saved: Any) -> None:
-    path = saved({"model": {"w": torch.ones(2)}, "a": TRAPS["20-unknown-object"](), "b": [TRAPS["20-unknown-call"]()]})
+def test_a_refusal_names_everything_and_a_part_that_can_be_loaded(tmp_path: Path) -> None:
+    path = saved(
+        {"model": {"w": torch.ones(2)}, "a": TRAPS["20-unknown-object"](), "b": [TRAPS["20-unknown-call"]()]},
+        tmp_path / "x.pt",
+    )
     with pytest.raises(UnsafeObject) as error:
         ckptool.load(path)
     assert "fixtures.traps.classes.Plain at a/args" in error.value.what
@@ -75,15 +79,15 @@ def test_a_refusal_names_everything_and_a_part_that_can_be_loaded(saved: Any) ->
     assert ckptool.load(f"{path}#model")["w"].tolist() == [1, 1]
 
 
-def test_numpy_types_that_python_has_no_value_for(saved: Any) -> None:
+def test_numpy_types_that_python_has_no_value_for(tmp_path: Path) -> None:
     values = TRAPS["19-numpy-odd-arrays"]()
     values.pop("object")
-    path = saved(values)
+    path = saved(values, tmp_path / "x.pt")
     assert_same_objects(load(path, weights_only=False), ckptool.load(path))
 
 
-def test_mapped_tensors_can_be_written_to_and_the_file_stays(saved: Any) -> None:
-    path = saved({"w": torch.arange(5), "x": torch.arange(3.0)})
+def test_mapped_tensors_can_be_written_to_and_the_file_stays(tmp_path: Path) -> None:
+    path = saved({"w": torch.arange(5), "x": torch.arange(3.0)}, tmp_path / "x.pt")
     before = path.read_bytes()
     loaded = ckptool.load(path)
     loaded["w"] += 1
@@ -94,8 +98,8 @@ def test_mapped_tensors_can_be_written_to_and_the_file_stays(saved: Any) -> None
     assert loaded["x"].tolist() == [0, 1, 2]
 
 
-def test_reading_checks_the_checksums(saved: Any) -> None:
-    path = saved({"w": torch.arange(1000)})
+def test_reading_checks_the_checksums(tmp_path: Path) -> None:
+    path = saved({"w": torch.arange(1000)}, tmp_path / "x.pt")
     data = read(path).tree["w"].storage.data
     damaged = bytearray(path.read_bytes())
     damaged[data.offset + 8] ^= 1
@@ -105,8 +109,8 @@ def test_reading_checks_the_checksums(saved: Any) -> None:
     ckptool.load(path)  # as torch.load(mmap=True): nothing is read, so nothing can be checked
 
 
-def test_a_file_that_changed_since_it_was_opened_is_not_mapped(saved: Any) -> None:
-    path = saved({"w": torch.arange(1000)})
+def test_a_file_that_changed_since_it_was_opened_is_not_mapped(tmp_path: Path) -> None:
+    path = saved({"w": torch.arange(1000)}, tmp_path / "x.pt")
     checkpoint = read(path)
     with path.open("ab") as file:
         file.write(b"x")
@@ -114,8 +118,8 @@ def test_a_file_that_changed_since_it_was_opened_is_not_mapped(saved: Any) -> No
         bridge.build(checkpoint)
 
 
-def test_what_does_not_lie_at_a_multiple_of_its_item_size_is_read(saved: Any) -> None:
-    path = saved({"w": torch.arange(10.0)})
+def test_what_does_not_lie_at_a_multiple_of_its_item_size_is_read(tmp_path: Path) -> None:
+    path = saved({"w": torch.arange(10.0)}, tmp_path / "x.pt")
     checkpoint = read(path)
     source = checkpoint.source
     assert source is not None
@@ -130,9 +134,9 @@ def test_what_does_not_lie_at_a_multiple_of_its_item_size_is_read(saved: Any) ->
 
 
 @pytest.fixture
-def tagged(saved: Any, tmp_path: Path) -> Path:
+def tagged(tmp_path: Path) -> Path:
     """A file whose tensors say that they are on cuda:3."""
-    checkpoint = read(saved({"w": torch.arange(3.0), "v": torch.arange(2)}))
+    checkpoint = read(saved({"w": torch.arange(3.0), "v": torch.arange(2)}, tmp_path / "x.pt"))
     path: Path = tmp_path / "cuda.pt"
     ckptool.save(
         {
@@ -185,8 +189,8 @@ def test_a_function_sees_each_storage_once(tagged: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(TRAPS) if name[:2] in ("06", "07", "08", "09", "10")])
-def test_one_entry_as_a_tensor(name: str, saved: Any) -> None:
-    path = saved(TRAPS[name]())
+def test_one_entry_as_a_tensor(name: str, tmp_path: Path) -> None:
+    path = saved(TRAPS[name](), tmp_path / "x.pt")
     expected, tree = load(path), read(path).tree
     for key, tensor in expected.items():
         if isinstance(tensor, torch.Tensor):
@@ -202,17 +206,17 @@ def test_one_entry_as_a_tensor(name: str, saved: Any) -> None:
             assert torch_bytes(made) == torch_bytes(tensor)
 
 
-def test_one_entry_reads_only_its_span(saved: Any) -> None:
-    entry = read(saved({"w": torch.arange(1_000_000)[10:12]})).tree["w"]
+def test_one_entry_reads_only_its_span(tmp_path: Path) -> None:
+    entry = read(saved({"w": torch.arange(1_000_000)[10:12]}, tmp_path / "x.pt")).tree["w"]
     made = entry.torch()
     assert made.tolist() == [10, 11]
     assert made.untyped_storage().nbytes() == 16
 
 
-def test_one_composite_and_one_parameter(saved: Any) -> None:
+def test_one_composite_and_one_parameter(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.note = "kept"  # type: ignore[attr-defined]
-    tree = read(saved({"s": torch.eye(3).to_sparse(), "p": parameter})).tree
+    tree = read(saved({"s": torch.eye(3).to_sparse(), "p": parameter}, tmp_path / "x.pt")).tree
     assert tree["s"].torch().to_dense().tolist() == torch.eye(3).tolist()
     made = bridge.to_torch(tree["p"], device="meta")
     # defined]
@@ -230,15 +234,15 @@ def test_deep_trees_do_not_recurse(tmp_path: Path) -> None:
     assert made.item() == 1
 
 
-def test_warnings_are_torchs_own(saved: Any) -> None:
-    path = saved(TRAPS["17-adam-tensor-lr"]())
+def test_warnings_are_torchs_own(tmp_path: Path) -> None:
+    path = saved(TRAPS["17-adam-tensor-lr"](), tmp_path / "x.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = ckptool.load(path)
         ckptool.save(made, path, overwrite=True)
 
 
-def test_an_address_leads_to_a_part(saved: Any) -> None:
-    path = saved({"model": {"a.b": torch.ones(1)}})
+def test_an_address_leads_to_a_part(tmp_path: Path) -> None:
+    path = saved({"model": {"a.b": torch.ones(1)}}, tmp_path / "x.pt")
     assert ckptool.load(f"{path}#model/a.b").item() == 1
     assert find(read(path).tree, "model/a.b")[1].torch().item() == 1

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckptool.cli import main
 from fixtures.make import make_all
 from tests.support.small_files import make_small_files
 
@@ -25,15 +22,6 @@ NAMES = [
     "model.safetensors",
     "legacy.pt",
 ]
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a command line printed, and how it ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="session")
@@ -60,16 +48,6 @@ def files(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CKPTOOL_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    def ran(*words: str) -> Ran:
-        capsys.readouterr()
-        code = main(words)
-        return Ran(code, *capsys.readouterr())
-
-    return ran
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptool.cli import COMMANDS, main
-from tests.cli.conftest import Ran
+from tests.support.cli import Ran
 
 Run = Callable[..., Ran]
 

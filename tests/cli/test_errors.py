@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptool.cli import output
-from tests.cli.conftest import Ran
+from tests.support.cli import Ran
 
 Run = Callable[..., Ran]
 

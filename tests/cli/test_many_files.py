@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import saved, weights
+from tests.support.files import saved, weights
 
 REFUSED = {
     "strip-module": ["--partial"],

@@ -16,12 +16,12 @@ import pytest
 from ckptool.cli import COMMANDS
 from ckptool.cli.output import progress_bar
 from fixtures.sparse import make_sparse
-from tests.support.helpers import default_signals
+from tests.support.processes import default_signals
 
 PROGRAM = [sys.executable, "-c", "import sys; from ckptool.cli import main; sys.exit(main())"]
 
 
-def run(*words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def run_program(*words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     settings = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
     return subprocess.run([*PROGRAM, *words], env=settings | environment, capture_output=True, check=False)
 
@@ -138,10 +138,10 @@ def test_colours_only_on_a_terminal(files: Path) -> None:
     assert code == 0 and "\x1b[1mdp.pt\x1b[0m" in shown
     assert "\x1b" not in on_terminal(100, "inspect", "dp.pt", NO_COLOR="1")[1]
     assert "\x1b" not in on_terminal(100, "inspect", "dp.pt", NO_COLOR="1", FORCE_COLOR="1")[1]
-    assert b"\x1b" not in run("inspect", "dp.pt").stdout
-    assert b"\x1b[1m" in run("inspect", "dp.pt", FORCE_COLOR="1").stdout
-    assert b"\x1b[1;31merror" in run("inspect", "nothing.pt", FORCE_COLOR="1").stderr
-    assert b"\x1b" not in run("inspect", "dp.pt", "--json", FORCE_COLOR="1").stdout
+    assert b"\x1b" not in run_program("inspect", "dp.pt").stdout
+    assert b"\x1b[1m" in run_program("inspect", "dp.pt", FORCE_COLOR="1").stdout
+    assert b"\x1b[1;31merror" in run_program("inspect", "nothing.pt", FORCE_COLOR="1").stderr
+    assert b"\x1b" not in run_program("inspect", "dp.pt", "--json", FORCE_COLOR="1").stdout
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -153,22 +153,22 @@ def test_lines_fit_the_terminal(columns: int, files: Path) -> None:
 
 @pytest.mark.parametrize("name", ["COLUMNS", "TERMINAL_WIDTH"])
 def test_the_help_is_printed_whatever_the_width(name: str) -> None:
-    plain = run("convert", "--help").stdout
+    plain = run_program("convert", "--help").stdout
     for width in ("0", "1", "-5", "many", "", "²", "9" * 30):
-        ended = run("convert", "--help", **{name: width})
+        ended = run_program("convert", "--help", **{name: width})
         assert (ended.returncode, ended.stdout) == (0, plain), width
-    assert run("convert", "--help", **{name: "120"}).stdout != plain
+    assert run_program("convert", "--help", **{name: "120"}).stdout != plain
 
 
 def test_the_help_is_printed_in_every_encoding() -> None:
     for command in COMMANDS:
-        ended = run(command, "--help", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+        ended = run_program(command, "--help", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
         assert ended.returncode == 0 and b"--help" in ended.stdout, ended.stderr
 
 
 def test_other_encodings(files: Path) -> None:
     os.rename("dp.pt", "modèle.pt")
-    ended = run("strip-module", "modèle.pt", "-o", "ça.pt", PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+    ended = run_program("strip-module", "modèle.pt", "-o", "ça.pt", PYTHONIOENCODING="ascii", PYTHONUTF8="1")
     assert ended.returncode == 0 and ended.stdout.isascii() and b"-> \\xe7a.pt" in ended.stdout
 
 
@@ -245,5 +245,5 @@ def test_every_command_writes_what_its_function_writes(files: Path) -> None:
     }
     for name, function in functions.items():
         function("dp.pt", "a.pt", overwrite=True)
-        assert run(name, "dp.pt", "-o", "b.pt", "-f").returncode == 0
+        assert run_program(name, "dp.pt", "-o", "b.pt", "-f").returncode == 0
         assert Path("a.pt").read_bytes() == Path("b.pt").read_bytes()

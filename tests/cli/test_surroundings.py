@@ -20,7 +20,7 @@ import pytest
 
 from ckptool.cli import COMMANDS
 from tests.support.command_options import options_of
-from tests.support.small_files import HARNESS, contents, words_of
+from tests.support.small_files import HARNESS, kinds_and_bytes, words_of
 from tests.support.surroundings import ALL, FULL, MODULE, SCRIPT, Surroundings
 
 pytestmark = pytest.mark.skipif(not shutil.which("bash"), reason="the surroundings are made by bash")
@@ -50,7 +50,7 @@ class Ended:
     files: dict[str, bytes | str]
 
 
-def run(command: str, around: Surroundings, small: Path, folder: Path, program: list[str]) -> Ended:
+def run_in(command: str, around: Surroundings, small: Path, folder: Path, program: list[str]) -> Ended:
     """Runs a command's plain line in surroundings, in a fresh copy of the small files."""
     place = folder / "made" / "work"
     _made_new(small, folder / "made")
@@ -89,7 +89,7 @@ def run(command: str, around: Surroundings, small: Path, folder: Path, program: 
         subprocess.run(["chmod", "-R", "u+rwX", str(folder / "made")], check=True)
     code = int((folder / "code").read_text() or -1)
     out, err = (os.fsdecode(said).replace(str(place), ".") for said in (ended.stdout, ended.stderr))
-    return Ended(code, out, err, contents(place))
+    return Ended(code, out, err, kinds_and_bytes(place))
 
 
 def _made_new(small: Path, made: Path) -> None:
@@ -137,7 +137,7 @@ class Elsewhere:
 
     def __getitem__(self, command: str) -> Ended:
         if command not in self.known:
-            self.known[command] = run(command, Surroundings(), self.small, self.folder, SCRIPT)
+            self.known[command] = run_in(command, Surroundings(), self.small, self.folder, SCRIPT)
         return self.known[command]
 
 
@@ -146,7 +146,7 @@ def tried(trials: Iterator[Trial], small: Path, folder: Path) -> int:
     for command, name in trials:
         count += 1
         try:
-            ended = run(command, ALL[name], small, folder, MODULE if count % 4 == 0 else SCRIPT)
+            ended = run_in(command, ALL[name], small, folder, MODULE if count % 4 == 0 else SCRIPT)
             problem = problem_of(command, ALL[name], elsewhere[command], ended)
         except subprocess.TimeoutExpired:
             problem = "hangs"

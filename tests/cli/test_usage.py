@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptool.cli import COMMANDS
-from tests.cli.conftest import Ran
+from tests.support.cli import Ran
 from tests.support.command_options import Option, options_of
 
 Run = Callable[..., Ran]
@@ -29,7 +29,7 @@ def every(condition: Callable[[Option], bool]) -> list[Any]:
     ]
 
 
-def refused(ran: Ran) -> str:
+def usage_error(ran: Ran) -> str:
     assert (ran.code, ran.out) == (2, "") and ran.err.startswith("error[usage]: "), ran
     assert not any(word in ran.err for word in FOREIGN), ran.err
     return ran.err
@@ -40,7 +40,7 @@ def test_a_value_that_is_not_allowed_is_told_with_those_that_are(
     command: str, option: Option, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = refused(run(command, "a.pt", "b.pt", option.flag, "nonsense"))
+    told = usage_error(run(command, "a.pt", "b.pt", option.flag, "nonsense"))
     assert option.flag in told and "'nonsense'" in told
     assert all(choice in told for choice in option.choices)
     assert option.number is None or "number" in told
@@ -48,13 +48,15 @@ def test_a_value_that_is_not_allowed_is_told_with_those_that_are(
 
 @pytest.mark.parametrize(("command", "option"), every(lambda option: True))
 def test_an_option_without_its_value_and_a_flag_with_one_are_told(command: str, option: Option, run: Run) -> None:
-    told = refused(run(command, "a.pt", f"{option.flag}=x") if option.is_flag else run(command, "a.pt", option.flag))
+    told = usage_error(
+        run(command, "a.pt", f"{option.flag}=x") if option.is_flag else run(command, "a.pt", option.flag)
+    )
     assert option.flag in told and "value" in told
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_option_names_the_nearest(command: str, run: Run) -> None:
-    assert "has no option --jsom" in (told := refused(run(command, "a.pt", "--jsom"))) and "mean --json?" in told
+    assert "has no option --jsom" in (told := usage_error(run(command, "a.pt", "--jsom"))) and "mean --json?" in told
 
 
 def test_the_beginning_of_a_command_is_that_command(run: Run) -> None:
@@ -66,12 +68,12 @@ def test_the_beginning_of_a_command_is_that_command(run: Run) -> None:
         "unbundel": "unbundle",
         "CONVERT": "convert",
     }.items():
-        assert f"Did you mean '{meant}'?" in refused(run(typed, "m.pt"))
-    assert "Did you mean" not in refused(run("xylophone"))
+        assert f"Did you mean '{meant}'?" in usage_error(run(typed, "m.pt"))
+    assert "Did you mean" not in usage_error(run("xylophone"))
 
 
 def test_a_file_in_the_place_of_a_command_is_to_be_inspected(files: Path, run: Run) -> None:
-    assert "ckptool inspect dp.pt" in refused(run("dp.pt"))
+    assert "ckptool inspect dp.pt" in usage_error(run("dp.pt"))
 
 
 # Rules that a shell took apart ---------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def test_a_rule_without_quotes_is_explained_after_a_real_shell(typed: str, files
 
 def test_a_rule_without_its_arrow_is_no_missing_file(files: Path, run: Run) -> None:
     for words in (("dp.pt", "module.fc1.weight"), ("dp.pt", "fc"), ("dp.pt", "a", "b")):
-        assert "is neither a file nor a rule" in refused(run("rename", *words, "-o", "out.pt"))
+        assert "is neither a file nor a rule" in usage_error(run("rename", *words, "-o", "out.pt"))
 
 
 # Places that are no files --------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ def test_what_is_no_regular_file_is_refused_at_once_wherever_a_file_is_taken(spe
 @pytest.mark.parametrize("character", ["\0", "\x1b", "\x7f", "\x01", "\ufffe", "\ud800"])
 def test_rules_with_a_character_that_yaml_does_not_have_name_the_line(character: str, files: Path, run: Run) -> None:
     Path("rules.yaml").write_bytes(f"- a => b\n- c{character} => d\n".encode("utf-8", "surrogatepass"))
-    told = refused(run("rename", "dp.pt", "--rules", "rules.yaml", "-o", "out.pt"))
+    told = usage_error(run("rename", "dp.pt", "--rules", "rules.yaml", "-o", "out.pt"))
     assert "rules.yaml" in told and ("line 2" in told or "not a text file" in told)
 
 
@@ -204,7 +206,7 @@ def test_rules_with_a_character_that_yaml_does_not_have_name_the_line(character:
 )
 def test_odd_yaml_is_no_rules(text: str, files: Path, run: Run) -> None:
     Path("rules.yaml").write_text(text)
-    refused(run("rename", "dp.pt", "--rules", "rules.yaml", "-o", "out.pt"))
+    usage_error(run("rename", "dp.pt", "--rules", "rules.yaml", "-o", "out.pt"))
 
 
 def test_a_sequence_in_python_may_be_one_text() -> None:

@@ -23,7 +23,7 @@ import pytest
 
 from ckptool.cli import COMMANDS, main
 from tests.support.command_options import Option, options_of
-from tests.support.small_files import HARNESS, PLAIN, contents, words_of
+from tests.support.small_files import HARNESS, PLAIN, kinds_and_bytes, words_of
 
 LONG = ("--exhaustive", "--processes", "--steps", "--kills")  # of `prove`: they take their time when all is well
 SECONDS, SECONDS_OF_RUNS = 10, 40
@@ -190,7 +190,7 @@ def _with(command: str, option: Option, value: str, words: list[str] | None = No
 def problem_of(command: tuple[str, ...], small: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What is wrong with how a command line ends; empty where nothing is."""
     place = fresh(small, folder)
-    before = contents(place)
+    before = kinds_and_bytes(place)
     capsys.readouterr()
     signal.alarm(SECONDS_OF_RUNS if command[0] in HARNESS else SECONDS)
     try:
@@ -220,7 +220,7 @@ def problem_of(command: tuple[str, ...], small: Path, folder: Path, capsys: pyte
         return f"prints {raw!r}"
     if code == 2 and not told.strip():
         return "says nothing"
-    after = contents(place)
+    after = kinds_and_bytes(place)
     if left := [name for name in after if "/.ckptool-" in f"/{name}"]:
         return f"leaves {left}"
     if code == 2 and command[0] not in HARNESS and after != before:

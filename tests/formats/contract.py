@@ -9,7 +9,8 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError
 from ckptool.formats import Format, read
 from fixtures.traps import TRAPS
-from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
+from tests.support.files import carry_out, load, torch_bytes, written
+from tests.support.same import assert_same_objects, assert_same_tree
 
 # Vectors with calls of functions that nobody here knows: written only when told to.
 UNKNOWN_CALLS = {

@@ -13,7 +13,7 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_stri
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import Unsupported
 from ckptool.formats.dcp.chunks import Chunk, assembled, boxes_between, covers
-from tests.support.helpers import quickest
+from tests.support.processes import quickest
 
 
 def entry_of(tensor: torch.Tensor) -> TensorEntry:

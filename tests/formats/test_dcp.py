@@ -36,8 +36,8 @@ from ckptool.errors import (
     Unsupported,
 )
 from ckptool.formats import dcp, read
-from tests.support.checkpoints import three_parts
-from tests.support.helpers import assert_same_objects
+from tests.support.errors import three_parts
+from tests.support.same import assert_same_objects
 from tests.test_corpus import CORPUS
 
 ROOT = Path(__file__).parents[2]

@@ -19,11 +19,11 @@ from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.pickles.calls import uses_of
-from tests.support.helpers import torch_bytes, written
+from tests.support.files import torch_bytes, written
 from tests.support.pickle_files import each, pickled
 
 
-class Ran:
+class Traced:
     """Leaves a trace if it is ever made."""
 
     traces: list[str] = []  # noqa: RUF012
@@ -32,16 +32,16 @@ class Ran:
         self.traces.append(text)
 
     def __reduce__(self) -> Any:
-        return Ran, ("it ran",)
+        return Traced, ("it ran",)
 
 
 @each
 def test_nothing_is_run_or_imported(protocol: int, tmp_path: Path) -> None:
-    data = pickle.dumps({"a": Ran.__new__(Ran), "w": np.ones(3)}, protocol)
-    decoy = "q" * len(Ran.__module__)
+    data = pickle.dumps({"a": Traced.__new__(Traced), "w": np.ones(3)}, protocol)
+    decoy = "q" * len(Traced.__module__)
     (tmp_path / f"{decoy}.py").write_text("raise SystemExit('it was imported')")
-    checkpoint = read(written(data.replace(Ran.__module__.encode(), decoy.encode()), tmp_path / "a.pkl"))
-    assert not Ran.traces and decoy not in sys.modules
+    checkpoint = read(written(data.replace(Traced.__module__.encode(), decoy.encode()), tmp_path / "a.pkl"))
+    assert not Traced.traces and decoy not in sys.modules
     ((use, place),) = uses_of(checkpoint)
     assert place == "a" and use.name == f"{decoy}.Ran"
 
@@ -79,10 +79,10 @@ def test_row_083_streams_inside_of_streams_end(tmp_path: Path) -> None:
 def test_row_083_a_pickle_inside_of_a_value_is_a_value(kind: str, tmp_path: Path) -> None:
     import base64
 
-    inner = pickle.dumps(Ran.__new__(Ran))
+    inner = pickle.dumps(Traced.__new__(Traced))
     value = {"bytes": inner, "hex": inner.hex(), "base64": base64.b64encode(inner)}[kind]
     checkpoint = read(pickled({"payload": value}, tmp_path / "a.pkl"))
-    assert checkpoint.tree == {"payload": value} and not list(uses_of(checkpoint)) and not Ran.traces
+    assert checkpoint.tree == {"payload": value} and not list(uses_of(checkpoint)) and not Traced.traces
 
 
 class Fake:

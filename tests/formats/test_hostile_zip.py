@@ -29,7 +29,8 @@ from ckptool.errors import (
 )
 from ckptool.formats import read, torch_zip
 from ckptool.formats.zip.record import LOCATOR
-from tests.support.helpers import torch_bytes, written
+from tests.support.errors import unreadable
+from tests.support.files import torch_bytes, written
 from tests.support.zip_layouts import RECORDS, Entry, Layout, changed, honest, layouts, with_entry, with_more
 from tests.support.zips import (
     DIRECTORY,
@@ -41,7 +42,6 @@ from tests.support.zips import (
     accepted,
     at,
     python_sees,
-    refused,
     torch_sees,
     values,
 )
@@ -109,11 +109,11 @@ def test_row_017_truncated_after_an_edit_in_place(tmp_path: Path) -> None:
 
 
 def test_row_018_no_end_record(put: Put) -> None:
-    refused(put(FILE[:END_AT]), Truncated)
+    unreadable(put(FILE[:END_AT]), Truncated)
     for place in range(4):
         for bit in range(8):
             flipped = at(FILE, END_AT + place, bytes([FILE[END_AT + place] ^ 1 << bit]))
-            refused(put(flipped), Truncated)
+            unreadable(put(flipped), Truncated)
             with pytest.raises(zipfile.BadZipFile):
                 zipfile.ZipFile(io.BytesIO(flipped))
 
@@ -121,15 +121,15 @@ def test_row_018_no_end_record(put: Put) -> None:
 @pytest.mark.parametrize("zip64", [False, True])
 @pytest.mark.parametrize("count", [0, 1, len(RECORDS) - 1, len(RECORDS) + 1, 60_000])
 def test_row_019_count_of_entries(count: int, zip64: bool, put: Put) -> None:
-    refused(put(honest(zip64=zip64, count=count)), Corrupt, "entr")
+    unreadable(put(honest(zip64=zip64, count=count)), Corrupt, "entr")
 
 
 def test_row_019_count_of_entries_in_one_record_only(put: Put) -> None:
     for place in (8, 10):
-        refused(put(at(FILE, END_AT + place, b"\5\0")), Corrupt)
+        unreadable(put(at(FILE, END_AT + place, b"\5\0")), Corrupt)
     for place in (24, 32):
-        refused(put(at(FILE, END64_AT + place, b"\5")), Corrupt)
-    refused(put(at(FILE, END64_AT + 24, struct.pack("<Q", 1 << 63))), Corrupt)
+        unreadable(put(at(FILE, END64_AT + place, b"\5")), Corrupt)
+    unreadable(put(at(FILE, END64_AT + 24, struct.pack("<Q", 1 << 63))), Corrupt)
 
 
 @pytest.mark.parametrize(
@@ -150,27 +150,27 @@ def test_row_019_count_of_entries_in_one_record_only(put: Put) -> None:
 )
 @pytest.mark.parametrize("zip64", [False, True])
 def test_row_020_place_and_size_of_the_directory(changes: dict[str, Any], zip64: bool, put: Put) -> None:
-    refused(put(honest(zip64=zip64, **changes)), Corrupt)
+    unreadable(put(honest(zip64=zip64, **changes)), Corrupt)
 
 
 def test_row_020_gap_between_the_end_records(put: Put) -> None:
-    refused(put(FILE[:END_AT] + bytes(8) + FILE[END_AT:]), Corrupt)
-    refused(put(FILE[: END_AT - LOCATOR.size] + bytes(8) + FILE[END_AT - LOCATOR.size :]), Corrupt)
+    unreadable(put(FILE[:END_AT] + bytes(8) + FILE[END_AT:]), Corrupt)
+    unreadable(put(FILE[: END_AT - LOCATOR.size] + bytes(8) + FILE[END_AT - LOCATOR.size :]), Corrupt)
 
 
 def test_row_021_zip64_locator(put: Put) -> None:
     full = at(FILE, END_AT + 8, b"\xff" * 12)  # all of it is in the zip64 record
     accepted(put(full))
     gone = full[: END_AT - LOCATOR.size] + full[END_AT:]
-    refused(put(gone), Corrupt, "zip64")
+    unreadable(put(gone), Corrupt, "zip64")
     for place in (0, 5, DIRECTORY, END64_AT - 1, END64_AT + 1, len(FILE), 1 << 40, (1 << 64) - 1):
-        refused(put(at(FILE, END_AT - 12, struct.pack("<Q", place))), Corrupt, "locator")
+        unreadable(put(at(FILE, END_AT - 12, struct.pack("<Q", place))), Corrupt, "locator")
 
 
 def test_row_021_the_two_end_records_disagree(put: Put) -> None:
     for place, value in ((24, 5), (32, 5), (40, 10), (48, 0), (48, 1 << 32), (40, 1 << 33)):
-        refused(put(at(FILE, END64_AT + place, struct.pack("<Q", value))), Corrupt)
-    refused(put(at(FILE, END64_AT, b"PK\x06\x05")), Corrupt)
+        unreadable(put(at(FILE, END64_AT + place, struct.pack("<Q", value))), Corrupt)
+    unreadable(put(at(FILE, END64_AT, b"PK\x06\x05")), Corrupt)
 
 
 # Two archives, and bytes around one ----------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ A, B = honest(), changed(honest(), "archive/data/0", content=bytes(12))
     ids=["plain", "offsets corrected", "torch", "twice the same", "zip64", "zip64, corrected", "mixed"],
 )
 def test_row_022_two_archives(data: bytes, put: Put) -> None:
-    refused(put(data), Ambiguous)
+    unreadable(put(data), Ambiguous)
 
 
 def test_row_022_readers_do_disagree(put: Put) -> None:
@@ -208,11 +208,11 @@ def test_row_022_readers_do_disagree(put: Put) -> None:
 
 @pytest.mark.parametrize("comment", [b"hello", B.build(), b"PK\x05\x06" + bytes(18), bytes(0xFFFF)])
 def test_row_023_an_archive_in_the_comment(comment: bytes, put: Put) -> None:
-    refused(put(replace(A, comment=comment)), Ambiguous)
+    unreadable(put(replace(A, comment=comment)), Ambiguous)
 
 
 def test_row_023_a_comment_that_is_cut(put: Put) -> None:
-    refused(put(replace(A, comment=bytes(100)).build()[:-50]), Ambiguous)
+    unreadable(put(replace(A, comment=bytes(100)).build()[:-50]), Ambiguous)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_row_023_a_comment_that_is_cut(put: Put) -> None:
 def test_row_024_bytes_before(prefix: bytes, corrected: bool, put: Put) -> None:
     for data in (replace(A, prefix=prefix, shift=0 if corrected else -len(prefix)).build(), prefix + FILE):
         assert python_sees(data, "archive/data/0") == W  # zipfile does not mind
-        refused(put(data), Ambiguous)
+        unreadable(put(data), Ambiguous)
 
 
 @pytest.mark.parametrize("trailing", [b"0123456789abcdef", b"X", b"PK\x01\x02", bytes(70_000) + b"X"])
@@ -241,46 +241,46 @@ def test_row_026_a_second_pickle(put: Put) -> None:
     data = with_more(Entry(b"archive/data.pkl", other)).build()
     assert python_sees(data, "archive/data.pkl") == other  # the last
     assert list(torch_sees(put(data))) == ["w", "v"]  # the first
-    refused(put(data), Ambiguous, "two records")
+    unreadable(put(data), Ambiguous, "two records")
 
 
 def test_row_027_a_second_storage(put: Put) -> None:
     data = with_more(Entry(b"archive/data/0", bytes(12))).build()
     assert python_sees(data, "archive/data/0") == bytes(12) and data.index(W) < data.index(bytes(12))
-    refused(put(data), Ambiguous, "two records")
+    unreadable(put(data), Ambiguous, "two records")
 
 
 def test_row_027_one_record_listed_twice(put: Put) -> None:
-    refused(put(with_entry("data/0", listed=2)), Ambiguous)
+    unreadable(put(with_entry("data/0", listed=2)), Ambiguous)
 
 
 def test_row_028_names_that_differ_in_case(put: Put) -> None:
-    refused(put(with_more(Entry(b"archive/DATA.PKL", b"\x80\x02N."))), Ambiguous, "case")
-    refused(put(with_more(Entry(b"ARCHIVE/data/0", bytes(12)))), Ambiguous, "case")
+    unreadable(put(with_more(Entry(b"archive/DATA.PKL", b"\x80\x02N."))), Ambiguous, "case")
+    unreadable(put(with_more(Entry(b"ARCHIVE/data/0", bytes(12)))), Ambiguous, "case")
     path = put(with_entry("data.pkl", name=b"archive/DATA.PKL"))
     assert torch_sees(path) == EXPECTED  # though there is no data.pkl
-    refused(path, Ambiguous, "DATA.PKL")
+    unreadable(path, Ambiguous, "DATA.PKL")
 
 
 def test_row_029_a_nul_in_a_name(put: Put) -> None:
     for name in (b"archive/data/0\0.txt", b"archive/data.pkl\0", b"\0", b"archive/\0"):
-        refused(put(with_more(Entry(name, bytes(12)))), Ambiguous, "NUL")
+        unreadable(put(with_more(Entry(name, bytes(12)))), Ambiguous, "NUL")
 
 
 @pytest.mark.parametrize("record", ["data.pkl", "data/0", "byteorder", "version"])
 @pytest.mark.parametrize("name", [b"archive/data/7", b"archive/data.pkx", b"a", b"archive/" + b"n" * 300, b""])
 def test_row_030_another_name_in_the_records_own_header(record: str, name: bytes, put: Put) -> None:
-    refused(put(with_entry(record, name_local=name)), Ambiguous, "another name")
+    unreadable(put(with_entry(record, name_local=name)), Ambiguous, "another name")
 
 
 def test_row_030_another_name_in_the_extra_field(put: Put) -> None:
     raw = b"archive/data/7"
     body = struct.pack("<BI", 1, zlib.crc32(b"archive/data/0")) + raw
-    refused(put(with_entry("data/0", extra=struct.pack("<2H", 0x7075, len(body)) + body)), Ambiguous, "another name")
+    unreadable(put(with_entry("data/0", extra=struct.pack("<2H", 0x7075, len(body)) + body)), Ambiguous, "another name")
 
 
 def test_row_030_no_name(put: Put) -> None:
-    refused(put(with_more(Entry(b"", b""))), Corrupt, "no name")
+    unreadable(put(with_more(Entry(b"", b""))), Corrupt, "no name")
 
 
 # Any layout ----------------------------------------------------------------------------------------------------------

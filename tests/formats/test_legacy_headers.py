@@ -25,8 +25,8 @@ from ckptool.errors import (
 )
 from ckptool.formats import read
 from ckptool.pickles import legacy
-from tests.support.helpers import torch_bytes, written
-from tests.support.legacy_files import LEGACY, SMALL, opened, refused, values
+from tests.support.files import torch_bytes, written
+from tests.support.legacy_files import LEGACY, SMALL, legacy_refused, opened_legacy, values
 from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickled, storage, stream
 
 
@@ -50,16 +50,16 @@ from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickled, storage, s
     ids=str,
 )
 def test_row_082_another_persistent_id_is_refused(pid: Any, tmp_path: Path) -> None:
-    assert isinstance(refused(stream(Pid(pid)), tmp_path), Corrupt)
+    assert isinstance(legacy_refused(stream(Pid(pid)), tmp_path), Corrupt)
 
 
 def test_row_082_a_persistent_id_of_protocol_0_is_refused(tmp_path: Path) -> None:
-    assert isinstance(refused(stream(b"Pstorage\n.", {}), tmp_path), Corrupt)
+    assert isinstance(legacy_refused(stream(b"Pstorage\n.", {}), tmp_path), Corrupt)
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, torch.FloatTensor])
 def test_row_095_an_unknown_storage_type_is_named(kind: Any, tmp_path: Path) -> None:
-    error = refused(stream(Rebuilt(storage(kind=kind), (4,))), tmp_path)
+    error = legacy_refused(stream(Rebuilt(storage(kind=kind), (4,))), tmp_path)
     assert isinstance(error, Unsupported) and kind.__name__ in error.what
 
 
@@ -68,18 +68,18 @@ def test_row_095_an_unknown_storage_type_is_named(kind: Any, tmp_path: Path) -> 
 )
 def test_row_094_a_storage_described_in_two_ways(other: Any, tmp_path: Path) -> None:
     value = [Rebuilt(storage(), (1,)), Rebuilt(other, (1,))]
-    assert isinstance(refused(stream(value), tmp_path), Corrupt)
+    assert isinstance(legacy_refused(stream(value), tmp_path), Corrupt)
 
 
 def test_row_089_numbers_of_elements_that_cannot_be(tmp_path: Path) -> None:
-    assert isinstance(refused(stream(Rebuilt(storage(numel=-1), (0,))), tmp_path), BadTensor)
-    assert isinstance(refused(stream(Rebuilt(storage(numel=1 << 62), (1,))), tmp_path), (Truncated, Corrupt))
-    assert isinstance(refused(stream(Rebuilt(storage(), (5,))), tmp_path), BadTensor)
+    assert isinstance(legacy_refused(stream(Rebuilt(storage(numel=-1), (0,))), tmp_path), BadTensor)
+    assert isinstance(legacy_refused(stream(Rebuilt(storage(numel=1 << 62), (1,))), tmp_path), (Truncated, Corrupt))
+    assert isinstance(legacy_refused(stream(Rebuilt(storage(), (5,))), tmp_path), BadTensor)
 
 
 @pytest.mark.parametrize("magic", [0, -1, 1 << 77, "magic", None, [0x1950A86A20F9469CFC6C]], ids=str)
 def test_row_109_another_magic_number(magic: Any, tmp_path: Path) -> None:
-    error = refused(stream({}, {}, magic=magic), tmp_path)
+    error = legacy_refused(stream({}, {}, magic=magic), tmp_path)
     assert isinstance(error, NotACheckpoint) and "magic number" in error.what
 
 
@@ -88,14 +88,14 @@ def test_row_109_a_magic_number_computed_by_a_call(tmp_path: Path) -> None:
     call = b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR"
     right = pickled(0x1950A86A20F9469CFC6C)[2:]
     for magic in (call + b".", call + b"0" + right):  # its result taken as the number, or thrown away
-        error = refused(stream({}, {}, magic=magic), tmp_path)
+        error = legacy_refused(stream({}, {}, magic=magic), tmp_path)
         assert isinstance(error, UnsafeObject) and "os.mkdir" in error.what
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_the_magic_number_in_every_protocol(protocol: int, tmp_path: Path) -> None:
-    assert opened(stream({"a": 1}, {}, protocol=protocol), tmp_path).tree == {"a": 1}
+    assert opened_legacy(stream({"a": 1}, {}, protocol=protocol), tmp_path).tree == {"a": 1}
 
 
 def test_what_torch_writes_in_front_is_known_at_sight() -> None:
@@ -105,7 +105,7 @@ def test_what_torch_writes_in_front_is_known_at_sight() -> None:
 
 @pytest.mark.parametrize("version", [1000, 1002, -1, None, "1001", True, 1001.0, [1001]], ids=repr)
 def test_row_110_another_version(version: Any, tmp_path: Path) -> None:
-    error = refused(stream({}, {}, version=version), tmp_path)
+    error = legacy_refused(stream({}, {}, version=version), tmp_path)
     assert isinstance(error, Corrupt) and "version" in error.what
 
 
@@ -127,7 +127,7 @@ def test_row_110_another_version(version: Any, tmp_path: Path) -> None:
     ids=repr,
 )
 def test_row_110_odd_words_about_the_machine(info: Any, tmp_path: Path) -> None:
-    error = refused(stream({}, {}, info=info), tmp_path)
+    error = legacy_refused(stream({}, {}, info=info), tmp_path)
     assert isinstance(error, Corrupt) and "machine" in error.what
 
 
@@ -136,25 +136,25 @@ def test_row_110_odd_words_about_the_machine(info: Any, tmp_path: Path) -> None:
 )
 def test_row_111_another_list_of_keys(keys: Any, tmp_path: Path) -> None:
     data = stream(Rebuilt(storage(), (4,)), keys=b"N." if keys is None else keys)
-    error = refused(data, tmp_path)
+    error = legacy_refused(data, tmp_path)
     assert isinstance(error, Corrupt) and "list of storages" in error.what
 
 
 def test_row_111_keys_repeated_ten_thousand_times(tmp_path: Path) -> None:
     begin = time.process_time()
-    refused(stream(Rebuilt(storage(), (4,)), keys=["1", *map(str, range(20_000)), "7"] * 2), tmp_path)
+    legacy_refused(stream(Rebuilt(storage(), (4,)), keys=["1", *map(str, range(20_000)), "7"] * 2), tmp_path)
     assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize("numel", [3, 5, 0, -4, 1 << 40, 4 << 56])
 def test_row_112_the_number_in_front_of_the_data_disagrees(numel: int, tmp_path: Path) -> None:
     data = stream(Rebuilt(storage(), (4,)), {"1": struct.pack("<q", numel) + bytes(16)})
-    error = refused(data, tmp_path)
+    error = legacy_refused(data, tmp_path)
     assert isinstance(error, Corrupt) and "4 elements" in error.what
 
 
 def test_row_113_bytes_after_the_last_storage(tmp_path: Path) -> None:
-    checkpoint = opened(stream(Rebuilt(storage(), (4,))) + b"more bytes", tmp_path)
+    checkpoint = opened_legacy(stream(Rebuilt(storage(), (4,))) + b"more bytes", tmp_path)
     note = next(note for note in checkpoint.notes if note.code == "trailing-bytes")
     assert "10 bytes" in note.message and values(checkpoint.tree) == [0, 1, 2, 3]
 
@@ -175,20 +175,20 @@ def test_row_113_bytes_after_the_last_storage(tmp_path: Path) -> None:
     ids=repr,
 )
 def test_row_114_a_view_outside_of_its_root_or_of_itself(view: Any, tmp_path: Path) -> None:
-    assert isinstance(refused(stream(Rebuilt(storage(view=view), (1,))), tmp_path), BadTensor)
+    assert isinstance(legacy_refused(stream(Rebuilt(storage(view=view), (1,))), tmp_path), BadTensor)
 
 
 def test_row_114_views_of_views_and_cycles(tmp_path: Path) -> None:
     cycle = [Rebuilt(storage("1", 4, ("2", 0, 4)), (1,)), Rebuilt(storage("2", 4, ("1", 0, 4)), (1,))]
-    assert isinstance(refused(stream(cycle), tmp_path), BadTensor)
+    assert isinstance(legacy_refused(stream(cycle), tmp_path), BadTensor)
     two_ways = [Rebuilt(storage("1", 4, ("2", 0, 3)), (1,)), Rebuilt(storage("1", 4, ("2", 1, 3)), (1,))]
-    assert isinstance(refused(stream(two_ways), tmp_path), Corrupt)
+    assert isinstance(legacy_refused(stream(two_ways), tmp_path), Corrupt)
 
 
 def test_row_114_a_tensor_larger_than_its_view(tmp_path: Path) -> None:
     """It would lie inside of the root, but not of the part that the file gives it."""
     value = Rebuilt(storage("1", 4, ("2", 0, 2)), (3,))
-    assert isinstance(refused(stream(value), tmp_path), BadTensor)
+    assert isinstance(legacy_refused(stream(value), tmp_path), BadTensor)
 
 
 def test_row_115_every_flipped_byte_is_refused_or_said_to_be_unnoticeable(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_row_115_every_flipped_byte_is_refused_or_said_to_be_unnoticeable(tmp_pa
     only changes the data."""
     data = torch_bytes(SMALL, **LEGACY)
     file = tmp_path / "flipped.pt"
-    whole = opened(data, tmp_path)
+    whole = opened_legacy(data, tmp_path)
     assert any(note.code == "no-checksums" for note in whole.notes)
     begin = len(data) - 8 - 16 - 8 - 12
     read_anyway = 0
@@ -226,4 +226,6 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
 
 def test_a_key_given_twice_is_a_conflict(tmp_path: Path) -> None:
     latin1, utf8 = b"U\x01\xe9", b"U\x02\xc3\xa9"
-    assert isinstance(refused(stream(b"\x80\x02}(" + latin1 + b"K\x01" + utf8 + b"K\x02u.", {}), tmp_path), Conflict)
+    assert isinstance(
+        legacy_refused(stream(b"\x80\x02}(" + latin1 + b"K\x01" + utf8 + b"K\x02u.", {}), tmp_path), Conflict
+    )

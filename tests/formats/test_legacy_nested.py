@@ -16,8 +16,8 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.errors import Corrupt, LimitExceeded, Truncated
 from ckptool.formats import read, torch_zip
 from ckptool.pickles.calls import uses_of
-from tests.support.helpers import carry_out, load, torch_bytes, written
-from tests.support.legacy_files import opened, refused, values
+from tests.support.files import carry_out, load, torch_bytes, written
+from tests.support.legacy_files import legacy_refused, opened_legacy, values
 from tests.support.legacy_streams import Made, Rebuilt, pickled, storage, stream
 
 
@@ -33,7 +33,7 @@ def test_tensors_in_bytes(protocol: int, tmp_path: Path) -> None:
     """What plain pickling of a tensor gives: `_load_from_bytes` of a stream that holds its storage."""
     value = {"small": torch.arange(4.0), "large": torch.arange(1 << 17), "odd": torch.arange(200_000).to(torch.uint8)}
     data = stream(pickle.dumps(value, protocol), {}, protocol=protocol)
-    checkpoint = opened(data, tmp_path)
+    checkpoint = opened_legacy(data, tmp_path)
     assert {name: entry.shape for name, entry in checkpoint.tree.items()} == {
         "small": (4,),
         "large": (1 << 17,),
@@ -61,32 +61,32 @@ def test_tensors_in_bytes_in_a_zip(tmp_path: Path) -> None:
 
 def test_row_083_streams_in_streams_end_at_the_second_level(tmp_path: Path) -> None:
     inner = stream(Rebuilt(storage(), (4,)))
-    tree = opened(stream(nested(inner, 2), {}), tmp_path).tree
+    tree = opened_legacy(stream(nested(inner, 2), {}), tmp_path).tree
     assert values(tree) == [0, 1, 2, 3]
-    error = refused(stream(nested(inner, 3), {}), tmp_path)
+    error = legacy_refused(stream(nested(inner, 3), {}), tmp_path)
     assert isinstance(error, LimitExceeded) and "nested" in error.what
 
 
 def test_row_083_bytes_that_are_no_stream_stay_a_call(tmp_path: Path) -> None:
     for content in (b"", b"\x80\x02.", pickle.dumps({"a": 1}), b"PK\x03\x04"):
-        checkpoint = opened(stream(Made(torch.storage._load_from_bytes, (content,)), {}), tmp_path)
+        checkpoint = opened_legacy(stream(Made(torch.storage._load_from_bytes, (content,)), {}), tmp_path)
         assert isinstance(checkpoint.tree, Object) and checkpoint.tree.args == (content,)
         assert [use.name for use, _ in uses_of(checkpoint)] == ["torch.storage._load_from_bytes"]
 
 
 def test_row_083_a_call_hidden_in_bytes_is_still_named(tmp_path: Path) -> None:
     thrown_away = b"\x80\x02cos\nmkdir\n(X\x01\0\0\0xtR0N."
-    checkpoint = opened(stream(Made(torch.storage._load_from_bytes, (stream(thrown_away, {}),)), {}), tmp_path)
+    checkpoint = opened_legacy(stream(Made(torch.storage._load_from_bytes, (stream(thrown_away, {}),)), {}), tmp_path)
     assert [use.name for use, _ in uses_of(checkpoint)] == ["torch.storage._load_from_bytes"]
     kept = b"\x80\x02cos\nmkdir\n(X\x01\0\0\0xtR."
-    checkpoint = opened(stream(Made(torch.storage._load_from_bytes, (stream(kept, {}),)), {}), tmp_path)
+    checkpoint = opened_legacy(stream(Made(torch.storage._load_from_bytes, (stream(kept, {}),)), {}), tmp_path)
     assert [use.name for use, _ in uses_of(checkpoint)] == ["os.mkdir"]
 
 
 def test_row_083_a_damaged_stream_in_bytes_is_refused(tmp_path: Path) -> None:
     inner = stream(Rebuilt(storage(), (4,)))
     for content in (inner[:-1], inner + b"x"):
-        error = refused(stream(Made(torch.storage._load_from_bytes, (content,)), {}), tmp_path)
+        error = legacy_refused(stream(Made(torch.storage._load_from_bytes, (content,)), {}), tmp_path)
         assert isinstance(error, (Truncated, Corrupt))
 
 
@@ -104,5 +104,5 @@ def test_row_083_the_same_stream_opened_over_and_over(tmp_path: Path) -> None:
         + b"t."
     )
     begin = time.process_time()
-    error = refused(stream(value, {}), tmp_path)
+    error = legacy_refused(stream(value, {}), tmp_path)
     assert isinstance(error, LimitExceeded) and time.process_time() - begin < 1

@@ -18,12 +18,12 @@ from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import npy, read
 from ckptool.pickles.plain import array, plain
-from tests.support.helpers import written
+from tests.support.files import written
 
 NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 
 
-def saved(value: Any, path: Path, **options: Any) -> Path:
+def npy_file(value: Any, path: Path, **options: Any) -> Path:
     np.save(path, value, **options)
     return path
 
@@ -41,7 +41,7 @@ def header(text: str, data: bytes = b"", version: tuple[int, int] = (1, 0)) -> b
     return npy.MAGIC + bytes(version) + size + body + data
 
 
-def opened(data: bytes, folder: Path) -> Any:
+def tree_of(data: bytes, folder: Path) -> Any:
     return read(written(data, folder / "a.npy")).tree
 
 
@@ -52,7 +52,7 @@ def opened(data: bytes, folder: Path) -> Any:
 @pytest.mark.parametrize("code", NUMBERS)
 def test_numbers_bit_for_bit(code: str, order: str, tmp_path: Path) -> None:
     given = np.arange(24, dtype="f8").reshape(2, 3, 4).astype(np.dtype(code).newbyteorder(order))
-    checkpoint = read(saved(given, tmp_path / "a.npy"))
+    checkpoint = read(npy_file(given, tmp_path / "a.npy"))
     entry = checkpoint.tree
     assert checkpoint.container == "npy" and checkpoint.tensors_only and isinstance(entry, TensorEntry)
     found = entry.numpy()
@@ -64,21 +64,21 @@ def test_numbers_bit_for_bit(code: str, order: str, tmp_path: Path) -> None:
 def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     bits = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800001, 0xFF800000], dtype="u4")
     for given in (bits.view("<f4"), bits.byteswap().view(">f4")):
-        assert read(saved(given, tmp_path / "a.npy")).tree.bytes() == bits.tobytes()
+        assert read(npy_file(given, tmp_path / "a.npy")).tree.bytes() == bits.tobytes()
 
 
 def test_fortran_order_is_strides(tmp_path: Path) -> None:
     given = np.asfortranarray(np.arange(24.0).reshape(2, 3, 4))
-    entry = read(saved(given, tmp_path / "a.npy")).tree
+    entry = read(npy_file(given, tmp_path / "a.npy")).tree
     assert entry.shape == (2, 3, 4) and entry.stride == (1, 2, 6)
     assert np.array_equal(entry.numpy(), given)
-    big = read(saved(np.asfortranarray(given.astype(">f8")), tmp_path / "b.npy")).tree
+    big = read(npy_file(np.asfortranarray(given.astype(">f8")), tmp_path / "b.npy")).tree
     assert big.stride == (1, 2, 6) and np.array_equal(big.numpy(), given)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0, 2), (1,), (1, 1, 1)])
 def test_scalars_and_empty_arrays(shape: tuple[int, ...], tmp_path: Path) -> None:
-    entry = read(saved(np.full(shape, 7.0), tmp_path / "a.npy")).tree
+    entry = read(npy_file(np.full(shape, 7.0), tmp_path / "a.npy")).tree
     assert entry.shape == shape and np.array_equal(entry.numpy(), np.full(shape, 7.0))
 
 
@@ -88,19 +88,19 @@ def test_every_version_of_the_header(version: tuple[int, int], tmp_path: Path) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numpy says that older readers know no version 2
         np.lib.format.write_array(buffer, np.arange(5), version=version)
-    assert opened(buffer.getvalue(), tmp_path).numpy().tolist() == [0, 1, 2, 3, 4]
+    assert tree_of(buffer.getvalue(), tmp_path).numpy().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_headers_of_older_numpys(tmp_path: Path) -> None:
     """Python 2 wrote sizes as longs, and numpy before 1.14 padded to 16 bytes."""
     text = "{'descr': '<i4', 'fortran_order': False, 'shape': (2L, 3L), }"
     text += " " * (16 - (10 + len(text) + 1) % 16) + "\n"
-    entry = opened(header(text, np.arange(6, dtype="<i4").tobytes()), tmp_path)
+    entry = tree_of(header(text, np.arange(6, dtype="<i4").tobytes()), tmp_path)
     assert entry.shape == (2, 3) and entry.numpy().ravel().tolist() == list(range(6))
 
 
 def test_nothing_but_the_header_is_read(tmp_path: Path) -> None:
-    file = saved(np.zeros(1_000_000), tmp_path / "a.npy")
+    file = npy_file(np.zeros(1_000_000), tmp_path / "a.npy")
     asked: list[tuple[int, int]] = []
     original = ckptool.checkpoint.files.Source.read
 
@@ -135,7 +135,7 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_arrays_are_what_a_pickle_has_for_them(kind: str, tmp_path: Path) -> None:
     given = OTHERS[kind]
-    checkpoint = read(saved(given, tmp_path / "a.npy"))
+    checkpoint = read(npy_file(given, tmp_path / "a.npy"))
     node = checkpoint.tree
     assert isinstance(node, Object) and array_entry(node) is None and plain(node) == array(node)
     ckptool.save(checkpoint, tmp_path / "b.pt")
@@ -149,7 +149,7 @@ def test_other_arrays_are_what_a_pickle_has_for_them(kind: str, tmp_path: Path) 
 
 
 def test_long_texts_stay_in_the_file(tmp_path: Path) -> None:
-    node = read(saved(np.array(["x" * 1000] * 100), tmp_path / "a.npy")).tree
+    node = read(npy_file(np.array(["x" * 1000] * 100), tmp_path / "a.npy")).tree
     assert isinstance(array(node).data, LazyBytes) and "U1000[100]" in str(ckptool.inspect(tmp_path / "a.npy"))
 
 
@@ -158,7 +158,7 @@ def test_row_084_objects_are_inert_and_nothing_is_built(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return print, ("it ran",)
 
-    file = saved(np.array([{"a": 1}, Marker()], dtype=object), tmp_path / "a.npy")
+    file = npy_file(np.array([{"a": 1}, Marker()], dtype=object), tmp_path / "a.npy")
     checkpoint = read(file)
     assert isinstance(checkpoint.tree, Object) and array_entry(checkpoint.tree) is None
     elements = checkpoint.tree.state[-1]
@@ -199,7 +199,7 @@ def test_row_084_objects_are_inert_and_nothing_is_built(tmp_path: Path) -> None:
 def test_row_084_types_that_are_not_read_are_refused_by_name(descr: str, tmp_path: Path) -> None:
     data = header(f"{{'descr': {descr}, 'fortran_order': False, 'shape': (1,), }}\n", bytes(8))
     with pytest.raises((Unsupported, Ambiguous, Corrupt, LimitExceeded, Truncated)) as caught:
-        opened(data, tmp_path)
+        tree_of(data, tmp_path)
     assert caught.value.what.startswith(str(tmp_path)) and len(caught.value.what) < 400
 
 
@@ -234,7 +234,7 @@ def test_row_084_types_that_are_not_read_are_refused_by_name(descr: str, tmp_pat
 )
 def test_headers_that_numpy_never_writes(text: str, error: type[CkptoolError], tmp_path: Path) -> None:
     with pytest.raises(error) as caught:
-        opened(header(text + "\n", bytes(4)), tmp_path)
+        tree_of(header(text + "\n", bytes(4)), tmp_path)
     assert caught.value.code == error.code and "\x1b" not in str(caught.value)
 
 
@@ -249,22 +249,22 @@ def test_row_016_right_magic_wrong_sequel(tmp_path: Path) -> None:
         (npy.MAGIC + b"\3\0\x04\0\0\0" + b"\xff\xfe\xfd\xfc", Corrupt),
     ):
         with pytest.raises(error):
-            opened(data, tmp_path)
+            tree_of(data, tmp_path)
 
 
 def test_every_truncation_is_named(tmp_path: Path) -> None:
     whole = raw(np.arange(6.0))
     for length in range(6, len(whole)):
         with pytest.raises((Truncated, Corrupt)):
-            opened(whole[:length], tmp_path)
+            tree_of(whole[:length], tmp_path)
 
 
 def test_several_arrays_in_one_file_are_not_the_first_alone(tmp_path: Path) -> None:
     with pytest.raises(Ambiguous, match="bytes after the end of the array") as caught:
-        opened(raw(np.arange(3)) + raw(np.arange(4)), tmp_path)
+        tree_of(raw(np.arange(3)) + raw(np.arange(4)), tmp_path)
     assert "several arrays" in caught.value.why
     with pytest.raises(Ambiguous) as caught:
-        opened(raw(np.arange(3)) + b"x", tmp_path)
+        tree_of(raw(np.arange(3)) + b"x", tmp_path)
     assert caught.value.why == "No array owns them."
 
 
@@ -275,7 +275,7 @@ def test_no_flipped_byte_of_the_header_crashes(tmp_path: Path) -> None:
             damaged = bytearray(whole)
             damaged[place] ^= bit
             try:
-                tree = opened(bytes(damaged), tmp_path)
+                tree = tree_of(bytes(damaged), tmp_path)
             except CkptoolError as error:
                 assert error.what
             else:
@@ -288,5 +288,5 @@ def test_row_084_odd_pickles_in_object_arrays(flaw: str, tmp_path: Path) -> None
     start = whole.index(b"\n") + 1
     pickle = b"\x80\x02X\x01\0\0\0xQ." if flaw == "persistent id" else whole[start:] + b"N."
     with pytest.raises((Ambiguous, Unsupported)) as caught:
-        opened(whole[:start] + pickle, tmp_path)
+        tree_of(whole[:start] + pickle, tmp_path)
     assert flaw.split()[0] in str(caught.value) or "after the end" in caught.value.what

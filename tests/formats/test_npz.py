@@ -28,8 +28,8 @@ from ckptool.pickles.plain import plain
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.formats import contract
-from tests.support.checkpoints import saved, weights
-from tests.support.helpers import carry_out, load, quickest, written
+from tests.support.files import carry_out, load, saved, weights, written
+from tests.support.processes import quickest
 from tests.support.zip_mutants import OF_PIECES, apart, around, lie
 
 SAVERS = {"stored": np.savez, "deflated": np.savez_compressed}

@@ -23,7 +23,7 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, NotACheckpoint, Unsupported
 from ckptool.formats import pickle_file, read
 from ckptool.pickles.plain import array, plain
-from tests.support.helpers import torch_bytes, written
+from tests.support.files import torch_bytes, written
 from tests.support.pickle_files import each, model, pickled, same
 
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"

@@ -19,7 +19,8 @@ from ckptool.formats import read
 from ckptool.formats import safetensors as ours
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
-from tests.support.helpers import assert_same_tree, carry_out, torch_bytes, written
+from tests.support.files import carry_out, torch_bytes, written
+from tests.support.same import assert_same_tree
 
 
 def converted(tree: Any, folder: Path) -> Path:

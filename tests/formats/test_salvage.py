@@ -26,7 +26,7 @@ from ckptool.verbs.convert import convert
 from ckptool.verbs.edit import edit
 from fixtures.make import make
 from tests.support.damaged import PLAIN, state
-from tests.support.helpers import torch_bytes, written
+from tests.support.files import torch_bytes, written
 
 Values = dict[str, bytes]
 

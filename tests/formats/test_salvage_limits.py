@@ -16,7 +16,7 @@ from ckptool.formats import damaged, read
 from ckptool.formats.zip.record import CENTRAL, LOCAL
 from ckptool.formats.zip.writer import local_header
 from tests.support.damaged import PLAIN
-from tests.support.helpers import written
+from tests.support.files import written
 
 
 def header(name: bytes = b"a/data/1", flags: int = 0x808, stored: int = 0, crc: int = 0) -> bytes:

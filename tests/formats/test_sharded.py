@@ -26,8 +26,8 @@ from ckptool.errors import (
     Unsupported,
 )
 from ckptool.formats import read, sharded
-from tests.support.checkpoints import saved, three_parts
-from tests.support.helpers import written
+from tests.support.errors import three_parts
+from tests.support.files import saved, written
 
 INDEX = "model.safetensors.index.json"
 

@@ -19,8 +19,8 @@ from ckptool.errors import OutputExists, Unsupported, UsageError
 from ckptool.formats import by_name, read, sharded
 from ckptool.formats.sharded.writing import NUMBERED, _split, _Unit, size_in_bytes
 from tests.formats.test_sharded import INDEX, assert_values, bins, hub, index_of, state
-from tests.support.checkpoints import opened, saved
-from tests.support.helpers import assert_same_tree, carry_out
+from tests.support.files import carry_out, opened, saved
+from tests.support.same import assert_same_tree
 
 
 def carried_out(plan: Plan, folder: Path) -> Path:

@@ -21,9 +21,10 @@ from ckptool.errors import Corrupt, Unsupported
 from ckptool.formats import read, torch_zip
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
-from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
-from tests.support.legacy_files import LEGACY, SMALL, opened, refused, values
+from tests.support.files import carry_out, load, torch_bytes, written
+from tests.support.legacy_files import LEGACY, SMALL, legacy_refused, opened_legacy, values
 from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, block, floats, pickled, storage, stream
+from tests.support.same import assert_same_objects, assert_same_tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -112,7 +113,7 @@ def test_tensors_made_empty_and_given_a_state(tmp_path: Path) -> None:
         "without": Made(torch.FloatTensor, ()),
     }
     value = pickled(made).replace(b"ctorch._C\nFloatTensor", b"ctorch\nFloatTensor")
-    tree = opened(stream(value, {"1": floats(0, 1, 2, 3, 4, 5), "2": floats(7, 8)}), tmp_path).tree
+    tree = opened_legacy(stream(value, {"1": floats(0, 1, 2, 3, 4, 5), "2": floats(7, 8)}), tmp_path).tree
     assert values(tree["cuda"]) == [2, 3, 4, 5] and tree["cuda"].shape == (2, 2) and tree["cuda"].location == "cuda:0"
     assert values(tree["call"]) == [8] and values(tree["without"]) == [] and tree["without"].shape == (0,)
 
@@ -128,7 +129,7 @@ def test_tensors_given_a_state_in_other_spellings(spelled: bytes, tmp_path: Path
     head, state = pickled((Pid(storage()), 1, (3,), (1,)))[:2], pickled((Pid(storage()), 1, (3,), (1,)))[2:-1]
     # The same tensor twice: it was stored before its state.
     value = head + b"]q\xf0(" + spelled + b"q\xf1" + state + b"bh\xf1e."
-    first, second = opened(stream(value), tmp_path).tree
+    first, second = opened_legacy(stream(value), tmp_path).tree
     assert first is second and values(first) == [1, 2, 3]
 
 
@@ -140,7 +141,7 @@ def test_parameters_and_variables_of_0_3(tmp_path: Path) -> None:
         "with its tensor": Made(torch.nn.Parameter, (), (data, None, OrderedDict(), True, False)),
         "variable": Made(torch.autograd.Variable, (data,), (False, False, OrderedDict())),
     }
-    tree = opened(stream(value), tmp_path).tree
+    tree = opened_legacy(stream(value), tmp_path).tree
     flags = {name: (entry.flags.parameter, entry.flags.requires_grad) for name, entry in tree.items()}
     assert flags == {
         "parameter": (True, True),
@@ -171,7 +172,7 @@ def test_gradients_inside_of_parameters_are_told(tmp_path: Path) -> None:
 )
 def test_row_057_a_tensor_with_another_state_is_refused(state: Any, tmp_path: Path) -> None:
     data = Made(torch._utils._rebuild_tensor, (Pid(storage()), 0, (4,), (1,)))
-    assert isinstance(refused(stream(Made(torch.nn.Parameter, (data,), state)), tmp_path), Corrupt)
+    assert isinstance(legacy_refused(stream(Made(torch.nn.Parameter, (data,), state)), tmp_path), Corrupt)
 
 
 def test_views_share_the_storage_that_they_are_of(tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def test_views_share_the_storage_that_they_are_of(tmp_path: Path) -> None:
         "back": Rebuilt(pids["3"], (3,), (1,), 1),
         "again": Rebuilt(pids["3"], (3,), (1,), 1),
     }
-    tree = opened(stream(value, {"1": floats(*range(8))}), tmp_path).tree
+    tree = opened_legacy(stream(value, {"1": floats(*range(8))}), tmp_path).tree
     assert len({id(entry.storage) for entry in tree.values()}) == 1
     assert {name: values(entry) for name, entry in tree.items()} == {
         "whole": [0, 1, 2, 3, 4, 5, 6, 7],
@@ -199,7 +200,7 @@ def test_views_share_the_storage_that_they_are_of(tmp_path: Path) -> None:
 def test_a_view_that_stands_by_itself_is_a_storage_of_its_own(tmp_path: Path) -> None:
     view = storage("1", 8, ("2", 2, 4))
     value = {"storage": Pid(view), "tensor": Rebuilt(storage("1", 8), (8,)), "part": Rebuilt(view, (4,))}
-    checkpoint = opened(stream(value, {"1": floats(*range(8))}), tmp_path)
+    checkpoint = opened_legacy(stream(value, {"1": floats(*range(8))}), tmp_path)
     ref = checkpoint.tree["storage"]
     assert isinstance(ref, StorageRef) and ref.storage.data.read(0, 16) == struct.pack("<4f", 2, 3, 4, 5)
     assert values(checkpoint.tree["part"]) == [2, 3, 4, 5]
@@ -229,7 +230,7 @@ def test_row_086_a_file_of_python_2(protocol: int) -> None:
 def test_a_persistent_id_in_bytes(tmp_path: Path) -> None:
     """What `encoding="bytes"` and Python 2 leave: the words of a persistent id are bytes."""
     pid = storage(tag=b"storage", key=b"1", location=b"cpu")
-    entry = opened(stream(Rebuilt(pid, (4,)), keys=[b"1"], protocol=3), tmp_path).tree
+    entry = opened_legacy(stream(Rebuilt(pid, (4,)), keys=[b"1"], protocol=3), tmp_path).tree
     assert values(entry) == [0, 1, 2, 3] and entry.location == "cpu"
 
 
@@ -240,7 +241,7 @@ def test_row_082_the_source_of_a_class_is_kept_as_text(tmp_path: Path) -> None:
     source = "class Net(Module):\n    raise SystemExit\n"
     cls = Pid(("module", torch.nn.Linear, "/home/me/net.py", source))
     value = pickled({"model": cls, "other": Pid(("module", torch.nn.ReLU, None, None))})
-    checkpoint = opened(stream(value, {}), tmp_path)
+    checkpoint = opened_legacy(stream(value, {}), tmp_path)
     assert checkpoint.tree["model"] is Global("torch.nn.modules.linear", "Linear")
     assert checkpoint.metadata["sources"] == {
         "torch.nn.modules.linear.Linear": {"file": "/home/me/net.py", "source": source}
@@ -252,7 +253,7 @@ def test_a_module_pickled_whole_is_read_without_its_class(tmp_path: Path) -> Non
     data = torch_bytes(torch.nn.Linear(2, 3), **LEGACY).replace(
         b"torch.nn.modules.linear\nLinear", b"models.not_here_anywhere\nL"
     )
-    checkpoint = opened(data, tmp_path)
+    checkpoint = opened_legacy(data, tmp_path)
     assert checkpoint.tree.name == "models.not_here_anywhere.L"
     assert {path[-1]: entry.shape for path, entry in tensors(checkpoint.tree)} == {"weight": (3, 2), "bias": (3,)}
     assert "class Linear(Module)" in checkpoint.metadata["sources"]["models.not_here_anywhere.L"]["source"]
@@ -275,7 +276,7 @@ def test_row_099_a_big_endian_file_is_turned(tmp_path: Path) -> None:
         "2": block(struct.pack(">2f", 1, 2), 1, ">"),
         "3": block(b"\1\2", 2, ">"),
     }
-    checkpoint = opened(stream(value, blocks, info=BIG), tmp_path)
+    checkpoint = opened_legacy(stream(value, blocks, info=BIG), tmp_path)
     assert values(checkpoint.tree["f"]) == [1, 2.5, -3]
     assert values(checkpoint.tree["c"]) == [1 + 2j] and values(checkpoint.tree["b"]) == [1, 2]
     assert checkpoint.metadata["byteorder"] == "big" and "big-endian" in {note.code for note in checkpoint.notes}
@@ -285,27 +286,27 @@ def test_row_099_a_big_endian_file_is_turned(tmp_path: Path) -> None:
 
 def test_row_099_what_torch_writes_on_a_big_endian_machine_is_little_endian(tmp_path: Path) -> None:
     """torch/csrc/serialization.cpp turns elements and counts when it writes there; torch here reads the same values."""
-    checkpoint = opened(stream(Rebuilt(storage(), (4,)), info=BIG), tmp_path)
+    checkpoint = opened_legacy(stream(Rebuilt(storage(), (4,)), info=BIG), tmp_path)
     assert values(checkpoint.tree) == [0, 1, 2, 3] == load(tmp_path / "legacy.pt").tolist()
     assert "little-endian" in next(note.message for note in checkpoint.notes if note.code == "big-endian")
 
 
 def test_row_099_big_endian_counts_in_a_little_endian_file(tmp_path: Path) -> None:
     data = stream(Rebuilt(storage(), (4,)), {"1": floats(0, 1, 2, 3, order=">")})
-    assert isinstance(refused(data, tmp_path), Corrupt)
+    assert isinstance(legacy_refused(data, tmp_path), Corrupt)
 
 
 def test_row_099_both_orders_in_one_file(tmp_path: Path) -> None:
     value = [Rebuilt(storage("1", 2), (2,)), Rebuilt(storage("2", 2), (2,))]
     for first, second in ("<>", "><"):
         data = stream(value, {"1": floats(1, 2, order=first), "2": floats(3, 4, order=second)}, info=BIG)
-        assert isinstance(refused(data, tmp_path), Corrupt)
+        assert isinstance(legacy_refused(data, tmp_path), Corrupt)
 
 
 def test_row_099_untyped_storages_cannot_be_turned(tmp_path: Path) -> None:
     value = Pid(storage("1", 8, kind=torch.UntypedStorage))
     data = stream(value, {"1": block(bytes(8), 8, ">")}, info=BIG)
-    assert isinstance(refused(data, tmp_path), Unsupported)
+    assert isinstance(legacy_refused(data, tmp_path), Unsupported)
 
 
 # Texts and bytes ------------------------------------------------------------------------------------------------------
@@ -314,17 +315,17 @@ def test_row_099_untyped_storages_cannot_be_turned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("protocol", [1, 2, 4, 5])
 def test_long_values_that_belong_to_no_tensor_stay_values(protocol: int, tmp_path: Path) -> None:
     value = {"b": b"\xff" * 70_000, "t": "\xe9" * 70_000, "k" * 70_000: bytearray(b"\x80" * 100_000)}
-    checkpoint = opened(stream(value, {}, protocol=protocol), tmp_path)
+    checkpoint = opened_legacy(stream(value, {}, protocol=protocol), tmp_path)
     assert checkpoint.tree == value and type(checkpoint.tree["k" * 70_000]) is bytearray
 
 
 def test_a_place_of_a_megabyte(tmp_path: Path) -> None:
     """HOSTILE 96: a location is a label, whatever its length."""
-    entry = opened(stream(Rebuilt(storage(location="x" * 1_000_000), (4,))), tmp_path).tree
+    entry = opened_legacy(stream(Rebuilt(storage(location="x" * 1_000_000), (4,))), tmp_path).tree
     assert entry.location == "x" * 1_000_000
 
 
 def test_reading_is_the_same_through_any_buffer(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save(SMALL, buffer, **LEGACY)
-    assert_same_tree(opened(buffer.getvalue(), tmp_path), read(tmp_path / "legacy.pt"))
+    assert_same_tree(opened_legacy(buffer.getvalue(), tmp_path), read(tmp_path / "legacy.pt"))

@@ -22,8 +22,10 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import read, torch_zip
 from fixtures.torch_tar import SYS_INFO, save_tar, tar_bytes, tar_members
-from tests.support.helpers import assert_same_objects, carry_out, load, written
+from tests.support.errors import three_parts, unreadable
+from tests.support.files import carry_out, load, written
 from tests.support.legacy_streams import Made, Pid, block, pickled
+from tests.support.same import assert_same_objects
 
 
 def values() -> dict[str, Any]:
@@ -50,17 +52,16 @@ def members() -> dict[str, bytes]:
     return tar_members({"w": torch.arange(6.0).reshape(2, 3), "b": torch.arange(2)})
 
 
-def opened(data: bytes, folder: Path) -> Checkpoint:
+def opened_tar(data: bytes, folder: Path) -> Checkpoint:
     checkpoint = read(written(data, folder / "old.pth.tar"))
     assert checkpoint.container == "torch-tar"
     return checkpoint
 
 
-def refused(data: bytes, folder: Path) -> CkptoolError:
-    with pytest.raises(CkptoolError) as caught:
-        opened(data, folder)
-    assert "old.pth.tar" in caught.value.what and (caught.value.why or caught.value.fix)
-    return caught.value
+def tar_refused(data: bytes, folder: Path) -> CkptoolError:
+    error = unreadable(written(data, folder / "old.pth.tar"))
+    three_parts(error)
+    return error
 
 
 # Against torch --------------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def test_nothing_is_loaded_and_nothing_extracted(
     members: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    checkpoint = opened(tar_bytes(members), tmp_path)
+    checkpoint = opened_tar(tar_bytes(members), tmp_path)
     for _, entry in tensors(checkpoint.tree):
         assert isinstance(entry, TensorEntry) and isinstance(entry.storage.data, FileRange)
         assert entry.storage.data.file is checkpoint.source
@@ -116,11 +117,11 @@ def test_nothing_is_loaded_and_nothing_extracted(
 
 @pytest.mark.parametrize("pax", [True, False])
 def test_archives_with_and_without_attributes(members: dict[str, bytes], pax: bool, tmp_path: Path) -> None:
-    assert list(opened(tar_bytes(members, pax), tmp_path).tree) == ["w", "b"]
+    assert list(opened_tar(tar_bytes(members, pax), tmp_path).tree) == ["w", "b"]
 
 
 def test_the_order_of_the_files_does_not_matter(members: dict[str, bytes], tmp_path: Path) -> None:
-    assert list(opened(tar_bytes(dict(reversed(members.items()))), tmp_path).tree) == ["w", "b"]
+    assert list(opened_tar(tar_bytes(dict(reversed(members.items()))), tmp_path).tree) == ["w", "b"]
 
 
 # Older than any torch that installs -----------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def place(
 
 
 def entry_of(data: bytes, folder: Path) -> TensorEntry:
-    entry = opened(data, folder).tree["w"]
+    entry = opened_tar(data, folder).tree["w"]
     assert isinstance(entry, TensorEntry)
     return entry
 
@@ -190,7 +191,7 @@ def test_what_had_no_dimensions_was_empty(tmp_path: Path) -> None:
 
 def test_a_module_pickled_whole(tmp_path: Path) -> None:
     module = pickled({"net": Pid((torch.nn.Linear, "net.py", "class Linear: ...\n")), "w": Pid("8")})
-    checkpoint = opened(by_hand(pickle=module), tmp_path)
+    checkpoint = opened_tar(by_hand(pickle=module), tmp_path)
     assert checkpoint.tree["net"] is Global("torch.nn.modules.linear", "Linear")
     assert checkpoint.metadata["sources"]["torch.nn.modules.linear.Linear"]["source"] == "class Linear: ...\n"
 
@@ -207,7 +208,7 @@ def test_row_099_a_big_endian_archive_is_turned(tmp_path: Path) -> None:
         tensors=count(1) + triple(8, 7, "FloatTensor") + place((2,), (2,), 1, ">"),
         storages=count(1) + triple(7, "cpu", "FloatStorage") + four(">") + pickled([]),
     )
-    checkpoint = opened(big, tmp_path)
+    checkpoint = opened_tar(big, tmp_path)
     assert checkpoint.tree["w"].numpy().tolist() == [1, 3] and "big-endian" in {note.code for note in checkpoint.notes}
     little = by_hand(sys_info=pickled({**SYS_INFO, "little_endian": False}))
     assert entry_of(little, tmp_path).numpy().tolist() == [0, 1, 2, 3]
@@ -259,7 +260,7 @@ def test_row_116_anything_but_four_files_is_refused(
 ) -> None:
     (tmp_path / "in").mkdir()
     monkeypatch.chdir(tmp_path / "in")
-    error = refused(with_entry(members, **fields), tmp_path)
+    error = tar_refused(with_entry(members, **fields), tmp_path)
     assert isinstance(error, Corrupt)
     assert os.listdir(tmp_path / "in") == [] and sorted(os.listdir(tmp_path)) == ["in", "old.pth.tar"]
 
@@ -277,23 +278,23 @@ def test_row_116_a_size_in_the_attributes(members: dict[str, bytes], tmp_path: P
                 tar.addfile(header, io.BytesIO(content))
         return out.getvalue()
 
-    assert list(opened(archive(str(len(members["storages"]))), tmp_path).tree) == ["w", "b"]
+    assert list(opened_tar(archive(str(len(members["storages"]))), tmp_path).tree) == ["w", "b"]
     for size in (str(1 << 40), "-1", "x", "9" * 30):
-        assert isinstance(refused(archive(size), tmp_path), (Truncated, Corrupt))
+        assert isinstance(tar_refused(archive(size), tmp_path), (Truncated, Corrupt))
 
 
 @pytest.mark.parametrize(
     "gone", [("storages",), ("tensors",), ("storages", "tensors"), ("pickle",), ("sys_info",)], ids=str
 )
 def test_row_117_a_file_is_missing(gone: tuple[str, ...], members: dict[str, bytes], tmp_path: Path) -> None:
-    error = refused(tar_bytes({name: content for name, content in members.items() if name not in gone}), tmp_path)
+    error = tar_refused(tar_bytes({name: content for name, content in members.items() if name not in gone}), tmp_path)
     assert isinstance(error, Corrupt) and all(name in error.what for name in gone)
 
 
 @pytest.mark.parametrize("rank", [65, 1 << 16, (1 << 31) - 1, -1, -(1 << 31)])
 def test_row_117_another_number_of_dimensions(rank: int, tmp_path: Path) -> None:
     tensor = count(1) + triple(8, 7, "FloatTensor") + place((4,), (1,), 0, rank=rank)
-    error = refused(by_hand(tensors=tensor), tmp_path)
+    error = tar_refused(by_hand(tensors=tensor), tmp_path)
     assert isinstance(error, Corrupt) and "dimensions" in error.what
 
 
@@ -341,19 +342,19 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
 def test_row_117_files_that_contradict_themselves(changes: dict[str, bytes], tmp_path: Path) -> None:
-    assert isinstance(refused(by_hand(**changes), tmp_path), (Corrupt, Truncated, Unsupported))
+    assert isinstance(tar_refused(by_hand(**changes), tmp_path), (Corrupt, Truncated, Unsupported))
 
 
 def test_row_114_views_outside_of_their_root_are_bad_tensors(tmp_path: Path) -> None:
     for name in ("view outside", "view before", "view of nothing", "view of a view"):
-        assert isinstance(refused(by_hand(**WRONG[name]), tmp_path), BadTensor), name
+        assert isinstance(tar_refused(by_hand(**WRONG[name]), tmp_path), BadTensor), name
 
 
 def test_what_is_hidden_behind_the_tables_is_noted(tmp_path: Path) -> None:
     storages = count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([]) + b"hidden"
-    notes = {note.code: note.message for note in opened(by_hand(storages=storages), tmp_path).notes}
+    notes = {note.code: note.message for note in opened_tar(by_hand(storages=storages), tmp_path).notes}
     assert "6 bytes" in notes["unused-bytes"] and "no-checksums" in notes
-    notes = {note.code: note.message for note in opened(by_hand() + b"\0" * 511 + b"x", tmp_path).notes}
+    notes = {note.code: note.message for note in opened_tar(by_hand() + b"\0" * 511 + b"x", tmp_path).notes}
     assert "trailing-bytes" in notes
 
 
@@ -373,19 +374,19 @@ def test_row_118_a_checksum_is_wrong(members: dict[str, bytes], tmp_path: Path) 
         for place_in in (100, 140, 150, 300):
             bad = bytearray(data)
             bad[at + place_in] ^= 1
-            error = refused(bytes(bad), tmp_path)
+            error = tar_refused(bytes(bad), tmp_path)
             assert isinstance(error, Truncated) and "checksum" in error.what
 
 
 def test_row_118_the_last_block_is_cut(members: dict[str, bytes], tmp_path: Path) -> None:
     data = tar_bytes(members, pax=False)
     for cut in (1, 100, 511):
-        assert isinstance(refused(data[:-cut], tmp_path), Truncated)
+        assert isinstance(tar_refused(data[:-cut], tmp_path), Truncated)
     whole = len(data.rstrip(b"\0"))
     end = whole + -whole % 512
     for length in (end, end + 512, end + 1000):  # without the blocks of zeros that end an archive
-        assert isinstance(refused(data[:length], tmp_path), Truncated)
-    assert list(opened(data[: end + 1024], tmp_path).tree) == ["w", "b"]
+        assert isinstance(tar_refused(data[:length], tmp_path), Truncated)
+    assert list(opened_tar(data[: end + 1024], tmp_path).tree) == ["w", "b"]
 
 
 def test_truncated_anywhere(members: dict[str, bytes], tmp_path: Path) -> None:
@@ -430,7 +431,7 @@ def test_many_tiny_tensors_in_bounded_time(tmp_path: Path) -> None:
         b"\x80\x02(M" + struct.pack("<H", 100 + i) + b"K\x07Nt." + place((4,), (1,), 0) for i in range(number)
     )
     begin = time.process_time()
-    checkpoint = opened(by_hand(tensors=count(number) + tensor, pickle=pickled(Pid(100))), tmp_path)
+    checkpoint = opened_tar(by_hand(tensors=count(number) + tensor, pickle=pickled(Pid(100))), tmp_path)
     assert isinstance(checkpoint.tree, TensorEntry) and time.process_time() - begin < 1
 
 
@@ -440,12 +441,14 @@ def test_row_053_calls_in_the_pickles_are_not_made(tmp_path: Path) -> None:
     data = by_hand(
         storages=b"\x80\x02" + call + b"0" + count(1)[2:] + triple(7, "cpu", "FloatStorage") + four() + pickled([])
     )
-    assert [node.name for node in opened(data, tmp_path).discarded] == ["os.mkdir"]
-    assert isinstance(refused(by_hand(storages=b"\x80\x02" + call + b"."), tmp_path), Corrupt)
+    assert [node.name for node in opened_tar(data, tmp_path).discarded] == ["os.mkdir"]
+    assert isinstance(tar_refused(by_hand(storages=b"\x80\x02" + call + b"."), tmp_path), Corrupt)
     assert not mark.exists()
 
 
 def test_a_pickle_of_a_long_value(tmp_path: Path) -> None:
     value = {"w": Pid("8"), "b": b"\xff" * 100_000}
-    assert opened(by_hand(pickle=pickled(value, 4)), tmp_path).tree["b"] == b"\xff" * 100_000
-    assert isinstance(refused(by_hand(pickle=b"\x80\x02\x8b\x00\x00\x00\x10."), tmp_path), (LimitExceeded, Truncated))
+    assert opened_tar(by_hand(pickle=pickled(value, 4)), tmp_path).tree["b"] == b"\xff" * 100_000
+    assert isinstance(
+        tar_refused(by_hand(pickle=b"\x80\x02\x8b\x00\x00\x00\x10."), tmp_path), (LimitExceeded, Truncated)
+    )

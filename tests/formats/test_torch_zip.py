@@ -18,7 +18,8 @@ from ckptool.checkpoint.tree import map_storages, tensors
 from ckptool.formats import read, torch_zip
 from fixtures.traps import TRAPS
 from tests.formats import contract
-from tests.support.helpers import assert_same_objects, carry_out, load, rewritten, torch_bytes, written
+from tests.support.files import carry_out, load, rewritten, torch_bytes, written
+from tests.support.same import assert_same_objects
 from tests.support.small_zips import small
 from tests.support.zips import record_starts
 

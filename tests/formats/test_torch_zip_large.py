@@ -14,7 +14,8 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.tree import tensors
 from ckptool.formats import read, torch_zip
-from tests.support.helpers import assert_same_objects, load, rewritten, torch_bytes, written
+from tests.support.files import load, rewritten, torch_bytes, written
+from tests.support.same import assert_same_objects
 from tests.support.small_zips import small
 
 

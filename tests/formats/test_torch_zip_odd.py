@@ -16,7 +16,8 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, NotACheckpoint, Unsupported
 from ckptool.formats import read, safetensors, torch_zip
 from tests.formats import contract
-from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load, torch_bytes, written
+from tests.support.files import carry_out, load, torch_bytes, written
+from tests.support.same import assert_same_objects, assert_same_tree
 from tests.support.small_zips import small
 from tests.support.zips import record_starts, rezipped, with_record
 

@@ -22,7 +22,7 @@ from ckptool.checkpoint.tree import find, tensors
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, UsageError
 from ckptool.formats import read, torchscript
 from ckptool.formats.torchscript import _folders
-from tests.support.helpers import load, torch_bytes, written
+from tests.support.files import load, torch_bytes, written
 from tests.support.zips import with_record
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -88,7 +88,7 @@ def quantized() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4)))  # type: ignore[no
 
 
-def saved(name: str, path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+def script_file(name: str, path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     """A file of one of the models, and the state dict that torch gives for it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -99,7 +99,7 @@ def saved(name: str, path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_row_015_the_state_dict_is_the_one_that_torch_gives(name: str, tmp_path: Path) -> None:
-    file, expected = saved(name, tmp_path / "model.jit")
+    file, expected = script_file(name, tmp_path / "model.jit")
     opened = read(file)
     assert opened.container == torchscript.NAME and list(opened.tree) == ["state_dict", "attributes"]
     names = opened.tree["state_dict"]
@@ -113,7 +113,7 @@ def test_row_015_the_state_dict_is_the_one_that_torch_gives(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "frozen"])
 def test_row_015_convert_writes_the_state_dict(name: str, tmp_path: Path) -> None:
-    file, expected = saved(name, tmp_path / "model.jit")
+    file, expected = script_file(name, tmp_path / "model.jit")
     done = ckptool.convert(file, tmp_path / "w.pt", verify=True)
     assert "without its program" in done.summary and all(
         place.startswith("attributes") for place in done.facts["left_behind"]
@@ -133,7 +133,7 @@ def test_row_015_convert_writes_the_state_dict(name: str, tmp_path: Path) -> Non
 
 
 def test_attributes_stand_beside_by_their_dotted_names(tmp_path: Path) -> None:
-    file, _ = saved("scripted", tmp_path / "model.jit")
+    file, _ = script_file("scripted", tmp_path / "model.jit")
     others = read(file).tree["attributes"]
     assert others["a.number"] == 3 and others["a.numbers"] == [1, 2] and others["training"] is False
     assert [entry.shape for entry in others["a.listed"]] == [(1,), (2,)] and others["a.plain"].numpy().tolist() == [
@@ -148,7 +148,7 @@ def test_attributes_stand_beside_by_their_dotted_names(tmp_path: Path) -> None:
 
 
 def test_packed_parameters_keep_their_tensors(tmp_path: Path) -> None:
-    file, _ = saved("quantized", tmp_path / "model.jit")
+    file, _ = script_file("quantized", tmp_path / "model.jit")
     found = list(tensors(read(file).tree["attributes"]))
     packed = read(file).tree["attributes"]["0._packed_params._packed_params"]
     assert isinstance(packed, Object) and packed.name.endswith("LinearPackedParamsBase") and len(found) == 2
@@ -159,7 +159,7 @@ def test_packed_parameters_keep_their_tensors(tmp_path: Path) -> None:
 
 
 def test_a_frozen_module_has_only_constants(tmp_path: Path) -> None:
-    file, _ = saved("frozen", tmp_path / "model.jit")
+    file, _ = script_file("frozen", tmp_path / "model.jit")
     found = ckptool.inspect(file)
     assert not found.listing.tensors and "no-state-dict" in {note.code for note in found.notes}
     (note,) = [note for note in found.notes if note.code == "no-state-dict"]
@@ -174,7 +174,7 @@ def test_a_frozen_module_has_only_constants(tmp_path: Path) -> None:
 
 
 def test_the_code_is_shown_as_text_and_never_run(tmp_path: Path) -> None:
-    file, _ = saved("scripted", tmp_path / "model.jit")
+    file, _ = script_file("scripted", tmp_path / "model.jit")
     seen: list[str] = []
     armed = [True]
     watched = ("import", "exec", "compile", "os.system", "subprocess.Popen", "socket.connect")
@@ -194,7 +194,7 @@ def test_the_code_is_shown_as_text_and_never_run(tmp_path: Path) -> None:
 
 
 def test_what_stands_beside_a_traced_module(tmp_path: Path) -> None:
-    file, _ = saved("traced", tmp_path / "model.jit")
+    file, _ = script_file("traced", tmp_path / "model.jit")
     beside = read(file).extras
     assert set(beside) == {"code", "constants", "traced_inputs"}
     assert all(isinstance(part, TensorEntry) for part in beside["constants"]())
@@ -213,7 +213,7 @@ def test_mobile_bytecode(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["remap", "add_module", "rename", "cast", "edit"])
 def test_row_015_what_would_lose_the_program_is_refused(verb: str, tmp_path: Path) -> None:
-    file, _ = saved("scripted", tmp_path / "model.jit")
+    file, _ = script_file("scripted", tmp_path / "model.jit")
     options: dict[str, Any] = {
         "remap": {"to": "cuda:0"},
         "add_module": {},
@@ -229,7 +229,7 @@ def test_row_015_what_would_lose_the_program_is_refused(verb: str, tmp_path: Pat
 
 
 def test_row_015_the_whole_tree_cannot_be_carried(tmp_path: Path) -> None:
-    file, _ = saved("scripted", tmp_path / "model.jit")
+    file, _ = script_file("scripted", tmp_path / "model.jit")
     with pytest.raises(Unsupported, match=r"beside its tensors|carried"):
         ckptool.convert(file, tmp_path / "out.safetensors", all=True)
     assert not (tmp_path / "out.safetensors").exists()
@@ -259,21 +259,21 @@ def test_row_052_records_of_a_program_planted_into_a_checkpoint(name: str, tmp_p
 
 
 def test_row_052_a_program_without_the_mark_by_which_torch_tells_it(tmp_path: Path) -> None:
-    file, _ = saved("linear", tmp_path / "model.jit")
+    file, _ = script_file("linear", tmp_path / "model.jit")
     out = with_record(file, tmp_path / "out.pt", f"{file.stem}/constants.pkl", None)
     with pytest.raises(Ambiguous, match="TorchScript"):
         read(out)
 
 
 def test_row_052_two_modules_in_one_archive(tmp_path: Path) -> None:
-    file, _ = saved("linear", tmp_path / "model.jit")
+    file, _ = script_file("linear", tmp_path / "model.jit")
     out = with_record(file, tmp_path / "out.pt", "other/data.pkl", b"\x80\x02).")
     with pytest.raises(Ambiguous, match="two"):
         read(out)
 
 
 def test_row_052_a_zip_behind_another_container(tmp_path: Path) -> None:
-    file, _ = saved("linear", tmp_path / "model.jit")
+    file, _ = script_file("linear", tmp_path / "model.jit")
     legacy = torch_bytes({"weight": torch.ones(2)}, _use_new_zipfile_serialization=False)
     tar = io.BytesIO()
     import tarfile
@@ -288,7 +288,7 @@ def test_row_052_a_zip_behind_another_container(tmp_path: Path) -> None:
 
 
 def test_row_040_code_that_inflates_without_end(tmp_path: Path) -> None:
-    file, _ = saved("linear", tmp_path / "model.jit")
+    file, _ = script_file("linear", tmp_path / "model.jit")
     out = tmp_path / "out.jit"
     with zipfile.ZipFile(file) as archive, zipfile.ZipFile(out, "w") as again:
         for info in archive.infolist():
@@ -304,7 +304,7 @@ HEADER = b"class Linear(Module):\n  __parameters__ = [%s]\n  __buffers__ = [%s]\
 
 
 def with_code(text: bytes, tmp_path: Path) -> Path:
-    file, _ = saved("linear", tmp_path / "model.jit")
+    file, _ = script_file("linear", tmp_path / "model.jit")
     with zipfile.ZipFile(file) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".py")]
     return with_record(file, tmp_path / "out.jit", name, text)
@@ -330,7 +330,7 @@ def test_the_headers_of_classes_say_what_the_state_dict_has(text: bytes, names: 
 
 
 def test_truncated_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
-    file, _ = saved("linear", tmp_path / "model.jit")
+    file, _ = script_file("linear", tmp_path / "model.jit")
     whole = file.read_bytes()
     for length in range(4, len(whole), 211):
         with pytest.raises(Truncated):
@@ -347,7 +347,7 @@ def test_truncated_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None
 
 
 def test_row_065_an_attribute_without_a_name_and_one_name_twice(tmp_path: Path) -> None:
-    file, _ = saved("linear", tmp_path / "model.jit")
+    file, _ = script_file("linear", tmp_path / "model.jit")
     for state in (
         b"}(K\x01K\x02u",
         b"}(X\x03\0\0\0a.bK\x01X\x01\0\0\0a" + b"c__torch__.m\nM\n)\x81}(X\x01\0\0\0bK\x02ubu",

@@ -22,8 +22,9 @@ from ckptool.formats import read, safetensors, torch_zip
 from ckptool.formats.tree_record.packing import pack
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
-from tests.support.helpers import assert_same_tree, carry_out, torch_bytes, written
+from tests.support.files import carry_out, torch_bytes, written
 from tests.support.pickled_graphs import as_tree, graphs
+from tests.support.same import assert_same_tree
 
 REFUSED = {
     "11-wrapper-subclass": "fixtures.traps.classes.Wrapper",

@@ -35,26 +35,15 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.formats import read
-from tests.support.helpers import torch_bytes, written
+from tests.support.errors import unreadable
+from tests.support.files import torch_bytes, written
 from tests.support.zips import with_record
 
 CHECKPOINT = torch_bytes({"weight": torch.ones(2)})
 
 
-def refused(path: Path, kind: type[CkptoolError], *words: str) -> CkptoolError:
-    """The error for a file, which is of this kind, names the file and says these words."""
-    with pytest.raises(CkptoolError) as caught:
-        read(path)
-    error = caught.value
-    assert type(error) is kind, error
-    text = str(error)
-    assert all(word in text for word in words), text
-    assert text.isprintable() or "\n" in text
-    return error
-
-
 def test_row_001_empty_file(tmp_path: Path) -> None:
-    refused(written(b"", tmp_path / "model.pt"), Truncated, "is empty (0 bytes)")
+    unreadable(written(b"", tmp_path / "model.pt"), Truncated, "is empty (0 bytes)")
 
 
 @pytest.mark.parametrize(
@@ -69,48 +58,50 @@ def test_row_002_a_few_bytes(data: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 100, 5_000, 3 << 20])
 def test_row_003_zeros(size: int, tmp_path: Path) -> None:
-    error = refused(written(bytes(size), tmp_path / "model.pt"), Corrupt, "zero", "never written")
+    error = unreadable(written(bytes(size), tmp_path / "model.pt"), Corrupt, "zero", "never written")
     assert f"{min(size, 1 << 20):,}" in error.what and f"{size:,}" in error.what
 
 
 def test_row_003_zeros_and_then_the_rest(tmp_path: Path) -> None:
-    refused(written(bytes(4096) + CHECKPOINT[4096:] + b"x", tmp_path / "model.pt"), Corrupt, "the first 4,096 of its")
+    unreadable(
+        written(bytes(4096) + CHECKPOINT[4096:] + b"x", tmp_path / "model.pt"), Corrupt, "the first 4,096 of its"
+    )
 
 
 def test_row_004_git_lfs_pointer(tmp_path: Path) -> None:
     oid = "sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
     pointer = f"version https://git-lfs.github.com/spec/v1\noid {oid}\nsize 12345\n".encode()
     for data in (pointer, pointer.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + pointer):
-        refused(written(data, tmp_path / "model.pt"), NotACheckpoint, "git-lfs", oid, "size 12345", "git lfs pull")
+        unreadable(written(data, tmp_path / "model.pt"), NotACheckpoint, "git-lfs", oid, "size 12345", "git lfs pull")
 
 
 @pytest.mark.parametrize(
     "start", ["<!DOCTYPE html>", "<html>", "  \n<HTML lang='en'>", "<?xml version='1.0'?>", "<Error><Code>AccessDenied"]
 )
 def test_row_005_web_page(start: str, tmp_path: Path) -> None:
-    refused(
+    unreadable(
         written(f"{start}<title>Sign in</title>".encode(), tmp_path / "model.pt"), NotACheckpoint, "web page", "login"
     )
 
 
 def test_row_006_what_a_server_answered(tmp_path: Path) -> None:
     answer = json.dumps({"error": "Repository not found \x1b[31m"}).encode()
-    refused(
+    unreadable(
         written(answer, tmp_path / "model.bin"), NotACheckpoint, "answer of a server: Repository not found", "Download"
     )
 
 
 def test_row_006_a_configuration_given_as_the_model(tmp_path: Path) -> None:
     config = written(json.dumps({"architectures": ["Bert"]}, indent=2).encode(), tmp_path / "config.json")
-    refused(config, NotACheckpoint, "JSON", "there is none")
+    unreadable(config, NotACheckpoint, "JSON", "there is none")
     written(CHECKPOINT, tmp_path / "my model.bin")
-    error = refused(config, NotACheckpoint, "JSON", "my model.bin")
+    error = unreadable(config, NotACheckpoint, "JSON", "my model.bin")
     assert f"'{tmp_path}/my model.bin'" in error.fix
 
 
 def test_row_006_json_of_another_kind(tmp_path: Path) -> None:
     for data in (b"[1, 2, 3]", b'{"a": NaN}', b"{", b"{}", b"[" * 400):
-        refused(written(data, tmp_path / "model.json"), NotACheckpoint, "JSON")
+        unreadable(written(data, tmp_path / "model.json"), NotACheckpoint, "JSON")
 
 
 def zstd(data: bytes) -> bytes:
@@ -131,7 +122,7 @@ WRAPPED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 def test_row_007_compressed(name: str, suffixed: bool, tmp_path: Path) -> None:
     compress, suffix = WRAPPED[name]
     path = written(compress(CHECKPOINT), tmp_path / f"my model.pt{suffix if suffixed else ''}")
-    error = refused(path, Unsupported, f"compressed with {name}")
+    error = unreadable(path, Unsupported, f"compressed with {name}")
     command = error.fix.partition(": ")[2]
     assert command.startswith(f"{name} -dc ")
     if name == "gzip":  # the command works as it stands
@@ -142,7 +133,7 @@ def test_row_007_compressed(name: str, suffixed: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("magic", "name"), [(b"7z\xbc\xaf\x27\x1c\0\x04", "7-Zip"), (b"Rar!\x1a\x07\x01\0", "RAR")])
 def test_row_008_archives_that_get_past_scanners(magic: bytes, name: str, tmp_path: Path) -> None:
-    refused(written(magic + bytes(100), tmp_path / "model.pt"), Unsupported, name, "scanners")
+    unreadable(written(magic + bytes(100), tmp_path / "model.pt"), Unsupported, name, "scanners")
 
 
 def varint_text(field: int, text: bytes) -> bytes:
@@ -179,7 +170,7 @@ def test_row_009_models_of_other_programs(name: str, tmp_path: Path) -> None:
     data = OTHER_MODELS[name] or plain_tar()
     if name == "TensorFlow checkpoint":
         data = b"\0\x05" + data[2:]
-    refused(written(data, tmp_path / "model.pth"), Unsupported, name)
+    unreadable(written(data, tmp_path / "model.pth"), Unsupported, name)
 
 
 def test_row_009_npz_and_npy_are_read(tmp_path: Path) -> None:
@@ -191,7 +182,7 @@ def test_row_009_npz_and_npy_are_read(tmp_path: Path) -> None:
 def test_row_009_onnx_as_torch_writes_it(tmp_path: Path) -> None:
     # the first bytes of torch.onnx.export
     header = b"\x08\x07\x12\x07pytorch\x1a\x031.9:\xba\x01\n\x16\n\x07input.1\x12\x016"
-    refused(written(header + bytes(200), tmp_path / "model.onnx"), Unsupported, "ONNX")
+    unreadable(written(header + bytes(200), tmp_path / "model.onnx"), Unsupported, "ONNX")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +196,7 @@ def test_row_009_onnx_as_torch_writes_it(tmp_path: Path) -> None:
     ],
 )
 def test_row_010_other_files_renamed(magic: bytes, name: str, tmp_path: Path) -> None:
-    refused(written(magic + bytes(200), tmp_path / "model.pt"), NotACheckpoint, name, "whatever its name says")
+    unreadable(written(magic + bytes(200), tmp_path / "model.pt"), NotACheckpoint, name, "whatever its name says")
 
 
 def zipped(path: Path, names: list[str]) -> Path:
@@ -227,17 +218,17 @@ def zipped(path: Path, names: list[str]) -> Path:
     ],
 )
 def test_row_011_ordinary_zip(names: list[str], word: str, tmp_path: Path) -> None:
-    error = refused(zipped(tmp_path / "my model.pt", names), NotACheckpoint, word, "not a PyTorch checkpoint")
+    error = unreadable(zipped(tmp_path / "my model.pt", names), NotACheckpoint, word, "not a PyTorch checkpoint")
     assert f"'{tmp_path}/my model.pt'" in error.fix
 
 
 def test_row_011_torchserve_archive(tmp_path: Path) -> None:
     path = zipped(tmp_path / "model.mar", ["MAR-INF/MANIFEST.json", "resnet.pth", "handler.py"])
-    refused(path, Unsupported, "TorchServe", "resnet.pth", "unzip")
+    unreadable(path, Unsupported, "TorchServe", "resnet.pth", "unzip")
 
 
 def test_row_011_the_first_script_format(tmp_path: Path) -> None:
-    refused(zipped(tmp_path / "model.pt", ["m/model.json", "m/tensors/0", "m/version"]), Unsupported, "model.json")
+    unreadable(zipped(tmp_path / "model.pt", ["m/model.json", "m/tensors/0", "m/version"]), Unsupported, "model.json")
 
 
 class Simple(nn.Module):
@@ -254,7 +245,7 @@ class Simple(nn.Module):
 def test_row_011_torch_export(tmp_path: Path) -> None:
     program = torch.export.export(Simple(), (torch.ones(1, 3),))
     torch.export.save(program, str(tmp_path / "model.pt2"))
-    refused(tmp_path / "model.pt2", Unsupported, "torch.export", ".state_dict")
+    unreadable(tmp_path / "model.pt2", Unsupported, "torch.export", ".state_dict")
 
 
 NEW_EXPORT = "data/weights/weight_0 models/model.json data/sample_inputs/model.pt archive_format archive_version byteorder .data/version"
@@ -265,7 +256,7 @@ OLD_EXPORT = "serialized_exported_program.json serialized_state_dict.pt serializ
     "names", [[f"m/{name}" for name in NEW_EXPORT.split()], OLD_EXPORT.split()], ids=["new", "old"]
 )
 def test_row_011_the_layouts_of_torch_export(names: list[str], tmp_path: Path) -> None:
-    refused(zipped(tmp_path / "model.pt2", names), Unsupported, "torch.export", ".state_dict")
+    unreadable(zipped(tmp_path / "model.pt2", names), Unsupported, "torch.export", ".state_dict")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -275,9 +266,9 @@ def test_row_011_torch_package(tmp_path: Path) -> None:
     with PackageExporter(str(tmp_path / "model.pt")) as package:
         package.extern("**")
         package.save_pickle("weights", "model.pkl", {"weight": torch.ones(2)})
-    refused(tmp_path / "model.pt", Unsupported, "torch.package", "source code")
+    unreadable(tmp_path / "model.pt", Unsupported, "torch.package", "source code")
     named = with_record(tmp_path / "model.pt", tmp_path / "named.pt", "model/data.pkl", b"\x80\x02}.")
-    refused(named, Unsupported, "torch.package")
+    unreadable(named, Unsupported, "torch.package")
 
 
 def test_row_013_fifo_socket_device(tmp_path: Path) -> None:
@@ -285,13 +276,13 @@ def test_row_013_fifo_socket_device(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
         for path in (tmp_path / "fifo", tmp_path / "socket", Path("/dev/zero"), Path("/dev/null")):
-            refused(path, UsageError, "not a regular file")
+            unreadable(path, UsageError, "not a regular file")
 
 
 def test_row_013_a_terminal() -> None:
     master, slave = os.openpty()
     try:
-        refused(Path(os.ttyname(slave)), UsageError, "not a regular file")
+        unreadable(Path(os.ttyname(slave)), UsageError, "not a regular file")
     finally:
         os.close(master)
         os.close(slave)
@@ -300,11 +291,11 @@ def test_row_013_a_terminal() -> None:
 def test_row_014_links_and_names(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
-    refused(tmp_path / "loop", FileProblem, "leads to itself")
-    refused(tmp_path / "dangling", BrokenLink, "it is a link to", "is not there")
-    refused(tmp_path / "no\nsuch\x1b[31m.pt", FileProblem, r"no\nsuch\x1b[31m.pt")
-    refused(tmp_path / ("x" * 300), FileProblem, "longer than this file system")
-    refused(Path(f"{tmp_path}/nul\0l"), FileProblem)
+    unreadable(tmp_path / "loop", FileProblem, "leads to itself")
+    unreadable(tmp_path / "dangling", BrokenLink, "it is a link to", "is not there")
+    unreadable(tmp_path / "no\nsuch\x1b[31m.pt", FileProblem, r"no\nsuch\x1b[31m.pt")
+    unreadable(tmp_path / ("x" * 300), FileProblem, "longer than this file system")
+    unreadable(Path(f"{tmp_path}/nul\0l"), FileProblem)
     path = written(CHECKPOINT, tmp_path / "with\nnewline \x1b[0m.pt")
     assert "\x1b" not in str(ckptool.inspect(path)) and r"with\nnewline \x1b[0m.pt" in str(ckptool.inspect(path))
 
@@ -329,8 +320,8 @@ def test_row_016_the_right_magic_and_the_wrong_sequel(tmp_path: Path) -> None:
 
 
 def test_row_077_a_pickle_of_no_known_protocol(tmp_path: Path) -> None:
-    refused(written(b"\x80\x2a}.", tmp_path / "model.pkl"), Unsupported, "unknown protocol 42")
-    refused(written(b"\x80\x2a}x", tmp_path / "model.pkl"), NotACheckpoint, "80 2a 7d")
+    unreadable(written(b"\x80\x2a}.", tmp_path / "model.pkl"), Unsupported, "unknown protocol 42")
+    unreadable(written(b"\x80\x2a}x", tmp_path / "model.pkl"), NotACheckpoint, "80 2a 7d")
 
 
 def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import ckptool
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.formats import read
 from fixtures import make_old
-from tests.support.helpers import assert_same_objects, assert_same_tree, load
+from tests.support.files import load
+from tests.support.same import assert_same_objects, assert_same_tree
 
 FIXTURES = Path(make_old.__file__).parent / "versions"
 OLD = ("1.13", "2.0", "2.4")

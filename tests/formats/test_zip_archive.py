@@ -17,7 +17,7 @@ from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR, Record
 from ckptool.formats.zip.writer import moved_entry
-from tests.support.helpers import torch_bytes, written
+from tests.support.files import torch_bytes, written
 from tests.support.zips import record_starts
 
 Edit = Callable[[bytes], bytes]

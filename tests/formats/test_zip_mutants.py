@@ -15,7 +15,7 @@ from ckptool.checkpoint.tree import walk
 from ckptool.errors import Ambiguous, CkptoolError
 from ckptool.formats import read
 from fixtures.make import make_all
-from tests.support.helpers import written
+from tests.support.files import written
 from tests.support.zip_mutants import (
     Tally,
     apart,

@@ -12,7 +12,7 @@ from ckptool.formats import read
 from tests.fuzz.exercise import TooMuch, exercise, exercise_bytes
 from tests.fuzz.mending import mended_tar, mended_zip
 from tests.fuzz.seeds import TARGETS, seeds
-from tests.support.helpers import written
+from tests.support.files import written
 from tests.support.hostile_inputs import KNOWN, ONE, pickle_zip
 
 

@@ -26,7 +26,8 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, DiskFull, FileChanged, FileProblem, VerifyFailed
 from ckptool.formats import read, torch_zip
 from ckptool.output import append_in_place
-from tests.support.helpers import assert_same_objects, assert_same_tree, load, rewritten, torch_bytes, written
+from tests.support.files import load, rewritten, torch_bytes, written
+from tests.support.same import assert_same_objects, assert_same_tree
 from tests.support.zips import record_starts, rezipped
 
 ROOT = Path(__file__).parents[2]

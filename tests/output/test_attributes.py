@@ -18,7 +18,7 @@ from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
 from ckptool.output import replace_file, replace_folder
 from ckptool.output.attributes import ACCESS_LIST
-from tests.support.checkpoints import saved, weights
+from tests.support.files import saved, weights
 
 OTHER = 54321  # nobody here
 

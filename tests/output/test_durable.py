@@ -25,7 +25,7 @@ from ckptool.checkpoint.plan import Checksummed, Crc, Plan
 from ckptool.errors import CkptoolError, Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
 from ckptool.output import durable
 from ckptool.output.durable import replace_file
-from tests.support.helpers import default_signals
+from tests.support.processes import default_signals
 
 ROOT = Path(__file__).parents[2]
 

@@ -32,7 +32,8 @@ from tests.support.faults import (
     kill_points,
     signal_points,
 )
-from tests.support.helpers import assert_same_objects, load, torch_bytes
+from tests.support.files import load, torch_bytes
+from tests.support.same import assert_same_objects
 
 Files = dict[str, bytes]
 

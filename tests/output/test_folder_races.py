@@ -21,8 +21,9 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.errors import FileProblem, OutputExists
 from ckptool.output import durable, folders
 from ckptool.output.folders import replace_folder
-from tests.support.folder_plans import NEW, OLD, contents, names, plan
-from tests.support.helpers import default_signals
+from tests.support.files import contents
+from tests.support.folder_plans import NEW, OLD, names, plan
+from tests.support.processes import default_signals
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,8 +20,9 @@ from ckptool.errors import Conflict, Corrupt, DiskFull, FileChanged, FileProblem
 from ckptool.formats import read
 from ckptool.output import folders
 from ckptool.output.folders import check_folder, replace_folder
-from tests.support.checkpoints import saved, three_parts, weights
-from tests.support.folder_plans import NEW, OLD, contents, names, plan
+from tests.support.errors import three_parts
+from tests.support.files import contents, saved, weights
+from tests.support.folder_plans import NEW, OLD, names, plan
 
 # What it does --------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def wrote(
     return (folder / "out").read_bytes()
 
 
-def contents(segment: Segment) -> bytes:
+def bytes_of(segment: Segment) -> bytes:
     if isinstance(segment, Deferred):
         return segment.make()
     data: Data = segment.data if isinstance(segment, Checksummed) else segment
@@ -77,16 +77,16 @@ def test_random_plans(seed: int, tmp_path: Path) -> None:
             data = FileRange(files[0 if kind == "next" else chosen.randrange(2)], begin, size)
             at = begin + size
         if kind != "late" and chosen.random() < 0.4:
-            data = Checksummed(data, Crc(expected=zlib.crc32(contents(data)) if chosen.random() < 0.5 else None))
+            data = Checksummed(data, Crc(expected=zlib.crc32(bytes_of(data)) if chosen.random() < 0.5 else None))
         segments.append(data)
     told: list[tuple[int, int]] = []
-    expected = b"".join(map(contents, segments))
+    expected = b"".join(map(bytes_of, segments))
     assert wrote(tmp_path, segments, progress=lambda done, total: told.append((done, total))) == expected
     assert not expected or told[-1] == (len(expected), len(expected))
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     for segment in segments:
         if isinstance(segment, Checksummed):
-            assert segment.crc.value == zlib.crc32(contents(segment))
+            assert segment.crc.value == zlib.crc32(bytes_of(segment))
 
 
 def test_adjacent_ranges_are_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from ckptool.checkpoint.nodes import ByteString, Global, Object, Set
 from ckptool.errors import BadTensor, CkptoolError, Unsupported
 from ckptool.pickles.decode import decode
 from ckptool.pickles.torch_objects import BUILDERS
-from tests.support.decoding import HOOKS, F, run, same
-from tests.support.helpers import Thing
+from tests.support.decoding import HOOKS, F, decode_pickle, decodes_to
+from tests.support.own_classes import Thing
 from tests.support.pickled_graphs import as_tree, graphs
 
 PROTOCOLS = range(6)
@@ -36,7 +36,7 @@ PROTOCOLS = range(6)
 def test_what_python_pickles_is_decoded_as_the_same_graph(graph: Any, protocol: int) -> None:
     data = pickle.dumps(graph, protocol)
     assume(protocol or b"Fnan" not in data)  # protocol 0 spells floats as text, without a NaN's payload
-    same(data, as_tree(graph))
+    decodes_to(data, as_tree(graph))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -54,7 +54,7 @@ def test_long_containers(size: int, protocol: int) -> None:
         thing,
         "é" * size,
     ]
-    same(pickle.dumps(value, protocol), as_tree(value))
+    decodes_to(pickle.dumps(value, protocol), as_tree(value))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -66,7 +66,7 @@ def test_long_texts_bytes_and_integers(protocol: int) -> None:
         for sign in (1, -1)
         for d in (-1, 0, 1)
     ]
-    same(pickle.dumps(value, protocol), as_tree(value))
+    decodes_to(pickle.dumps(value, protocol), as_tree(value))
 
 
 # Opcode by opcode -----------------------------------------------------------------------------------------------------
@@ -179,13 +179,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", OPCODES)
 def test_opcode(name: str) -> None:
-    same(*OPCODES[name])
+    decodes_to(*OPCODES[name])
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_row_80_opcodes_that_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=name):
-        run(REFUSED[name])
+        decode_pickle(REFUSED[name])
 
 
 def test_every_opcode_of_python_is_tested() -> None:
@@ -257,7 +257,7 @@ def test_row_53_nothing_is_imported_or_called(name: str, tmp_path: Path, monkeyp
     (tmp_path / "ckptool_marker.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
-    decoded = run(MARKERS[name])
+    decoded = decode_pickle(MARKERS[name])
     assert isinstance(decoded.root, Object) and decoded.root.fn is Global("ckptool_marker", "run")
     assert "ckptool_marker" not in sys.modules and not trace.exists()
     assert set(sys.modules) == before
@@ -267,14 +267,14 @@ def test_row_53_nothing_is_imported_or_called(name: str, tmp_path: Path, monkeyp
 
 
 def test_row_60_calls_that_are_thrown_away_are_reported() -> None:
-    assert [c.name for c in run(F + b")R0N.").discarded] == ["a.f"]
-    assert [c.name for c in run(b"(" + F + b")R1N.").discarded] == ["a.f"]
-    assert [c.name for c in run(F + b")Rq\x000N.").discarded] == ["a.f"]
-    assert [c.name for c in run(b"}" + F + b")RNs.").discarded] == []  # a key
-    assert [c.name for c in run(b"ca\nB\n)\x81" + F + b")Rb.").discarded] == []  # a state
-    assert [c.name for c in run(b"ccollections\nOrderedDict\n)R0" + b"ca\nB\n)\x810N.").discarded] == ["a.B"]
-    assert run(b"ccollections\nOrderedDict\n0" + b"ca\nB\n0N.").discarded == (Global("a", "B"),)
-    assert run(b"ccollections\nOrderedDict\n)R0N.").discarded == ()
+    assert [c.name for c in decode_pickle(F + b")R0N.").discarded] == ["a.f"]
+    assert [c.name for c in decode_pickle(b"(" + F + b")R1N.").discarded] == ["a.f"]
+    assert [c.name for c in decode_pickle(F + b")Rq\x000N.").discarded] == ["a.f"]
+    assert [c.name for c in decode_pickle(b"}" + F + b")RNs.").discarded] == []  # a key
+    assert [c.name for c in decode_pickle(b"ca\nB\n)\x81" + F + b")Rb.").discarded] == []  # a state
+    assert [c.name for c in decode_pickle(b"ccollections\nOrderedDict\n)R0" + b"ca\nB\n)\x810N.").discarded] == ["a.B"]
+    assert decode_pickle(b"ccollections\nOrderedDict\n0" + b"ca\nB\n0N.").discarded == (Global("a", "B"),)
+    assert decode_pickle(b"ccollections\nOrderedDict\n)R0N.").discarded == ()
 
 
 def test_an_unknown_call_swallowed_by_a_known_one_is_reported() -> None:
@@ -298,9 +298,9 @@ def test_an_unknown_call_swallowed_by_a_known_one_is_reported() -> None:
     ],
 )
 def test_row_85_other_codecs_stay_calls_that_are_not_known(args: bytes) -> None:
-    decoded = run(b"c_codecs\nencode\n" + args + b"R.")
+    decoded = decode_pickle(b"c_codecs\nencode\n" + args + b"R.")
     assert isinstance(decoded.root, Object)
-    assert run(b"c_codecs\nencode\n" + args + b"R0N.").discarded
+    assert decode_pickle(b"c_codecs\nencode\n" + args + b"R0N.").discarded
 
 
 SMALL = [
@@ -314,7 +314,7 @@ SMALL = [
 def test_cut_off_at_every_byte(data: bytes) -> None:
     for size in range(len(data)):
         with pytest.raises(CkptoolError) as caught:
-            run(data[:size])
+            decode_pickle(data[:size])
         assert caught.value.code in ("truncated", "corrupt"), size
 
 
@@ -326,7 +326,7 @@ def test_every_byte_changed_gives_a_tree_or_an_error_of_ours(data: bytes) -> Non
         for value in {0, 0xFF, data[at] ^ 1, data[at] ^ 0x80, *chosen.sample(range(256), 8)}:
             changed = data[:at] + bytes([value]) + data[at + 1 :]
             try:
-                run(changed)
+                decode_pickle(changed)
             except CkptoolError:
                 refused += 1
     assert refused > len(data)
@@ -345,6 +345,6 @@ def test_every_byte_changed_gives_a_tree_or_an_error_of_ours(data: bytes) -> Non
 )
 def test_any_opcodes_give_a_tree_or_an_error_of_ours(parts: list[bytes]) -> None:
     try:
-        run(b"".join(parts) + b".")
+        decode_pickle(b"".join(parts) + b".")
     except CkptoolError as error:
         assert error.what

@@ -10,7 +10,7 @@ from ckptool.checkpoint.nodes import ByteString, OrderedDict
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.pickles.decode import decode
 from ckptool.pickles.objects import MAX_NAMES
-from tests.support.decoding import HOOKS, F, run, same
+from tests.support.decoding import HOOKS, F, decode_pickle, decodes_to
 
 
 def nested(depth: int, opener: bytes = b"]", closer: bytes = b"a") -> bytes:
@@ -87,20 +87,20 @@ def test_hostile_row(name: str) -> None:
     data, error = HOSTILE[name]
     began = time.process_time()
     with pytest.raises(error) as caught:
-        run(data)
+        decode_pickle(data)
     assert time.process_time() - began < 5
     assert "data.pkl" in caught.value.what
 
 
 def test_row_64_bytes_after_the_end_are_not_read() -> None:
-    assert run(b"N.\x80\x02K\x01.").end == 2
+    assert decode_pickle(b"N.\x80\x02K\x01.").end == 2
 
 
 def test_row_72_billion_laughs_stay_small() -> None:
     """A hundred lists, each with ten references to the one before: 10^100 texts for whoever does not see that they are
     shared."""
     data = b"]q\x00" + b"".join(b"0](" + b"h%c" % i * 10 + b"eq%c" % (i + 1) for i in range(100)) + b"."
-    inner = run(data).root
+    inner = decode_pickle(data).root
     for _ in range(100):
         assert len(inner) == 10 and all(part is inner[0] for part in inner)
         inner = inner[0]
@@ -108,9 +108,9 @@ def test_row_72_billion_laughs_stay_small() -> None:
 
 
 def test_row_73_cycles() -> None:
-    ring = run(b"]q\x00h\x00a.").root
+    ring = decode_pickle(b"]q\x00h\x00a.").root
     assert ring[0] is ring
-    same(b"}q\x00K\x01h\x00s.", (lambda d: d.update({1: d}) or d)({}))
+    decodes_to(b"}q\x00K\x01h\x00s.", (lambda d: d.update({1: d}) or d)({}))
 
 
 def test_row_75_colliding_integer_keys() -> None:
@@ -119,31 +119,31 @@ def test_row_75_colliding_integer_keys() -> None:
     began = time.perf_counter()
     for pickle_ in (b"}(" + b"".join(keys) + b"u.", b"}" + b"".join(key + b"s" for key in keys) + b"."):
         with pytest.raises(LimitExceeded, match="same hash"):
-            run(pickle_)
+            decode_pickle(pickle_)
     assert time.perf_counter() - began < 5
-    assert len(run(b"}(" + b"".join(keys[:90]) + b"u.").root) == 90
+    assert len(decode_pickle(b"}(" + b"".join(keys[:90]) + b"u.").root) == 90
     spread = b"".join(b"\x8a\x0a" + (i * step + i * i).to_bytes(10, "little") + b"N" for i in range(1, 8_000))
-    assert len(run(b"}(" + spread + b"u.").root) == 7_999
+    assert len(decode_pickle(b"}(" + spread + b"u.").root) == 7_999
 
 
 def test_row_86_python_2() -> None:
     ordered = b"ccollections\nOrderedDict\nq\x04]q\x05(]q\x06(U\x01aK\x01e]q\x07(U\x01bK\x02ee\x85q\x08Rq\t"
     data = b"\x80\x02}q\x01(U\x06weightq\x02K\x01U\x02\xe9\xe8q\x03K\x02U\x01d" + ordered + b"u."
-    same(data, {"weight": 1, "\xe9\xe8": 2, "d": OrderedDict({"a": 1, "b": 2})})
-    assert run(data).byte_strings == 1
-    same(b"\x80\x02}U\x01\xe9U\x01\xe8s.", {"\xe9": ByteString(b"\xe8")})  # keys become text, values stay bytes
+    decodes_to(data, {"weight": 1, "\xe9\xe8": 2, "d": OrderedDict({"a": 1, "b": 2})})
+    assert decode_pickle(data).byte_strings == 1
+    decodes_to(b"\x80\x02}U\x01\xe9U\x01\xe8s.", {"\xe9": ByteString(b"\xe8")})  # keys become text, values stay bytes
     pairs = b"ccollections\nOrderedDict\n](](U\x01\xe9K\x01ee\x85R."
-    same(pairs, OrderedDict({"\xe9": 1}))
+    decodes_to(pairs, OrderedDict({"\xe9": 1}))
 
 
 def test_row_77_protocols_and_where_they_are_given() -> None:
     for protocol in range(6):
-        assert run(b"\x80%c]." % protocol).protocol == protocol
-        assert run(b"](\x80%cK\x01e." % protocol).protocol == protocol  # not first: Python reads it too
-    assert run(b"\x80\x02\x80\x04].").protocol == 4
+        assert decode_pickle(b"\x80%c]." % protocol).protocol == protocol
+        assert decode_pickle(b"](\x80%cK\x01e." % protocol).protocol == protocol  # not first: Python reads it too
+    assert decode_pickle(b"\x80\x02\x80\x04].").protocol == 4
     for protocol in (6, 42, 255):
         with pytest.raises(Unsupported, match=f"protocol {protocol}"):
-            run(b"\x80%c]." % protocol)
+            decode_pickle(b"\x80%c]." % protocol)
 
 
 def test_more_classes_than_any_checkpoint_names() -> None:

@@ -21,8 +21,10 @@ from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
 from ckptool.pickles.torch_objects import BUILDERS
 from fixtures.traps import TRAPS
-from tests.support.helpers import Thing, assert_same_objects, assert_same_tree, rewritten, torch_bytes, written
+from tests.support.files import rewritten, torch_bytes, written
+from tests.support.own_classes import Thing
 from tests.support.pickled_graphs import as_tree, graphs
+from tests.support.same import assert_same_objects, assert_same_tree
 
 
 def to_bytes(tree: Any) -> bytes:

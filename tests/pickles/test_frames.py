@@ -9,8 +9,8 @@ import time
 import pytest
 
 from ckptool.errors import Corrupt
-from tests.support.decoding import run
-from tests.support.helpers import assert_same_tree
+from tests.support.decoding import decode_pickle
+from tests.support.same import assert_same_tree
 
 
 def frame(content: bytes, size: int | None = None) -> bytes:
@@ -30,7 +30,7 @@ WHOLE_FRAMES = {
 
 @pytest.mark.parametrize("data", WHOLE_FRAMES.values(), ids=WHOLE_FRAMES)
 def test_frames_are_as_python_reads_them(data: bytes) -> None:
-    decoded = run(data)
+    decoded = decode_pickle(data)
     assert_same_tree(decoded.root, pickle.loads(data))
     assert data[decoded.end - 1 :].startswith(b".") and decoded.end == data.rindex(b".") + 1
 
@@ -57,13 +57,13 @@ TORN_FRAMES = {
 @pytest.mark.parametrize("data", TORN_FRAMES.values(), ids=TORN_FRAMES)
 def test_row_79_frames_that_tear_an_opcode(data: bytes) -> None:
     with pytest.raises(Corrupt):
-        run(b"\x80\x04" + data)
+        decode_pickle(b"\x80\x04" + data)
 
 
 def test_row_79_a_hundred_thousand_frames() -> None:
     data = b"\x80\x04](" + frame(b"N") * 100_000 + b"e."
     began = time.process_time()
-    assert len(run(data).root) == 100_000
+    assert len(decode_pickle(data).root) == 100_000
     assert time.process_time() - began < 1
 
 
@@ -75,4 +75,4 @@ def test_the_opcodes_of_our_own_are_none_in_a_file(op: int) -> None:
         b"\x80\x04" + frame(b"N%c" % op) + b".",
     ):
         with pytest.raises(Corrupt, match=f"0x{op:02x} is not"):
-            run(data)
+            decode_pickle(data)

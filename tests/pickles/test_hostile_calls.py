@@ -13,7 +13,7 @@ import pytest
 import ckptool
 from ckptool.errors import UnsafeObject
 from ckptool.pickles.calls import uses_of
-from tests.support.decoys import CALL, MARKER, Decoy, opened
+from tests.support.decoys import CALL, MARKER, Decoy, opened_pickle
 from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text
 from tests.support.watched import LOOKING, Seen
 
@@ -99,7 +99,7 @@ def test_rows_53_to_60_and_85_calls_are_shown_and_never_passed_on(
     codes = found.codes()
     assert all(codes[command] == "ok" for command in LOOKING), codes
     assert codes["convert to pt"] == "unsafe-global", codes
-    checkpoint = opened(CALLS[title], tmp_path)
+    checkpoint = opened_pickle(CALLS[title], tmp_path)
     assert list(uses_of(checkpoint))
     file = tmp_path / "input.pt"
     notes = [note.message for note in ckptool.inspect(file).notes if note.code == "unsafe-global"]
@@ -116,7 +116,7 @@ def test_rows_53_and_57_objects_of_foreign_classes_stay_inert(
 ) -> None:
     found = see(pickle_zip(INERT[title]))
     assert all(found.codes()[command] == "ok" for command in LOOKING), found.codes()
-    opened(INERT[title], tmp_path)
+    opened_pickle(INERT[title], tmp_path)
     if title != "57-build-of-a-device":
         with pytest.raises(UnsafeObject):
             ckptool.load(tmp_path / "input.pt")
@@ -150,7 +150,7 @@ def test_row_55_a_name_that_is_computed(pickle: bytes, see: Callable[..., Seen])
 
 def test_row_60_what_is_thrown_away_is_listed(tmp_path: Path) -> None:
     for title in ("60-pop", "60-pop-mark", "60-memo", "60-overwritten-memo"):
-        calls = list(uses_of(opened(CALLS[title], tmp_path)))
+        calls = list(uses_of(opened_pickle(CALLS[title], tmp_path)))
         assert [use.name for use, _ in calls] == ["ckptool_marker.run"], title
         assert "ckptool_marker.run" in str(ckptool.inspect(tmp_path / "input.pt"))
 

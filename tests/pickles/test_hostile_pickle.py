@@ -16,9 +16,10 @@ import ckptool
 from ckptool.checkpoint.nodes import Object
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import read
-from tests.support.decoys import CALL, MARKER, opened
-from tests.support.helpers import assert_same_tree, load, torch_bytes
+from tests.support.decoys import CALL, MARKER, opened_pickle
+from tests.support.files import load, torch_bytes
 from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text
+from tests.support.same import assert_same_tree
 from tests.support.watched import LOOKING, Seen
 
 # Rows 56, 57, 61 to 69, 76, 77, 79 to 82: refused, in words. Each is a file of INPUTS too.
@@ -117,7 +118,7 @@ def test_rows_56_to_82_are_refused_in_words(title: str, see: Callable[..., Seen]
     assert len(codes) == 1 and codes < {"corrupt", "truncated", "limit-exceeded", "unsupported", "conflict",
                                         "ambiguous", "bad-tensor"}, found.codes()  # fmt: skip
     with pytest.raises(error) as caught:
-        opened(pickle, tmp_path)
+        opened_pickle(pickle, tmp_path)
     assert str(tmp_path / "input.pt") in caught.value.what
 
 
@@ -140,7 +141,7 @@ def test_row_56_wrong_arguments_make_no_tensor(
     """The call is shown as one; only torch could say what it makes."""
     pickle = state({"x": name("torch._utils", name_of) + arguments + b"R"})
     assert set(see(pickle_zip(pickle), *LOOKING).codes().values()) == {"ok"}
-    found = opened(pickle, tmp_path)["x"]
+    found = opened_pickle(pickle, tmp_path)["x"]
     assert isinstance(found, Object) and found.name == f"torch._utils.{name_of}"
     with pytest.raises(CkptoolError):
         ckptool.load(tmp_path / "input.pt")
@@ -149,12 +150,12 @@ def test_row_56_wrong_arguments_make_no_tensor(
 def test_row_66_a_far_memo_index_is_an_index_like_any_other(see: Callable[..., Seen], tmp_path: Path) -> None:
     pickle = program(b"]r\xfe\xff\xff\xffp99999999999999999999\nj\xfe\xff\xff\xff\x86")
     assert set(see(pickle_zip(pickle), *LOOKING).codes().values()) == {"ok"}
-    first, second = opened(pickle, tmp_path).tree
+    first, second = opened_pickle(pickle, tmp_path).tree
     assert first is second
 
 
 def test_row_65_a_memo_slot_that_is_used_again(tmp_path: Path) -> None:
-    tree = opened(program(b"(K\x01q\x00K\x02q\x00h\x00t"), tmp_path).tree
+    tree = opened_pickle(program(b"(K\x01q\x00K\x02q\x00h\x00t"), tmp_path).tree
     assert tree == (1, 2, 2)
 
 
@@ -182,7 +183,7 @@ CYCLES: dict[str, bytes] = {
 def test_row_73_cycles_are_shown_and_kept(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
     codes = see(pickle_zip(CYCLES[title])).codes()
     assert {codes[command] for command in LOOKING} == {"ok"} and codes["convert to pt"] == "ok"
-    checkpoint = opened(CYCLES[title], tmp_path)
+    checkpoint = opened_pickle(CYCLES[title], tmp_path)
     for out in ("out.pt", "all.safetensors"):
         ckptool.convert(tmp_path / "input.pt", tmp_path / out, all=out != "out.pt")
         assert_same_tree(checkpoint, read(tmp_path / out))
@@ -190,10 +191,10 @@ def test_row_73_cycles_are_shown_and_kept(title: str, see: Callable[..., Seen], 
 
 def test_row_73_only_the_weights_go_to_another_container(tmp_path: Path) -> None:
     """There is no place for the rest: it is named, and left behind."""
-    opened(CYCLES["dict"], tmp_path)
+    opened_pickle(CYCLES["dict"], tmp_path)
     done = ckptool.convert(tmp_path / "input.pt", tmp_path / "out.safetensors")
     assert list(read(tmp_path / "out.safetensors").tree) == ["a.weight", "a.bias"] and "me" in str(done)
-    opened(CYCLES["list"], tmp_path)
+    opened_pickle(CYCLES["list"], tmp_path)
     with pytest.raises(CkptoolError):
         ckptool.convert(tmp_path / "input.pt", tmp_path / "other.safetensors")
 
@@ -204,7 +205,7 @@ def test_row_73_only_the_weights_go_to_another_container(tmp_path: Path) -> None
     + [b"N.", b"\x80\x02\x80\x04N.", b"N0\x80\x02N.", b"\x80\x02N0\x80\x05N."],
 )
 def test_row_77_any_protocol_anywhere(pickle: bytes, tmp_path: Path) -> None:
-    assert opened(pickle, tmp_path).tree is None
+    assert opened_pickle(pickle, tmp_path).tree is None
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -233,7 +234,7 @@ def test_row_81_names_are_escaped(see: Callable[..., Seen], tmp_path: Path) -> N
     pickle = state({key: tensor((4,), (1,)) for key in keys})
     found = see(pickle_zip(pickle))
     assert {found.codes()[command] for command in LOOKING} == {"ok"}
-    assert list(opened(pickle, tmp_path).tree) == keys
+    assert list(opened_pickle(pickle, tmp_path).tree) == keys
     assert "\\x1b[31mred" in str(ckptool.inspect(tmp_path / "input.pt"))
 
 
@@ -242,7 +243,7 @@ def test_a_file_whose_keys_are_objects_is_the_same_as_itself(tmp_path: Path) -> 
     made = name("models", "Callback") + b")\x81}" + text("n")
     for keys in ((b"K\x01", b"K\x02"), (b"K\x01", b"K\x01")):
         pickle = program(b"}(" + b"".join(made + key + b"sbK\x07" for key in keys) + b"u")
-        opened(pickle, tmp_path)
+        opened_pickle(pickle, tmp_path)
         assert ckptool.diff(tmp_path / "input.pt", tmp_path / "input.pt").same
         (tmp_path / "other.pt").write_bytes(pickle_zip(pickle.replace(b"K\x01sb", b"K\x05sb")))
         assert not ckptool.diff(tmp_path / "input.pt", tmp_path / "other.pt").same

@@ -18,9 +18,9 @@ from ckptool.errors import CkptoolError, Corrupt
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
 from ckptool.pickles.torch_objects import BUILDERS
-from tests.support.helpers import assert_same_tree
 from tests.support.pickle_programs import mutations, walks
 from tests.support.pickled_graphs import as_tree
+from tests.support.same import assert_same_tree
 
 modest = settings(
     max_examples=400,
@@ -30,7 +30,7 @@ modest = settings(
 )
 
 
-def run(data: bytes) -> Decoded:
+def decoded_program(data: bytes) -> Decoded:
     storages: dict[str, StorageRef] = {}
 
     def persistent(pid: Any) -> Any:
@@ -65,7 +65,7 @@ def again(decoded: Decoded) -> Any:
 def test_any_program_gives_a_tree_or_an_error_of_ours_soon(data: bytes) -> None:
     began = time.process_time()
     try:
-        decoded = run(data)
+        decoded = decoded_program(data)
     except CkptoolError as error:
         assert error.what
     else:
@@ -95,7 +95,7 @@ def test_plain_values_are_what_python_says(data: bytes) -> None:
     except Exception:  # noqa: BLE001 (Python's own refusals are of many kinds)
         return
     try:
-        decoded = run(data)
+        decoded = decoded_program(data)
     except CkptoolError as error:
         assert error.code in ("conflict", "corrupt", "limit-exceeded", "unsupported"), error
         return
@@ -110,7 +110,7 @@ def test_most_walks_are_read() -> None:
     @given(walks(plain=True))
     def count(data: bytes) -> None:
         try:
-            run(data)
+            decoded_program(data)
             outcomes["read"] += 1
         except CkptoolError as error:
             outcomes[error.code] += 1

@@ -19,7 +19,8 @@ from ckptool.errors import CkptoolError
 from ckptool.formats import read
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
-from tests.support.helpers import assert_same_objects, load
+from tests.support.files import load
+from tests.support.same import assert_same_objects
 
 
 class Outer:

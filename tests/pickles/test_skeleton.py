@@ -30,8 +30,8 @@ from ckptool.pickles.skeleton import Skeleton, decode_lazily, leaves, skeleton
 from ckptool.pickles.strings import StubbedValue, encoded, whole
 from ckptool.pickles.torch_objects import BUILDERS
 from tests.pickles.test_frames import TORN_FRAMES, WHOLE_FRAMES, frame
-from tests.support.helpers import assert_same_tree
 from tests.support.pickled_graphs import as_tree, graphs
+from tests.support.same import assert_same_tree
 
 PROTOCOLS = range(6)
 

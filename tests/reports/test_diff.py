@@ -22,8 +22,7 @@ from ckptool.reports.diff import IGNORABLE, Diff, diff
 from ckptool.transforms.locations import remap
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import DTYPES, TRAPS, batch_norm_model
-from tests.support.checkpoints import opened, saved, weights
-from tests.support.helpers import load
+from tests.support.files import load, opened, saved, weights
 
 
 def compared(left: Any, right: Any, folder: Path, **options: Any) -> Diff:

@@ -27,8 +27,7 @@ from ckptool.reports.digests import (
 )
 from ckptool.verbs.convert import convert
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import opened, saved
-from tests.support.helpers import written
+from tests.support.files import opened, saved, written
 
 
 def sha(data: bytes) -> str:

@@ -17,7 +17,7 @@ from ckptool.formats import read
 from ckptool.reports.inspect import Listing, listing
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import opened, saved, weights
+from tests.support.files import opened, saved, weights
 
 
 def listed(value: Any, folder: Path, at: str = "") -> Listing:
@@ -119,7 +119,7 @@ def test_notes(name: str, expected: set[str], tmp_path: Path) -> None:
     assert set(notes(listing(read(make(name, tmp_path))))) == expected
 
 
-def run(fix: tuple[str, ...], file: Path, out: Path) -> None:
+def carry_out_fix(fix: tuple[str, ...], file: Path, out: Path) -> None:
     """Carries out a note's command by the function of its name, with the options that it has."""
     assert fix[0] == "ckptool"
     verb = getattr(ckptool, fix[1].replace("-", "_"))
@@ -157,7 +157,7 @@ def test_the_command_of_a_note_mends_it(name: str, tmp_path: Path) -> None:
     assert fixable
     for number, code in enumerate(fixable):
         out = tmp_path / f"out{number}.pt"
-        run(notes(listing(read(file)))[code].fix, file, out)
+        carry_out_fix(notes(listing(read(file)))[code].fix, file, out)
         assert code not in notes(listing(read(out)))
         file = out
 
@@ -167,7 +167,7 @@ def test_the_notes_say_what_and_where(tmp_path: Path) -> None:
     found = [note for note in listed(value, tmp_path).notes if note.code == "prefix-module"]
     assert [note.message.partition(" carr")[0] for note in found] == ["2 of 2 keys of G", "1 of 2 keys of D"]
     assert all("--partial" in note.fix for note in found)  # one command mends both
-    run(found[0].fix, tmp_path / "opened.pt", tmp_path / "mended.pt")
+    carry_out_fix(found[0].fix, tmp_path / "opened.pt", tmp_path / "mended.pt")
     assert listing(read(tmp_path / "mended.pt")).notes == ()
     device = notes(listing(read(make("cuda.pt", tmp_path))))["cuda-location"]
     assert "9 tensors are tagged cuda:0" in device.message and device.fix[:2] == ("ckptool", "remap")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.support.helpers import torch_bytes
+from tests.support.files import torch_bytes
 
 
 def state(count: int = 12) -> dict[str, Any]:

@@ -6,15 +6,15 @@ from typing import Any
 
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.torch_objects import BUILDERS
-from tests.support.helpers import assert_same_tree
+from tests.support.same import assert_same_tree
 
 
-def run(data: bytes, **options: Any) -> Decoded:
+def decode_pickle(data: bytes, **options: Any) -> Decoded:
     return decode(data, lambda pid: ("persistent", pid), BUILDERS, **options)
 
 
-def same(data: bytes, expected: Any) -> None:
-    decoded = run(data)
+def decodes_to(data: bytes, expected: Any) -> None:
+    decoded = decode_pickle(data)
     assert decoded.end == len(data)
     assert_same_tree(decoded.root, expected)
 

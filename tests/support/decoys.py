@@ -25,7 +25,7 @@ class Decoy:
             (folder / f"{module}.py").write_text(body)
 
 
-def opened(pickle: bytes, folder: Path) -> Any:
+def opened_pickle(pickle: bytes, folder: Path) -> Any:
     file = folder / "input.pt"
     file.write_bytes(pickle_zip(pickle))
     return read(file)

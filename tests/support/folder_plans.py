@@ -17,9 +17,5 @@ def plan(files: dict[str, bytes] | None = None) -> Plan:
     return Plan({name: [InlineBytes(data)] for name, data in (files or NEW).items()})
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())

@@ -62,7 +62,7 @@ def words_of(line: str) -> list[str]:
     return said.stdout.split("\0")[:-1]
 
 
-def run(line: str) -> int:
+def run_line(line: str) -> int:
     """Runs a printed command as it stands; ours in this process, after a shell has read it."""
     if line.startswith("ckptool "):
         return main(words_of(line)[1:])
@@ -114,7 +114,7 @@ def _follow(found: Diagnosis, made: Trial, out: str) -> str:
         for fix in finding.fixes:
             before = everything()
             made.ran += 1
-            code = run(fix)
+            code = run_line(fix)
             if code not in (0, 1 if fix.startswith("ckptool recover") else 0):
                 made.failed.append(f"{fix} → {code}")
             out = written_by(fix, before) or out

@@ -5,28 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
-from tests.support.helpers import written
+from tests.support.errors import three_parts, unreadable
+from tests.support.files import written
 
 LEGACY: dict[str, Any] = {"_use_new_zipfile_serialization": False}
 
 
-def opened(data: bytes, folder: Path) -> Checkpoint:
+def opened_legacy(data: bytes, folder: Path) -> Checkpoint:
     checkpoint = read(written(data, folder / "legacy.pt"))
     assert checkpoint.container == "torch-legacy"
     return checkpoint
 
 
-def refused(data: bytes, folder: Path) -> CkptoolError:
-    with pytest.raises(CkptoolError) as caught:
-        opened(data, folder)
-    assert "legacy.pt" in caught.value.what and (caught.value.why or caught.value.fix)
-    return caught.value
+def legacy_refused(data: bytes, folder: Path) -> CkptoolError:
+    error = unreadable(written(data, folder / "legacy.pt"))
+    three_parts(error)
+    return error
 
 
 def values(entry: Any) -> list[Any]:

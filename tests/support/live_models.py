@@ -11,7 +11,7 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import CkptoolError
-from tests.support.checkpoints import three_parts
+from tests.support.errors import three_parts
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -40,7 +40,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(width, classes)
 
 
-def refused(file: Path, model: nn.Module, kind: type[CkptoolError], words: str, **options: Any) -> CkptoolError:
+def load_refused(file: Path, model: nn.Module, kind: type[CkptoolError], words: str, **options: Any) -> CkptoolError:
     before = snapshot(model)
     with pytest.raises(kind, match=words) as found:
         ckptool.load_into(model, file, **options)

@@ -82,3 +82,13 @@ class Net(torch.nn.Module):
         self.plain = torch.randn(2, 2)
         self.kept = [torch.randn(2), {"deep": torch.randn(1)}]
         self.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+
+
+class Thing:
+    """An object of a class that ckptool does not know; two are never equal."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __repr__(self) -> str:
+        return f"Thing({self.n})"

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
-from tests.support.helpers import Thing
+from tests.support.own_classes import Thing
 
 INTEGERS = st.one_of(st.integers(-300, 70_000), st.integers(-(2**40), 2**40), st.integers(-(2**600), 2**600))
 SCALARS = st.one_of(

@@ -76,7 +76,7 @@ def words_of(command: str) -> list[str]:
     return text.split("," if "," in text else None)
 
 
-def contents(place: Path) -> dict[str, bytes | str]:
+def kinds_and_bytes(place: Path) -> dict[str, bytes | str]:
     found: dict[str, bytes | str] = {}
     for path in sorted(place.parent.rglob("*")):
         name = str(path.relative_to(place.parent))

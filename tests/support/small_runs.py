@@ -87,7 +87,7 @@ def resumes(path: Path, *changes: str, middle: int = 5, steps: int = 9, **sectio
     return whole
 
 
-def run(path: Path, *changes: str, **sections: Any) -> Outcome:
+def run_to_end(path: Path, *changes: str, **sections: Any) -> Outcome:
     """A run in a folder, to its end."""
     return start(config(*changes, run=path / "run", **sections), resume="auto")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.transforms.rename import strip
-from tests.support.checkpoints import opened
+from tests.support.files import opened
 
 
 def stripped(value: Any, folder: Path, *prefixes: str, **options: Any) -> Any:

@@ -31,7 +31,8 @@ from ckptool.formats import read, torch_zip
 from ckptool.formats.zip.directory import read_archive
 from ckptool.formats.zip.record import CENTRAL, DESCRIPTOR, END, END64, LOCAL, LOCATOR
 from ckptool.output.sink import segments_of
-from tests.support.helpers import assert_same_objects, torch_bytes
+from tests.support.files import torch_bytes
+from tests.support.same import assert_same_objects
 
 # Benign archives -----------------------------------------------------------------------------------------------------
 

@@ -7,14 +7,12 @@ import struct
 import zipfile
 from pathlib import Path
 
-import pytest
 import torch
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CkptoolError
 from ckptool.formats import read
 from ckptool.formats.zip.record import END, END64, LOCATOR
-from tests.support.helpers import load, torch_bytes
+from tests.support.files import load, torch_bytes
 
 
 def rezipped(path: Path, out: Path, compression: int, replaced: dict[str, bytes] | None = None) -> Path:
@@ -56,16 +54,6 @@ END64_AT = END_AT - LOCATOR.size - END64.size
 DIRECTORY = struct.unpack_from("<Q", FILE, END64_AT + 48)[0]
 W = bytes(TENSORS["w"].numpy())
 EXPECTED = {name: bytes(tensor.numpy()) for name, tensor in TENSORS.items()}
-
-
-def refused(path: Path, error: type[CkptoolError], words: str | None = None) -> CkptoolError:
-    """The error that reading the file, and taking every value, gives; of exactly this class. The file is as it was."""
-    before = path.read_bytes()
-    with pytest.raises(error, match=words) as caught:
-        values(read(path))
-    assert type(caught.value) is error and str(path) in caught.value.what
-    assert path.read_bytes() == before
-    return caught.value
 
 
 def values(checkpoint: Checkpoint) -> dict[str, bytes]:

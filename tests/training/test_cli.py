@@ -20,6 +20,7 @@ import yaml
 from ckptool import cli
 from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.store import name_of
+from tests.support.files import contents
 from tests.support.small_runs import MLP
 from tests.training.test_store import cut, flip, forget
 
@@ -44,8 +45,8 @@ def train(typed: Typed, *changes: str) -> tuple[int, str, str]:
     return typed("train", "run.yaml", *[word for change in changes for word in ("--set", change)])
 
 
-def contents(folder: str) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file() and path.name != "lock"}
+def contents_but_lock(folder: str) -> dict[str, bytes]:
+    return {name: data for name, data in contents(Path(folder)).items() if Path(name).name != "lock"}
 
 
 # The everyday ---------------------------------------------------------------------------------------------------------
@@ -149,11 +150,11 @@ def test_a_folder_that_is_no_run_is_not_taken_for_one(typed: Typed, tmp_path: Pa
 
 def test_prune(typed: Typed) -> None:
     train(typed, "save.every=2", "save.keep_last=9", "save.keep_best=0")
-    before = contents("runs/x")
+    before = contents_but_lock("runs/x")
     code, out, _ = typed("prune", "runs/x", "-n", "--set", "save.keep_last=2")
     assert code == 0
     assert out.startswith("runs/x: would delete 7 checkpoints")
-    assert contents("runs/x") == before
+    assert contents_but_lock("runs/x") == before
     assert typed("prune", "runs/x", "--set", "save.keep_last=2")[1].startswith("runs/x: deleted 7 checkpoints")
     assert sorted(path.name for path in Path("runs/x/checkpoints").glob("*.pt")) == [name_of(18), name_of(20)]
     assert typed("prune", "runs/x")[1].startswith("runs/x: deleted 0 checkpoints")
@@ -233,22 +234,22 @@ def test_nobody_reads_the_progress(typed: Typed, monkeypatch: pytest.MonkeyPatch
 
 def test_a_run_that_is_there(typed: Typed) -> None:
     train(typed)
-    before = contents("runs/x")
+    before = contents_but_lock("runs/x")
     code, _, err = train(typed)
     assert code == 2
     assert "runs/x is a run already" in err
     assert "ckptool resume runs/x" in err
-    assert contents("runs/x") == before
+    assert contents_but_lock("runs/x") == before
     assert typed("train", "run.yaml", "--resume", "auto", "-q")[0] == 0
 
 
 def test_a_changed_fixed_key(typed: Typed) -> None:
     train(typed)
-    before = contents("runs/x")
+    before = contents_but_lock("runs/x")
     code, _, err = typed("resume", "runs/x", "--set", "train.accumulate=2")
     assert code == 2
     assert "train.accumulate was 1, and is now 2" in err
-    assert contents("runs/x") == before
+    assert contents_but_lock("runs/x") == before
 
 
 def test_a_run_folder_that_is_a_file(typed: Typed, tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_a_run_folder_that_is_a_file(typed: Typed, tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_to(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that became read-only: what is there stays, and the run says so."""
     train(typed)
-    before = contents("runs/x")
+    before = contents_but_lock("runs/x")
     opened = os.open
 
     def refused(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -276,20 +277,20 @@ def test_a_folder_that_cannot_be_written_to(typed: Typed, monkeypatch: pytest.Mo
         told = [typed("resume", "runs/x", "--set", "train.steps=30"), train(typed, "run=runs/new")]
     assert [code for code, _, _ in told] == [2, 2]
     assert all("Read-only file system" in err for _, _, err in told)
-    assert contents("runs/x") == before
+    assert contents_but_lock("runs/x") == before
 
 
 def test_all_are_damaged(typed: Typed) -> None:
     train(typed)
     for path in Path("runs/x/checkpoints").glob("*.pt"):
         flip(path)
-    before = contents("runs/x/checkpoints")
+    before = contents_but_lock("runs/x/checkpoints")
     for words in (("resume", "runs/x"), ("train", "run.yaml", "--resume", "auto")):
         code, _, err = typed(*words)
         assert code == 3
         assert "none of them is whole" in err
         assert "Nothing was deleted" in err
-    assert contents("runs/x/checkpoints") == before
+    assert contents_but_lock("runs/x/checkpoints") == before
 
 
 def test_a_user_module_that_raises(typed: Typed, tmp_path: Path) -> None:
@@ -300,12 +301,12 @@ def test_a_user_module_that_raises(typed: Typed, tmp_path: Path) -> None:
     assert "mine.py" in err
     assert train(typed)[0] == 0  # mended, it begins by the same command
     train(typed, "run=runs/y")
-    before = contents("runs/y/checkpoints")
+    before = contents_but_lock("runs/y/checkpoints")
     (tmp_path / "hook.py").write_text("def made():\n    raise RuntimeError('my own')\n")
     code, _, err = typed("resume", "runs/y", "--set", "train.steps=30", "--set", "hooks=[hook.py:made]")
     assert code == 2
     assert "my own" in err
-    assert contents("runs/y/checkpoints") == before
+    assert contents_but_lock("runs/y/checkpoints") == before
 
 
 def test_two_trainers_on_one_run(
@@ -333,7 +334,7 @@ def test_two_trainers_on_one_run(
 def test_a_disk_that_is_full(typed: Typed, tmp_path: Path) -> None:
     """The checkpoint does not fit below the limit of a process; those that are there stay."""
     train(typed)
-    before = contents("runs/x/checkpoints")
+    before = contents_but_lock("runs/x/checkpoints")
     size = (Path("runs/x/checkpoints") / name_of(20)).stat().st_size
     program = "import sys; from ckptool import cli; sys.exit(cli.main(sys.argv[1:]))"
     done = subprocess.run(
@@ -347,5 +348,5 @@ def test_a_disk_that_is_full(typed: Typed, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "files may not grow so large here" in done.stderr
     assert "Make room, then go on: ckptool resume runs/x" in done.stderr
-    assert contents("runs/x/checkpoints") == before
+    assert contents_but_lock("runs/x/checkpoints") == before
     assert typed("resume", "runs/x", "-q", "--set", "train.steps=25")[0] == 0

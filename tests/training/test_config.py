@@ -25,7 +25,7 @@ def parsed(text: str, *changes: str) -> Config:
     return configfile.parsed(text, "run.yaml", changes)
 
 
-def refused(text: str, *changes: str) -> str:
+def configuration_error(text: str, *changes: str) -> str:
     with pytest.raises(UsageError) as raised:
         parsed(text, *changes)
     return raised.value.what
@@ -61,7 +61,7 @@ def refused(text: str, *changes: str) -> str:
     ],
 )
 def test_errors_name_line_and_key(added: str, told: str) -> None:
-    assert refused(BASE + added + "\n") == told
+    assert configuration_error(BASE + added + "\n") == told
 
 
 def test_every_problem_is_told_at_once() -> None:
@@ -78,11 +78,13 @@ def test_every_problem_is_told_at_once() -> None:
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "word\n", "3\n"])
 def test_what_is_no_configuration(text: str) -> None:
-    assert refused(text) == "run.yaml is not a configuration"
+    assert configuration_error(text) == "run.yaml is not a configuration"
 
 
 def test_objects_are_not_made() -> None:
-    assert "could not determine a constructor" in refused(BASE + "task: !!python/object/apply:os.system ['true']\n")
+    assert "could not determine a constructor" in configuration_error(
+        BASE + "task: !!python/object/apply:os.system ['true']\n"
+    )
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -96,7 +98,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_steps_or_epochs() -> None:
     assert parsed("run: r\ntrain: {epochs: 2}\n").train.epochs == 2
     for given in ("{}", "{steps: 1, epochs: 1}"):
-        assert refused(f"run: r\ntrain: {given}\n").endswith("train: give steps or epochs, exactly one of the two")
+        assert configuration_error(f"run: r\ntrain: {given}\n").endswith(
+            "train: give steps or epochs, exactly one of the two"
+        )
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -139,7 +143,7 @@ def test_any_key_can_be_set() -> None:
     ],
 )
 def test_a_change_that_cannot_be(change: str, told: str) -> None:
-    assert refused(BASE, change) == told
+    assert configuration_error(BASE, change) == told
 
 
 def test_what_is_written_is_read_again() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ckptool.training import loop
 from ckptool.training.trainer import Trainer
-from tests.support.small_runs import CONV, GAN, IMAGES, run
+from tests.support.small_runs import CONV, GAN, IMAGES, run_to_end
 from tests.training.test_optim import scheduled
 
 SEVERAL: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ def test_copies_of_the_state_are_gone_with_their_save(
     gc.collect()
     gc.disable()
     try:
-        run(tmp_path, "save.every=1", "save.async=true", "eval.every=5", **SEVERAL[name])
+        run_to_end(tmp_path, "save.every=1", "save.async=true", "eval.every=5", **SEVERAL[name])
         assert left == [0] * 50
         assert not any(each() is not None for copy in copies for each in copy)
     finally:

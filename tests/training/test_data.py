@@ -16,7 +16,7 @@ from ckptool.errors import UsageError, UserCodeFailed
 from ckptool.training import data
 from ckptool.training.data import default, pad, to_device
 from ckptool.training.parallel import World
-from tests.support.small_runs import last, run, take, trainer
+from tests.support.small_runs import last, run_to_end, take, trainer
 
 RANDOM = """
 import random
@@ -117,10 +117,10 @@ def test_numbers_differ_between_epochs_and_samples(noisy: dict[str, Any]) -> Non
 
 
 def test_a_run_ends_the_same_with_workers_and_without(tmp_path: Path) -> None:
-    run(tmp_path / "a")
-    run(tmp_path / "b", "train.steps=7")
-    run(tmp_path / "b", "data.workers=2", "train.steps=12")
-    run(tmp_path / "b", "data.workers=1")
+    run_to_end(tmp_path / "a")
+    run_to_end(tmp_path / "b", "train.steps=7")
+    run_to_end(tmp_path / "b", "data.workers=2", "train.steps=12")
+    run_to_end(tmp_path / "b", "data.workers=1")
     assert last(tmp_path / "a") == last(tmp_path / "b")
 
 

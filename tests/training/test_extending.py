@@ -9,7 +9,7 @@ import pytest
 
 from ckptool.errors import Conflict
 from ckptool.training.start import resume, start
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run
+from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run_to_end
 from tests.training.test_optim import ARGS, scheduled
 
 FIRST, STEPS = 10, 20
@@ -18,7 +18,7 @@ FIRST, STEPS = 10, 20
 def extended(path: Path, *changes: str, **sections: Any) -> None:
     """Asserts that some steps and then the rest are the whole run: nothing of the state knows where the run was to
     end."""
-    run(path / "whole", f"train.steps={STEPS}", *changes, **sections)
+    run_to_end(path / "whole", f"train.steps={STEPS}", *changes, **sections)
     for first in (FIRST, 13):
         parts = path / f"{first}"
         start(config(f"train.steps={first}", *changes, run=parts / "run", **sections))
@@ -51,9 +51,9 @@ def test_other_runs(tmp_path: Path, sections: dict[str, Any]) -> None:
 @pytest.mark.parametrize("change", ["eval.every=2", "eval.metric=val_acc"])
 def test_what_a_plateau_follows_changes_only_when_it_is_said(tmp_path: Path, change: str) -> None:
     plateau = scheduled("ReduceLROnPlateau")
-    run(tmp_path, "train.steps=10", optim=plateau)
+    run_to_end(tmp_path, "train.steps=10", optim=plateau)
     with pytest.raises(Conflict, match=change.partition("=")[0]):
         start(config("train.steps=20", change, run=tmp_path / "run", optim=plateau), resume="auto")
     resume(str(tmp_path / "run"), ["train.steps=20", change])
-    run(tmp_path / "free", "train.steps=10")
+    run_to_end(tmp_path / "free", "train.steps=10")
     start(config("train.steps=20", change, run=tmp_path / "free" / "run"), resume="auto")

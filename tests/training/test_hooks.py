@@ -13,7 +13,7 @@ import torch
 
 from ckptool.errors import MissingExtra, UsageError, UserCodeFailed
 from ckptool.training.hooks import Hooks
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run, same, take, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run_to_end, same, take, trainer
 
 
 def logged(path: Path) -> list[dict[str, Any]]:
@@ -22,8 +22,8 @@ def logged(path: Path) -> list[dict[str, Any]]:
 
 def test_hooks_change_nothing_that_is_trained(tmp_path: Path) -> None:
     sections = {"data": IMAGES, "models": {"main": CONV}}
-    run(tmp_path / "a", **sections)
-    run(tmp_path / "b", hooks=["grad_norm", "activation_stats"], profile={"active": 2}, **sections)
+    run_to_end(tmp_path / "a", **sections)
+    run_to_end(tmp_path / "b", hooks=["grad_norm", "activation_stats"], profile={"active": 2}, **sections)
     assert last(tmp_path / "a") == last(tmp_path / "b")
 
 
@@ -42,12 +42,12 @@ def test_the_norm_of_gradients_is_that_before_clipping() -> None:
 
 
 def test_each_of_two_models_has_its_norm(tmp_path: Path) -> None:
-    run(tmp_path, hooks=["grad_norm"], **GAN)
+    run_to_end(tmp_path, hooks=["grad_norm"], **GAN)
     assert {"grad_norm_generator", "grad_norm_discriminator"} <= set(logged(tmp_path)[0])
 
 
 def test_statistics_of_activations(tmp_path: Path) -> None:
-    run(tmp_path, "log.every=4", hooks=["activation_stats"])
+    run_to_end(tmp_path, "log.every=4", hooks=["activation_stats"])
     fact = next(fact for fact in logged(tmp_path) if fact["step"] == 4)
     assert {key for key in fact if key.startswith("main.")} == {
         f"main.{i}.{kind}" for i in range(5) for kind in ("mean", "std")
@@ -84,10 +84,10 @@ class Bad:
 
 def test_a_hook_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN.replace("PATH", repr(str(tmp_path / "said"))))
-    run(tmp_path, "train.steps=2", "log.every=2", hooks=[f"{tmp_path / 'own.py'}:Own"])
+    run_to_end(tmp_path, "train.steps=2", "log.every=2", hooks=[f"{tmp_path / 'own.py'}:Own"])
     assert (tmp_path / "said").read_text() == "attach; backward main; step 1; backward main; step 2; logged 2.0"
     with pytest.raises(UserCodeFailed, match=r"own.py:Bad raised LookupError: lost"):
-        run(tmp_path / "bad", hooks=[f"{tmp_path / 'own.py'}:Bad"])
+        run_to_end(tmp_path / "bad", hooks=[f"{tmp_path / 'own.py'}:Bad"])
     with pytest.raises(UsageError, match=r"(?s)no 'gradnorm'.*Did you mean grad_norm"):
         Hooks(["gradnorm"])
 
@@ -96,7 +96,7 @@ def test_a_hook_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_profiler_writes_its_trace_into_the_run(tmp_path: Path) -> None:
-    run(tmp_path, profile={"wait": 2, "warmup": 1, "active": 3, "trace": "trace.json"})
+    run_to_end(tmp_path, profile={"wait": 2, "warmup": 1, "active": 3, "trace": "trace.json"})
     trace = json.loads((tmp_path / "run/trace.json").read_text())
     steps = {event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep")}
     assert steps == {"ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5"}
@@ -104,9 +104,9 @@ def test_the_profiler_writes_its_trace_into_the_run(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_shorter_than_the_profile_ends_well(tmp_path: Path) -> None:
-    run(tmp_path, "train.steps=2", profile={"wait": 1, "warmup": 0, "active": 9})
+    run_to_end(tmp_path, "train.steps=2", profile={"wait": 1, "warmup": 0, "active": 9})
     assert (tmp_path / "run/profile.json").exists()
-    run(tmp_path / "shorter", "train.steps=1", profile={"wait": 5})
+    run_to_end(tmp_path / "shorter", "train.steps=1", profile={"wait": 5})
 
 
 @pytest.mark.parametrize("name", ["../trace.json", "/tmp/trace.json", "run.yaml", "lock", ".json"])
@@ -123,7 +123,7 @@ def test_tensorboard_that_is_not_installed_is_named_before_the_first_step(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtra, match="needs the package tensorboard") as caught:
-        run(tmp_path, "log.tensorboard=true")
+        run_to_end(tmp_path, "log.tensorboard=true")
     assert "pip install tensorboard" in caught.value.fix
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 
@@ -144,12 +144,12 @@ def test_tensorboard_gets_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    run(tmp_path, "log.tensorboard=true", "train.steps=10")
+    run_to_end(tmp_path, "log.tensorboard=true", "train.steps=10")
     assert written[0] == ("tensorboard", 1)
     assert ("loss", 10) in written
     assert ("val_loss", 5) in written
     assert written[-1] == "closed"
-    run(tmp_path, "log.tensorboard=true", "train.steps=12")
+    run_to_end(tmp_path, "log.tensorboard=true", "train.steps=12")
     assert ("tensorboard", 11) in written  # what a killed run wrote behind its last checkpoint is cut off
 
 

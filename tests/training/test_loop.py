@@ -19,7 +19,7 @@ from ckptool.training.loop import one_step
 from ckptool.training.start import start
 from ckptool.training.store import Store
 from ckptool.training.trainer import Trainer
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, resumes, run, same, take, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, config, last, resumes, run_to_end, same, take, trainer
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
 
@@ -185,7 +185,7 @@ def test_a_step_that_is_not_finite_stops_the_run_or_is_left_out(tmp_path: Path, 
 def test_a_run_that_stops_at_what_is_not_finite_keeps_its_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "poison.py").write_text(POISON.replace("POISONED", "value = value / 0").replace("== 3", "== 8"))
     with pytest.raises(NotFinite, match="step 8") as caught:
-        run(tmp_path, f"task={tmp_path / 'poison.py'}:task")
+        run_to_end(tmp_path, f"task={tmp_path / 'poison.py'}:task")
     assert "on_nonfinite=skip" in caught.value.fix
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("*.pt")] == ["step-00000005.pt"]
 
@@ -205,16 +205,16 @@ def test_the_box_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_same_end_whether_killed_between_saves_or_not(tmp_path: Path) -> None:
-    run(tmp_path / "a")
+    run_to_end(tmp_path / "a")
     start(config("train.steps=13", run=tmp_path / "b" / "run"))
     (tmp_path / "b" / "run" / "checkpoints" / "step-00000013.pt").unlink()
-    run(tmp_path / "b")
+    run_to_end(tmp_path / "b")
     assert last(tmp_path / "a") == last(tmp_path / "b")
 
 
 def test_async_saving_ends_with_the_same_files(tmp_path: Path) -> None:
-    run(tmp_path / "a", "save.every=1", "save.keep_last=30")
-    run(tmp_path / "b", "save.every=1", "save.keep_last=30", "save.async=true")
+    run_to_end(tmp_path / "a", "save.every=1", "save.keep_last=30")
+    run_to_end(tmp_path / "b", "save.every=1", "save.keep_last=30", "save.async=true")
     one, other = (
         {p.name: p.read_bytes() for p in sorted((tmp_path / n / "run" / "checkpoints").glob("*.pt"))} for n in "ab"
     )
@@ -227,7 +227,7 @@ def test_async_saving_ends_with_the_same_files(tmp_path: Path) -> None:
 
 def test_an_async_save_holds_the_state_of_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread is held back until the run has gone on: what it writes is still what was."""
-    run(tmp_path / "a")
+    run_to_end(tmp_path / "a")
     gone_on, commit, step = threading.Event(), Store.commit, loop.Saver.wait
 
     def late(self: Store, number: int, *args: Any) -> Any:
@@ -242,7 +242,7 @@ def test_an_async_save_holds_the_state_of_its_own_step(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Store, "commit", late)
     monkeypatch.setattr(loop.Saver, "wait", waits)
-    run(tmp_path / "b", "save.async=true", "save.keep_last=9")
+    run_to_end(tmp_path / "b", "save.async=true", "save.keep_last=9")
     name = Path("run/checkpoints/step-00000020.pt")
     assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
     five = torch.load(tmp_path / "b" / "run/checkpoints/step-00000005.pt", weights_only=True)
@@ -258,18 +258,18 @@ def test_what_goes_wrong_in_an_async_save_is_raised(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Store, "commit", full)
     with pytest.raises(DiskFull, match="no space left"):
-        run(tmp_path, "save.async=true", "save.every=20")
+        run_to_end(tmp_path, "save.async=true", "save.every=20")
 
 
 def test_the_best_is_remembered_by_the_metric_and_the_metric_has_to_be_there(tmp_path: Path) -> None:
-    made = run(tmp_path, "eval.metric=val_acc", "eval.mode=max", "save.every=20")
+    made = run_to_end(tmp_path, "eval.metric=val_acc", "eval.mode=max", "save.every=20")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     best = max((line for line in lines if "val_acc" in line), key=lambda line: line["val_acc"])
     tree = torch.load(tmp_path / "run/checkpoints/step-00000020.pt", weights_only=True)
     assert tree["best"] == {"metric": "val_acc", "value": best["val_acc"], "step": best["step"]}
     assert (made.status, made.exit_code) == ("done", 0)
     with pytest.raises(UsageError, match=r"val_f1.*does not give") as caught:
-        run(tmp_path / "b", "eval.metric=val_f1")
+        run_to_end(tmp_path / "b", "eval.metric=val_f1")
     assert "val_loss, val_acc" in str(caught.value)
 
 

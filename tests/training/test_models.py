@@ -15,7 +15,7 @@ from ckptool.training.config import Data, Model
 from ckptool.training.data import load_data
 from ckptool.training.models import BUILT_IN, build_model, initialise
 from ckptool.training.start import start
-from tests.support.small_runs import CONV, IMAGES, config, run, take, trainer
+from tests.support.small_runs import CONV, IMAGES, config, run_to_end, take, trainer
 
 TEXT = {"name": "text", "args": {"samples": 20, "length": 6}, "batch": 4}
 
@@ -140,7 +140,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_run_starts_from_a_checkpoint_and_goes_on_without_it(tmp_path: Path) -> None:
     models = {"main": CONV}
-    run(tmp_path / "first", "train.steps=5", data=IMAGES, models=models)
+    run_to_end(tmp_path / "first", "train.steps=5", data=IMAGES, models=models)
     source = tmp_path / "weights.pt"
     tree = torch.load(tmp_path / "first/run/checkpoints/step-00000005.pt", weights_only=True)
     torch.save(tree["model_state_dict"], source)
@@ -148,7 +148,7 @@ def test_a_run_starts_from_a_checkpoint_and_goes_on_without_it(tmp_path: Path) -
     made = trainer(data=IMAGES, models=warm)
     for name, value in made.models["main"].state_dict().items():
         assert torch.equal(value, tree["model_state_dict"][name])
-    run(tmp_path / "second", "train.steps=5", data=IMAGES, models=warm)
+    run_to_end(tmp_path / "second", "train.steps=5", data=IMAGES, models=warm)
     source.unlink()
     done = start(config("train.steps=8", data=IMAGES, models=warm, run=tmp_path / "second/run"), resume="must")
     assert done.step == 8

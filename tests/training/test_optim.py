@@ -20,7 +20,7 @@ from ckptool.training.optim import build_optimizer, build_schedule, load_optimiz
 from ckptool.training.parallel import World
 from ckptool.training.start import resume
 from ckptool.training.trainer import Trainer, build, restored
-from tests.support.small_runs import again, config, last, resumes, run, same, take, trainer
+from tests.support.small_runs import again, config, last, resumes, run_to_end, same, take, trainer
 
 
 def names(base: type, module: Any) -> list[str]:
@@ -150,7 +150,7 @@ def test_a_plateau_follows_evaluation(tmp_path: Path) -> None:
             "schedule": {"name": "ReduceLROnPlateau", "args": ARGS["ReduceLROnPlateau"]},
         }
     }
-    run(tmp_path / "a", "eval.every=1", "save.every=3", "train.on_nonfinite=skip", optim=plateau)
+    run_to_end(tmp_path / "a", "eval.every=1", "save.every=3", "train.on_nonfinite=skip", optim=plateau)
     lines = [json.loads(line) for line in (tmp_path / "a/run/metrics.jsonl").read_text().splitlines()]
     rate, best, expected = 100.0, math.inf, []
     for line in lines:
@@ -246,7 +246,7 @@ def test_a_declared_schedule_goes_on_as_if_it_had_been_so(tmp_path: Path, before
 def test_a_declared_rate_stays_when_the_run_goes_on_again(tmp_path: Path) -> None:
     """Killed after the change or not, and without saying it again."""
     for name in ("a", "b"):
-        run(tmp_path / name, "train.steps=6", "save.keep_last=9")
+        run_to_end(tmp_path / name, "train.steps=6", "save.keep_last=9")
         resume(str(tmp_path / name / "run"), ["optim.main.lr=0.5", "train.steps=10", "save.every=2"])
     for step in (8, 10):
         (tmp_path / "b/run/checkpoints" / f"step-{step:08d}.pt").unlink()

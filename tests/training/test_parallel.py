@@ -19,7 +19,7 @@ from torch import nn
 from ckptool.errors import UsageError
 from ckptool.training.parallel import World, world_of, wrapped
 from ckptool.training.start import first_difference, start
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run, take, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run_to_end, take, trainer
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
 
@@ -84,16 +84,16 @@ def close(one: Any, other: Any, where: str = "") -> None:
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
 def test_strategies_of_one_process_write_the_same_file(tmp_path: Path, strategy: str) -> None:
     """`dp` without a GPU is the model itself; `ddp` without torchrun is one process."""
-    run(tmp_path / "a", "train.accumulate=2", data=IMAGES, models={"main": CONV})
-    run(tmp_path / "b", "train.accumulate=2", f"strategy={strategy}", data=IMAGES, models={"main": CONV})
+    run_to_end(tmp_path / "a", "train.accumulate=2", data=IMAGES, models={"main": CONV})
+    run_to_end(tmp_path / "b", "train.accumulate=2", f"strategy={strategy}", data=IMAGES, models={"main": CONV})
     assert last(tmp_path / "a") == last(tmp_path / "b")
     assert not torch.distributed.is_initialized()
 
 
 def test_a_run_may_change_its_strategy(tmp_path: Path) -> None:
-    run(tmp_path / "a")
-    run(tmp_path / "b", "train.steps=7", "strategy=ddp")
-    run(tmp_path / "b", "strategy=dp")
+    run_to_end(tmp_path / "a")
+    run_to_end(tmp_path / "b", "train.steps=7", "strategy=ddp")
+    run_to_end(tmp_path / "b", "strategy=dp")
     assert last(tmp_path / "a") == last(tmp_path / "b")
 
 
@@ -130,8 +130,8 @@ def test_two_processes_end_as_one_does(tmp_path: Path) -> None:
     model = {"main": {"name": "mlp", "args": {"hidden": [6]}, "freeze": [{"match": "1.*", "until": 4}]}}
     changes = ("data.batch=47", "train.accumulate=2", "train.ema=0.9", "train.steps=9", "save.every=3", "eval.every=3")
     optim = {"main": {"name": "sgd", "lr": 0.05, "args": {"momentum": 0.9}, "clip": {"norm": 0.5}}}
-    run(tmp_path / "one", *changes, models=model, optim=optim)
-    processes(2, lambda rank: run(tmp_path / "two", *changes, "strategy=ddp", models=model, optim=optim))
+    run_to_end(tmp_path / "one", *changes, models=model, optim=optim)
+    processes(2, lambda rank: run_to_end(tmp_path / "two", *changes, "strategy=ddp", models=model, optim=optim))
     one, two = tree_of(tmp_path / "one", 9), tree_of(tmp_path / "two", 9)
     close(one, two)
     assert first_difference(one, two) != ""  # else it was one process that did it all
@@ -153,7 +153,7 @@ def test_two_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
     changes = ("strategy=ddp", "eval.every=5", "train.ema=0.9")
 
     def trained(name: str, steps: int) -> Callable[[int], Any]:
-        return lambda rank: run(tmp_path / name, *changes, f"train.steps={steps}", **sections)
+        return lambda rank: run_to_end(tmp_path / name, *changes, f"train.steps={steps}", **sections)
 
     processes(2, trained("whole", 10), trained("parts", 5), trained("parts", 10))
     assert last(tmp_path / "whole") == last(tmp_path / "parts")
@@ -164,7 +164,7 @@ def test_three_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
     every step."""
 
     def trained(name: str, steps: int) -> Callable[[int], Any]:
-        return lambda rank: run(
+        return lambda rank: run_to_end(
             tmp_path / name, "strategy=ddp", f"train.steps={steps}", data=IMAGES, models={"main": CONV}
         )
 
@@ -174,18 +174,18 @@ def test_three_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
 
 def test_two_processes_train_two_models_and_several_precisions(tmp_path: Path) -> None:
     def trained(name: str, *changes: str, **sections: Any) -> Callable[[int], Any]:
-        return lambda rank: run(tmp_path / name, "strategy=ddp", "train.steps=6", *changes, **sections)
+        return lambda rank: run_to_end(tmp_path / name, "strategy=ddp", "train.steps=6", *changes, **sections)
 
     halves = [trained(name, f"train.precision={name}", NO_DROPOUT) for name in ("bf16", "fp16")]
     processes(2, trained("gan", **GAN), *halves)
-    run(tmp_path / "half", "train.steps=6", "train.precision=fp16", NO_DROPOUT)
+    run_to_end(tmp_path / "half", "train.steps=6", "train.precision=fp16", NO_DROPOUT)
     assert tree_of(tmp_path / "half", 6)["scaler_state_dict"] == tree_of(tmp_path / "fp16", 6)["scaler_state_dict"]
     judge = tree_of(tmp_path / "gan", 6)["model_discriminator_state_dict"]
     trainer(**GAN).models["discriminator"].load_state_dict(judge)
 
 
 def test_what_fails_in_the_first_process_fails_in_all(tmp_path: Path) -> None:
-    run(tmp_path)
+    run_to_end(tmp_path)
 
     def work(rank: int) -> None:
         with pytest.raises(Exception, match="is a run already" if rank == 0 else "could not open the run"):
@@ -198,8 +198,8 @@ def test_what_fails_in_the_first_process_fails_in_all(tmp_path: Path) -> None:
 
 
 def test_a_compiled_model_leaves_no_prefix_and_the_same_weights(tmp_path: Path) -> None:
-    run(tmp_path / "a", "train.steps=6", NO_DROPOUT)
-    run(tmp_path / "b", "train.steps=6", NO_DROPOUT, "train.compile=eager")
+    run_to_end(tmp_path / "a", "train.steps=6", NO_DROPOUT)
+    run_to_end(tmp_path / "b", "train.steps=6", NO_DROPOUT, "train.compile=eager")
     assert first_difference(tree_of(tmp_path / "a", 6), tree_of(tmp_path / "b", 6)) == ""
 
 

@@ -22,16 +22,16 @@ from tests.training.test_store import cut, flip
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run_folder(tmp_path: Path) -> Path:
     start(config("save.keep_last=2", "save.keep_best=1", "eval.metric=val_acc", "eval.mode=max", run=tmp_path / "run"))
     return tmp_path / "run"
 
 
-def test_what_a_run_says(run: Path) -> None:
-    found = ckptool.inspect_run(run)
+def test_what_a_run_says(run_folder: Path) -> None:
+    found = ckptool.inspect_run(run_folder)
     assert (found.event, found.step, found.resumes, found.damaged) == ("done", 20, 20, 0)
     newest = found.checkpoints[-1]
-    sidecar = json.loads((run / "checkpoints" / name_of(20)).with_suffix(".json").read_text())
+    sidecar = json.loads((run_folder / "checkpoints" / name_of(20)).with_suffix(".json").read_text())
     assert (newest.loss, newest.metrics, newest.epoch) == (sidecar["loss"], sidecar["metrics"], sidecar["epoch"])
     assert newest.bytes == sidecar["bytes"]
     assert newest.kept[:2] == ("newest", "last")
@@ -39,23 +39,23 @@ def test_what_a_run_says(run: Path) -> None:
     assert run_json(found)["checkpoints"][-1]["step"] == 20
 
 
-def test_what_is_damaged_is_found_by_its_size_or_in_full(run: Path) -> None:
-    flip(run / "checkpoints" / name_of(20))
-    assert ckptool.inspect_run(run).damaged == 0
-    full = ckptool.inspect_run(run, full=True)
+def test_what_is_damaged_is_found_by_its_size_or_in_full(run_folder: Path) -> None:
+    flip(run_folder / "checkpoints" / name_of(20))
+    assert ckptool.inspect_run(run_folder).damaged == 0
+    full = ckptool.inspect_run(run_folder, full=True)
     assert (full.damaged, full.resumes) == (1, 15)
     assert full.checkpoints[-1].kept == ("damaged",)
-    cut(run / "checkpoints" / name_of(15))
-    for path in (run / "checkpoints").glob("*.pt"):
+    cut(run_folder / "checkpoints" / name_of(15))
+    for path in (run_folder / "checkpoints").glob("*.pt"):
         cut(path)
-    found = ckptool.inspect_run(run)
+    found = ckptool.inspect_run(run_folder)
     assert (found.damaged, found.resumes) == (len(found.checkpoints), None)
     assert "none of them is whole" in run_text(found)
 
 
-def test_a_change_of_retention_is_seen(run: Path) -> None:
-    ckptool.resume(run, ["train.steps=25", "save.keep_every=10", "eval.metric=val_loss", "eval.mode=min"])
-    found = ckptool.inspect_run(run)
+def test_a_change_of_retention_is_seen(run_folder: Path) -> None:
+    ckptool.resume(run_folder, ["train.steps=25", "save.keep_every=10", "eval.metric=val_loss", "eval.mode=min"])
+    found = ckptool.inspect_run(run_folder)
     assert found.metric == "val_loss"
     assert [one.step for one in found.checkpoints if "every" in one.kept] == [20]
 
@@ -68,32 +68,32 @@ WEIRD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("facts", WEIRD, ids=["texts", "numbers", "lists"])
-def test_a_sidecar_of_anything(run: Path, facts: dict[str, Any]) -> None:
-    path = (run / "checkpoints" / name_of(20)).with_suffix(".json")
+def test_a_sidecar_of_anything(run_folder: Path, facts: dict[str, Any]) -> None:
+    path = (run_folder / "checkpoints" / name_of(20)).with_suffix(".json")
     path.write_text(json.dumps(json.loads(path.read_text()) | facts))
-    text = run_text(ckptool.inspect_run(run))
+    text = run_text(ckptool.inspect_run(run_folder))
     assert "\x1b" not in text
-    json.dumps(run_json(ckptool.inspect_run(run)), allow_nan=False)
+    json.dumps(run_json(ckptool.inspect_run(run_folder)), allow_nan=False)
 
 
 @pytest.mark.parametrize(
     "text", ["", "[1, 2", "3", "\x00", "a: &a [*a]\nb: *c", "[" * 50_000, "a: !!python/object/apply:os.system [ls]"]
 )
-def test_a_configuration_of_anything(run: Path, text: str) -> None:
-    (run / "run.yaml").write_text(text)
+def test_a_configuration_of_anything(run_folder: Path, text: str) -> None:
+    (run_folder / "run.yaml").write_text(text)
     with pytest.raises(Corrupt, match="is not the configuration of a run"):
-        ckptool.inspect_run(run)
+        ckptool.inspect_run(run_folder)
 
 
 @pytest.mark.parametrize(
     "text",
     ["save: 3\neval: []\n", "save: {keep_last: -1, keep_best: x, keep_every: 1e9}\neval: {metric: [1], mode: 3}\n"],
 )
-def test_a_configuration_of_other_types(run: Path, text: str) -> None:
-    number = (run / "run.yaml").read_text().partition("\n")[0]
-    (run / "run.yaml").write_text(f"{number}\n{text}")
-    (run / "history.jsonl").write_text('{"event": 3, "step": "x"}\nnull\n{"event": ["changed"], "config": 3}\n')
-    assert "20" in run_text(ckptool.inspect_run(run))
+def test_a_configuration_of_other_types(run_folder: Path, text: str) -> None:
+    number = (run_folder / "run.yaml").read_text().partition("\n")[0]
+    (run_folder / "run.yaml").write_text(f"{number}\n{text}")
+    (run_folder / "history.jsonl").write_text('{"event": 3, "step": "x"}\nnull\n{"event": ["changed"], "config": 3}\n')
+    assert "20" in run_text(ckptool.inspect_run(run_folder))
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
         ckptool.inspect_run(tmp_path)
 
 
-def test_it_needs_no_torch(run: Path) -> None:
+def test_it_needs_no_torch(run_folder: Path) -> None:
     code = "import sys, ckptool; ckptool.inspect_run(sys.argv[1]); print({'torch', 'pydantic'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, str(run_folder)], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 

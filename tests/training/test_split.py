@@ -14,7 +14,7 @@ from ckptool.training.config import Split
 from ckptool.training.parallel import Pipeline, place
 from ckptool.training.start import first_difference
 from ckptool.training.trainer import gathered
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, resumes, run, same, take, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, config, last, resumes, run_to_end, same, take, trainer
 
 CPU = torch.device("cpu")
 GPT: dict[str, Any] = {
@@ -59,9 +59,9 @@ def test_micro_batches_give_the_gradient_of_the_batch() -> None:
 
 def test_a_split_run_resumes_and_goes_on_whole(tmp_path: Path) -> None:
     resumes(tmp_path, "train.accumulate=2", **cut("4", microbatches=2))
-    run(tmp_path / "a")
-    run(tmp_path / "b", "train.steps=9", **cut("4"))
-    run(tmp_path / "b")
+    run_to_end(tmp_path / "a")
+    run_to_end(tmp_path / "b", "train.steps=9", **cut("4"))
+    run_to_end(tmp_path / "b")
     assert last(tmp_path / "a") == last(tmp_path / "b")
 
 

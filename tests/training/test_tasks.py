@@ -14,7 +14,7 @@ from torch.nn import functional
 from ckptool.errors import UsageError, UserCodeFailed
 from ckptool.training.data import Batch, seed_all
 from ckptool.training.tasks import classify, gan, lm, load_task, regress
-from tests.support.small_runs import GAN, run, take, trainer
+from tests.support.small_runs import GAN, run_to_end, take, trainer
 
 
 class Given(nn.Module):
@@ -122,7 +122,7 @@ def test_what_is_frozen_stays_so_after_the_other_models_phase() -> None:
 
 
 def test_a_gan_writes_both_models_under_their_names(tmp_path: Path) -> None:
-    run(tmp_path, "train.ema=0.9", **GAN)
+    run_to_end(tmp_path, "train.ema=0.9", **GAN)
     tree = torch.load(tmp_path / "run/checkpoints/step-00000020.pt", weights_only=True)
     for kind in ("model", "optimizer", "ema"):
         assert {f"{kind}_generator_state_dict", f"{kind}_discriminator_state_dict"} <= set(tree)
@@ -142,7 +142,7 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
     )
     own = tmp_path / "own.py"
     net: dict[str, Any] = {"models": {"net": {"name": "mlp"}}, "optim": {"net": {}}}
-    run(tmp_path, f"task={own}:task", **net)
+    run_to_end(tmp_path, f"task={own}:task", **net)
     with pytest.raises(UsageError, match="made int, not a ckptool"):
         load_task(f"{own}:number")
     with pytest.raises(UserCodeFailed, match="no file"):

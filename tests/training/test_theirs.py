@@ -12,7 +12,7 @@ import torch
 
 from ckptool.training.start import resume, start
 from ckptool.training.trainer import Trainer, gathered, restored
-from tests.support.small_runs import GAN, again, config, last, resumes, run, take, trainer
+from tests.support.small_runs import GAN, again, config, last, resumes, run_to_end, take, trainer
 
 OWN_MODEL = """
 from torch import nn
@@ -91,7 +91,7 @@ def test_a_module_that_the_user_put_into_evaluation_mode_stays_there(tmp_path: P
     """Evaluation gives each module the mode that it had, so a run that is resumed behind one ends with the same
     bytes."""
     own = {"main": owned(tmp_path, ["norm"])}
-    run(tmp_path / "a", models=own)
+    run_to_end(tmp_path / "a", models=own)
     tree = torch.load(tmp_path / "a/run/checkpoints/step-00000020.pt", weights_only=True)
     assert int(tree["model_state_dict"]["norm.num_batches_tracked"]) == 0
     start(config("train.steps=7", run=tmp_path / "b/run", models=own))

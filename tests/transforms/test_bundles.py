@@ -29,7 +29,7 @@ from ckptool.transforms.bundles import (
     table,
 )
 from ckptool.transforms.slim import equal, with_twins
-from tests.support.checkpoints import opened
+from tests.support.files import opened
 
 
 def tensor(storage: Storage) -> TensorEntry:

@@ -18,8 +18,9 @@ from ckptool.formats import read, torch_zip
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import opened, three_parts
-from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load
+from tests.support.errors import three_parts
+from tests.support.files import carry_out, load, opened
+from tests.support.same import assert_same_objects, assert_same_tree
 
 FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2".split()
 

@@ -17,8 +17,9 @@ from ckptool.formats import read
 from ckptool.transforms.edit import edit, parse_assignment, read_array
 from fixtures.make import make
 from fixtures.traps import TRAPS, batch_norm_model
-from tests.support.checkpoints import opened, three_parts, weights
-from tests.support.helpers import assert_same_tree
+from tests.support.errors import three_parts
+from tests.support.files import opened, weights
+from tests.support.same import assert_same_tree
 
 TRAINING = {
     "model": weights("enc.a", "enc.b", "head.a"),

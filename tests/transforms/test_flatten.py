@@ -14,7 +14,8 @@ from ckptool.formats import read
 from ckptool.transforms.flatten import Exported, export
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import opened, three_parts, weights
+from tests.support.errors import three_parts
+from tests.support.files import opened, weights
 
 
 def exported(value: Any, folder: Path, at: str | None = None, **options: Any) -> Exported:

@@ -16,8 +16,8 @@ from ckptool.formats import read, torch_zip
 from ckptool.transforms.locations import parse_device, remap
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import opened
-from tests.support.helpers import assert_same_objects, assert_same_tree, carry_out, load
+from tests.support.files import carry_out, load, opened
+from tests.support.same import assert_same_objects, assert_same_tree
 
 
 def places(tree: Any) -> dict[str, int]:

@@ -20,8 +20,8 @@ from ckptool.errors import Conflict, FileProblem, NoMatch, UsageError
 from ckptool.transforms.rename import Renamed, apply, by_rules
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from fixtures.traps import TRAPS, batch_norm_model
-from tests.support.checkpoints import opened, weights
-from tests.support.helpers import assert_same_tree
+from tests.support.files import opened, weights
+from tests.support.same import assert_same_tree
 from tests.support.stripping import stripped
 
 

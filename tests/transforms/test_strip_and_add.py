@@ -15,8 +15,9 @@ from ckptool.errors import Conflict, NoMatch, UsageError
 from ckptool.transforms.rename import add, strip
 from fixtures.make import make
 from fixtures.traps import TRAPS, batch_norm_model
-from tests.support.checkpoints import opened, three_parts, weights
-from tests.support.helpers import assert_same_tree
+from tests.support.errors import three_parts
+from tests.support.files import opened, weights
+from tests.support.same import assert_same_tree
 from tests.support.stripping import stripped
 
 # Prefixes off --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from ckptool.reports.warm_start import Suggestion
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from ckptool.transforms.suggest import rules_file, suggest
 from ckptool.transforms.suggest.names import contradict, spellings, words
-from tests.support.helpers import quickest
 from tests.support.naming_schemes import (
     CHUNKS,
     Shapes,
@@ -35,6 +34,7 @@ from tests.support.naming_schemes import (
     under,
     weight_normed,
 )
+from tests.support.processes import quickest
 from tests.support.renamed_trees import SIZES, renamings
 
 

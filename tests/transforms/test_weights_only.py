@@ -22,7 +22,7 @@ from ckptool.checkpoint.nodes import Global
 from ckptool.errors import Conflict
 from ckptool.formats import read
 from ckptool.transforms.weights_only import weights_only
-from tests.support.helpers import assert_same_objects
+from tests.support.same import assert_same_objects
 
 
 class Mode(enum.Enum):

@@ -10,8 +10,8 @@ from torch import nn
 import ckptool
 from ckptool.errors import UsageError
 from fixtures.make import make, mlp
-from tests.support.checkpoints import saved, weights
-from tests.support.helpers import assert_same_objects, load
+from tests.support.files import load, saved, weights
+from tests.support.same import assert_same_objects
 
 
 def test_the_result_loads_into_the_wrapped_model(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from torch import nn
 import ckptool
 from ckptool.checkpoint.commands import VERBS, Use
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
-from tests.cli.conftest import run  # noqa: F401 (a fixture)
-from tests.support.checkpoints import saved, weights
-from tests.support.helpers import assert_same_objects
+from tests.support.files import saved, weights
+from tests.support.same import assert_same_objects
 
 
 class Holder:
@@ -80,7 +79,7 @@ CHANGES: dict[str, Callable[..., Any]] = {
 }
 
 
-def load(path: Path) -> Any:
+def load_unsafely(path: Path) -> Any:
     return torch.load(path, weights_only=False, map_location="cpu")
 
 
@@ -128,7 +127,7 @@ def test_a_part_is_changed_as_a_file_of_it_would_be_and_nothing_else(
 ) -> None:
     file, out, path = tmp_path / "f.pt", tmp_path / "out.pt", PLACES[place]
     file.write_bytes(original.read_bytes())
-    before, change = load(file), CHANGES[verb]
+    before, change = load_unsafely(file), CHANGES[verb]
     options: dict[str, Any] = {way: True} if way != "out" else {}
     try:
         change(saved(at(before, path), tmp_path / "part.pt"), tmp_path / "expected.pt")
@@ -137,14 +136,14 @@ def test_a_part_is_changed_as_a_file_of_it_would_be_and_nothing_else(
             change(f"{file}#{place}", None if way == "in_place" else out, **options)
         assert not out.exists() and file.read_bytes() == original.read_bytes()
         return
-    expected = load(tmp_path / "expected.pt")
+    expected = load_unsafely(tmp_path / "expected.pt")
     done = change(f"{file}#{place}", None if way == "in_place" else out, **options)
     if way != "in_place":
         assert file.read_bytes() == original.read_bytes()
     if way == "dry_run":
         assert done.dry_run and not out.exists()
         return
-    after = load(file if way == "in_place" else out)
+    after = load_unsafely(file if way == "in_place" else out)
     if way == "extract":
         assert_same_objects(expected, after)
         return
@@ -176,7 +175,7 @@ def test_a_file_that_exists_under_the_whole_name_wins(tmp_path: Path) -> None:
     saved(inner, tmp_path / "a")
     whole = saved(inner, tmp_path / "a#b.pt")
     ckptool.strip_module(whole, tmp_path / "out.pt")
-    assert [list(part) for part in load(tmp_path / "out.pt").values()] == [["a.w"], ["a.w"]]
+    assert [list(part) for part in load_unsafely(tmp_path / "out.pt").values()] == [["a.w"], ["a.w"]]
 
 
 def test_extract_needs_a_part_and_a_new_file(original: Path, tmp_path: Path) -> None:
@@ -210,14 +209,14 @@ def test_what_would_change_a_tensor_outside_is_refused(verb: str, change: Any, t
         change(f"{file}#a", out)
     assert not out.exists()
     change(f"{file}#a", out, extract=True)  # nothing is outside of that
-    assert list(load(out)) == ["module.x.w", "module.y.w"]
+    assert list(load_unsafely(out)) == ["module.x.w", "module.y.w"]
 
 
 @pytest.mark.parametrize("verb", ["strip-module", "add-module", "slim"])
 def test_ties_across_the_border_stay(verb: str, tmp_path: Path) -> None:
     file, out = saved(shared(), tmp_path / "f.pt"), tmp_path / "out.pt"
     CHANGES[verb](f"{file}#b", out)
-    after = load(out)
+    after = load_unsafely(out)
     names = {"strip-module": "x.w", "add-module": "module.module.x.w", "slim": "module.x.w"}
     tied = (after["a"]["module.x.w"], after["b"][names[verb]], after["c"])
     assert len({tensor.untyped_storage().data_ptr() for tensor in tied}) == 1
@@ -227,7 +226,7 @@ def test_a_container_that_stands_elsewhere_too_changes_only_at_the_address(tmp_p
     both = weights("module.a.w")
     file = saved({"a": both, "b": both}, tmp_path / "f.pt")
     ckptool.strip_module(f"{file}#a", tmp_path / "out.pt")
-    after = load(tmp_path / "out.pt")
+    after = load_unsafely(tmp_path / "out.pt")
     assert [list(part) for part in after.values()] == [["a.w"], ["module.a.w"]]
     assert after["a"]["a.w"].data_ptr() == after["b"]["module.a.w"].data_ptr()
     with pytest.raises(Conflict, match="shares its storage"):
@@ -247,15 +246,15 @@ def test_names_that_an_optimizer_outside_has_are_told(tmp_path: Path) -> None:
     file = saved({"net": {"module.w": torch.ones(2)}, "optimizer": optimizer}, tmp_path / "f.pt")
     done = ckptool.strip_module(f"{file}#net", tmp_path / "out.pt")
     assert [note.code for note in done.notes] == ["old-names"] and "optimizer" in done.notes[0].message
-    assert_same_objects(load(file)["optimizer"], load(tmp_path / "out.pt")["optimizer"])
+    assert_same_objects(load_unsafely(file)["optimizer"], load_unsafely(tmp_path / "out.pt")["optimizer"])
     assert not ckptool.strip_module(file, tmp_path / "all.pt").notes
-    assert list(load(tmp_path / "all.pt")["optimizer"]["state"]) == ["w"]
+    assert list(load_unsafely(tmp_path / "all.pt")["optimizer"]["state"]) == ["w"]
 
 
 def test_edits_are_relative_to_the_address(original: Path, tmp_path: Path) -> None:
     done = ckptool.edit(f"{original}#models", tmp_path / "out.pt", drop=["a~1b/*.bias"], set={"note": "x"})
     assert done.facts["dropped"] == ["models/a~1b/module.fc.bias"] and done.facts["set"] == ["models/note"]
-    after = load(tmp_path / "out.pt")
+    after = load_unsafely(tmp_path / "out.pt")
     assert "module.fc.bias" not in after["models"]["a/b"] and "module.fc.bias" in after["state_dict"]
     assert after["models"]["note"] == "x" and "note" not in after
     with pytest.raises(NoMatch):
@@ -293,13 +292,13 @@ def test_doctor_is_about_the_part(original: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.address is Use.REFUSES])
-def test_verbs_about_whole_files_refuse_an_address(verb: str, original: Path, run: Any) -> None:  # noqa: F811
+def test_verbs_about_whole_files_refuse_an_address(verb: str, original: Path, run: Any) -> None:
     words = [verb, f"{original}#state_dict", *(["-o", "x.pt"] if verb == "recover" else [])]
     ran = run(*words)
     assert ran.code == 2 and "takes none" in ran.err
 
 
-def test_every_verb_says_in_its_help_what_an_address_means(run: Any, monkeypatch: Any) -> None:  # noqa: F811
+def test_every_verb_says_in_its_help_what_an_address_means(run: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     says = {
         Use.CHANGES: "FILE#ADDRESS changes only that part, and writes the whole file",

@@ -20,11 +20,10 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import Conflict, UsageError
 from fixtures.sparse import make_sparse
-from tests.support.helpers import assert_same_objects, torch_bytes, written
-from tests.support.zips import rezipped
+from tests.support.same import assert_same_objects
 
 
-def saved(folder: Path, trees: list[Any]) -> list[Path]:
+def numbered_files(folder: Path, trees: list[Any]) -> list[Path]:
     paths = [folder / f"{number}.pt" for number in range(len(trees))]
     for path, tree in zip(paths, trees, strict=True):
         torch.save(tree, path)
@@ -43,7 +42,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.com
 def test_the_mean_is_the_one_of_a_wider_type(tmp_path: Path, dtype: torch.dtype, count: int) -> None:
     made = torch.complex128 if dtype.is_complex else torch.float64
     trees = [{"layer.weight": torch.randn(70, 1001, dtype=made).to(dtype)} for _ in range(count)]
-    ckptool.average(saved(tmp_path, trees), tmp_path / "mean.pt")
+    ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.itemsize >= 4 else torch.float32
     total = sum(tree["layer.weight"].to(wide) * (1 / count) for tree in trees)
     found = stock(tmp_path / "mean.pt")["layer.weight"]
@@ -52,7 +51,7 @@ def test_the_mean_is_the_one_of_a_wider_type(tmp_path: Path, dtype: torch.dtype,
 
 def test_weights_and_ema(tmp_path: Path) -> None:
     trees = [{"w.weight": torch.full((4,), float(value))} for value in (1, 2, 4)]
-    files = saved(tmp_path, trees)
+    files = numbered_files(tmp_path, trees)
     ckptool.average(files, tmp_path / "a.pt", weights=[0.5, 0.25, 0.25])
     assert stock(tmp_path / "a.pt")["w.weight"].tolist() == [2.0] * 4
     done = ckptool.average(files, tmp_path / "b.pt", ema=0.5)  # ((1 + 2) / 2 + 4) / 2
@@ -68,7 +67,7 @@ def test_counters_and_booleans_are_the_last_files(tmp_path: Path) -> None:
         {"bn.weight": torch.ones(2) * n, "bn.num_batches_tracked": torch.tensor(n), "mask": torch.tensor([n > 1])}
         for n in (1, 3)
     ]
-    done = ckptool.average(saved(tmp_path, trees), tmp_path / "mean.pt")
+    done = ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
     found = stock(tmp_path / "mean.pt")
     assert (
         found["bn.weight"].tolist() == [2.0, 2.0]
@@ -85,7 +84,7 @@ def test_ties_metadata_and_layout_stay_sane(tmp_path: Path) -> None:
         model[1].weight = model[0].weight
         torch.nn.init.constant_(model[0].weight, value)
         trees.append({"state_dict": model.state_dict(), "epoch": int(value)})
-    ckptool.average(saved(tmp_path, trees), tmp_path / "mean.pt")
+    ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
     found = stock(tmp_path / "mean.pt")
     assert list(found) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
@@ -99,7 +98,7 @@ def test_views_of_any_stride_and_conjugates(tmp_path: Path) -> None:
         {"t.weight": base.t(), "s.weight": base[:, ::2], "z.weight": z.conj()},
         {"t.weight": base.t().contiguous() + 2, "s.weight": base[:, :3], "z.weight": z},
     ]
-    ckptool.average(saved(tmp_path, trees), tmp_path / "mean.pt")
+    ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
     found = stock(tmp_path / "mean.pt")
     assert torch.equal(found["t.weight"], base.t() + 1)
     assert torch.equal(found["s.weight"], (base[:, ::2] + base[:, :3]) / 2)
@@ -107,7 +106,7 @@ def test_views_of_any_stride_and_conjugates(tmp_path: Path) -> None:
 
 
 def test_one_file_against_itself_is_itself(tmp_path: Path) -> None:
-    (path,) = saved(tmp_path, [{"a.weight": torch.randn(33), "b.bias": torch.randn(3).half()}])
+    (path,) = numbered_files(tmp_path, [{"a.weight": torch.randn(33), "b.bias": torch.randn(3).half()}])
     ckptool.average([path, path], tmp_path / "mean.pt")
     assert_same_objects(stock(path), stock(tmp_path / "mean.pt"))
 
@@ -120,7 +119,7 @@ def test_random_files_and_weights(tmp_path_factory: pytest.TempPathFactory, data
     shape = data.draw(st.lists(st.integers(0, 5), max_size=3))
     weights = [data.draw(st.floats(-2, 2)) for _ in range(count)]
     trees = [{"a.weight": torch.randn(shape)} for _ in range(count)]
-    ckptool.average(saved(folder, trees), folder / "mean.pt", weights=weights)
+    ckptool.average(numbered_files(folder, trees), folder / "mean.pt", weights=weights)
     total = np.zeros(shape)
     for tree, weight in zip(trees, weights, strict=True):
         total = total + tree["a.weight"].double().numpy() * weight
@@ -147,7 +146,7 @@ def test_deflated_files_are_read_ahead_while_their_sums_are_checked(tmp_path: Pa
 def test_files_that_do_not_agree_are_refused(
     tmp_path: Path, other: Any, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = saved(tmp_path, [{"a.weight": torch.ones(2)}, other])
+    files = numbered_files(tmp_path, [{"a.weight": torch.ones(2)}, other])
     with pytest.raises(Conflict, match=words):
         ckptool.average(files, tmp_path / "mean.pt")
     assert main(["average", *map(str, files), "-o", str(tmp_path / "mean.pt")]) == 2
@@ -155,7 +154,7 @@ def test_files_that_do_not_agree_are_refused(
 
 
 def test_bad_requests(tmp_path: Path) -> None:
-    files = saved(tmp_path, [{"a.weight": torch.ones(2)}] * 2)
+    files = numbered_files(tmp_path, [{"a.weight": torch.ones(2)}] * 2)
     for given_options in (
         {"weights": [1.0]},
         {"ema": 1.5},
@@ -170,7 +169,7 @@ def test_bad_requests(tmp_path: Path) -> None:
 
 
 def test_a_damaged_input_is_noticed(tmp_path: Path) -> None:
-    files = saved(tmp_path, [{"a.weight": torch.randn(4096)}] * 2)
+    files = numbered_files(tmp_path, [{"a.weight": torch.randn(4096)}] * 2)
     raw = bytearray(files[0].read_bytes())
     raw[len(raw) // 2] ^= 1
     files[0].write_bytes(raw)
@@ -182,7 +181,7 @@ def test_a_damaged_input_is_noticed(tmp_path: Path) -> None:
 def test_the_command_says_what_was_averaged_and_offers_only_what_it_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = saved(tmp_path, [{"model": {"a.weight": torch.ones(2)}, "epoch": n} for n in range(2)])
+    files = numbered_files(tmp_path, [{"model": {"a.weight": torch.ones(2)}, "epoch": n} for n in range(2)])
     out = str(tmp_path / "mean.pt")
     assert main(["average", *map(str, files), "-o", out]) == 0
     assert "the mean of 2 files: 1 tensor of model → " in capsys.readouterr().out

@@ -13,13 +13,9 @@ from torch.nn.utils import parametrizations, prune, remove_weight_norm, spectral
 import ckptool
 from ckptool.cli import main
 from ckptool.errors import Conflict, NoMatch, UsageError
+from tests.support.files import saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:.*spectral_norm:FutureWarning")
-
-
-def saved(path: Path, tree: Any) -> Path:
-    torch.save(tree, path)
-    return path
 
 
 def stock(path: Path) -> Any:
@@ -43,7 +39,7 @@ def test_weight_norm(tmp_path: Path, kind: str, dim: int | None, new: bool) -> N
         g.mul_(1.7)
     x = module.weight if new else None
     file = saved(
-        tmp_path / "in.pt", {"state_dict": {f"body.{k}": v for k, v in module.state_dict().items()}, "epoch": 1}
+        {"state_dict": {f"body.{k}": v for k, v in module.state_dict().items()}, "epoch": 1}, tmp_path / "in.pt"
     )
     done = ckptool.bake(file, tmp_path / "out.pt")
     found = stock(tmp_path / "out.pt")["state_dict"]
@@ -58,7 +54,7 @@ def test_weight_norm(tmp_path: Path, kind: str, dim: int | None, new: bool) -> N
 def test_pruning_is_exact(tmp_path: Path) -> None:
     module = prune.random_unstructured(nn.Linear(50, 40), "weight", 0.5)
     plain = module.weight.detach().clone()
-    ckptool.bake(saved(tmp_path / "in.pt", module.state_dict()), tmp_path / "out.pt")
+    ckptool.bake(saved(module.state_dict(), tmp_path / "in.pt"), tmp_path / "out.pt")
     assert torch.equal(stock(tmp_path / "out.pt")["weight"], plain)
 
 
@@ -66,7 +62,7 @@ def test_pruning_is_exact(tmp_path: Path) -> None:
 def test_spectral_norm_is_left_alone_unless_asked(tmp_path: Path, new: bool) -> None:
     module = (parametrizations.spectral_norm if new else spectral_norm)(nn.Linear(6, 4)).eval()
     plain = module(torch.eye(6)) - module.bias  # what the module multiplies by
-    file = saved(tmp_path / "in.pt", module.state_dict())
+    file = saved(module.state_dict(), tmp_path / "in.pt")
     done = ckptool.bake(file, tmp_path / "left.pt")
     assert list(stock(tmp_path / "left.pt")) == list(module.state_dict()) and done.facts["left"]
     vectors = [key for key in module.state_dict() if key.endswith(("_u", "_v"))]
@@ -78,7 +74,7 @@ def test_spectral_norm_is_left_alone_unless_asked(tmp_path: Path, new: bool) -> 
 def test_the_names_of_weight_norm_turn_into_each_other_exactly(tmp_path: Path) -> None:
     old = nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.ReLU())
     new = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.ReLU())
-    file = saved(tmp_path / "old.pt", old.state_dict())
+    file = saved(old.state_dict(), tmp_path / "old.pt")
     ckptool.bake(file, tmp_path / "new.pt", form="new")
     new.load_state_dict(stock(tmp_path / "new.pt"))
     ckptool.bake(tmp_path / "new.pt", tmp_path / "again.pt", form="old")
@@ -88,18 +84,18 @@ def test_the_names_of_weight_norm_turn_into_each_other_exactly(tmp_path: Path) -
 
 def test_large_tensors_are_made_in_pieces(tmp_path: Path) -> None:
     module = weight_norm(nn.Linear(700, 300))
-    ckptool.bake(saved(tmp_path / "in.pt", module.state_dict()), tmp_path / "out.pt", verify=True)
+    ckptool.bake(saved(module.state_dict(), tmp_path / "in.pt"), tmp_path / "out.pt", verify=True)
     assert torch.allclose(stock(tmp_path / "out.pt")["weight"], remove_weight_norm(module).weight, rtol=1e-6, atol=0)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     two = {"a.weight_g": torch.ones(3, 1), "a.weight_v": torch.ones(3, 2), "a.weight": torch.ones(3, 2)}
     with pytest.raises(Conflict, match="there already"):
-        ckptool.bake(saved(tmp_path / "two.pt", two), tmp_path / "out.pt")
+        ckptool.bake(saved(two, tmp_path / "two.pt"), tmp_path / "out.pt")
     wrong = {"a.weight_g": torch.ones(5, 1), "a.weight_v": torch.ones(3, 2)}
     with pytest.raises(Conflict, match="no norm"):
-        ckptool.bake(saved(tmp_path / "wrong.pt", wrong), tmp_path / "out.pt")
-    plain = saved(tmp_path / "plain.pt", {"a.weight": torch.ones(2)})
+        ckptool.bake(saved(wrong, tmp_path / "wrong.pt"), tmp_path / "out.pt")
+    plain = saved({"a.weight": torch.ones(2)}, tmp_path / "plain.pt")
     with pytest.raises(NoMatch, match="no parametrised weights"):
         ckptool.bake(plain, tmp_path / "out.pt")
     with pytest.raises(UsageError, match="no form"):

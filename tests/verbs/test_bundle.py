@@ -34,8 +34,9 @@ from ckptool.formats import read
 from fixtures.make import make
 from fixtures.sparse import make_sparse
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import three_parts
-from tests.support.helpers import assert_same_objects, load
+from tests.support.errors import three_parts
+from tests.support.files import load
+from tests.support.same import assert_same_objects
 
 LAYOUTS = ("gan.tar", "gan.safetensors")
 

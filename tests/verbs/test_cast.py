@@ -11,8 +11,8 @@ import ckptool
 from ckptool.errors import Conflict, NoMatch, UsageError
 from fixtures.make import make, mlp
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import saved
-from tests.support.helpers import assert_same_objects, load
+from tests.support.files import load, saved
+from tests.support.same import assert_same_objects
 
 
 @pytest.mark.parametrize("in_place", [False, True])

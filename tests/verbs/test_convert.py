@@ -16,8 +16,8 @@ from ckptool.formats import read
 from fixtures.make import PRODUCERS, TiedLanguageModel, make, mlp
 from fixtures.traps import TRAPS
 from tests.formats.contract import same_for_torch
-from tests.support.checkpoints import saved, weights
-from tests.support.helpers import assert_same_objects, assert_same_tree, load
+from tests.support.files import load, saved, weights
+from tests.support.same import assert_same_objects, assert_same_tree
 
 KINDS = [name for name in PRODUCERS if "legacy" not in name and name not in ("whole_module.pt",)]
 # What a plain safetensors file can hold.

@@ -17,7 +17,7 @@ import ckptool
 from ckptool.checkpoint.files import Source
 from ckptool.errors import UsageError
 from fixtures.make import make
-from tests.support.checkpoints import saved, weights
+from tests.support.files import saved, weights
 from tests.support.zip_mutants import rezipped, without_checksums
 
 

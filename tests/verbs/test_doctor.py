@@ -24,6 +24,7 @@ import ckptool
 from ckptool.cli import main
 from ckptool.reports.doctor import Diagnosis
 from ckptool.reports.error_texts import KNOWN, recognised
+from tests.support.files import saved
 
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
 
@@ -32,11 +33,6 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(2, 3)
-
-
-def saved(path: Path, tree: Any, **options: Any) -> Path:
-    torch.save(tree, path, **options)
-    return path
 
 
 def codes(found: Diagnosis) -> list[str]:
@@ -60,7 +56,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def test_a_healthy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = saved(tmp_path / "a.pt", weights())
+    file = saved(weights(), tmp_path / "a.pt")
     assert ckptool.doctor(file).findings == ()
     assert main(["doctor", str(file)]) == 0
     out = capsys.readouterr().out
@@ -71,7 +67,7 @@ def test_a_healthy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_wrapped_model_from_a_gpu_is_mended_in_two_steps(tmp_path: Path) -> None:
     tree = {f"module.{key}": value for key, value in weights().items()}
-    cuda = ckptool.open(saved(tmp_path / "cpu.pt", tree))
+    cuda = ckptool.open(saved(tree, tmp_path / "cpu.pt"))
     ckptool.remap(tmp_path / "cpu.pt", tmp_path / "a.pt", to="cuda:0")
     del cuda
     found = ckptool.doctor(tmp_path / "a.pt")
@@ -82,7 +78,7 @@ def test_a_wrapped_model_from_a_gpu_is_mended_in_two_steps(tmp_path: Path) -> No
 
 
 def test_values_that_weights_only_refuses(tmp_path: Path) -> None:
-    file = saved(tmp_path / "a.pt", {**weights(), "best": np.float64(0.5), "args": argparse.Namespace(lr=1)})
+    file = saved({**weights(), "best": np.float64(0.5), "args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
     found = ckptool.doctor(file)
     assert "unsafe-global" in codes(found) and "numpy.core.multiarray.scalar" in found.findings[0].what.replace(
         "_core", "core"
@@ -94,7 +90,7 @@ def test_values_that_weights_only_refuses(tmp_path: Path) -> None:
 
 
 def test_a_whole_module(tmp_path: Path) -> None:
-    file = saved(tmp_path / "a.pt", {"model": Net(), "epoch": 3})
+    file = saved({"model": Net(), "epoch": 3}, tmp_path / "a.pt")
     out = run_all(ckptool.doctor(file))
     Net().load_state_dict(torch.load(out, weights_only=True))
 
@@ -107,21 +103,21 @@ def test_a_safetensors_file_that_is_named_pt(tmp_path: Path) -> None:
 
 
 def test_a_torch_file_that_is_named_safetensors(tmp_path: Path) -> None:
-    saved(tmp_path / "a.safetensors", weights())
+    saved(weights(), tmp_path / "a.safetensors")
     found = ckptool.doctor(tmp_path / "a.safetensors")
     assert codes(found) == ["misnamed"]
     assert set(safetensors.torch.load_file(run_all(found))) == set(weights())
 
 
 def test_weights_inside_a_training_checkpoint(tmp_path: Path) -> None:
-    file = saved(tmp_path / "a.pt", {"state_dict": weights(), "epoch": 1})
+    file = saved({"state_dict": weights(), "epoch": 1}, tmp_path / "a.pt")
     found = ckptool.doctor(file)
     assert codes(found) == ["nested-weights"] and found.loads
     Net().load_state_dict(torch.load(run_all(found), weights_only=True))
 
 
 def test_waste_behind_views(tmp_path: Path) -> None:
-    file = saved(tmp_path / "a.pt", {"w": torch.ones(1_000_000)[:4]})
+    file = saved({"w": torch.ones(1_000_000)[:4]}, tmp_path / "a.pt")
     found = ckptool.doctor(file)
     assert codes(found) == ["wasted-storage"] and found.loads
     assert os.path.getsize(run_all(found)) < 2_000
@@ -158,7 +154,7 @@ def test_a_name_with_spaces_is_quoted(tmp_path: Path) -> None:
 def test_an_empty_and_a_cut_file(tmp_path: Path) -> None:
     (tmp_path / "empty.pt").touch()
     assert codes(ckptool.doctor(tmp_path / "empty.pt")) == ["truncated"]
-    file = saved(tmp_path / "a.pt", {f"w{i}": torch.ones(64) for i in range(8)})
+    file = saved({f"w{i}": torch.ones(64) for i in range(8)}, tmp_path / "a.pt")
     os.truncate(file, os.path.getsize(file) // 2)
     (finding,) = ckptool.doctor(file).findings
     assert finding.code == "truncated"
@@ -175,8 +171,8 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "net.encoder."])
 def test_a_prefix_on_either_side(tmp_path: Path, prefix: str) -> None:
-    plain = saved(tmp_path / "plain.pt", weights())
-    other = saved(tmp_path / "other.pt", {prefix + key: value for key, value in weights().items()})
+    plain = saved(weights(), tmp_path / "plain.pt")
+    other = saved({prefix + key: value for key, value in weights().items()}, tmp_path / "other.pt")
     for file, target in ((plain, other), (other, plain)):
         found = ckptool.doctor(file, against=target)
         last = [finding for finding in found.findings if finding.code.startswith("prefix")]
@@ -185,8 +181,8 @@ def test_a_prefix_on_either_side(tmp_path: Path, prefix: str) -> None:
 
 
 def test_shapes_and_names_that_differ(tmp_path: Path) -> None:
-    file = saved(tmp_path / "a.pt", {**weights(), "head.weight": torch.ones(10, 3)})
-    target = saved(tmp_path / "b.pt", {**weights(), "fc.bias": torch.ones(5), "top.weight": torch.ones(2)})
+    file = saved({**weights(), "head.weight": torch.ones(10, 3)}, tmp_path / "a.pt")
+    target = saved({**weights(), "fc.bias": torch.ones(5), "top.weight": torch.ones(2)}, tmp_path / "b.pt")
     found = ckptool.doctor(file, against=target)
     said = {finding.code: finding.what for finding in found.findings}
     assert "1 is missing (top.weight) and 1 is unexpected (head.weight)" in said["keys-differ"]
@@ -210,7 +206,7 @@ class Net(nn.Module):
 
 def test_against_ones_own_code_and_against_a_spec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrapped = {f"module.{key}": value for key, value in weights().items()}
-    file = saved(tmp_path / "a.pt", {**wrapped, "module.head.weight": torch.ones(10, 3)})
+    file = saved({**wrapped, "module.head.weight": torch.ones(10, 3)}, tmp_path / "a.pt")
     (tmp_path / "net.py").write_text(CODE)
     code = f"{tmp_path / 'net.py'}:Net"
     assert main(["doctor", str(file), "--against", code, "--json"]) == 1
@@ -300,12 +296,12 @@ def test_the_line_that_says_it_is_shown() -> None:
 def test_real_messages_of_this_torch(tmp_path: Path) -> None:
     """What torch, safetensors and torch's loaders really say here is in the table."""
     wrapped = {f"module.{key}": value for key, value in weights().items()}
-    cut = saved(tmp_path / "cut.pt", weights())
+    cut = saved(weights(), tmp_path / "cut.pt")
     os.truncate(cut, 500)
     (tmp_path / "text.pt").write_text("version https://git-lfs")
     (tmp_path / "empty.pt").touch()
-    saved(tmp_path / "numpy.pt", {"a": np.float64(1)})
-    saved(tmp_path / "net.pt", Net())
+    saved({"a": np.float64(1)}, tmp_path / "numpy.pt")
+    saved(Net(), tmp_path / "net.pt")
     torch.jit.script(Net()).save(str(tmp_path / "jit.pt"))
     tries: dict[str, Any] = {
         "prefix-module": lambda: Net().load_state_dict(wrapped),
@@ -356,8 +352,8 @@ def test_a_shell_runs_the_commands_whatever_the_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = {f"module.{key}": value for key, value in weights().items()}
-    saved(tmp_path / name, tree)
-    cut = saved(tmp_path / f"{name}.cut.pt", {**tree, "large": torch.ones(5000)})
+    saved(tree, tmp_path / name)
+    cut = saved({**tree, "large": torch.ones(5000)}, tmp_path / f"{name}.cut.pt")
     os.truncate(cut, os.path.getsize(cut) - 5000)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(b"inside"))
     names = {name: ["strip-module"], f"{name}.cut.pt": ["recover"], f"{name}.gz": ["gzip"]}
@@ -377,34 +373,34 @@ def test_a_shell_runs_the_commands_whatever_the_name(
 
 
 def test_no_command_is_there_twice(tmp_path: Path) -> None:
-    old = ckptool.doctor(saved(tmp_path / "old.pt", weights(), _use_new_zipfile_serialization=False))
+    old = ckptool.doctor(saved(weights(), tmp_path / "old.pt", _use_new_zipfile_serialization=False))
     assert codes(old) == ["legacy-format", "no-checksums"]
     assert len(old.findings[0].fixes) == 1 and not old.findings[1].fixes and "same command" in old.findings[1].advice
     tree = {f"module.{key}": value for key, value in weights().items()}
-    both = ckptool.doctor(saved(tmp_path / "a.pt", tree), against=saved(tmp_path / "b.pt", weights()))
+    both = ckptool.doctor(saved(tree, tmp_path / "a.pt"), against=saved(weights(), tmp_path / "b.pt"))
     assert codes(both) == ["prefix-module"]
 
 
 def test_tar_is_not_the_whole_suffix(tmp_path: Path) -> None:
-    found = ckptool.doctor(saved(tmp_path / "a.pth.tar", {"state_dict": weights(), "epoch": 1}))
+    found = ckptool.doctor(saved({"state_dict": weights(), "epoch": 1}, tmp_path / "a.pth.tar"))
     assert os.path.basename(run_all(found)) == "a.fixed.pth.tar"
 
 
 def test_a_wrapped_model_that_was_pickled_whole(tmp_path: Path) -> None:
-    found = ckptool.doctor(saved(tmp_path / "a.pt", nn.DataParallel(Net())))
+    found = ckptool.doctor(saved(nn.DataParallel(Net()), tmp_path / "a.pt"))
     assert codes(found) == ["unsafe-global", "prefix-module"] and "whole model" in found.findings[0].what
     Net().load_state_dict(torch.load(run_all(found), weights_only=True))
 
 
 def test_several_sets_of_weights(tmp_path: Path) -> None:
-    found = ckptool.doctor(saved(tmp_path / "gan.pt", {"G": weights(), "D": weights(), "step": 1}))
+    found = ckptool.doctor(saved({"G": weights(), "D": weights(), "step": 1}, tmp_path / "gan.pt"))
     assert codes(found) == ["several-weights"] and found.loads and "G, D" in found.findings[0].what
     assert "checkpoint['G']" in found.findings[0].advice
     Net().load_state_dict(torch.load(run_all(found), weights_only=True))
 
 
 def test_weights_beside_their_average(tmp_path: Path) -> None:
-    found = ckptool.doctor(saved(tmp_path / "a.pt", {"state_dict": weights(), "ema_state_dict": weights(), "epoch": 1}))
+    found = ckptool.doctor(saved({"state_dict": weights(), "ema_state_dict": weights(), "epoch": 1}, tmp_path / "a.pt"))
     assert codes(found) == ["nested-weights"] and "checkpoint['state_dict']" in found.findings[0].advice
     Net().load_state_dict(torch.load(run_all(found), weights_only=True))
 
@@ -463,7 +459,7 @@ def test_commands_for_arrays_that_have_no_plain_form_run(
 
 
 def test_keys_that_would_become_one_are_no_problem_of_the_file(tmp_path: Path) -> None:
-    found = ckptool.doctor(saved(tmp_path / "two.pt", {**weights(), Path("a"): torch.ones(1), "a": torch.ones(1)}))
+    found = ckptool.doctor(saved({**weights(), Path("a"): torch.ones(1), "a": torch.ones(1)}, tmp_path / "two.pt"))
     assert "conflict" not in codes(found) and "unsafe-global" in codes(found)
     assert not any("ADDRESS" in fix for finding in found.findings for fix in finding.fixes)
     run_all(found)

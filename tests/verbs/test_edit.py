@@ -11,7 +11,8 @@ import torch
 import ckptool
 from ckptool.errors import Conflict, NoMatch, UsageError
 from fixtures.make import make
-from tests.support.helpers import assert_same_objects, load
+from tests.support.files import load
+from tests.support.same import assert_same_objects
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -12,8 +12,7 @@ import torch
 import ckptool
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.cli.conftest import run as run  # a fixture
-from tests.support.checkpoints import saved
+from tests.support.files import saved
 
 
 def test_a_listing(tmp_path: Path) -> None:

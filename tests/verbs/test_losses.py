@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ckptool
 from ckptool.checkpoint.tree import stored_parts, walk
 from ckptool.errors import CkptoolError
-from tests.support.checkpoints import saved
+from tests.support.files import saved
 
 
 class Noise:

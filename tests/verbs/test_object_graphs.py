@@ -19,8 +19,9 @@ import torch
 
 import ckptool
 from ckptool.errors import CkptoolError
-from tests.support.helpers import assert_same_objects, load
+from tests.support.files import load
 from tests.support.object_graphs import KINDS, Graph, saved_graph
+from tests.support.same import assert_same_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of features in beta and going away
 

@@ -17,7 +17,7 @@ import torch
 import ckptool
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.formats.opening import split
-from tests.support.checkpoints import saved, weights
+from tests.support.files import saved, weights
 
 
 def test_an_open_file_is_a_lazy_mapping(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ckptool.reports.commands import Chain
 from fixtures import lab
 from fixtures.make import make
 from fixtures.torch_tar import save_tar
-from tests.support.lab_trial import run
+from tests.support.lab_trial import run_line
 
 SOURCE = Path(ckptool.__file__).parent
 
@@ -119,7 +119,7 @@ def test_the_commands_of_a_note_run(code: str, tmp_path: Path, monkeypatch: pyte
     fixes = {note.code: note.fix for note in notes if note.fix}
     if code not in fixes:  # another note has the very command
         assert code in {note.code for note in notes}
-    assert fixes and all(run(str(fix)) == 0 for fix in fixes.values()), fixes
+    assert fixes and all(run_line(str(fix)) == 0 for fix in fixes.values()), fixes
     outputs = [fix[fix.index("-o") + 1] for fix in fixes.values() if "-o" in fix]
     if outputs and code not in ("numpy-weights", "no-checksums"):
         assert code not in {note.code for note in ckptool.inspect(outputs[-1]).notes}
@@ -199,7 +199,9 @@ def test_the_commands_of_an_error_run(
     chain = Chain(file)
     for each in error.fix.commands:
         line = str(chain.fill(each))
-        assert run(line) == (1 if "recover" in line and "cut.safetensors" in line else 0) or each[1] == "scan", line
+        assert run_line(line) == (1 if "recover" in line and "cut.safetensors" in line else 0) or each[1] == "scan", (
+            line
+        )
 
 
 def test_the_one_of_several_that_is_named_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,4 +209,4 @@ def test_the_one_of_several_that_is_named_is_quoted(tmp_path: Path, monkeypatch:
     file = two_models(tmp_path)
     with pytest.raises(CkptoolError) as caught:
         ckptool.convert(file, "o.safetensors")
-    assert run(f"ckptool inspect {caught.value.fix.removeprefix('Name it: ')}") == 0
+    assert run_line(f"ckptool inspect {caught.value.fix.removeprefix('Name it: ')}") == 0

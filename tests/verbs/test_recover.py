@@ -21,8 +21,8 @@ from ckptool.formats import marks, read
 from ckptool.render.recover import recover_json
 from ckptool.verbs.recover import recover
 from fixtures.make import make
-from tests.support.checkpoints import saved, weights
-from tests.support.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.files import load, saved, torch_bytes, weights, written
+from tests.support.same import assert_same_objects
 from tests.support.zips import record_starts
 
 

@@ -11,8 +11,8 @@ import ckptool
 from ckptool.errors import NoMatch, UsageError
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import saved
-from tests.support.helpers import assert_same_objects, load
+from tests.support.files import load, saved
+from tests.support.same import assert_same_objects
 
 
 @pytest.mark.parametrize("name", ["cuda.pt", "training_sgd.pt"])

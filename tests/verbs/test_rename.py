@@ -8,8 +8,8 @@ import pytest
 
 import ckptool
 from ckptool.errors import Conflict, NoMatch, UsageError
-from tests.support.checkpoints import saved, weights
-from tests.support.helpers import assert_same_objects, load
+from tests.support.files import load, saved, weights
+from tests.support.same import assert_same_objects
 
 RULES = ["blocks.{n}.attn.* => layers.{n}.self_attn.*", "blocks.{n}.* => layers.{n}.*"]
 STATE = weights("blocks.0.attn.q.weight", "blocks.10.mlp.weight", "head.weight")

@@ -15,8 +15,8 @@ import torch
 
 import ckptool
 from ckptool.errors import UnsafeObject
-from tests.support.checkpoints import saved
-from tests.support.helpers import assert_same_objects, load, torch_bytes, written
+from tests.support.files import load, saved, torch_bytes, written
+from tests.support.same import assert_same_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of features in beta
 

@@ -18,8 +18,9 @@ from ckptool.pickles import calls
 from ckptool.reports.written import Written
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import saved, three_parts
-from tests.support.helpers import assert_same_objects, load
+from tests.support.errors import three_parts
+from tests.support.files import contents, load, saved
+from tests.support.same import assert_same_objects
 
 Verb = Callable[..., Written]
 VERBS: dict[str, Verb] = {
@@ -38,10 +39,6 @@ in_place = pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "c
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return make("training_sgd.pt", tmp_path)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @each

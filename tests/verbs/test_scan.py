@@ -45,7 +45,7 @@ def checkpoint(path: Path, step: int | None = None, **more: Any) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     (folder / "old").mkdir(parents=True)
     checkpoint(folder / "a.pt", 100)
@@ -59,9 +59,9 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_is_listed_with_states_steps_and_sizes(run: Path) -> None:
-    found = ckptool.scan(run)
-    rows = {os.path.relpath(file.path, run): file for file in found.files}
+def test_a_folder_is_listed_with_states_steps_and_sizes(run_folder: Path) -> None:
+    found = ckptool.scan(run_folder)
+    rows = {os.path.relpath(file.path, run_folder): file for file in found.files}
     assert {name: (file.state, file.step) for name, file in rows.items()} == {
         "a.pt": ("good", 100),
         "c.pt": ("truncated", None),
@@ -69,9 +69,9 @@ def test_a_folder_is_listed_with_states_steps_and_sizes(run: Path) -> None:
         "empty.pt": ("truncated", None),
         "old/b.pt": ("good", 50),
     }
-    assert rows["a.pt"].bytes == (run / "a.pt").stat().st_size and rows["a.pt"].holds == ("model weights",)
+    assert rows["a.pt"].bytes == (run_folder / "a.pt").stat().st_size and rows["a.pt"].holds == ("model weights",)
     assert (found.findings, found.others, found.by) == (2, 2, "step")
-    assert found.latest is not None and found.latest.path == str(run / "d.pt")
+    assert found.latest is not None and found.latest.path == str(run_folder / "d.pt")
 
 
 def test_the_newest_by_time_where_no_file_says_its_step(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_how_far_a_checkpoint_was(name: str, tree: Any, expected: Any) -> None:
     assert progress_of(tree, name) == expected
 
 
-def test_latest_good_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scan", str(run), "--latest-good", "-q"]) == 0
-    assert capsys.readouterr().out == f"{run / 'd.pt'}\n"
+def test_latest_good_for_scripts(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scan", str(run_folder), "--latest-good", "-q"]) == 0
+    assert capsys.readouterr().out == f"{run_folder / 'd.pt'}\n"
 
 
 def test_no_good_checkpoint_is_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,11 +115,11 @@ def test_an_empty_folder_is_no_finding(tmp_path: Path, capsys: pytest.CaptureFix
     assert "0 checkpoints" in capsys.readouterr().out
 
 
-def test_json_of_a_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scan", str(run), "--json"]) == 1
+def test_json_of_a_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scan", str(run_folder), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == "ckptool.scan/1" and found["findings"] == 2
-    assert found["latest_good"] == str(run / "d.pt")
+    assert found["latest_good"] == str(run_folder / "d.pt")
     assert [file["state"] for file in found["files"]].count("good") == 3
 
 

@@ -12,7 +12,7 @@ import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import UsageError
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import saved
+from tests.support.files import saved
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from torch import nn
 import ckptool
 from ckptool.errors import UsageError
 from ckptool.formats import read
-from tests.support.helpers import assert_same_objects
+from tests.support.files import saved
+from tests.support.same import assert_same_objects
 
 
 def training(folder: Path) -> Path:
@@ -22,12 +23,6 @@ def training(folder: Path) -> Path:
     optimizer.step()
     path = folder / "training.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
-    return path
-
-
-def saved(folder: Path, tree: Any) -> Path:
-    path = folder / "in.pt"
-    torch.save(tree, path)
     return path
 
 
@@ -55,7 +50,7 @@ def test_optimizer_state_goes_and_the_rest_stays(tmp_path: Path) -> None:
 
 def test_an_optimizer_in_a_list_leaves_the_list(tmp_path: Path) -> None:
     tree = stock(training(tmp_path))
-    file = saved(tmp_path, {"optimizer_states": [tree["optimizer"]], "state_dict": tree["model"]})
+    file = saved({"optimizer_states": [tree["optimizer"]], "state_dict": tree["model"]}, tmp_path / "in.pt")
     ckptool.slim(file, tmp_path / "out.pt")
     after = stock(tmp_path / "out.pt")
     assert after["optimizer_states"] == []
@@ -64,7 +59,7 @@ def test_an_optimizer_in_a_list_leaves_the_list(tmp_path: Path) -> None:
 
 def test_a_slice_loses_the_rest_of_its_storage(tmp_path: Path) -> None:
     big = torch.arange(1_000_000, dtype=torch.float32)
-    file, out = saved(tmp_path, {"a": big[10:12], "b": torch.ones(3)}), tmp_path / "out.pt"
+    file, out = saved({"a": big[10:12], "b": torch.ones(3)}, tmp_path / "in.pt"), tmp_path / "out.pt"
     done = ckptool.slim(file, out)
     assert out.stat().st_size < 4_000
     assert_same_values(stock(file), stock(out))
@@ -75,7 +70,7 @@ def test_a_slice_loses_the_rest_of_its_storage(tmp_path: Path) -> None:
 def test_views_that_overlap_go_on_sharing(tmp_path: Path) -> None:
     big = torch.arange(10_000, dtype=torch.int32)
     tree = {"a": big[100:200], "b": big[150:260], "tied": big[100:200], "far": big[9_000:9_010]}
-    file, out = saved(tmp_path, tree), tmp_path / "out.pt"
+    file, out = saved(tree, tmp_path / "in.pt"), tmp_path / "out.pt"
     ckptool.slim(file, out)
     after = stock(out)
     assert_same_values(tree, after)
@@ -99,7 +94,7 @@ def test_views_that_overlap_go_on_sharing(tmp_path: Path) -> None:
     ids=["columns", "transposed", "steps", "expanded", "empty", "conj", "neg"],
 )
 def test_a_view_of_any_shape_keeps_its_values(tmp_path: Path, view: torch.Tensor) -> None:
-    file, out = saved(tmp_path, {"view": view}), tmp_path / "out.pt"
+    file, out = saved({"view": view}, tmp_path / "in.pt"), tmp_path / "out.pt"
     ckptool.slim(file, out)
     after = stock(out)["view"]
     assert torch.equal(after, view) and after.dtype == view.dtype and after.shape == view.shape
@@ -108,14 +103,14 @@ def test_a_view_of_any_shape_keeps_its_values(tmp_path: Path, view: torch.Tensor
 
 def test_a_parameter_stays_a_parameter(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.arange(1000.0)[10:20])
-    file, out = saved(tmp_path, {"weight": weight}), tmp_path / "out.pt"
+    file, out = saved({"weight": weight}, tmp_path / "in.pt"), tmp_path / "out.pt"
     ckptool.slim(file, out)
     after = stock(out)["weight"]
     assert isinstance(after, nn.Parameter) and torch.equal(after, weight)
 
 
 def test_nothing_to_leave_out_is_a_copy(tmp_path: Path) -> None:
-    file, out = saved(tmp_path, {"a": torch.ones(4)}), tmp_path / "out.pt"
+    file, out = saved({"a": torch.ones(4)}, tmp_path / "in.pt"), tmp_path / "out.pt"
     done = ckptool.slim(file, out)
     assert done.summary == "nothing to leave out" and done.how == "copy"
     assert out.read_bytes() == file.read_bytes()
@@ -123,7 +118,7 @@ def test_nothing_to_leave_out_is_a_copy(tmp_path: Path) -> None:
 
 def test_keep_optimizer_drops_only_waste(tmp_path: Path) -> None:
     tree = stock(training(tmp_path)) | {"slice": torch.arange(100_000)[:2]}
-    file, out = saved(tmp_path, tree), tmp_path / "out.pt"
+    file, out = saved(tree, tmp_path / "in.pt"), tmp_path / "out.pt"
     done = ckptool.slim(file, out, keep_optimizer=True)
     after = stock(out)
     assert_same_objects(after["optimizer"], tree["optimizer"])
@@ -132,7 +127,7 @@ def test_keep_optimizer_drops_only_waste(tmp_path: Path) -> None:
 
 
 def test_a_file_of_an_optimizer_is_refused(tmp_path: Path) -> None:
-    file = saved(tmp_path, stock(training(tmp_path))["optimizer"])
+    file = saved(stock(training(tmp_path))["optimizer"], tmp_path / "in.pt")
     with pytest.raises(UsageError, match="whole file is the state of an optimizer"):
         ckptool.slim(file, tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
@@ -140,7 +135,7 @@ def test_a_file_of_an_optimizer_is_refused(tmp_path: Path) -> None:
 
 def test_in_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="slim writes a new file"):
-        ckptool.slim(saved(tmp_path, {"a": torch.ones(1)}), in_place=True)
+        ckptool.slim(saved({"a": torch.ones(1)}, tmp_path / "in.pt"), in_place=True)
 
 
 # --dedup -------------------------------------------------------------------------------------------------------------
@@ -151,7 +146,7 @@ def model_and_ema(folder: Path) -> tuple[Path, dict[str, Any]]:
     ema = {name: tensor.clone() for name, tensor in model.items()}
     ema["layer3.weight"] += 1
     tree = {"model": model, "ema": ema, "step": torch.zeros(1), "steps": torch.zeros(1)}
-    return saved(folder, tree), tree
+    return saved(tree, folder / "in.pt"), tree
 
 
 def test_equal_storages_are_stored_once_and_loaded_apart(tmp_path: Path) -> None:
@@ -198,7 +193,7 @@ def test_twins_survive_a_rename_and_another_slim(tmp_path: Path) -> None:
 def test_twins_of_one_set_of_weights_go_into_safetensors_and_back(tmp_path: Path) -> None:
     one = torch.randn(64, 64)
     tree = {"a.weight": one, "b.weight": one.clone(), "c.weight": one}
-    file, slimmed, out = saved(tmp_path, tree), tmp_path / "1.pt", tmp_path / "2.safetensors"
+    file, slimmed, out = saved(tree, tmp_path / "in.pt"), tmp_path / "1.pt", tmp_path / "2.safetensors"
     ckptool.slim(file, slimmed, dedup=True)
     ckptool.convert(slimmed, out)
     assert out.stat().st_size < 2 * one.nbytes
@@ -210,8 +205,8 @@ def test_twins_of_one_set_of_weights_go_into_safetensors_and_back(tmp_path: Path
 def test_a_record_of_twins_that_lies_is_refused(tmp_path: Path) -> None:
     import zipfile
 
-    file = saved(tmp_path, {"a.weight": torch.ones(8)})
+    file = saved({"a.weight": torch.ones(8)}, tmp_path / "in.pt")
     with zipfile.ZipFile(file, "a") as archive:
-        archive.writestr("in/.ckptool/twins", b'{"a": 1')
+        archive.writestr("archive/.ckptool/twins", b'{"a": 1')
     with pytest.raises(ckptool.CkptoolError, match="record of twin storages"):
         read(file)

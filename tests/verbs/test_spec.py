@@ -15,7 +15,8 @@ from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, NotACheck
 from ckptool.reports.targets import Target
 from ckptool.verbs.spec import find_target
 from fixtures.make import TiedLanguageModel, make, mlp
-from tests.support.checkpoints import saved, three_parts
+from tests.support.errors import three_parts
+from tests.support.files import saved
 
 GOOD: dict[str, Any] = {
     "schema": "ckptool.spec/1",

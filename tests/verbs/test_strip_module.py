@@ -10,8 +10,8 @@ import torch
 import ckptool
 from ckptool.errors import Conflict, NoMatch, UsageError
 from fixtures.make import make, mlp
-from tests.support.checkpoints import saved, weights
-from tests.support.helpers import assert_same_objects, load
+from tests.support.files import load, saved, weights
+from tests.support.same import assert_same_objects
 
 WRAPPED = "dp.pt compiled.pt dp_compiled.pt compiled_dp.pt fsdp.pt deepspeed.pt".split()
 

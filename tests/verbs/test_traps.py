@@ -3,20 +3,18 @@ the judge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckptool
-from ckptool.errors import CkptoolError
 from ckptool.formats import read
-from ckptool.reports.written import Written
 from fixtures.traps import TRAPS
 from tests.formats.contract import same_for_torch
-from tests.support.checkpoints import saved
-from tests.support.helpers import assert_same_objects, assert_same_tree, load
+from tests.support.errors import refused
+from tests.support.files import load, saved
+from tests.support.same import assert_same_objects, assert_same_tree
 
 OPTIONS: dict[str, Any] = {"verify": True, "keep_unknown": True}
 
@@ -71,14 +69,6 @@ NOT_CARRIED = {
 }
 
 
-def refused(code: str, action: Callable[[], Written], folder: Path) -> None:
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(CkptoolError) as caught:
-        action()
-    assert caught.value.code == code and caught.value.what and (caught.value.why or caught.value.fix)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "nothing was written"
-
-
 @pytest.fixture
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return saved(TRAPS[request.node.callspec.params["name"]](), tmp_path / "in.pt")
@@ -93,7 +83,7 @@ each = pytest.mark.parametrize("name", TRAPS)
 def test_row_add_and_strip(name: str, file: Path, tmp_path: Path) -> None:
     there, back = tmp_path / "there.pt", tmp_path / "back.pt"
     if name in WITHOUT_WEIGHTS:
-        refused("usage", lambda: ckptool.add_module(file, there, **OPTIONS), tmp_path)
+        refused("usage", tmp_path, lambda: ckptool.add_module(file, there, **OPTIONS))
         return
     added = ckptool.add_module(file, there, **OPTIONS)
     assert added.verified and added.how == "new file"
@@ -111,8 +101,8 @@ def test_row_strip(name: str, file: Path, tmp_path: Path) -> None:
     if name in WITHOUT_WEIGHTS | MIXED:
         refused(
             "usage" if name in WITHOUT_WEIGHTS else "conflict",
-            lambda: ckptool.strip_module(file, out, **OPTIONS),
             tmp_path,
+            lambda: ckptool.strip_module(file, out, **OPTIONS),
         )
         return
     done = ckptool.strip_module(file, out, **OPTIONS)
@@ -140,7 +130,7 @@ def test_row_remap(name: str, file: Path, tmp_path: Path) -> None:
 def test_row_convert_to_a_compact_file(name: str, file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     if name in UNKNOWN_CALLS:
-        refused("unsafe-global", lambda: ckptool.convert(file, out, verify=True), tmp_path)
+        refused("unsafe-global", tmp_path, lambda: ckptool.convert(file, out, verify=True))
     assert ckptool.convert(file, out, **OPTIONS).verified
     same_for_torch(file, out, mmap=True)
     assert_same_tree(read(file), read(out))
@@ -150,7 +140,7 @@ def test_row_convert_to_a_compact_file(name: str, file: Path, tmp_path: Path) ->
 def test_row_convert_all_and_back(name: str, file: Path, tmp_path: Path) -> None:
     there, back = tmp_path / "there.safetensors", tmp_path / "back.pt"
     if name in NOT_CARRIED:
-        refused("unsupported", lambda: ckptool.convert(file, there, all=True, **OPTIONS), tmp_path)
+        refused("unsupported", tmp_path, lambda: ckptool.convert(file, there, all=True, **OPTIONS))
         return
     assert ckptool.convert(file, there, all=True, **OPTIONS).verified
     assert ckptool.convert(there, back, **OPTIONS).verified
@@ -162,7 +152,7 @@ def test_row_convert_all_and_back(name: str, file: Path, tmp_path: Path) -> None
 def test_row_in_place(name: str, file: Path, tmp_path: Path) -> None:
     before = saved(TRAPS[name](), tmp_path / "before.pt")
     if name in WITHOUT_WEIGHTS:
-        refused("usage", lambda: ckptool.add_module(file, in_place=True, **OPTIONS), tmp_path)
+        refused("usage", tmp_path, lambda: ckptool.add_module(file, in_place=True, **OPTIONS))
         return
     added = ckptool.add_module(file, in_place=True, **OPTIONS)
     assert (

@@ -28,8 +28,9 @@ from ckptool.errors import (
 )
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import three_parts
-from tests.support.helpers import assert_same_objects, load, torch_bytes
+from tests.support.errors import three_parts
+from tests.support.files import load, torch_bytes
+from tests.support.same import assert_same_objects
 
 SHARED = torch.arange(1024.0).reshape(32, 32)
 

@@ -31,8 +31,7 @@ from ckptool.reports.verify import NonFinite, Verification
 from ckptool.verbs.verify import verify
 from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.support.checkpoints import saved, weights
-from tests.support.helpers import torch_bytes, written
+from tests.support.files import saved, torch_bytes, weights, written
 from tests.support.zips import record_starts, rezipped
 
 

@@ -15,8 +15,7 @@ import ckptool
 from ckptool.errors import CkptoolError, Corrupt, VerifyFailed
 from ckptool.formats import read, torch_zip
 from ckptool.pickles import encode
-from tests.support.checkpoints import saved
-from tests.support.helpers import load
+from tests.support.files import load, saved
 
 Change = Callable[..., Any]
 

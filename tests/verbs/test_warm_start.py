@@ -17,8 +17,9 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, OutputExists, UsageError, UserCodeFailed
 from ckptool.reports.warm_start import LoadReport
 from fixtures.make import TiedLanguageModel, make, mlp, train
-from tests.support.checkpoints import saved, three_parts
-from tests.support.helpers import assert_same_objects, load
+from tests.support.errors import three_parts
+from tests.support.files import load, saved
+from tests.support.same import assert_same_objects
 
 CODE = """
 import torch
@@ -63,7 +64,7 @@ def code(tmp_path: Path) -> Path:
     return path
 
 
-def written(file: Path, target: Path | str, out: Path, **options: Any) -> tuple[LoadReport, dict[str, Any]]:
+def warm_started(file: Path, target: Path | str, out: Path, **options: Any) -> tuple[LoadReport, dict[str, Any]]:
     report = ckptool.warm_start(file, target, out, **options)
     assert report.accepted and report.applied, report
     return report, load(out)
@@ -94,14 +95,14 @@ def test_exactly_the_targets_keys_in_its_order(tmp_path: Path, suffix: str) -> N
 def test_a_factory_fills_up(tmp_path: Path, code: Path) -> None:
     state = {"0.weight": torch.ones(16, 8), "0.bias": torch.ones(16)}
     file = saved(state, tmp_path / "part.pt")
-    report, done = written(file, f"{code}:build", tmp_path / "out.pt")
+    report, done = warm_started(file, f"{code}:build", tmp_path / "out.pt")
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     model.load_state_dict(done, strict=True)
     assert (done["0.weight"] == 1).all() and report.taken == tuple(key for key in model.state_dict() if key[0] != "0")
     assert [fact.kind for fact in report.missing if "running" in fact.name] == ["buffer", "buffer"]
-    written(file, f"{code}:build", tmp_path / "again.pt")
+    warm_started(file, f"{code}:build", tmp_path / "again.pt")
     assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "again.pt").read_bytes()  # same in, same out
-    assert list(written(file, f"{code}:state", tmp_path / "state.pt")[1]) == list(done)
+    assert list(warm_started(file, f"{code}:state", tmp_path / "state.pt")[1]) == list(done)
     report = ckptool.warm_start(file, f"{code}:on_meta")
     assert report.share == pytest.approx(144 / (144 + 65 + 51))
     with pytest.raises(Conflict, match="has no values"):
@@ -110,12 +111,12 @@ def test_a_factory_fills_up(tmp_path: Path, code: Path) -> None:
 
 def test_extra_state_comes_from_the_target(tmp_path: Path, code: Path) -> None:
     file = saved({"fc.weight": torch.ones(16, 8), "fc.bias": torch.ones(16)}, tmp_path / "part.pt")
-    report, done = written(file, f"{code}:Model", tmp_path / "out.pt")
+    report, done = warm_started(file, f"{code}:Model", tmp_path / "out.pt")
     assert done["_extra_state"] == {"seen": 3} and report.taken == ("_extra_state",) and report.share == 1
 
 
 def test_a_cuda_checkpoint_for_anywhere(tmp_path: Path) -> None:
-    written(make("cuda.pt", tmp_path), saved(mlp().state_dict(), tmp_path / "target.pt"), tmp_path / "out.pt")
+    warm_started(make("cuda.pt", tmp_path), saved(mlp().state_dict(), tmp_path / "target.pt"), tmp_path / "out.pt")
     assert {tensor.location for tensor in ckptool.open(tmp_path / "out.pt").tree.values()} == {"cpu"}
     torch.load(tmp_path / "out.pt", weights_only=True)
 
@@ -123,18 +124,22 @@ def test_a_cuda_checkpoint_for_anywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_types_become_the_targets(tmp_path: Path, half: torch.dtype) -> None:
     old, target = mlp().state_dict(), mlp().to(half).state_dict()
-    report, done = written(saved(old, tmp_path / "old.pt"), saved(target, tmp_path / "target.pt"), tmp_path / "out.pt")
+    report, done = warm_started(
+        saved(old, tmp_path / "old.pt"), saved(target, tmp_path / "target.pt"), tmp_path / "out.pt"
+    )
     for key, value in old.items():
         assert_same_objects(done[key], value.to(half) if value.is_floating_point() else value)
     assert {(f.old.name, f.exact) for f in report.dtype_changes if f.target == "fc1.weight"} == {("f32", False)}
-    report, done = written(tmp_path / "out.pt", tmp_path / "old.pt", tmp_path / "back.pt")
+    report, done = warm_started(tmp_path / "out.pt", tmp_path / "old.pt", tmp_path / "back.pt")
     assert all(fact.exact for fact in report.dtype_changes) and done["fc1.weight"].dtype is torch.float32
 
 
 def test_whole_numbers_and_truths(tmp_path: Path) -> None:
     old = {"a.x": torch.tensor([1, 200, -3]), "a.y": torch.tensor([True, False]), "a.z": torch.tensor([1, 2**24 + 1])}
     target = {"a.x": torch.zeros(3, dtype=torch.uint8), "a.y": torch.zeros(2, dtype=torch.int32), "a.z": torch.zeros(2)}
-    report, done = written(saved(old, tmp_path / "old.pt"), saved(target, tmp_path / "target.pt"), tmp_path / "out.pt")
+    report, done = warm_started(
+        saved(old, tmp_path / "old.pt"), saved(target, tmp_path / "target.pt"), tmp_path / "out.pt"
+    )
     assert {key: value.tolist() for key, value in done.items()} == {
         "a.x": [1, 200, 253],
         "a.y": [1, 0],
@@ -149,10 +154,10 @@ def test_ties_are_the_targets(tmp_path: Path) -> None:
     loose = saved(
         {key: value.clone() for key, value in TiedLanguageModel().state_dict().items()}, tmp_path / "loose.pt"
     )
-    report, done = written(tied, loose, out)
+    report, done = warm_started(tied, loose, out)
     assert done["head.weight"].data_ptr() != done["embed.weight"].data_ptr() and not report.tied
     one = saved({key: value for key, value in load(loose).items() if "head" not in key}, tmp_path / "one.pt")
-    report, done = written(one, tied, tmp_path / "tied_out.pt", strict=True)
+    report, done = warm_started(one, tied, tmp_path / "tied_out.pt", strict=True)
     assert done["head.weight"].data_ptr() == done["embed.weight"].data_ptr() and report.tied == (
         ("head.weight", "embed.weight"),
     )
@@ -162,7 +167,7 @@ def test_views_do_not_drag_their_storage_along(tmp_path: Path) -> None:
     big = torch.arange(1_000_000.0)
     file = saved({"a.weight": big[10:16].view(2, 3), "b.weight": big[100:106].view(3, 2).t()}, tmp_path / "views.pt")
     target = saved({"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(2, 3)}, tmp_path / "target.pt")
-    _, done = written(file, target, tmp_path / "out.pt", verify=True)
+    _, done = warm_started(file, target, tmp_path / "out.pt", verify=True)
     assert torch.equal(done["a.weight"], big[10:16].view(2, 3)) and torch.equal(
         done["b.weight"], big[100:106].view(3, 2).t()
     )
@@ -176,7 +181,7 @@ def test_pad(tmp_path: Path, shape: tuple[int, ...]) -> None:
         saved({"e.weight": part, "x.weight": torch.ones(1)}, tmp_path / "s.pt"),
         {"e.weight": base, "x.weight": torch.ones(1)},
     )
-    report, done = written(
+    report, done = warm_started(
         file, saved(target, tmp_path / "target.pt"), tmp_path / "out.pt", on_mismatch="pad", verify=True
     )
     want = base.clone()
@@ -190,9 +195,9 @@ def test_slice(tmp_path: Path) -> None:
         saved({"e.weight": old}, tmp_path / "s.pt"),
         saved({"e.weight": torch.zeros(5, 4, 2)}, tmp_path / "t.pt"),
     )
-    report, done = written(file, target, tmp_path / "out.pt", on_mismatch="slice")
+    report, done = warm_started(file, target, tmp_path / "out.pt", on_mismatch="slice")
     assert torch.equal(done["e.weight"], old[:5, :, :2]) and report.share == 1
-    written(file, ckptool.spec(target, tmp_path / "t.json").output, tmp_path / "out2.pt", on_mismatch="slice")
+    warm_started(file, ckptool.spec(target, tmp_path / "t.json").output, tmp_path / "out2.pt", on_mismatch="slice")
 
 
 def test_large_tensors_in_pieces(tmp_path: Path) -> None:
@@ -200,7 +205,7 @@ def test_large_tensors_in_pieces(tmp_path: Path) -> None:
     old = {"a.weight": torch.randn(300, 700), "b.weight": torch.arange(200_000)}
     base = {"a.weight": torch.randn(400, 900, dtype=torch.float64), "b.weight": torch.zeros(200_000, dtype=torch.int16)}
     file, target = saved(old, tmp_path / "old.pt"), saved(base, tmp_path / "base.pt")
-    _, done = written(file, target, tmp_path / "out.pt", on_mismatch="pad", verify=True)
+    _, done = warm_started(file, target, tmp_path / "out.pt", on_mismatch="pad", verify=True)
     base["a.weight"][:300, :700] = old["a.weight"]
     assert torch.equal(done["a.weight"], base["a.weight"]) and torch.equal(done["b.weight"], old["b.weight"].short())
 
@@ -210,7 +215,7 @@ def test_row_092_an_expanded_tensor(tmp_path: Path) -> None:
     huge = torch.zeros(1).expand(1_000_000, 1_000_000)
     two = {"a.weight": huge, "b.weight": torch.ones(1).expand(1_000_000, 1_000_000)}
     file = saved({"a.weight": huge, "x.weight": torch.ones(1)}, tmp_path / "huge.pt")
-    _, done = written(file, file, tmp_path / "out.pt")
+    _, done = warm_started(file, file, tmp_path / "out.pt")
     assert done["a.weight"].stride() == (0, 0) and (tmp_path / "out.pt").stat().st_size < 10_000
     tied = saved({"a.weight": huge, "b.weight": huge}, tmp_path / "tied.pt")
     assert not ckptool.warm_start(saved(two, tmp_path / "two.pt"), tied).accepted
@@ -218,12 +223,12 @@ def test_row_092_an_expanded_tensor(tmp_path: Path) -> None:
         {"a.weight": torch.zeros(1).half().expand(1_000_000, 1_000_000), "x.weight": torch.ones(1)},
         tmp_path / "half.pt",
     )
-    refused(tmp_path, file, half, Conflict, "expanded view")
+    warm_start_refused(tmp_path, file, half, Conflict, "expanded view")
 
 
 def test_a_numpy_checkpoint(tmp_path: Path) -> None:
     file = saved({"fc.weight": numpy.ones((2, 3), "f4"), "fc.bias": numpy.zeros(2, "f4")}, tmp_path / "arrays.pt")
-    report, done = written(
+    report, done = warm_started(
         file, saved(nn.Linear(3, 2).state_dict(), tmp_path / "t.pt"), tmp_path / "out.pt", rename="fc.* => *"
     )
     assert (done["weight"] == 1).all() and report.share == 1
@@ -237,7 +242,7 @@ def test_an_optimizer_goes_along(tmp_path: Path, code: Path) -> None:
     adam = torch.optim.Adam(model.parameters(), lr=0.3)
     train(model, adam)
     file = saved({"model": nn.DataParallel(model).state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
-    report, done = written(file, f"{code}:build", tmp_path / "out.pt", on_mismatch="skip", optimizer=True)
+    report, done = warm_started(file, f"{code}:build", tmp_path / "out.pt", on_mismatch="skip", optimizer=True)
     fresh = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     fresh.load_state_dict(done["model_state_dict"], strict=True)
     mine = torch.optim.Adam(fresh.parameters())
@@ -260,7 +265,7 @@ def test_a_new_parameter_and_two_groups(tmp_path: Path, code: Path) -> None:
     with pytest.raises(Conflict, match="not known which one 3"):
         ckptool.warm_start(file, f"{code}:build", tmp_path / "out.pt", on_mismatch="skip", optimizer=True)
     same = saved(model.state_dict(), tmp_path / "same.pt")
-    _, done = written(file, same, tmp_path / "out.pt", optimizer=True)
+    _, done = warm_started(file, same, tmp_path / "out.pt", optimizer=True)
     assert [group["lr"] for group in done["optimizer_state_dict"]["param_groups"]] == [0.1, 0.7]
     assert done["optimizer_state_dict"]["param_groups"][1]["param_names"] == [name for name, _ in named[2:]]
 
@@ -274,7 +279,7 @@ def test_no_optimizer(tmp_path: Path) -> None:
 # Refused: nothing is written -----------------------------------------------------------------------------------------
 
 
-def refused(
+def warm_start_refused(
     tmp_path: Path, file: Path, target: Path | str, kind: type[CkptoolError], words: str, **options: Any
 ) -> CkptoolError:
     before = sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__")
@@ -356,7 +361,7 @@ def test_the_prefix_is_counted_where_a_rule_takes_it_off(tmp_path: Path) -> None
 
 def test_a_factory_that_raises(tmp_path: Path, code: Path) -> None:
     file = saved(mlp().state_dict(), tmp_path / "model.pt")
-    error = refused(tmp_path, file, f"{code}:raises", UserCodeFailed, "raised ValueError: the data")
+    error = warm_start_refused(tmp_path, file, f"{code}:raises", UserCodeFailed, "raised ValueError: the data")
     assert 'raise ValueError("the data\\nare missing")' in error.why and "line" in error.why
     assert (
         "ckptool/bridge/user_code.py" not in error.why and error.fix == "This is the code that was named, not ckptool."
@@ -375,7 +380,7 @@ def test_a_factory_that_raises(tmp_path: Path, code: Path) -> None:
     ],
 )
 def test_targets_that_are_none(tmp_path: Path, code: Path, name: str, words: str) -> None:
-    refused(
+    warm_start_refused(
         tmp_path,
         saved(mlp().state_dict(), tmp_path / "m.pt"),
         name.format(code=code, folder=tmp_path),
@@ -400,7 +405,7 @@ def test_outputs_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(OutputExists):
         ckptool.warm_start(file, target, tmp_path / "out.pt")
     assert target.read_bytes() == before and (tmp_path / "out.pt").read_bytes() == b"mine"
-    written(file, target, tmp_path / "out.pt", overwrite=True)
+    warm_started(file, target, tmp_path / "out.pt", overwrite=True)
     report = ckptool.warm_start(file, target, tmp_path / "dry.pt", dry_run=True)
     assert (
         report.output.output == str(tmp_path / "dry.pt") and not report.applied and not (tmp_path / "dry.pt").exists()
@@ -415,7 +420,7 @@ def test_damaged_bytes(tmp_path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[raw.rfind(bytes(state["fc2.weight"].numpy()))] ^= 1
     file.write_bytes(raw)
-    refused(tmp_path, file, target, CkptoolError, "checksum")
+    warm_start_refused(tmp_path, file, target, CkptoolError, "checksum")
 
 
 # Suggestions ---------------------------------------------------------------------------------------------------------
@@ -433,7 +438,7 @@ def test_suggestions_are_rules_that_can_be_passed_back(tmp_path: Path) -> None:
     assert not report.accepted and report.refused[0].code == "nothing-loaded" and not out.exists()
     assert report.rules_file == str(rules) and "--rename" in report.refused[0].fix
     assert report.suggestions[0].agree == report.suggestions[0].total == 6
-    report, done = written(file, target, out, rules_file=str(rules), strict=True)
+    report, done = warm_started(file, target, out, rules_file=str(rules), strict=True)
     assert all(torch.equal(done[key], value + 1) for key, value in theirs.items()) and not report.suggestions
     first = ckptool.warm_start(file, target).suggestions[0]
     assert ckptool.warm_start(file, target, rename=first.rules).share == 1

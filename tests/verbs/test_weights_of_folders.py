@@ -14,7 +14,6 @@ import torch
 
 import ckptool
 from ckptool.errors import Ambiguous
-from tests.cli.conftest import run as run  # a fixture
 from tests.support.part_files import FOLDERS, WITH_WEIGHTS, save, trainer_folder, weights
 
 WRITERS = {

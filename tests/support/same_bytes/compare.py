@@ -85,11 +85,11 @@ def folders(where: str, old: Path, new: Path) -> Iterator[Difference]:
         one, other = sides[0][name], sides[1][name]
         if one.lstat().st_mode != other.lstat().st_mode:
             yield Difference("mode", f"{where}/{name}", oct(one.lstat().st_mode), oct(other.lstat().st_mode))
-        elif contents(one) != contents(other):
+        elif compared_bytes(one) != compared_bytes(other):
             yield Difference("bytes", f"{where}/{name}", f"{one.stat().st_size} bytes", f"{other.stat().st_size} bytes")
 
 
-def contents(path: Path) -> bytes | str:
+def compared_bytes(path: Path) -> bytes | str:
     if path.is_symlink():
         return os.readlink(path)
     if not path.is_file():

@@ -56,7 +56,7 @@ class Standard(io.TextIOWrapper):
         return self.buffer.getvalue().decode("utf-8", "replace")  # type: ignore[attr-defined]
 
 
-def run(words: list[str]) -> dict[str, Any]:
+def answer_to(words: list[str]) -> dict[str, Any]:
     """Exit code, standard output, and the code of the error that was printed."""
     from ckptool.cli import main
 
@@ -92,7 +92,7 @@ def serve() -> None:
         done = []
         for number, words in enumerate(task["commands"]):
             settle(task["folder"], FIRST + number)
-            done.append(run(words))
+            done.append(answer_to(words))
         json.dump(done, answers)
         answers.write("\n")
         answers.flush()

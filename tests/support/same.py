@@ -1,18 +1,11 @@
-"""What several tests need: two trees compared as graphs, two live objects compared bit for bit, a plan carried out
-quickly."""
+"""Two trees compared as graphs, and two live objects bit for bit."""
 
 from __future__ import annotations
 
-import gc
-import io
-import os
-import signal
 import struct
-import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -21,11 +14,8 @@ import torch
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
-from ckptool.checkpoint.plan import Plan
-from ckptool.formats import read, torch_zip
-from ckptool.output.sink import Sink, segments_of
 
-# Trees ---------------------------------------------------------------------------------------------------------------
+# Trees -----------------------------------------------------------------------------------------------------------------
 
 
 class Mapping:
@@ -123,17 +113,7 @@ def _scalar(value: Any) -> Any:
     return id(value) if isinstance(value, Global) else value
 
 
-class Thing:
-    """An object of a class that ckptool does not know; two are never equal."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __repr__(self) -> str:
-        return f"Thing({self.n})"
-
-
-# Live objects --------------------------------------------------------------------------------------------------------
+# Live objects ----------------------------------------------------------------------------------------------------------
 
 _ATOMS = (
     bool,
@@ -254,72 +234,3 @@ def _plain(value: Any) -> bool:
         and "__getstate__" not in {name for cls in type(value).__mro__[:-1] for name in vars(cls)}
         and not isinstance(value, (dict, list))
     )
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
-
-
-def torch_bytes(value: Any, **options: Any) -> bytes:
-    """What `torch.save` writes, as if into a file called `archive.pt`."""
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.save(value, buffer, **options)
-    return buffer.getvalue()
-
-
-def load(path: Path, **options: Any) -> Any:
-    """`torch.load` on the CPU, without the warnings of features that are going away."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.load(path, map_location="cpu", **{"weights_only": True} | options)
-
-
-def carry_out(plan: Plan, path: Path) -> Path:
-    """Executes a plan of one new file, without the care that a user's file needs."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    try:
-        Sink(fd, 0, plan.nbytes, None).write(segments_of(plan), plan.checks)
-    finally:
-        os.close(fd)
-    assert path.stat().st_size == plan.nbytes
-    return path
-
-
-def written(data: bytes, path: Path) -> Path:
-    path.write_bytes(data)
-    return path
-
-
-def rewritten(path: Path, out: Path, **options: Any) -> Checkpoint:
-    """`path` read, written to `out` as a torch zip, and read again."""
-    carry_out(torch_zip.write(read(path), **options), out)
-    return read(out)
-
-
-def default_signals() -> None:
-    """For `preexec_fn`: signals as a shell in the foreground gives them. Started in the background, tests inherit them
-    ignored."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
-# Time ----------------------------------------------------------------------------------------------------------------
-
-
-def quickest(work: Callable[[], object], times: int = 3) -> float:
-    """Seconds of processor time that `work` takes, the least of several runs, without the garbage of the tests before
-    it.
-
-    Others are at work on the same cores; what takes quadratic time is slow in every run.
-    """
-    taken = []
-    gc.disable()
-    try:
-        for _ in range(times):
-            began = time.process_time()
-            work()
-            taken.append(time.process_time() - began)
-    finally:
-        gc.enable()
-    return min(taken)
