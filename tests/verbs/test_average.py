@@ -20,7 +20,9 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import Conflict, UsageError
 from fixtures.sparse import make_sparse
+from tests.support.files import torch_bytes, written
 from tests.support.same import assert_same_objects
+from tests.support.zips import rezipped
 
 
 def numbered_files(folder: Path, trees: list[Any]) -> list[Path]:
