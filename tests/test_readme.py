@@ -7,6 +7,7 @@ A line of output that ends in `…` may go on differently (times, versions); a l
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -124,6 +125,31 @@ def test_the_glossary_is_short_and_has_each_word_once() -> None:
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", (HOME / "docs" / "glossary.md").read_text(), re.MULTILINE)
     words = [word for word in rows if word not in ("word", "---")]
     assert len(words) == len(set(words)) <= 25
+
+
+def literal_codes(node: ast.AST) -> Iterator[str]:
+    """The code that a piece of the program names: of a class of errors, or in making a note, finding or problem."""
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("Note", "Finding", "Problem")
+    ):
+        values = node.args[:1]
+    elif isinstance(node, ast.ClassDef) and node.name != "CkptoolError":
+        values = [
+            line.value for line in node.body if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "code"
+        ]
+    else:
+        return
+    yield from (value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str))
+
+
+def test_every_code_is_documented() -> None:
+    page = set(re.findall(r"`([a-z0-9-]+)`", (HOME / "docs" / "codes.md").read_text()))
+    trees = [ast.parse(path.read_text()) for path in (HOME / "ckptool").rglob("*.py")]
+    codes = {code for tree in trees for node in ast.walk(tree) for code in literal_codes(node)}
+    assert len(codes) > 80
+    assert codes - page == set()
 
 
 # Links ----------------------------------------------------------------------------------------------------------------
