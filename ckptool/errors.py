@@ -114,9 +114,10 @@ class Unsupported(CkptoolError):
 
 
 class Truncated(CkptoolError):
-    """The file ends before the data that it promises."""
+    """The file ends before the data that it promises. `cut_archive`: the zip of which `recover` may save some."""
 
     code = "truncated"
+    cut_archive: Any = None
 
 
 class Corrupt(CkptoolError):

@@ -1,21 +1,23 @@
-"""What is left of a damaged checkpoint: the tree, with the tensors that are whole and stand-ins for those that are not.
+"""The checkpoint in a damaged file: the tree, with the tensors that are whole and stand-ins for the others.
 
-Zip archives by their records' checksums (`zip_salvage`); safetensors by what its header says, as the format has no checksums. Where the
-pickle of a zip is lost, nobody can say which bytes are which tensor: its records are then given as bytes, under their own names.
+Of a zip, what the records' checksums prove (`zip/salvage`); of a safetensors file, which has none, what its header says.
+Where the pickle of a zip is lost, nobody can tell which bytes are which tensor: the records are given as bytes, by name.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.tree import storages
-from ckptool.errors import CkptoolError, Corrupt, FileProblem, UsageError
+from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
 from ckptool.formats import marks, no_collection, safetensors, torch_zip
 from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.zip import directory
@@ -37,6 +39,7 @@ from ckptool.formats.zip.salvage import (
     record_of,
     sizes_in,
 )
+from ckptool.pickles.torch_objects import storage_class
 
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
@@ -48,7 +51,7 @@ BY_HEADERS = "found the records by their own headers: the directory is missing o
 
 @dataclass(frozen=True, slots=True)
 class LostRecord:
-    """A record that did not come back, or a tensor of a file without records: where it was (None: unknown), and why."""
+    """A lost record, or a lost tensor of a file without records: its place (None: unknown), and why it is lost."""
 
     name: str
     offset: int | None
@@ -58,10 +61,10 @@ class LostRecord:
 
 @dataclass(slots=True, eq=False)
 class Salvaged:
-    """What is left of a file.
+    """The contents of a damaged file.
 
-    checkpoint: the tree; storages that are lost are in it, and `lost_of` says so.  records, whole: how many there were and are.
-    lost: by the id of a storage's data.  proven: by checksums.  raw: records by name, as the pickle is lost.  how: what was done, in words.
+    checkpoint: the tree, with lost storages in it.  lost: why, by the id of a storage's data.  records, whole: how many
+    there were, and are.  proven: by checksums.  raw: records by name, as the pickle is lost.  how: what was done.
     prefix: so many bytes of the file are a whole archive as they are (None: they are not).
     """
 
@@ -81,9 +84,9 @@ class Salvaged:
 
 
 def salvage(source: Input, error: CkptoolError | None = None, progress: Progress | None = None) -> Salvaged:
-    """What is left of `source`, which was found damaged (`error`: how).
+    """The contents of `source`, which was found damaged (`error`: how).
 
-    Raises `error` where nothing can be told of it, `FileProblem`, or `UsageError` for a folder or a container that is not salvaged.
+    Raises `error` where nothing can be told of it, `FileProblem`, or `UsageError` for a folder or another container.
     """
     if not isinstance(source, Source):
         raise UsageError(
@@ -104,8 +107,19 @@ def salvage(source: Input, error: CkptoolError | None = None, progress: Progress
     )
 
 
+def with_whole_count(error: Truncated) -> Truncated:
+    """The error for a zip that was cut off, with the number of its storages that look whole, and what saves them."""
+    found = whole_records(error.cut_archive) if error.cut_archive is not None else None
+    if found is None:
+        return error
+    whole, count = found
+    save = command("recover", error.cut_archive.path, out=OUT)
+    why = f"{error.why} {whole:,} of its {counted(count, 'storage')} {form(whole, 'looks', 'look')} whole."
+    return Truncated(error.what, why, Advice("Save what is whole: ", save, "; or download or copy it again."))
+
+
 def whole_records(source: Readable) -> tuple[int, int] | None:
-    """How many storages of a damaged zip look whole, and how many there were, without reading them; None where it cannot be told."""
+    """How many storages of a damaged zip look whole, and how many there were, unread; None where it cannot be told."""
     try:
         with no_collection():
             walk = Walk(source, min(QUICK, BUDGET * source.size + FREE), COUNTED).run()
@@ -116,34 +130,24 @@ def whole_records(source: Readable) -> tuple[int, int] | None:
     return (len(found), len(sizes)) if sizes else None
 
 
-# Safetensors ----------------------------------------------------------------------------------------------------------
-
-
 def _salvaged_safetensors(source: Source) -> Salvaged:
-    """The tensors whose ranges are inside the file; whether their bytes are the right ones, nobody can say."""
+    """The tensors whose ranges are inside the file; nobody can say whether their bytes are the right ones."""
     checkpoint = safetensors.read(source, cut=True)
-    lost: dict[int, LostRecord] = {}
-    names = set()
-    for data in _ranges(checkpoint.tree):
-        names.add(data.offset)
-        if data.offset + data.length > source.size:
-            lost[id(data)] = LostRecord("", data.offset, data.length, "the file ends before it does")
-    gone = {found.offset for found in lost.values()}
-    return Salvaged(checkpoint, len(names), len(names - gone), tuple(lost.values()), False, lost=lost)
+    parts = [part.data for storage in reversed([*storages(checkpoint.tree)]) for part in storage.below()]
+    ranges = [data for data in parts if isinstance(data, FileRange)]
+    cut = [data for data in ranges if data.offset + data.length > source.size]
+    lost = {id(data): LostRecord("", data.offset, data.length, "the file ends before it does") for data in cut}
+    every, gone = {data.offset for data in ranges}, {data.offset for data in cut}
+    return Salvaged(checkpoint, len(every), len(every - gone), tuple(lost.values()), False, lost=lost)
 
 
-def _ranges(tree: Any) -> list[FileRange]:
-    parts = (part.data for storage in reversed([*storages(tree)]) for part in storage.below())
-    return [data for data in parts if isinstance(data, FileRange)]
-
-
-# Zip archives ---------------------------------------------------------------------------------------------------------
+# The records of a zip -------------------------------------------------------------------------------------------------
 
 
 def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress | None) -> Salvaged:
     pieces, root, how, state, mentions = _pieces(source, error)
     proven = _prove(source, pieces, progress)
-    _drop_twins(pieces, mentions)
+    _drop_copies(pieces, mentions)
     archive = Archive(source, 0, 0, b"", has_checksums=proven)
     for piece in pieces:
         if not piece.why and piece.name.startswith(root):
@@ -167,11 +171,11 @@ def _agrees(state: Archive, pieces: list[Piece]) -> bool:
     return not state.has_checksums or all(state.records[piece.name].crc == piece.crc for piece in pieces)
 
 
-# Records, their root folder, what was done, the directory that they are from, and the headers that any directory names.
-_Met = tuple[list[Piece], str, str, Archive | None, Collection[int]]
+# Records, their root folder, what was done, the directory that they are from, the headers that any directory names.
+_Pieces = tuple[list[Piece], str, str, Archive | None, Collection[int]]
 
 
-def _pieces(source: Source, error: CkptoolError | None) -> _Met:
+def _pieces(source: Source, error: CkptoolError | None) -> _Pieces:
     """Every record that is there or was, from the directory if it can be read, else from the records' own headers."""
     try:
         archive = directory.read_archive(source)
@@ -194,38 +198,34 @@ def _earlier_state(source: Source, walk: Walk, error: CkptoolError) -> Archive:
     end = walk.states[-1]
     archive = directory.read_archive(source.part(0, end))
     for piece in walk.pieces:
-        if piece.header >= end:
-            is_pickle = piece.name.endswith("/data.pkl")
-            if (piece.name not in archive.records) == is_pickle:
-                raise error
+        if piece.header >= end and (piece.name not in archive.records) == piece.name.endswith("/data.pkl"):
+            raise error
     return archive
 
 
 def _listed(archive: Archive) -> tuple[list[Piece], str]:
-    """The records of a directory, each with the name that its own header confirms, or that the pickle does."""
+    """The records of a directory, each with the name that its own header confirms, or that the pickle does; their root."""
     pieces = []
     for record in archive.by_offset():
         piece = Piece(record.name, record.header, record.data_at, record.stored, record.size, record.method, record.end)
-        piece.claims = (record.crc, *_descriptor_sum(archive, record)) if archive.has_checksums else ()
-        pieces.append(piece)
-    sizes = Sizes()
-    for piece in pieces:
+        piece.claims = (record.crc, *_descriptor_crc(archive, record)) if archive.has_checksums else ()
         own = _own_name(archive, piece)
         piece.named = own == piece.name
         if not piece.named and own is not None and is_pickle(own):
             piece.name, piece.named = own, True
-    pickle = next((p for p in pieces if is_pickle(p.name)), None)
+        pieces.append(piece)
+    sizes = Sizes()
+    pickle = next((piece for piece in pieces if is_pickle(piece.name)), None)
     if pickle is not None:
         root = pickle.name.removesuffix("data.pkl")
-        data = record_of(archive, pickle).data
         if pickle.size <= torch_zip.inflated_limit(pickle.stored):
-            sizes.learn(root, sizes_in(data, f"{root}data/", archive.source))
+            sizes.learn(root, sizes_in(record_of(archive, pickle).data, f"{root}data/", archive.source))
         pickle.named = pickle.named or bool(sizes.of)
-    _agree(archive, pieces, sizes)
+    _take_sensible_names(archive, pieces, sizes)
     return pieces, sizes.root
 
 
-def _agree(archive: Archive, pieces: list[Piece], sizes: Sizes) -> None:
+def _take_sensible_names(archive: Archive, pieces: list[Piece], sizes: Sizes) -> None:
     """Settles the name where a record's header and the directory differ: the one that alone makes sense."""
     taken = {piece.name for piece in pieces if piece.named}
     known = set(sizes.of) | {sizes.root + name for name in SMALL}
@@ -246,8 +246,8 @@ def _own_name(archive: Archive, piece: Piece) -> str | None:
     return archive.source.read(piece.header + LOCAL.size, name_size).decode("utf-8", "replace")
 
 
-def _descriptor_sum(archive: Archive, record: Record) -> tuple[int, ...]:
-    """The checksum in a record's descriptor, where that has the same sizes: the directory's own may be what is damaged."""
+def _descriptor_crc(archive: Archive, record: Record) -> tuple[int, ...]:
+    """The checksum in a data descriptor with the same sizes: the directory's own may be what is damaged."""
     for layout in (DESCRIPTOR, DESCRIPTOR64):
         if record.descriptor_size == layout.size:
             raw = archive.source.read(record.data_at + record.stored, layout.size)
@@ -258,9 +258,8 @@ def _descriptor_sum(archive: Archive, record: Record) -> tuple[int, ...]:
 
 def _again(walk: Walk) -> Walk:
     """The walk with the pickle known from the start, where it stands behind the storages and only the directory proves it."""
-    pickles = [
-        p for p in walk.pieces if is_pickle(p.name) and walk.mentions.get(p.header, ("",))[0] == p.name and not p.why
-    ]
+    named = [piece for piece in walk.pieces if walk.mentions.get(piece.header, ("",))[0] == piece.name]
+    pickles = [piece for piece in named if is_pickle(piece.name) and not piece.why]
     if walk.sizes.root or len(pickles) != 1:
         return walk
     second = Walk(walk.source, BUDGET * walk.source.size + FREE)
@@ -269,10 +268,8 @@ def _again(walk: Walk) -> Walk:
 
 
 def _settle_names(walk: Walk) -> None:
-    """Names that the order does not prove are believed where a directory says the same, or where no other storage has the size."""
-    counts: dict[int, int] = {}
-    for size in walk.sizes.of.values():
-        counts[size] = counts.get(size, 0) + 1
+    """Believes names that the order does not prove where a directory says the same, or no other storage has the size."""
+    counts = Counter(walk.sizes.of.values())
     for piece in walk.pieces:
         name, crc, size = walk.mentions.get(piece.header, ("", 0, -1))
         if size == piece.size and piece.end and (piece.claims or not piece.method):
@@ -281,19 +278,16 @@ def _settle_names(walk: Walk) -> None:
             piece.claims = (*piece.claims, crc)
             piece.why = "" if piece.why == NO_SUM else piece.why
             piece.named = piece.named or (agrees and name == piece.name)
-        elif not name and counts.get(piece.size) == 1 and walk.sizes.of.get(piece.name) == piece.size:
+        elif not name and counts[piece.size] == 1 and walk.sizes.of.get(piece.name) == piece.size:
             piece.named = True
 
 
-# What is proven -------------------------------------------------------------------------------------------------------
-
-
 def _prove(source: Readable, pieces: list[Piece], progress: Progress | None = None) -> bool:
-    """Sums up every piece that is not known to be lost, and says in `why` which are; False if there are no checksums at all."""
+    """Computes the checksum of every piece not known to be lost, and says in `why` which are; False if none is stored."""
     checked = any(claim for piece in pieces for claim in piece.claims)
     archive = Archive(source, 0, 0, b"")
     whole = [piece for piece in pieces if not piece.why]
-    sums = checksums([_stretch(archive, piece) for piece in whole], progress)
+    sums = checksums([_stored(archive, piece) for piece in whole], progress)
     for piece, total in zip(whole, sums, strict=True):
         if isinstance(total, CkptoolError):
             piece.why = total.what
@@ -306,16 +300,16 @@ def _prove(source: Readable, pieces: list[Piece], progress: Progress | None = No
     return checked
 
 
-def _stretch(archive: Archive, piece: Piece) -> Data:
+def _stored(archive: Archive, piece: Piece) -> Data:
     if piece.method:
         return record_of(archive, piece).data
     return FileRange(archive.source.file, archive.source.start + piece.data_at, piece.stored)
 
 
-def _drop_twins(pieces: list[Piece], mentions: Collection[int]) -> None:
-    """Two whole records of one name: the same bytes are one record; others are none, as nobody can tell which is meant.
+def _drop_copies(pieces: list[Piece], mentions: Collection[int]) -> None:
+    """Two whole records of one name: the same bytes are one record; of others nobody can tell which is meant.
 
-    Of several pickles, which in-place edits leave, the last counts that a directory names. mentions: the headers that one does.
+    Of several pickles, which in-place edits leave, the last counts that a directory names. mentions: the headers named.
     """
     pickles = [piece for piece in pieces if not piece.why and is_pickle(piece.name)]
     chosen = [piece for piece in pickles if piece.header in mentions][-1:] or pickles[:1]
@@ -328,7 +322,7 @@ def _drop_twins(pieces: list[Piece], mentions: Collection[int]) -> None:
                 other.why = piece.why = TWICE
 
 
-# The tree ---------------------------------------------------------------------------------------------------------------
+# The tree ------------------------------------------------------------------------------------------------------------
 
 
 class _Lossy(torch_zip.Storages):
@@ -340,8 +334,6 @@ class _Lossy(torch_zip.Storages):
         self.lost: dict[int, LostRecord] = {}
 
     def _first(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:
-        from ckptool.pickles.torch_objects import storage_class
-
         known, dtype = storage_class(cls)
         name, size = self.prefix + key, numel * (dtype.itemsize if dtype else 1)
         record = self.archive.records.get(name)
@@ -359,7 +351,7 @@ def _gone(offset: int, length: int) -> bytes:
 
 
 def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
-    """The tree of what is left, or the records by themselves where there is no pickle to say what they are."""
+    """The tree, or the records by themselves where there is no pickle to say what they are."""
     whole = dict(archive.records)
     pickle = whole.get(f"{root}data.pkl") if root else None
     script = any(name.startswith(f"{root}code/") or name == f"{root}constants.pkl" for name in whole)
@@ -367,8 +359,8 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         return _records_as_bytes(archive, lost)
     order = _small(archive, root, "byteorder")
     _check_order(archive, root, order, lost)
-    storages = _Lossy(archive, root + "data/", order == "big", lost)
-    decoded = torch_zip.decoded_record(pickle, storages)
+    lossy = _Lossy(archive, root + "data/", order == "big", lost)
+    decoded = torch_zip.decoded_record(pickle, lossy)
     tree, notes = decoded.root, list[Note]()
     if (shared := whole.get(root + torch_zip.TWINS)) is not None:
         tree, notes = marks.separated(tree, shared.contents(marks.MAX_SHARED))
@@ -377,8 +369,8 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         metadata[marks.RECOVERED] = before
     archive.records = whole
     checkpoint = Checkpoint(tree, torch_zip.NAME, metadata, archive.source.file, None, tuple(notes), decoded.discarded)
-    every = {record.name: record for record in (*lost, *storages.lost.values())}
-    return Salvaged(checkpoint, 0, 0, tuple(every.values()), True, lost=storages.lost)
+    every = {record.name: record for record in (*lost, *lossy.lost.values())}
+    return Salvaged(checkpoint, 0, 0, tuple(every.values()), True, lost=lossy.lost)
 
 
 def _small(archive: Archive, root: str, name: str, limit: int = torch_zip.MAX_SMALL) -> str:
@@ -387,7 +379,7 @@ def _small(archive: Archive, root: str, name: str, limit: int = torch_zip.MAX_SM
 
 
 def _check_order(archive: Archive, root: str, order: str, lost: list[LostRecord]) -> None:
-    """Raises `Corrupt` where the record that says how numbers are spelled is lost, and may have said: the other way."""
+    """Raises `Corrupt` where the record of the byte order is lost, and may have said: big."""
     if order in ("little", "big") or not any(name.startswith(f"{root}data/") for name in archive.records):
         return
     gone = next((record for record in lost if record.name == f"{root}byteorder"), None)
@@ -406,8 +398,7 @@ def _check_order(archive: Archive, root: str, order: str, lost: list[LostRecord]
 
 
 def _records_as_bytes(archive: Archive, lost: list[LostRecord]) -> Salvaged:
-    u8 = by_name("u8")
-    checked = archive.has_checksums
+    u8, checked = by_name("u8"), archive.has_checksums
     tree = {
         record.name: TensorEntry(Storage(record.data, crc=record.crc if checked else None), u8, (record.size,), (1,))
         for record in archive.by_offset()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ckptool import formats
@@ -10,7 +12,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import find
-from ckptool.errors import OnlyAPart, UsageError, counted, printable, quoted
+from ckptool.errors import OnlyAPart, Truncated, UsageError, counted, printable, quoted
 from ckptool.formats import marks, members
 from ckptool.formats.members import MEMBERS
 
@@ -46,7 +48,19 @@ def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
 def open_file(file: PathLike, at: str | None = None) -> Opened:
     """Opens `FILE` or `FILE#address`; a file that exists under the whole name wins. `at` is the same as the part behind `#`."""
     path, place = split(file)
-    return Opened(formats.read(path), at if at is not None else place, path)
+    with counting_whole():
+        return Opened(formats.read(path), at if at is not None else place, path)
+
+
+@contextmanager
+def counting_whole() -> Iterator[None]:
+    """Lets the error for a zip that was cut off say how much of it could be saved, which takes a walk through the file."""
+    try:
+        yield
+    except Truncated as error:
+        from ckptool.formats.damaged import with_whole_count
+
+        raise with_whole_count(error) from None
 
 
 def open_whole(file: PathLike, at: str | None = None, *, part: bool = False) -> Opened:

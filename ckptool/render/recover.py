@@ -1,4 +1,4 @@
-"""What was recovered of a damaged file, as text and JSON."""
+"""A recovered file, as text and JSON."""
 
 from __future__ import annotations
 

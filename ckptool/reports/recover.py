@@ -1,4 +1,4 @@
-"""The outcome of a recovery: the tensors that came back, and those that did not."""
+"""The result of `recover`: what of a damaged file was written, and what was not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptool.formats.damaged import LostRecord
 
 @dataclass(frozen=True, slots=True)
 class LostTensorRow:
-    """A tensor that did not come back. record, offset: where its data was (offset None: unknown).  nbytes: of its values."""
+    """A tensor that did not come back. record, offset: the place of its data (offset None: unknown).  nbytes: of its values."""
 
     address: str
     record: str
@@ -21,18 +21,15 @@ class LostTensorRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recovery:
-    """What of a damaged file was written to `output`, and what was not.
+    """The parts of a damaged file that were written to `output`, and those that were not.
 
-    damage: what was found wrong when it was opened; empty if nothing was.  how: what was done.
-    tensors: how many there were (None: nobody knows).  back: how many came back from the file itself.  records, whole: the same of records.
-    lost: tensors that are not in the output.  dropped: what had to go along with them.  filled: (address, address in `filled_from`).
-    refused: (address, why it could not be filled).  proven: by checksums.  raw: the pickle is lost, records are given as bytes.
-    notes: on the writing.
+    damage: what was wrong when it was opened; empty if nothing was.  how: what was done.
+    tensors: how many there were (None: unknown).  back: how many the file itself gave.  records, whole: the same of records.
+    lost: tensors that are not in the output.  dropped: what had to go along with them.
+    filled: (address, address in `filled_from`).  refused: (address, why it could not be filled).
+    proven: by checksums.  raw: the pickle is lost, records are given as bytes.  notes: on the writing.
     """
 
-    file: str
-    output: str
-    container: str
     damage: str
     how: str
     tensors: int | None
@@ -47,7 +44,10 @@ class Recovery:
     lost_records: tuple[LostRecord, ...]
     proven: bool
     raw: bool
-    file_bytes: int
+    file: str = ""
+    output: str = ""
+    container: str = ""
+    file_bytes: int = 0
     dry_run: bool = False
     notes: tuple[Note, ...] = ()
 

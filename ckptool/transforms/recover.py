@@ -1,4 +1,4 @@
-"""A tree of which some tensors are lost: without them, or with those of another checkpoint in their place."""
+"""The tree of a damaged checkpoint without the tensors that are lost, or with those of another checkpoint in their place."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckptool.checkpoint.nodes import OrderedDict, Set, structural_parts
 from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import Path, address, rebuild, stored_parts, walk
+from ckptool.formats import marks
+from ckptool.formats.damaged import Salvaged
 from ckptool.reports.compare import same_bytes
-
-IsLost = Callable[[Storage], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LostTensor:
-    """A tensor or storage whose data is lost, and where it stood. storage: the one that is lost."""
+    """A tensor or storage whose data is lost, and its place. storage: the one that is lost."""
 
     path: Path
     node: TensorEntry | Composite | StorageRef
@@ -29,8 +29,40 @@ class LostTensor:
         return address(self.path)
 
 
-def lost_tensors(tree: Any, is_lost: IsLost) -> list[LostTensor]:
-    """Everything in the tree that cannot be read, in order; what stands in two places comes twice."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Restored:
+    """A checkpoint that can be written.
+
+    lost: all tensors that the file does not give.  still_lost: those that no other checkpoint gave.
+    dropped: addresses of what had to go along with them.  filled: (address, address there).  refused: (address, why).
+    """
+
+    checkpoint: Checkpoint
+    lost: list[LostTensor]
+    still_lost: list[LostTensor]
+    dropped: list[str]
+    filled: list[tuple[str, str]]
+    refused: list[tuple[str, str]]
+
+
+def restored(done: Salvaged, other: Checkpoint | None) -> Restored:
+    """The checkpoint with lost tensors taken from the other one or left out; marked if there are any."""
+    checkpoint = done.checkpoint
+    lost = lost_tensors(checkpoint.tree, lambda storage: done.lost_of(storage) is not None)
+    given = fill(checkpoint, lost, other) if other is not None else Fill()
+    still = [item for item in lost if id(item.node) not in given.new]
+    tree, dropped = without_lost(checkpoint.tree, lost, given.new) if lost else (checkpoint.tree, [])
+    metadata = dict(checkpoint.metadata)
+    if lost or done.raw:
+        before = str(metadata.get(marks.RECOVERED, ""))
+        places = [place for place, _ in given.filled]
+        metadata[marks.RECOVERED] = marks.recovered_mark([item.address for item in still], places, before)
+    marked = replace(checkpoint, tree=tree, metadata=metadata, origin=None)
+    return Restored(marked, lost, still, dropped, given.filled, given.refused)
+
+
+def lost_tensors(tree: Any, is_lost: Callable[[Storage], bool]) -> list[LostTensor]:
+    """Everything in the tree that cannot be read, in order; a tensor in two places comes twice."""
     found = []
     for path, node in walk(tree):
         gone = next((part.storage for part in stored_parts(node) if is_lost(part.storage)), None)
@@ -39,32 +71,30 @@ def lost_tensors(tree: Any, is_lost: IsLost) -> list[LostTensor]:
     return found
 
 
-def restored(tree: Any, lost: Sequence[LostTensor], new: Mapping[int, Any]) -> tuple[Any, list[str]]:
-    """The tree without what is lost and not in `new` (by the id of what it replaces), and the addresses of what had to go along.
+def without_lost(tree: Any, lost: Sequence[LostTensor], new: Mapping[int, Any]) -> tuple[Any, list[str]]:
+    """The tree without what is lost and not in `new` (by the id of the node it replaces), and what had to go along.
 
-    An entry of a dictionary is left out; in a list or tuple, where the others would move up, None stands in its place. The state that an
-    optimizer keeps for a parameter goes as a whole: half of it is worse than none.
+    An entry of a dictionary is left out; in a list or tuple, where the others would move up, None stands in its place.
+    The state that an optimizer keeps for a parameter goes as a whole: half of it is worse than none.
     """
     gone = {id(item.node) for item in lost if id(item.node) not in new}
     slots, names = _broken_slots(tree, gone)
     replaced: dict[int, Any] = {key: node for key, node in new.items() if isinstance(node, Composite)}
     for node in _containers(tree):
         if isinstance(node, dict):
-            items = {
-                key: value for key, value in node.items() if id(value) not in gone and (id(node), key) not in slots
-            }
-            if len(items) < len(node):
-                replaced[id(node)] = OrderedDict(items, node.attributes) if isinstance(node, OrderedDict) else items
+            kept = {key: value for key, value in node.items() if id(value) not in gone and (id(node), key) not in slots}
+            if len(kept) < len(node):
+                replaced[id(node)] = OrderedDict(kept, node.attributes) if isinstance(node, OrderedDict) else kept
         elif isinstance(node, Set):
-            kept = [item for item in node.items if id(item) not in gone]
-            replaced |= {id(node): Set(kept, node.frozen)} if len(kept) < len(node.items) else {}
+            items = [item for item in node.items if id(item) not in gone]
+            replaced |= {id(node): Set(items, node.frozen)} if len(items) < len(node.items) else {}
         elif any(id(item) in gone for item in node):
             replaced[id(node)] = type(node)(None if id(item) in gone else item for item in node)
     return rebuild(tree, lambda node: None if id(node) in gone else new.get(id(node), node), replaced), names
 
 
 def _containers(tree: Any) -> Iterator[Any]:
-    """Every dictionary, list, tuple and set that a tree is made of, once; inside of objects too."""
+    """Every dictionary, list, tuple and set of a tree, once; inside of objects too."""
     stack, seen = [tree], set()
     while stack:
         node = stack.pop()
@@ -88,12 +118,12 @@ def _broken_slots(tree: Any, gone: set[int]) -> tuple[set[tuple[int, Any]], list
     return slots, names
 
 
-# From another checkpoint ----------------------------------------------------------------------------------------------
+# From another checkpoint ---------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """What another checkpoint gives. new: by the id of a lost tensor.  filled: (address, address there).  refused: (address, why)."""
+    """Tensors that another checkpoint gives, by the id of the lost one; (address, address there), (address, why not)."""
 
     new: dict[int, Any] = field(default_factory=dict)
     filled: list[tuple[str, str]] = field(default_factory=list)
@@ -101,48 +131,41 @@ class Fill:
 
 
 def fill(checkpoint: Checkpoint, lost: Sequence[LostTensor], other: Checkpoint) -> Fill:
-    """Tensors of `other` for those that are lost: the same key, type and shape, tied where they were tied; else refused by name.
+    """Tensors of `other` for those that are lost: the same key, dtype and shape, tied where they were tied.
 
-    A key is looked for under its whole address; where that leads nowhere, among the one set of model weights of `other`.
+    A key is looked for under its whole address; where that leads nowhere, in the one set of model weights of `other`.
     """
     result = Fill()
-    look = _Look(checkpoint, other)
+    roots = [part.path for part in find_state_dicts(checkpoint) if part.is_model]
+    there = [part for part in find_state_dicts(other) if part.is_model]
+
+    def look_up(path: Path) -> tuple[Path, Any]:
+        node = _at(other.tree, path)
+        root = next((root for root in roots if path[: len(root)] == root), None)
+        if node is None and root is not None and len(there) == 1:
+            rest = path[len(root) :]
+            return (*there[0].path, *rest), _at(there[0].node, rest)
+        return path, node
+
     groups: dict[int, list[LostTensor]] = {}
     for item in lost:
         groups.setdefault(id(item.storage), []).append(item)
     for group in groups.values():
-        found = [look.up(item.path) for item in group]
+        found = [look_up(item.path) for item in group]
         why = _why_not(group, [node for _, node in found])
         if why:
             result.refused += [(item.address, why) for item in group]
             continue
         made: dict[int, Storage] = {}
+        one_view = _is_one_view([item.node for item in group])
         for item, (place, node) in zip(group, found, strict=True):
-            first = found[0][1] if _one_view([entry.node for entry in group]) else node
-            result.new[id(item.node)] = _in_place_of(item, first, made)
+            result.new[id(item.node)] = _in_place_of(item, found[0][1] if one_view else node, made)
             result.filled.append((item.address, address(place)))
     return result
 
 
-class _Look:
-    def __init__(self, checkpoint: Checkpoint, other: Checkpoint) -> None:
-        self.tree = other.tree
-        self.roots = [root.path for root in find_state_dicts(checkpoint) if root.is_model]
-        there = [root for root in find_state_dicts(other) if root.is_model]
-        self.there = there[0] if len(there) == 1 else None
-
-    def up(self, path: Path) -> tuple[Path, Any]:
-        """What stands at a path in the other tree, and where exactly; None where nothing does."""
-        node = _at(self.tree, path)
-        if node is None and self.there is not None:
-            for root in self.roots:
-                if path[: len(root)] == root:
-                    rest = path[len(root) :]
-                    return (*self.there.path, *rest), _at(self.there.node, rest)
-        return path, node
-
-
 def _at(node: Any, path: Path) -> Any:
+    """The value at a path; None where there is none."""
     for segment in path:
         if isinstance(node, dict):
             node = node.get(segment)
@@ -161,7 +184,7 @@ def _why_not(group: Sequence[LostTensor], found: Sequence[Any]) -> str:
         if isinstance(item.node, StorageRef) or type(node) is not type(item.node):
             return "it is another kind of value there"
         if node.dtype is not item.node.dtype or node.shape != item.node.shape:
-            return f"it is {node.dtype} {list(node.shape or ())} there, not {item.node.dtype} {list(item.node.shape or ())}"
+            return f"it is {_type_of(node)} there, not {_type_of(item.node)}"
         if isinstance(node, Composite) and node.kind != item.node.kind:  # type: ignore[union-attr]
             return f"it is a {node.kind} tensor there"
     views = [item.node for item in group]
@@ -169,13 +192,17 @@ def _why_not(group: Sequence[LostTensor], found: Sequence[Any]) -> str:
         return ""
     if any(isinstance(node, Composite) for node in found):
         return "it shares its storage with a tensor of another kind"
-    if _one_view(views):
-        return "" if all(_same(found[0], node) for node in found[1:]) else "it was tied, and is not there"
+    if _is_one_view(views):
+        return "" if all(_is_same(found[0], node) for node in found[1:]) else "it was tied, and is not there"
     same = all(_layout(a) == _layout(b) and b.storage is found[0].storage for a, b in zip(views, found, strict=True))
     return "" if same else "it was a view of a storage that others share, and is not there"
 
 
-def _one_view(nodes: Sequence[Any]) -> bool:
+def _type_of(node: TensorEntry | Composite) -> str:
+    return f"{node.dtype} {list(node.shape or ())}"
+
+
+def _is_one_view(nodes: Sequence[Any]) -> bool:
     return all(isinstance(node, TensorEntry) and _layout(node) == _layout(nodes[0]) for node in nodes)
 
 
@@ -183,7 +210,7 @@ def _layout(node: Any) -> Any:
     return node.dtype, node.shape, node.stride, node.offset, node.flags[2:]
 
 
-def _same(a: TensorEntry, b: TensorEntry) -> bool:
+def _is_same(a: TensorEntry, b: TensorEntry) -> bool:
     if a.storage is b.storage and _layout(a) == _layout(b):
         return True
     return a.flags[2:] == b.flags[2:] and same_bytes(row_major(a), row_major(b))
@@ -194,8 +221,5 @@ def _in_place_of(item: LostTensor, node: Any, made: dict[int, Storage]) -> Any:
     if not isinstance(node, TensorEntry):
         return node
     old: Any = item.node
-    storage = made.get(id(node.storage))
-    if storage is None:
-        storage = made[id(node.storage)] = replace(node.storage, location=item.storage.location)
-    flags = old.flags._replace(conj=node.flags.conj, neg=node.flags.neg)
-    return TensorEntry(storage, node.dtype, node.shape, node.stride, node.offset, flags)
+    storage = made.setdefault(id(node.storage), replace(node.storage, location=item.storage.location))
+    return replace(node, storage=storage, flags=old.flags._replace(conj=node.flags.conj, neg=node.flags.neg))

@@ -15,7 +15,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.tree import Path, find, map_storages
 from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
 from ckptool.formats import Format, bundle_json, marks
-from ckptool.formats.opening import PathLike, refuse_part, split
+from ckptool.formats.opening import PathLike, counting_whole, open_whole, split
 from ckptool.reports.written import Written
 from ckptool.transforms.bundles import (
     Member,
@@ -148,8 +148,7 @@ class _Parts:
             if not any(place[: len(other)] == other[: len(place)] for other in taken):
                 taken.append(place)
                 return _part(checkpoint, place, node)
-        checkpoint = formats.read(path)
-        refuse_part(checkpoint, part=self.part)
+        checkpoint = open_whole(path, part=self.part).checkpoint
         place, node = find(checkpoint.tree, at or "")
         readings.append((checkpoint, [place]))
         if checkpoint.source is not None:
@@ -191,13 +190,13 @@ def _of_bundle(file: PathLike, part: bool) -> _Parts:
             "A bundle is changed as a whole.",
             f"Take the part as a member: ckptool bundle NAME={printable(os.fspath(file))} -o OUT",
         )
-    original = formats.read(path)
-    refuse_part(original, part=part)
+    original = open_whole(path, part=part).checkpoint
     members = members_of(original)
     refuse_beside(original, formats.by_name(formats.DEFAULT))
     return _Parts(original, replace(original, tree=members), original.tree)
 
 
+@counting_whole()
 def _of_folder(path: PathLike) -> _Parts:
     """The members that an unbundled folder holds. Raises `Corrupt` for a record that leads out of the folder."""
     folder = Folder(path)

@@ -9,7 +9,7 @@ from ckptool import formats
 from ckptool.checkpoint.files import Folder, file_problem, open_input
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
 from ckptool.formats import members, sharded
-from ckptool.formats.opening import PathLike, refuse_address
+from ckptool.formats.opening import PathLike, counting_whole, refuse_address
 from ckptool.reports.inspect import listing
 from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned, unknown_names
 
@@ -32,7 +32,8 @@ def scan(path: PathLike, *, full: bool = False, latest_only: bool = False) -> Sc
     name = os.fspath(path)
     refuse_address("scan", name)
     if not os.path.isdir(name):
-        row = _row(name, full, strict=True)
+        with counting_whole():
+            row = _row(name, full, strict=True)
         return Scan(name, False, (row,), 0, row if row.is_good else None, "", full)
     found: list[ScannedFile] = []
     others = 0

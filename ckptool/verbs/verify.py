@@ -23,7 +23,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.formats import marks, members, parts, sharded
-from ckptool.formats.opening import PathLike, part_of, split
+from ckptool.formats.opening import PathLike, counting_whole, part_of, split
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
 from ckptool.reports.verify import (
@@ -74,7 +74,8 @@ def verify(
     if write_digest is not None:
         check_target(write_digest, overwrite=overwrite)
     try:
-        checkpoint = formats.read_source(source)
+        with counting_whole():
+            checkpoint = formats.read_source(source)
     except _DAMAGE as error:
         if isinstance(source, Folder) and len(sharded.checkpoints_in(source)) > 1:
             raise  # none of them was looked at, so none is called damaged

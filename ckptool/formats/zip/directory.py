@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.commands import FILE, OUT, command
 from ckptool.checkpoint.files import Readable
 from ckptool.errors import (
     Ambiguous,
@@ -27,7 +27,6 @@ from ckptool.errors import (
     Truncated,
     Unsupported,
     counted,
-    form,
     listed,
     printable,
 )
@@ -171,19 +170,10 @@ def _find_end(source: Readable) -> int:
 
 
 def _cut(what: str, why: str, source: Readable) -> Truncated:
-    """The error for an archive without its end, with what `recover` would get out of it."""
-    from ckptool.formats.damaged import whole_records
-
-    again = "Download or copy it again, and compare the sizes."
-    found = whole_records(source) if source.size == source.file.size else None
-    if found is None:
-        return Truncated(what, why, again)
-    fix = Advice(
-        "Save what is whole: ", command("recover", source.file.path, out=OUT), "; or download or copy it again."
-    )
-    return Truncated(
-        what, f"{why} {found[0]:,} of its {counted(found[1], 'storage')} {form(found[0], 'looks', 'look')} whole.", fix
-    )
+    """The error for an archive without its end."""
+    error = Truncated(what, why, "Download or copy it again, and compare the sizes.")
+    error.cut_archive = source.file if source.size == source.file.size else None
+    return error
 
 
 def _has_comment(tail: bytes, last: int) -> bool:
