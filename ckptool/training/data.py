@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ckptool.errors import UsageError, printable
 from ckptool.training.config import Data
-from ckptool.training.named import called, load_named
+from ckptool.training.extensions import called, load_named
 
 if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
@@ -100,7 +100,7 @@ class Samples:
             windows = [window for micro in range(parts) if (window := samples[micro::parts])]
             # A process without a sample takes one with the weight of none: all must take part in every step.
             yield [
-                _Share([(epoch, i) for i in world.share(window) or window[:1]], len(window), len(window) > world.rank)
+                _Share([(epoch, i) for i in world.shard(window) or window[:1]], len(window), len(window) > world.rank)
                 for window in windows
             ]
 
@@ -247,7 +247,7 @@ def collate_of(name: str) -> Collate:
     """The function that makes a batch of samples: `default`, `pad`, or the user's own."""
     if name in _COLLATES:
         return _COLLATES[name]
-    from ckptool.training.named import find_named
+    from ckptool.training.extensions import find_named
 
     found: Collate = find_named(name, _COLLATES, "collate")
     return found

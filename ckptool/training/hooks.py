@@ -15,7 +15,7 @@ import torch
 from ckptool.checkpoint.files import file_problem
 from ckptool.errors import CkptoolError, MissingExtra, UsageError, printable
 from ckptool.training.config import Profile
-from ckptool.training.named import called, find_named, numbers
+from ckptool.training.extensions import called, find_named, numbers
 
 if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer

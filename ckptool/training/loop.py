@@ -23,8 +23,8 @@ from ckptool.checkpoint.commands import Advice, command
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, NotFinite, UsageError, printable
 from ckptool.training.config import Config, Stop
 from ckptool.training.data import Batch, seed_all
+from ckptool.training.extensions import called, numbers
 from ckptool.training.hooks import Hooks
-from ckptool.training.named import called, numbers
 from ckptool.training.optim import clip_gradients
 from ckptool.training.parallel import World, unsynchronised
 from ckptool.training.runs import Run, environment
@@ -57,7 +57,7 @@ def train(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks) -> Outcome:
         if saver.step != trainer.step and trainer.step:
             saver.save()
     done = trainer.step >= trainer.total_steps and not trainer.pending
-    code = 0 if done else trainer.world.told(stop.exit_code)
+    code = 0 if done else trainer.world.broadcast(stop.exit_code)
     if trainer.world.is_first:
         run.note("done" if done else "stop", step=trainer.step, signal=stop.number or None)
     return Outcome("done" if done else "stopped", trainer.step, code, run.folder)
@@ -72,7 +72,7 @@ def _steps(
     if trainer.pending and is_due(trainer, trainer.config.eval.every):
         _between(trainer, run, stop, hooks, saver, 0.0)  # a run that was stopped in its evaluation does it again
     trainer.pending = False
-    while trainer.step < trainer.total_steps and not trainer.world.any(stop.asked):
+    while trainer.step < trainer.total_steps and not trainer.world.any_rank(stop.asked):
         step = next(batches)
         began = stop.begin()
         one_step(trainer, step, hooks)
@@ -210,7 +210,7 @@ def _mean(parts: Sequence[tuple[torch.Tensor, int]], count: int, world: World) -
     """The mean loss over the samples of a step, of means over those of its parts."""
     if len(parts) == 1 and not world.distributed:
         return parts[0][0]
-    return world.total(torch.stack([loss * size for loss, size in parts]).sum()) / count
+    return world.all_reduce(torch.stack([loss * size for loss, size in parts]).sum()) / count
 
 
 def _looked_at(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[float, bool]:
@@ -297,9 +297,9 @@ def evaluate(trainer: Trainer, stop: Stopping | None = None) -> None:
     found: Any = {}
     with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_Dropped):
         found = called(trainer.task.evaluate, "task", config.task, trainer.models, batches)
-    if world.any(batches.dropped):
+    if world.any_rank(batches.dropped):
         return
-    trainer.metrics = world.told(numbers(found, "task", f"evaluate of {config.task}"))
+    trainer.metrics = world.broadcast(numbers(found, "task", f"evaluate of {config.task}"))
     _remember(trainer)
     trainer.pending = False
 
@@ -467,7 +467,7 @@ class Stopping:
         """128 plus the signal, as shells have it; 0 where the run's own time was over."""
         return 128 + self.number if self.number else DONE
 
-    def _caught(self, number: int, frame: FrameType | None) -> None:
+    def caught(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:  # a person who asks twice means at once
             raise KeyboardInterrupt
         self.number = self.number or number  # a scheduler and torchrun both pass on the one that they got

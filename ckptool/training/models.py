@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.errors import PlanRefused, UsageError, listed, printable, quoted
 from ckptool.training.config import ActivationCheckpoint, Model
-from ckptool.training.named import called, find_named, load_named
+from ckptool.training.extensions import called, find_named, load_named
 
 if TYPE_CHECKING:
     from ckptool.training.data import Samples

@@ -35,7 +35,7 @@ class World:
         """True in the one process that writes."""
         return self.rank == 0
 
-    def share(self, samples: list[int]) -> list[int]:
+    def shard(self, samples: list[int]) -> list[int]:
         """This process's part of a step's samples: every `size`-th, from its own place."""
         return samples[self.rank :: self.size]
 
@@ -44,19 +44,19 @@ class World:
         if self.distributed:
             torch.distributed.barrier()
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all processes."""
         if self.distributed:
             torch.distributed.all_reduce(value)
         return value
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """True if it is so in any process: all of them decide alike."""
         if not self.distributed:
             return flag
-        return bool(self.total(torch.tensor(float(flag), device=self.device)).item())
+        return bool(self.all_reduce(torch.tensor(float(flag), device=self.device)).item())
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the first process knows, in all of them."""
         if not self.distributed:
             return value

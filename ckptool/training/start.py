@@ -1,4 +1,4 @@
-"""`train` and `resume`: a run from its configuration to its end."""
+"""`train` and `resume`: a run from its configuration to its end; and a rehearsal of one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from ckptool.checkpoint.files import absolute
 from ckptool.errors import CkptoolError, Conflict, Corrupt, UsageError, listed, printable
 from ckptool.reports.targets import names_code
 from ckptool.training import CHANGED, CONFIG, configfile
-from ckptool.training.blame import blamed, is_theirs
-from ckptool.training.config import Config, Stop, refuse_fixed
-from ckptool.training.config import changes as changed_keys
+from ckptool.training.config import Config, Stop, changes, refuse_fixed
 from ckptool.training.data import Samples
+from ckptool.training.extensions import blamed, is_theirs
 from ckptool.training.hooks import Hooks, Told
 from ckptool.training.loop import Outcome, Stopping, one_step, train
-from ckptool.training.models import kept_bytes
+from ckptool.training.models import Say, kept_bytes
 from ckptool.training.parallel import World, world_of
 from ckptool.training.runs import Run, create, environment, is_run, read_config, reopen
 from ckptool.training.store import Saved, has_checkpoints
@@ -33,12 +32,17 @@ from ckptool.training.trainer import Trainer, build, gathered, restored
 
 
 def start(
-    config: Config, *, resume: str = "never", asked: Sequence[str] = (), told: Told | None = None, say: Any = None
+    config: Config,
+    *,
+    resume: str = "never",
+    asked: Sequence[str] = (),
+    told: Told | None = None,
+    say: Say | None = None,
 ) -> Outcome:
     """Trains the run that a configuration names: from the beginning, or from its newest whole checkpoint.
 
-    resume: `never` refuses a run that is there, `auto` starts or goes on, `must` refuses one that is not. asked: keys that were `--set`.
-    say: told in a sentence what happens. Raises `Conflict`, `NoneValid`, `UsageError`, or whatever building or saving raises.
+    resume: `never` refuses an existing run, `auto` starts or goes on, `must` refuses a new one.  asked: keys that were
+    `--set`.  say: called with each note.  Raises `Conflict`, `NoneValid`, `UsageError`, or what building or saving raises.
     """
     there = is_run(config.run)
     if resume == "must" and not there:
@@ -46,49 +50,37 @@ def start(
     with world_of(config) as world:
         run = _open(config, there and resume != "never", asked, world)
         try:
-            return _trained(config, run, world, told, say if say and world.is_first else lambda text: None)
+            return _trained(run, world, told, say if say and world.is_first else lambda text: None)
         finally:
-            if run.lock is not None:
-                run.lock.release()
+            run.close()
 
 
-def resume(folder: str, changes: Sequence[str] = (), *, told: Told | None = None, say: Any = None) -> Outcome:
+def resume(folder: str, changes: Sequence[str] = (), *, told: Told | None = None, say: Say | None = None) -> Outcome:
     """Goes on with a run where it stopped, with `KEY=VALUE` changes of what may change."""
     _, before = read_config(folder)
-    values = {**before.dumped(), "run": folder}
-    config = configfile.changed(values, changes, os.path.join(folder, CONFIG))
+    config = configfile.changed({**before.dumped(), "run": folder}, changes, os.path.join(folder, CONFIG))
     return start(config, resume="must", asked=[change.partition("=")[0] for change in changes], told=told, say=say)
 
 
 def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> Run:
     """The run's folder; in all processes but the first without its lock."""
-    run = None
     failed: CkptoolError | None = None
     if world.is_first:
         try:
             if there:
-                refuse_fixed(changed_keys(read_config(config.run)[1], config), asked, config.run)
-                run = reopen(config.run, config)
-            else:
-                run = create(config)
+                refuse_fixed(changes(read_config(config.run)[1], config), asked, config.run)
+            run = reopen(config.run, config) if there else create(config)
         except CkptoolError as error:
             failed = error
-    if world.told(failed is not None):
+    if world.broadcast(failed is not None):
         raise failed or UsageError(f"the first process could not open the run {printable(config.run)}")
-    return run if run is not None else reopen(config.run, config, write=False)
+    return run if world.is_first else reopen(config.run, config, write=False)
 
 
-def _note_changes(run: Run) -> None:
-    """Notes what of the configuration was changed: the run goes on with that the next time, too."""
-    found = changed_keys(read_config(run.folder)[1], run.config)
-    if noted := {change.key: [change.before, change.after] for change in found if change.key != "run"}:
-        run.revision += 1
-        run.note(CHANGED, changes=noted, config=run.config.dumped(), revision=run.revision)
-
-
-def _trained(config: Config, run: Run, world: World, told: Told | None, say: Any) -> Outcome:
+def _trained(run: Run, world: World, told: Told | None, say: Say) -> Outcome:
+    config = run.config
     hooks = Hooks(config.hooks, told if world.is_first else None)
-    with blamed(), switches_given_back(config), stopping(config.stop) as stop:
+    with blamed(), switches_given_back(), stopping(config.stop) as stop:
         trainer = build(config, world, say, fresh=not run.store.all())
         saved = _restore(trainer, run, say)
         run.fingerprint = fingerprint(config, trainer.data)
@@ -100,18 +92,22 @@ def _trained(config: Config, run: Run, world: World, told: Told | None, say: Any
             if config.profile is not None:
                 run.claim(config.profile.trace)
             _note_changes(run)
-            event = "resume" if saved is not None else "start"
-            run.note(
-                event,
-                step=trainer.step,
-                **({"changed": changed} if changed else {}),
-                **environment(world.size, world.device),
-            )
+            facts = {"changed": changed} if changed else {}
+            event = "start" if saved is None else "resume"
+            run.note(event, step=trainer.step, **facts, **environment(world.size, world.device))
             run.metrics.cut_back(trainer.step)
         return train(trainer, run, stop, hooks)
 
 
-def _restore(trainer: Trainer, run: Run, say: Any) -> Saved | None:
+def _note_changes(run: Run) -> None:
+    """Records changes of the configuration, with which the run goes on from now."""
+    found = changes(read_config(run.folder)[1], run.config)
+    if noted := {change.key: [change.before, change.after] for change in found if change.key != "run"}:
+        run.revision += 1
+        run.note(CHANGED, changes=noted, config=run.config.dumped(), revision=run.revision)
+
+
+def _restore(trainer: Trainer, run: Run, say: Say) -> Saved | None:
     """Gives the trainer the newest whole checkpoint, if there is one."""
 
     def damaged(saved: Saved, error: CkptoolError) -> None:
@@ -128,31 +124,31 @@ def _restore(trainer: Trainer, run: Run, say: Any) -> Saved | None:
                 "Put that run.yaml back, or start this run in another folder: --set run=OTHER",
             )
         return None
-    tree: Any = torch.load(newest.path, map_location="cpu", mmap=True, weights_only=True)
-    restored(trainer, tree, printable(newest.path))
-    del tree
-    _crossing(newest, trainer, say)
+    restored(trainer, _loaded(newest.path), printable(newest.path))
+    _say_environment(newest, trainer, say)
     return newest
 
 
-def _crossing(saved: Saved, trainer: Trainer, say: Any) -> None:
-    """One line where the run goes on under conditions that may change bits."""
+def _loaded(path: str) -> Any:
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _say_environment(saved: Saved, trainer: Trainer, say: Say) -> None:
+    """Says so where the run goes on in an environment that may change bits."""
     before = (saved.sidecar or {}).get("environment") or {}
     now = environment(trainer.world.size, trainer.world.device)
-    crossed = [
-        f"{key} {before[key]} → {now[key]}"
-        for key in ("torch", "device", "threads", "world")
-        if before.get(key) not in (None, now[key])
-    ]
-    if crossed:
+    keys = [key for key in ("torch", "device", "threads", "world") if before.get(key) not in (None, now[key])]
+    if keys:
+        crossed = ", ".join(f"{key} {before[key]} → {now[key]}" for key in keys)
         say(
-            f"resumed from step {saved.step} in a different environment ({', '.join(crossed)}): results may differ in the last bits"
+            f"resumed from step {saved.step} in a different environment ({crossed}): "
+            "results may differ in the last bits"
         )
 
 
 @contextmanager
-def switches_given_back(config: Config) -> Iterator[None]:
-    """Determinism switches, given back afterwards to whoever called this as a library."""
+def switches_given_back() -> Iterator[None]:
+    """Restores torch's switches for determinism afterwards, for whoever called this as a library."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     try:
@@ -170,12 +166,15 @@ def stopping(settings: Stop) -> Iterator[Stopping]:
     for name in settings.signals:
         number = int(signal.Signals[f"SIG{name}"])
         if signal.getsignal(number) is not signal.SIG_IGN or name != "HUP":  # nohup means it
-            before[number] = signal.signal(number, flag._caught)
+            before[number] = signal.signal(number, flag.caught)
     try:
         yield flag
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# The user's own files ------------------------------------------------------------------------------------------------
 
 
 def fingerprint(config: Config, data: Samples) -> dict[str, Any]:
@@ -197,7 +196,7 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
 
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:
-    """The files of the user's own code that are loaded: those that the configuration names, and what lies beside and below them.
+    """The user's files that are loaded: those that the configuration names, and what lies beside and below them.
 
     Each under its path from the folder that they are in, which is the same wherever the run goes on.
     """
@@ -226,6 +225,9 @@ def _digest(path: str) -> str:
         return hashlib.sha256(file.read()).hexdigest()
 
 
+# Rehearsal -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """What one step showed. Bytes; seconds.
@@ -247,74 +249,72 @@ class Rehearsal:
 
 
 def rehearse(config: Config) -> Rehearsal:
-    """Runs one step, saves, reloads and compares. Raises whatever would stop a run, `Corrupt` where the reload differs."""
-    with tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder, blamed(), switches_given_back(config):
+    """Runs one step, saves, reloads and compares. Raises what would stop a run, `Corrupt` where the reload differs."""
+    with tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder, blamed(), switches_given_back():
         config = configfile.checked({**config.dumped(), "run": os.path.join(folder, "run")}, "run.yaml")
         with world_of(config) as world:
             trainer = build(config, world)
-            activations, seconds = _step(trainer)
+            activations, seconds = _rehearsed_step(trainer)
             run = create(config)
             began = time.perf_counter()
-            saved = run.store.commit(trainer.step, gathered(trainer), {})
-            took = time.perf_counter() - began
-            _compare(config, trainer, saved.path)
-            size = os.path.getsize(saved.path)
-            if run.lock is not None:
-                run.lock.release()
+            path = run.store.commit(trainer.step, gathered(trainer), {}).path
+            saving = time.perf_counter() - began
+            _compare(trainer, path)
+            run.close()
             return Rehearsal(
-                {name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
-                trainer.data.train_count,
-                len(trainer.data.held),
-                trainer.total_steps,
-                trainer.loss or 0.0,
-                seconds,
-                took,
-                size,
-                activations,
-                _without(config, world),
-                str(world.device),
+                parameters={name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
+                train_samples=trainer.data.train_count,
+                val_samples=len(trainer.data.held),
+                steps=trainer.total_steps,
+                loss=trainer.loss or 0.0,
+                step_seconds=seconds,
+                save_seconds=saving,
+                checkpoint_bytes=os.path.getsize(path),
+                activations=activations,
+                without=_activations_of_all(config, world),
+                device=str(world.device),
             )
 
 
-def _step(trainer: Trainer) -> tuple[int, float]:
+def _rehearsed_step(trainer: Trainer) -> tuple[int, float]:
+    """Takes a step; returns the bytes of activations that it kept, and its seconds."""
     began = time.perf_counter()
     with kept_bytes() as kept:
         one_step(trainer, next(trainer.data.stream(trainer)), Hooks([]))
     return kept.bytes, time.perf_counter() - began
 
 
-def _without(config: Config, world: Any) -> int | None:
-    """What a step keeps when nothing is computed again."""
+def _activations_of_all(config: Config, world: World) -> int | None:
+    """The bytes that a step keeps without activation checkpointing; None where that is off."""
     if config.train.activation_checkpoint is None:
         return None
     values = config.dumped()
     values["train"]["activation_checkpoint"] = None
-    return _step(build(configfile.checked(values, "run.yaml"), world))[0]
+    return _rehearsed_step(build(configfile.checked(values, "run.yaml"), world))[0]
 
 
-def _compare(config: Config, trainer: Trainer, path: str) -> None:
-    """A new trainer, given the saved state, has to gather the very same one."""
-    again = build(config, trainer.world)
-    restored(again, torch.load(path, map_location="cpu", mmap=True, weights_only=True), path)
+def _compare(trainer: Trainer, path: str) -> None:
+    """Raises `Corrupt` unless a new trainer, given the saved state, gathers the very same one."""
+    again = build(trainer.config, trainer.world)
+    restored(again, _loaded(path), path)
     if differing := first_difference(gathered(trainer), gathered(again)):
         raise Corrupt(f"the reloaded state differs in {differing}", "A run would not go on as it stopped.")
 
 
 def first_difference(one: Any, other: Any, place: str = "") -> str:
-    """Where two trees of plain values and tensors differ first, bit for bit; the empty text where they do not."""
+    """The first address at which two trees of plain values and tensors differ, bit for bit; "" where they do not."""
     if isinstance(one, torch.Tensor):
         same = isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
         return "" if same and _bits(one) == _bits(other) else place or "the top"
     if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
         return next((found for key in one if (found := first_difference(one[key], other[key], f"{place}/{key}"))), "")
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
-        pairs = enumerate(zip(one, other, strict=True))
-        return next((found for i, (a, b) in pairs if (found := first_difference(a, b, f"{place}/{i}"))), "")
+        return first_difference(dict(enumerate(one)), dict(enumerate(other)), place)
     return "" if type(one) is type(other) and (one == other or one != one) else place or "the top"
 
 
 def first_different_tensor(one: Any, other: Any) -> str:
-    """The address of the first tensor, in the order of the first tree, that the second has not bit for bit; else the empty text."""
+    """The address of the first tensor of one tree that the other has not bit for bit; "" where there is none."""
     there = dict(_tensors(other))
     return next((place for place, tensor in _tensors(one) if first_difference(tensor, there.get(place))), "")
 

@@ -1,7 +1,8 @@
-"""A run's folder: checkpoints that exist when their name exists, and what is known of each beside it.
+"""The checkpoints of a run, each with a sidecar of facts about it; which of them are kept; and files of JSON lines.
 
-Commit order: the checkpoint is written under another name and synced; its sidecar is written, synced and renamed; then the checkpoint gets
-its name, which is the commit; the folder is synced; only then old ones are pruned. Resume takes the newest whole one, by step.
+Commit order: the checkpoint is written under another name and synced; its sidecar is written, synced and renamed; then
+the checkpoint gets its name, which is the commit; the folder is synced; only then old ones are pruned. Resume takes the
+newest whole one, by step.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ckptool import formats
@@ -29,7 +31,7 @@ _FILE = re.compile(r"step-(\d{8,})\.(?:pt|json)")
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint of a run. sidecar: what was recorded when it was committed; None where that is missing or damaged."""
+    """A checkpoint of a run. sidecar: the facts recorded with it; None where they are missing or damaged."""
 
     step: int
     path: str
@@ -41,9 +43,46 @@ class Saved:
         numbers = found.items() if isinstance(found, dict) else ()
         return {key: value for key, value in numbers if isinstance(value, (int, float))}
 
-    @property
-    def kept(self) -> Candidate:
-        return Candidate(self.step, self.metrics)
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The checkpoints to keep: the newest, the `last`, the `best` by a metric, and those at a multiple of `every`."""
+
+    last: int
+    best: int
+    every: int
+    metric: str
+    mode: str
+
+    def reasons(self, there: Iterable[Saved]) -> dict[int, list[str]]:
+        """The steps to keep, in order, each with the names of the rules that want it."""
+        ordered = sorted(there, key=lambda saved: saved.step)
+        wanted = {
+            "newest": ordered[-1:],
+            "last": ordered[-self.last :] if self.last else [],
+            "best": self._ranked(ordered)[: self.best],
+            "every": [saved for saved in ordered if self.every and saved.step % self.every == 0],
+        }
+        reasons: dict[int, list[str]] = {}
+        for name, chosen in wanted.items():
+            for saved in chosen:
+                reasons.setdefault(saved.step, []).append(name)
+        return dict(sorted(reasons.items()))
+
+    def divide(self, there: Iterable[Saved]) -> tuple[dict[int, list[str]], list[Saved]]:
+        """The steps to keep, each with why, and the checkpoints that no rule keeps.
+
+        Damaged ones stay and do not count: they are for a person to look at.
+        """
+        whole = [saved for saved in there if has_its_size(saved)]
+        kept = self.reasons(whole)
+        return kept, [saved for saved in whole if saved.step not in kept]
+
+    def _ranked(self, ordered: list[Saved]) -> list[Saved]:
+        """The best first; 0.0 counts, NaN and missing values never rank, and of equal ones the older comes first."""
+        sign = 1 if self.mode == "min" else -1
+        measured = [saved for saved in ordered if not math.isnan(saved.metrics.get(self.metric, math.nan))]
+        return sorted(measured, key=lambda saved: sign * saved.metrics[self.metric])
 
 
 def name_of(step: int) -> str:
@@ -70,9 +109,9 @@ class Store:
     # Writing -----------------------------------------------------------------------------------------------------
 
     def commit(self, step: int, tree: Any, facts: dict[str, Any]) -> Saved:
-        """Writes the state after `step` steps, with what is known of it (metrics, epoch, environment) in its sidecar.
+        """Writes the state after `step` steps, and facts about it (metrics, epoch, environment) in its sidecar.
 
-        Raises `DiskFull` or `FileProblem`, `Conflict` over a file that this run did not write; older checkpoints are as they were.
+        Raises `DiskFull`, `FileProblem`, or `Conflict` over a file of something else; older checkpoints stay.
         """
         from ckptool.bridge import from_torch
 
@@ -81,13 +120,13 @@ class Store:
         plan = formats.by_name(formats.DEFAULT).write(Checkpoint(from_torch(tree), formats.DEFAULT))
         sidecar: dict[str, Any] = {"run": self.run, "step": step, "bytes": plan.nbytes}
         replaced = read_json(sidecar_of(path)) if os.path.lexists(path) else None
-        if replaced is not None:  # until the new one has its name, the sidecar is that of both
+        if replaced is not None:  # until the new one has its name, the sidecar belongs to both
             sidecar["replaces"] = {key: replaced.get(key) for key in ("bytes", "sha256")}
         running = StreamingSha256()
 
         def describe(temporary: str) -> None:
             sidecar.update({"sha256": running.result(temporary), **facts})
-            # Its name is synced with the checkpoint's: until then the older ones are there, and one without a sidecar is passed over.
+            # Its name is synced with the checkpoint's: until then the older ones are there.
             write_json(sidecar_of(path), sidecar, sync_folder=False)
 
         replace_file(plan, path, overwrite=True, verify=describe, digest=running)
@@ -99,24 +138,22 @@ class Store:
             remove_file(path)
 
     def refuse_others(self, after: int, last: int) -> None:
-        """Raises `Conflict` where a checkpoint of one of these steps would be written over a file that is not this run's."""
+        """Raises `Conflict` where a checkpoint of these steps would be written over a file that is not this run's."""
         try:
-            names = [
-                name
-                for name in os.listdir(self.folder)
-                if (found := _FILE.fullmatch(name)) and after < int(found[1]) <= last
-            ]
+            found = [(name, _FILE.fullmatch(name)) for name in os.listdir(self.folder)]
         except OSError:
-            return  # what cannot be listed is told when it is written to
+            return  # the error is raised when the folder is written to
+        names = [name for name, match in found if match and after < int(match[1]) <= last]
         if foreign := sorted(name for name in names if not self._wrote(os.path.join(self.folder, name))):
+            files = listed([printable(name) for name in foreign], 3)
             raise Conflict(
-                f"{printable(self.folder)} holds {listed([printable(name) for name in foreign], 3)}, which this run did not write",
+                f"{printable(self.folder)} holds {files}, which this run did not write",
                 "A checkpoint of this run would overwrite it. Nothing was changed.",
                 "Move such files away, or start the run in another folder: --set run=OTHER",
             )
 
     def _wrote(self, path: str) -> bool:
-        """Whether this run wrote a checkpoint or its sidecar: the sidecar says so, or where that was lost, the history."""
+        """Whether this run wrote a checkpoint or its sidecar, by the sidecar, or where that was lost, by the history."""
         sidecar = read_json(sidecar_of(path))
         if sidecar is not None:
             return sidecar.get("run") == self.run
@@ -127,14 +164,8 @@ class Store:
 
     def all(self) -> list[Saved]:
         """The checkpoints that are there, oldest first, whole or not; those of another run left out."""
-        try:
-            names = os.listdir(self.folder)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise file_problem(error, self.folder, "read") from error
         found = []
-        for name in names:
+        for name in _names(self.folder):
             if match := _NAME.fullmatch(name):
                 path = os.path.join(self.folder, name)
                 saved = Saved(int(match[1]), path, read_json(sidecar_of(path)))
@@ -143,9 +174,9 @@ class Store:
         return sorted(found, key=lambda saved: saved.step)
 
     def newest_valid(self, verify: str, damaged: Callable[[Saved, CkptoolError], None]) -> Saved | None:
-        """The newest whole checkpoint; None where there are none at all. `damaged` is told of each that is passed over.
+        """The newest whole checkpoint; None where there are none at all. `damaged` is called with each one skipped.
 
-        verify: `full` compares the sha256 too, `size` only the size. Raises `NoneValid` where there are some and none is whole.
+        verify: `full` compares the sha256 too, `size` only the size. Raises `NoneValid` where all are damaged.
         """
         there = self.all()
         for saved in reversed(there):
@@ -164,14 +195,15 @@ class Store:
 
 
 def has_checkpoints(folder: str) -> bool:
-    """True for the folder of a run with a checkpoint in it, whole or not, whichever run it is of. Raises `FileProblem`."""
-    place = os.path.join(folder, CHECKPOINTS)
-    try:
-        return any(_NAME.fullmatch(name) for name in os.listdir(place))
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError) as error:
-        raise file_problem(error, place, "read") from error
+    """True for a folder with a checkpoint of any run in it, whole or not. Raises `FileProblem`."""
+    return any(map(_NAME.fullmatch, _names(os.path.join(folder, CHECKPOINTS))))
+
+
+def _names(folder: str) -> list[str]:
+    """The names in a folder; none where there is no folder."""
+    with _problems(folder, "read"), suppress(FileNotFoundError):
+        return os.listdir(folder)
+    return []
 
 
 def check(saved: Saved, verify: str) -> None:
@@ -187,32 +219,23 @@ def check(saved: Saved, verify: str) -> None:
             f"{printable(saved.path)} has {size:,} bytes; its sidecar says {printable(str(sidecar.get('bytes')))}",
             "It was cut, or written over.",
         )
-    if verify == "full" and digest(saved.path) not in [known.get("sha256") for known in same]:
+    if verify == "full" and file_digest(saved.path) not in [known.get("sha256") for known in same]:
         raise Corrupt(
             f"{printable(saved.path)} does not match its sha256", "Its bytes were damaged after it was written."
         )
 
 
 def _known(sidecar: dict[str, Any]) -> list[dict[str, Any]]:
-    """The size and digest that a checkpoint may have: those of the one that was written, or of the one that it was to replace."""
+    """The sizes and digests that a checkpoint may have: its own, and those of one that it was to replace."""
     return [each for each in (sidecar, sidecar.get("replaces")) if isinstance(each, dict)]
 
 
 def has_its_size(saved: Saved) -> bool:
-    """Whether a checkpoint is as long as its sidecar says: a quick look, for what is kept."""
-    try:
-        sizes = [known.get("bytes") for known in _known(saved.sidecar or {})]
+    """Whether a checkpoint is as long as its sidecar says: the quick check, for retention."""
+    sizes = [known.get("bytes") for known in _known(saved.sidecar or {})]
+    with suppress(OSError):
         return saved.sidecar is not None and os.path.getsize(saved.path) in sizes
-    except OSError:
-        return False
-
-
-def digest(path: str) -> str:
-    """The sha256 of a file, in hexadecimal. Raises `FileProblem`."""
-    try:
-        return digest_of(path)
-    except OSError as error:
-        raise file_problem(error, path, "read") from error
+    return False
 
 
 # Small files ---------------------------------------------------------------------------------------------------------
@@ -220,16 +243,27 @@ def digest(path: str) -> str:
 
 def remove_file(path: str) -> None:
     """Deletes a file, if it is there. Raises `FileProblem`."""
-    try:
+    with _problems(path, "delete"), suppress(FileNotFoundError):
         os.unlink(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise file_problem(error, path, "delete") from error
+
+
+def file_digest(path: str) -> str:
+    """The sha256 of a file, in hexadecimal. Raises `FileProblem`."""
+    with _problems(path, "read"):
+        return digest_of(path)
+
+
+@contextmanager
+def _problems(path: str, verb: str) -> Iterator[None]:
+    """Raises what the system refuses as `FileProblem`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise file_problem(error, path, verb) from error
 
 
 def write_text(path: str, text: str, *, sync_folder: bool = True) -> None:
-    """Replaces a small file, durably; with `sync_folder` false its name is durable when that of another file in its folder is."""
+    """Replaces a small file, durably; with `sync_folder` false, once another name in its folder is synced."""
     replace_file(Plan({"": [InlineBytes(text.encode())]}), path, overwrite=True, sync_folder=sync_folder)
 
 
@@ -248,7 +282,7 @@ def read_json(path: str) -> dict[str, Any] | None:
 
 
 class Lines:
-    """A file of JSON lines that only grows, but for being cut back when a run goes on from an earlier step."""
+    """A file of JSON lines that only grows, except when a run goes on from an earlier step."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -256,7 +290,7 @@ class Lines:
     def add(self, fact: dict[str, Any], *, sync: bool = False) -> None:
         """Adds a line in one write; what a killed run left of one is cut off first."""
         line = json.dumps(_finite(fact), allow_nan=False, default=str) + "\n"
-        try:
+        with _problems(self.path, "write to"):
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
                 _cut_torn(fd)
@@ -265,8 +299,6 @@ class Lines:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-        except OSError as error:
-            raise file_problem(error, self.path, "write to") from error
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Every whole line."""
@@ -276,36 +308,30 @@ class Lines:
     def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
         if not os.path.lexists(self.path):
             return
-        try:
-            with open(open_regular(self.path, "a file of lines"), encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    try:
-                        fact = json.loads(line)
-                    except (ValueError, RecursionError):
-                        continue
+        with (
+            _problems(self.path, "read"),
+            open(open_regular(self.path, "a file of lines"), encoding="utf-8", errors="replace") as file,
+        ):
+            for line in file:
+                with suppress(ValueError, RecursionError):
+                    fact = json.loads(line)
                     if isinstance(fact, dict):
                         yield line, fact
-        except OSError as error:
-            raise file_problem(error, self.path, "read") from error
 
     def cut_back(self, step: int) -> None:
-        """Leaves the whole lines up to a step; those behind it will be written again."""
+        """Leaves the whole lines up to a step; the later ones will be written again."""
         kept = "".join(line for line, fact in self._lines() if _step_of(fact) <= step and line.endswith("\n"))
-        if os.path.lexists(self.path) and kept.encode() != read_all(self.path):
+        if os.path.lexists(self.path) and kept.encode() != self._bytes():
             write_text(self.path, kept)
+
+    def _bytes(self) -> bytes:
+        with _problems(self.path, "read"), open(open_regular(self.path, "a file of lines"), "rb") as file:
+            return file.read()
 
 
 def _step_of(fact: dict[str, Any]) -> float:
     step = fact.get("step", 0)
     return step if isinstance(step, (int, float)) else 0
-
-
-def read_all(path: str) -> bytes:
-    try:
-        with open(open_regular(path, "a file of lines"), "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise file_problem(error, path, "read") from error
 
 
 def _cut_torn(fd: int) -> None:
@@ -330,7 +356,11 @@ def _finite(value: Any) -> Any:
 
 
 def last_config(folder: str, number: str, config: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The number of the last change of a run, and the configuration since; 0, and the one that is given, where there was none."""
+    """The number of the last change of a run's configuration, and the configuration since; 0 and `config` without one.
+
+    `run.yaml` is written once. Each change is in the history, and in the sidecar of every checkpoint that was saved
+    since; the highest number decides, so a history that was deleted takes nothing with it.
+    """
     revision, count = 0, 0
     for saved in Store(folder, number).all():
         facts = saved.sidecar or {}
@@ -344,54 +374,3 @@ def last_config(folder: str, number: str, config: dict[str, Any]) -> tuple[int, 
             if isinstance(found, int) and found >= revision:
                 revision, config = found, fact["config"]
     return revision, config
-
-
-Metrics = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A checkpoint as retention sees it. `step` is unique in a run; `metrics` are those of the evaluation at that step."""
-
-    step: int
-    metrics: Metrics = field(default_factory=dict)
-
-
-Policy = Callable[[Sequence[Candidate]], set[int]]
-"""From checkpoints, oldest first, to the steps that it wants to keep."""
-
-
-def keep_last(n: int) -> Policy:
-    """The newest `n`."""
-    return lambda there: {kept.step for kept in there[-n:]} if n else set()
-
-
-def keep_best(n: int, metric: str, mode: str) -> Policy:
-    """The best `n` by a metric; a value of 0.0 counts, NaN and missing ones never rank; of equal ones the older."""
-
-    def choose(there: Sequence[Candidate]) -> set[int]:
-        ranked = [kept for kept in there if not math.isnan(kept.metrics.get(metric, math.nan))]
-        ranked.sort(key=lambda kept: (kept.metrics[metric] if mode == "min" else -kept.metrics[metric], kept.step))
-        return {kept.step for kept in ranked[:n]}
-
-    return choose
-
-
-def keep_every(n: int) -> Policy:
-    """Those at a multiple of `n` steps; none for 0."""
-    return lambda there: {kept.step for kept in there if n and kept.step % n == 0}
-
-
-def keep_newest(there: Sequence[Candidate]) -> set[int]:
-    """The newest, which is never deleted."""
-    return {there[-1].step} if there else set()
-
-
-def retained(there: Iterable[Candidate], policies: dict[str, Policy]) -> dict[int, list[str]]:
-    """The steps to keep, each with the names of the policies that want it. The newest is always among them."""
-    ordered = sorted(there, key=lambda kept: kept.step)
-    reasons: dict[int, list[str]] = {}
-    for name, policy in {"newest": keep_newest, **policies}.items():
-        for step in sorted(policy(ordered)):
-            reasons.setdefault(step, []).append(name)
-    return dict(sorted(reasons.items()))

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ckptool.errors import UsageError
 from ckptool.training.data import Batch
-from ckptool.training.named import called, find_named
+from ckptool.training.extensions import called, find_named
 
 Models = Mapping[str, nn.Module]
 Loss = Callable[[Models, Batch], torch.Tensor]

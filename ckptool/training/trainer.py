@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ckptool.errors import Conflict, UsageError, printable
-from ckptool.training.blame import took_part
 from ckptool.training.config import Config, Model, recorded
 from ckptool.training.data import Samples, load_data, seed_all
+from ckptool.training.extensions import took_part
 from ckptool.training.models import Say, build_model, checkpoint_activations
 from ckptool.training.optim import (
     Average,

@@ -14,15 +14,11 @@ from ckptool.reports.training import GOOD, RunCheckpoint, RunReport
 from ckptool.training import CONFIG, HISTORY, is_run
 from ckptool.training.store import (
     Lines,
+    Retention,
     Saved,
     Store,
     check,
-    has_its_size,
-    keep_best,
-    keep_every,
-    keep_last,
     last_config,
-    retained,
 )
 
 MAX_CONFIG = 1 << 20
@@ -45,13 +41,10 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     _, config = last_config(name, number, config)
     save, by = _section(config, "save"), _section(config, "eval")
     metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))
-    policies = {
-        "last": keep_last(_count(save, "keep_last")),
-        "best": keep_best(_count(save, "keep_best"), metric, mode),
-        "every": keep_every(_count(save, "keep_every")),
-    }
+    last, best, every = (_count(save, key) for key in ("keep_last", "keep_best", "keep_every"))
+    rules = Retention(last, best, every, metric, mode)
     there = Store(name, number).all()
-    kept = retained([saved.kept for saved in there if has_its_size(saved)], policies)
+    kept, _ = rules.divide(there)
     rows = tuple(_row(saved, full, kept.get(saved.step, ())) for saved in there)
     newest = max((row.step for row in rows if row.state == GOOD), default=None)
     event = history[-1] if history else {}

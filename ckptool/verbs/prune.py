@@ -18,17 +18,16 @@ def prune(run: PathLike, set: str | Sequence[str] = (), *, dry_run: bool = False
     """
     check_harness()
     refuse_address("prune", run)
-    from ckptool.training.runs import kept_of, opened_for_change
+    from ckptool.training.runs import reopen_changed
 
-    opened = opened_for_change(os.fspath(run), several(set), write=not dry_run)
+    opened = reopen_changed(os.fspath(run), several(set), write=not dry_run)
     try:
-        kept, gone = kept_of(opened)
+        kept, gone = opened.retention.divide(opened.store.all())
         deleted = tuple((saved.step, (saved.sidecar or {}).get("bytes", 0)) for saved in gone)
         if not dry_run:
             for saved in gone:
                 opened.store.remove(saved)
             opened.note("prune", steps=[step for step, _ in deleted])
     finally:
-        if opened.lock is not None:
-            opened.lock.release()
+        opened.close()
     return Pruned(os.fspath(run), deleted, {step: tuple(why) for step, why in kept.items()}, dry_run)

@@ -15,7 +15,7 @@ from ckptool.training.config import Config
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import Outcome, one_step
 from ckptool.training.parallel import World
-from ckptool.training.start import first_difference, start, switches_given_back
+from ckptool.training.start import first_difference, start
 from ckptool.training.trainer import Trainer, build, gathered, restored
 
 MLP: dict[str, Any] = {
@@ -102,6 +102,3 @@ def module(path: Path, text: str) -> Iterator[str]:
     """A module of the user's own; its path."""
     path.write_text(text)
     yield str(path)
-
-
-__all__ = ["switches_given_back"]

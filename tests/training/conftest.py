@@ -9,14 +9,13 @@ import torch
 
 from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.start import switches_given_back
-from tests.support.small_runs import config
 
 
 @pytest.fixture(autouse=True)
 def _switches() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with switches_given_back(config()):
+    with switches_given_back():
         yield
     torch.set_num_threads(threads)
 

@@ -28,7 +28,7 @@ from ckptool.training.parallel import world_of
 from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.runs import read_config
 from ckptool.training.start import first_difference
-from ckptool.training.store import Lines, Store, digest, name_of
+from ckptool.training.store import Lines, Store, file_digest, name_of
 from ckptool.training.trainer import build, gathered
 
 # Parts of the state that are left out, by the beginning of their keys.
@@ -198,7 +198,7 @@ class ProofRun:
 
     def end(self, name: str) -> str:
         """The sha256 of a run's last checkpoint."""
-        return digest(self.last(name))
+        return file_digest(self.last(name))
 
     def last(self, name: str) -> str:
         path = os.path.join(self.run_of(name), CHECKPOINTS, name_of(self.steps))
