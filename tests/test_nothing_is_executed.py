@@ -2,8 +2,8 @@
 audit hook.
 
 The hook fails on an import, a compilation, a call of a program, a connection or a library that is loaded, once all that
-ckptool itself needs is there (`tests/support/watched.py`). Beside the input, which is also the working directory, lie decoys
-that would leave a trace.
+ckptool itself needs is there (`tests/support/watched.py`). Beside the input, which is also the working directory, lie
+decoys that would leave a trace.
 """
 
 from __future__ import annotations

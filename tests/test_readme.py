@@ -2,7 +2,8 @@
 
     CKPTOOL_UPDATE_README=1 pytest tests/test_readme.py     puts the real output into the pages
 
-A line of output that ends in `…` may go on differently (times, versions); a line that is `…` alone stands for any lines.
+A line of output that ends in `…` may go on differently (times, versions); a line that is `…` alone stands for any
+lines.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def refused(code: str, folder: Path, action: Callable[[], object]) -> CkptoolErr
 
 
 def unreadable(path: Path, kind: type[CkptoolError] = CkptoolError, *words: str) -> CkptoolError:
-    """The error, of exactly this class and with these words, that reading a file and all its values raises; it names the file."""
+    """The error, of exactly this class and with these words, that reading a file and all its values raises; it names
+    the file."""
     before = path.read_bytes() if os.path.isfile(path) else None
     with pytest.raises(CkptoolError) as caught:
         for entry in read(path).tree.values():

@@ -1,12 +1,14 @@
 """Counts how the package is built: `python -m tests.support.house [FOLDER]`, or `make house`.
 
-Everything is read from the source, nothing is imported. The counts of 0.1.0 and the goals stand beside today's; `-v` lists what is
-behind them. `tests/test_house.py` holds the limits that stay.
+Everything is read from the source, nothing is imported. The counts of 0.1.0 and the goals stand beside today's; `-v`
+lists what is behind them. `tests/test_house.py` holds the limits that stay.
 
 How it counts:
-- An import counts wherever it stands, at the top or inside a function; under `TYPE_CHECKING` only where the row says so.
+- An import counts wherever it stands, at the top or inside a function; under `TYPE_CHECKING` only where the row says
+  so.
 - `from ckptool.a import b` is an import of `ckptool.a.b` where that is a module, else of `ckptool.a`.
-- "Imported from one place" counts importing modules, for types too; an `__init__` that re-exports a submodule is one place.
+- "Imported from one place" counts importing modules, for types too; an `__init__` that re-exports a submodule is one
+  place.
 - Names of verbs may repeat across layers and do not count as repeated basenames; in 0.1.0 they were 14 of the 22.
 - A module's header is its docstring and imports, with the blank lines between, up to its first other statement.
 """

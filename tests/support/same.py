@@ -15,7 +15,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tenso
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 
-# Trees -----------------------------------------------------------------------------------------------------------------
+# Trees ----------------------------------------------------------------------------------------------------------------
 
 
 class Mapping:
@@ -113,7 +113,7 @@ def _scalar(value: Any) -> Any:
     return id(value) if isinstance(value, Global) else value
 
 
-# Live objects ----------------------------------------------------------------------------------------------------------
+# Live objects ---------------------------------------------------------------------------------------------------------
 
 _ATOMS = (
     bool,

@@ -1,4 +1,5 @@
-"""What the command lines run on: fixtures, traps, the lab, files of old versions, folders, and the corpus if it is there."""
+"""What the command lines run on: fixtures, traps, the lab, files of old versions, folders, and the corpus if it is
+there."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def _sharded(folder: Path) -> Path:
 
 
 def _several_roots(folder: Path) -> Path:
-    """Two models, one of them a copy of the other's tensors, views of one storage, a tie across models, plain values."""
+    """Two models, one of them a copy of the other's tensors, views of one storage, a tie across models, plain
+    values."""
     torch.manual_seed(1)
     big = torch.arange(24.0)
     one = {"fc.weight": torch.randn(3, 4), "fc.bias": torch.zeros(3), "view": big[4:10].reshape(2, 3), "tail": big[20:]}

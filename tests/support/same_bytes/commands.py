@@ -1,4 +1,5 @@
-"""The command lines for one file: every verb, with its usual options and a good set of the others, each on what the ones before wrote."""
+"""The command lines for one file: every verb, with its usual options and a good set of the others, each on what the
+ones before wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What differs between two sides: exit codes, error codes, JSON, the files of a folder. Words of messages are a kind of their own."""
+"""What differs between two sides: exit codes, error codes, JSON, the files of a folder. Words of messages are a kind of
+their own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """One side: runs command lines in this process as they come on standard input, with whichever ckptool this Python has.
 
-A line is JSON: a folder to work in, and command lines. The answer is one line: for each the exit code and what it printed. `:copy A B`,
-`:cut A B SHARE` and `:flip A B SHARE` are commands of the worker's own, which make files for the others.
+A line is JSON: a folder to work in, and command lines. The answer is one line: for each the exit code and what it
+printed. `:copy A B`, `:cut A B SHARE` and `:flip A B SHARE` are commands of the worker's own, which make files for the
+others.
 """
 
 from __future__ import annotations
