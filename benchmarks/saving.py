@@ -81,7 +81,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/bench/saving"))
     options = parser.parse_args()
     print(
-        "| state | save in a run, hash included | torch.save + sync | ratio | verify: full |\n| --- | --- | --- | --- | --- |"
+        "| state | save in a run, hash included | torch.save + sync | ratio | verify: full |\n| --- | --- | --- | --- |"
+        " --- |"
     )
     for megabytes in options.megabytes:
         print(measured(megabytes, options.runs, options.folder), flush=True)

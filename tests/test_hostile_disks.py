@@ -40,7 +40,8 @@ from ckptool.output import durable
 folder, words, free = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 durable._check_space = durable.reserve = lambda *args: None  # somebody else takes the room after it was looked at
 import ckptool.output.append, ckptool.output.folders
-ckptool.output.append._check_space = ckptool.output.folders._check_space = ckptool.output.folders.reserve = durable.reserve
+ckptool.output.append._check_space = ckptool.output.folders._check_space = durable.reserve
+ckptool.output.folders.reserve = durable.reserve
 os.chdir(folder)
 data = open(sys.argv[4], "rb").read()
 for room in free:
@@ -56,7 +57,8 @@ for room in free:
     with redirect_stderr(told), redirect_stdout(told):
         code = main(words)
     with open("in.pt", "rb") as file, open("out.pt", "rb") as other:
-        print(json.dumps([room, code, told.getvalue(), sorted(os.listdir(".")), file.read() == data, other.read() == b"old"]))
+        same = file.read() == data, other.read() == b"old"
+        print(json.dumps([room, code, told.getvalue(), sorted(os.listdir(".")), *same]))
 """
 
 

@@ -18,7 +18,8 @@ from ckptool.cli import COMMANDS as COMMANDS_OF_THE_PROGRAM
 from tests.support.files import saved, weights
 
 DECOYS = [
-    "torch.py", "numpy.py", "yaml.py", "safetensors.py", "typer.py", "rich.py", "ml_dtypes.py", "models.py", "ckptool.py",
+    "torch.py", "numpy.py", "yaml.py", "safetensors.py", "typer.py", "rich.py", "ml_dtypes.py", "models.py",
+    "ckptool.py",
     "sitecustomize.py", "usercustomize.py", "conftest.py", "json.py", "pickle.py", "struct.py",
 ]  # fmt: skip
 

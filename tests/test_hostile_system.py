@@ -117,7 +117,10 @@ def test_row_131_the_input_changes_while_it_is_read(
 
 def test_row_150_nobody_reads_what_is_said(model: Path) -> None:
     """SIGPIPE: the work is done, and the exit code says how it went."""
-    script = f"set -o pipefail; {{ '{sys.executable}' -c '{PROGRAM[2]}' strip-module in.pt -o out.pt; echo $? >code; }} 2>&1 | true"
+    script = (
+        f"set -o pipefail; {{ '{sys.executable}' -c '{PROGRAM[2]}' strip-module in.pt -o out.pt; echo $? >code; }} 2>&1"
+        " | true"
+    )
     subprocess.run(["bash", "-c", script], cwd=model.parent, check=False)
     assert (model.parent / "code").read_text() == "0\n"
     assert_same_objects(load(model.parent / "out.pt"), clean())

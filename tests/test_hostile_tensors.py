@@ -89,23 +89,35 @@ REFUSED: dict[str, tuple[bytes, Mapping[str, bytes], type[CkptoolError]]] = {
     "97-absolute": (state({"w": tensor((4,), (1,), of=storage(key="/etc/passwd"))}), ONE, Corrupt),
     "97-long": (state({"w": tensor((4,), (1,), of=storage(key="k" * 900_000))}), ONE, Corrupt),
     "97-zero": (state({"w": tensor((4,), (1,), of=storage(key="0\0"))}), ONE, Corrupt),
-    "100-values-beyond": (state({"w": sparse("sparse_coo", I22, tensor((9,), (1,)), integers((2, 2)))}), SPARSE, BadTensor),
+    "100-values-beyond": (state({"w": sparse("sparse_coo", I22, tensor((9,), (1,)), integers((2, 2)))}), SPARSE,
+        BadTensor),
     "100-count-lies": (state({"w": sparse("sparse_coo", I22, W, integers((2, 2)))}), SPARSE, BadTensor),
-    "100-too-few-rows": (state({"w": sparse("sparse_coo", tensor((1, 2), (2, 1), of=INDEX), V2, integers((2, 2)))}), SPARSE, BadTensor),
+    "100-too-few-rows": (state({"w": sparse("sparse_coo", tensor((1, 2), (2, 1), of=INDEX), V2, integers((2, 2)))}),
+        SPARSE, BadTensor),
     "100-too-many-rows": (state({"w": sparse("sparse_coo", I22, V2, integers((4,)))}), SPARSE, BadTensor),
     "100-flat-indices": (state({"w": sparse("sparse_coo", I4, V2, integers((2, 2)))}), SPARSE, BadTensor),
     "100-negative-size": (state({"w": sparse("sparse_coo", I22, V2, integers((-2, 2)))}), SPARSE, BadTensor),
-    "100-csr-rows": (state({"w": sparse("sparse_csr", I4, tensor((2,), (1,), of=INDEX), V2, integers((2, 2)))}), SPARSE, BadTensor),
-    "100-csr-count": (state({"w": sparse("sparse_csr", tensor((3,), (1,), of=INDEX), I4, V2, integers((2, 2)))}), SPARSE, BadTensor),
-    "101-beyond": (state({"w": quantized((17,), (1,), b"(" + SCHEME + b"G\x3f\xf0\0\0\0\0\0\0K\x00t")}), ONE, BadTensor),
-    "101-scales": (state({"w": quantized((4, 4), (4, 1), b"(" + CHANNELS + tensor((2,), (1,), of=storage("FloatStorage", "s"))
-                                         + tensor((4,), (1,), of=INDEX) + b"K\x00t")}), SPARSE | {"data/s": bytes(16)}, BadTensor),
-    "101-zero-points": (state({"w": quantized((4, 4), (4, 1), b"(" + CHANNELS + tensor((4,), (1,), of=storage("FloatStorage", "s"))
-                                              + tensor((3,), (1,), of=INDEX) + b"K\x00t")}), SPARSE | {"data/s": bytes(16)}, BadTensor),
-    "101-axis": (state({"w": quantized((4, 4), (4, 1), b"(" + CHANNELS + tensor((4,), (1,), of=storage("FloatStorage", "s"))
+    "100-csr-rows": (state({"w": sparse("sparse_csr", I4, tensor((2,), (1,), of=INDEX), V2, integers((2, 2)))}), SPARSE,
+        BadTensor),
+    "100-csr-count": (state({"w": sparse("sparse_csr", tensor((3,), (1,), of=INDEX), I4, V2, integers((2, 2)))}),
+        SPARSE, BadTensor),
+    "101-beyond": (state({"w": quantized((17,), (1,), b"(" + SCHEME + b"G\x3f\xf0\0\0\0\0\0\0K\x00t")}), ONE,
+        BadTensor),
+    "101-scales": (state({"w": quantized((4, 4), (4, 1), b"(" + CHANNELS
+        + tensor((2,), (1,), of=storage("FloatStorage", "s"))
+                                         + tensor((4,), (1,), of=INDEX)
+                                         + b"K\x00t")}), SPARSE | {"data/s": bytes(16)}, BadTensor),
+    "101-zero-points": (state({"w": quantized((4, 4), (4, 1), b"(" + CHANNELS
+        + tensor((4,), (1,), of=storage("FloatStorage", "s"))
+                                              + tensor((3,), (1,), of=INDEX)
+                                              + b"K\x00t")}), SPARSE | {"data/s": bytes(16)}, BadTensor),
+    "101-axis": (state({"w": quantized((4, 4), (4, 1), b"(" + CHANNELS
+        + tensor((4,), (1,), of=storage("FloatStorage", "s"))
                                        + I4 + b"K\x02t")}), SPARSE | {"data/s": bytes(16)}, BadTensor),
-    "101-nan-scale": (state({"w": quantized((4, 4), (4, 1), b"(" + SCHEME + b"G\x7f\xf8\0\0\0\0\0\0K\x00t")}), ONE, BadTensor),
-    "101-infinite-scale": (state({"w": quantized((4, 4), (4, 1), b"(" + SCHEME + b"G\x7f\xf0\0\0\0\0\0\0K\x00t")}), ONE, BadTensor),
+    "101-nan-scale": (state({"w": quantized((4, 4), (4, 1), b"(" + SCHEME + b"G\x7f\xf8\0\0\0\0\0\0K\x00t")}), ONE,
+        BadTensor),
+    "101-infinite-scale": (state({"w": quantized((4, 4), (4, 1), b"(" + SCHEME + b"G\x7f\xf0\0\0\0\0\0\0K\x00t")}), ONE,
+        BadTensor),
 }  # fmt: skip
 
 BIG = tensor((1_000_000, 1_000_000), (0, 0), of=storage(numel=1))
@@ -114,7 +126,8 @@ ACCEPTED: dict[str, tuple[bytes, Mapping[str, bytes]]] = {
     "93-overlapping": (state({"w": tensor((3, 2), (1, 1))}), ONE),
     "96-location": (state({"w": tensor((4,), (1,), of=storage(location="banana:7\x1b[31m"))}), ONE),
     "96-long-location": (state({"w": tensor((4,), (1,), of=storage(location="x" * 900_000))}), ONE),
-    "97-record-named-so": (state({"w": tensor((4,), (1,), of=storage(key="weird key"))}), {"data/weird key": bytes(16)}),
+    "97-record-named-so": (state({"w": tensor((4,), (1,), of=storage(key="weird key"))}),
+        {"data/weird key": bytes(16)}),
     "98-smuggled": (state({"w": W}), ONE | {"data/77": bytes(range(200))}),
     "100-sparse": (state({"w": sparse("sparse_coo", I22, V2, integers((2, 2)), b"\x89")}), SPARSE),
     "100-indices-out-of-range": (state({"w": sparse("sparse_coo", I22, V2, integers((1, 1)), b"\x88")}), SPARSE),
@@ -125,8 +138,10 @@ ACCEPTED: dict[str, tuple[bytes, Mapping[str, bytes]]] = {
     "104-no-elements": (state({"w": tensor((0,), (1,), of=storage(numel=0))}), {"data/0": b""}),
     "106-optimizer": (state({
         "model": b"}" + text("a.weight") + W + b"s",
-        "optimizer": b"}(" + text("state") + b"}(K\x00}" + text("exp_avg") + W + b"sK\x07}" + text("exp_avg") + W + b"su"
-                     + text("param_groups") + b"]}(" + text("lr") + b"G\x3f\xf0\0\0\0\0\0\0" + text("params") + b"](K\x00K\x01eua" + b"u",
+        "optimizer": b"}(" + text("state") + b"}(K\x00}" + text("exp_avg") + W + b"sK\x07}" + text("exp_avg") + W
+            + b"su"
+                     + text("param_groups") + b"]}(" + text("lr") + b"G\x3f\xf0\0\0\0\0\0\0" + text("params")
+                     + b"](K\x00K\x01eua" + b"u",
     }), ONE),
 }  # fmt: skip
 

@@ -199,7 +199,8 @@ RANKS = """
             "rows": torch.randn(7, 5), "columns": torch.randn(4, 9).bfloat16(), "same": torch.arange(6.0),
             "one": torch.randn(1, 8), "deep": torch.randn(3, 4, 5), "bytes": torch.arange(11, dtype=torch.uint8),
         }
-        how = {"rows": Shard(0), "columns": Shard(1), "same": Replicate(), "one": Shard(0), "deep": Shard(1), "bytes": Shard(0)}
+        how = {"rows": Shard(0), "columns": Shard(1), "same": Replicate(), "one": Shard(0), "deep": Shard(1),
+            "bytes": Shard(0)}
         state = {"model": {n: distribute_tensor(t, mesh, [how[n]]) for n, t in whole.items()}, "step": 5}
         dcp.save(state, checkpoint_id=folder)
         if number == 0:

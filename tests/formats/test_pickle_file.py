@@ -123,9 +123,13 @@ def test_pickles_of_python_2(tmp_path: Path) -> None:
     """Written by hand: `cPickle.dump({"w": numpy.arange(3, dtype="u1")}, f, 2)`, with bytes that are and are not
     UTF-8."""
     for content in (b"abc", b"\xc3\xa9\x80", "éé".encode(), b"\xff\xfe\xfd\xfc"):
-        dtype = b"cnumpy\ndtype\nq\x04U\x02u1q\x05K\x00K\x01\x87q\x06Rq\x07(K\x03U\x01|q\x08NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\tb"
+        dtype = (
+            b"cnumpy\ndtype\nq\x04U\x02u1q\x05K\x00K\x01\x87q\x06Rq\x07"
+            b"(K\x03U\x01|q\x08NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\tb"
+        )
         data = (
-            b"\x80\x02}q\x01U\x01wq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray\nq\nK\x00\x85q\x0bU\x01bq\x0c\x87q\rRq\x0e(K\x01K"
+            b"\x80\x02}q\x01U\x01wq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03"
+            b"cnumpy\nndarray\nq\nK\x00\x85q\x0bU\x01bq\x0c\x87q\rRq\x0e(K\x01K"
             + bytes([len(content)])
             + b"\x85q\x0f"
             + dtype

@@ -152,7 +152,7 @@ def test_packed_parameters_keep_their_tensors(tmp_path: Path) -> None:
     found = list(tensors(read(file).tree["attributes"]))
     packed = read(file).tree["attributes"]["0._packed_params._packed_params"]
     assert isinstance(packed, Object) and packed.name.endswith("LinearPackedParamsBase") and len(found) == 2
-    (weight, bias) = (tensor for _, tensor in tensors(packed))
+    weight, bias = (tensor for _, tensor in tensors(packed))
     expected, expected_bias = quantized()[0]._packed_params._weight_bias()
     assert isinstance(weight, Composite) and weight.kind == "quantized" and torch.equal(weight.torch(), expected)
     assert isinstance(bias, TensorEntry) and torch.equal(bias.torch(), expected_bias)

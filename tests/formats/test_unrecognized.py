@@ -248,7 +248,10 @@ def test_row_011_torch_export(tmp_path: Path) -> None:
     unreadable(tmp_path / "model.pt2", Unsupported, "torch.export", ".state_dict")
 
 
-NEW_EXPORT = "data/weights/weight_0 models/model.json data/sample_inputs/model.pt archive_format archive_version byteorder .data/version"
+NEW_EXPORT = (
+    "data/weights/weight_0 models/model.json data/sample_inputs/model.pt archive_format archive_version byteorder"
+    " .data/version"
+)
 OLD_EXPORT = "serialized_exported_program.json serialized_state_dict.pt serialized_constants.pt version"
 
 

@@ -67,8 +67,10 @@ def _values() -> dict[str, object]:
         "dtypes": {str(d): torch.ones(2).to(d) for d in (torch.float16, torch.bfloat16, torch.int64, torch.bool,
                                                          torch.uint16, torch.float8_e4m3fn, torch.complex64)},
         "training": {"model": net.state_dict(), "optimizer": adam.state_dict(), "epoch": 3, "module": net},
-        "odd": {"p": torch.nn.Parameter(w), "sparse": w.to_sparse(), "csr": w.to_sparse_csr(), "conj": torch.ones(2) * 1j,
-                "q": torch.quantize_per_tensor(w, 0.1, 1, torch.qint8), "set": {1, 2}, "bytes": b"\xff", "k": {1: (2, None)}},
+        "odd": {"p": torch.nn.Parameter(w), "sparse": w.to_sparse(), "csr": w.to_sparse_csr(),
+            "conj": torch.ones(2) * 1j,
+                "q": torch.quantize_per_tensor(w, 0.1, 1, torch.qint8), "set": {1, 2}, "bytes": b"\xff",
+                    "k": {1: (2, None)}},
         "numpy": {"array": w.numpy(), "scalar": w.numpy()[0, 0], "path": Path("a")},
     }  # fmt: skip
 

@@ -307,7 +307,8 @@ def test_row_151_the_limit_on_file_sizes(tmp_path: Path) -> None:
     code = """
         from ckptool.errors import DiskFull
         try:
-            replace_file(Plan({"": [Literal(b"x" * 100_000), Computed(2_000_000, lambda at, n: b"y" * n)]}), target, overwrite=True)
+            replace_file(Plan({"": [Literal(b"x" * 100_000), Computed(2_000_000, lambda at, n: b"y" * n)]}), target,
+                overwrite=True)
         except DiskFull as error:
             print(error.code, error)
     """

@@ -52,8 +52,10 @@ WAITING = """
 KILLED = """
     for n in range(int(sys.argv[3]), 100_000):
         data = b"%08d" % n
-        shards = {f"{i}-{n % 3}": [Literal(data), Computed(40_000, lambda at, size: (data * 5_000)[at : at + size])] for i in range(4)}
-        replace_folder(Plan(shards), target, overwrite=True, replaceable={f"{i}-{m}" for i in range(4) for m in range(3)})
+        shards = {f"{i}-{n % 3}": [Literal(data),
+            Computed(40_000, lambda at, size: (data * 5_000)[at : at + size])] for i in range(4)}
+        replace_folder(Plan(shards), target, overwrite=True,
+            replaceable={f"{i}-{m}" for i in range(4) for m in range(3)})
         print(n, flush=True)
     """
 

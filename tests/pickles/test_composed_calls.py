@@ -67,13 +67,15 @@ TAKEN: dict[str, bytes] = {
     "elements": name("torch.nn.modules.linear", "Identity") + b")\x81(K\x01e",
     "no elements": name("torch.nn.modules.linear", "Identity") + b")\x81(e",
     "elements added": name("torch.nn.modules.linear", "Identity") + b")\x81(K\x01\x90",
-    "a class in slots": name("argparse", "Namespace") + b")\x81N}" + text("__class__") + name("torch.nn.modules.linear", "Linear")
+    "a class in slots": name("argparse", "Namespace") + b")\x81N}" + text("__class__")
+        + name("torch.nn.modules.linear", "Linear")
     + b"s\x86b",
 }  # fmt: skip
 
 # The same without a file: what is written nowhere, and would call something all the same.
 COMPOSED: dict[str, bytes] = {
-    "a partial of a rebuild function": name("functools", "partial") + name("torch._utils", "_rebuild_tensor") + b"\x85R",
+    "a partial of a rebuild function": name("functools", "partial") + name("torch._utils", "_rebuild_tensor")
+        + b"\x85R",
     "a partial of a partial": name("functools", "partial") + name("functools", "partial") + b"\x85R",
     "a partial of an object": name("functools", "partial") + name("builtins", "len") + namespace("a", b"N") + b"\x86R",
     "a partial of another function": applied("x", name("builtins", "type")),
@@ -88,7 +90,8 @@ COMPOSED: dict[str, bytes] = {
     "a codec of bytes": name("builtins", "bytes") + namespace("a", b"N") + text("idna") + b"\x86R",
     "a tensor of an object": name("torch._utils", "_rebuild_device_tensor_from_cpu_tensor") + b"("
     + namespace("to", name("builtins", "len")) + b"NN\x89tR",
-    "arguments of a tensor": name("torch._tensor", "_rebuild_from_type_v2") + b"(" + name("torch._utils", "_rebuild_tensor")
+    "arguments of a tensor": name("torch._tensor", "_rebuild_from_type_v2") + b"("
+        + name("torch._utils", "_rebuild_tensor")
     + name("torch", "Tensor") + b"(" + namespace("dtype", b"N") + b"t}tR",
 }  # fmt: skip
 
@@ -143,12 +146,16 @@ def check_told_though_thrown_away(pickled: bytes) -> None:
 
 
 SHARED = {
-    "arguments": name("torch.nn.parameter", "Parameter") + b"q\x00((" + b"N" * 30_000 + b"ttq\x0100](" + b"h\x00h\x01R" * 20_000,
-    "arguments thrown away": name("torch", "device") + b"q\x00(" + b"N" * 30_000 + b"tq\x0100](" + b"h\x00h\x01R0" * 60_000,
-    "parts of types": name("types", "GenericAlias") + b"q\x00((" + b"N" * 900 + b"ttq\x0100](" + b"h\x00h\x01R0" * 60_000,
+    "arguments": name("torch.nn.parameter", "Parameter") + b"q\x00((" + b"N" * 30_000 + b"ttq\x0100]("
+        + b"h\x00h\x01R" * 20_000,
+    "arguments thrown away": name("torch", "device") + b"q\x00(" + b"N" * 30_000 + b"tq\x0100]("
+        + b"h\x00h\x01R0" * 60_000,
+    "parts of types": name("types", "GenericAlias") + b"q\x00((" + b"N" * 900 + b"ttq\x0100]("
+        + b"h\x00h\x01R0" * 60_000,
     "a state": name("models", "Net") + b"q\x00}(" + b"".join(integer(n) + b"N" for n in range(30_000)) + b"uq\x0100]("
     + b"h\x00)\x81h\x01b" * 20_000,
-    "slots": name("models", "Net") + b"q\x00N}(" + b"".join(text(str(n)) + b"N" for n in range(30_000)) + b"u\x86q\x0100]("
+    "slots": name("models", "Net") + b"q\x00N}(" + b"".join(text(str(n)) + b"N" for n in range(30_000))
+        + b"u\x86q\x0100]("
     + b"h\x00)\x81h\x01b" * 20_000,
 }  # fmt: skip
 

@@ -253,7 +253,10 @@ MARKERS = {
 @pytest.mark.parametrize("name", MARKERS)
 def test_row_53_nothing_is_imported_or_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = tmp_path / "trace"
-    body = f"import pathlib\npathlib.Path({str(trace)!r}).touch()\ndef run(*a, **k):\n    pathlib.Path({str(trace)!r}).touch()\n"
+    body = (
+        f"import pathlib\npathlib.Path({str(trace)!r}).touch()\ndef run(*a, **k):\n   "
+        f" pathlib.Path({str(trace)!r}).touch()\n"
+    )
     (tmp_path / "ckptool_marker.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)

@@ -83,22 +83,27 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "73-tuple": lambda: program(b"]q\x00h\x00\x85q\x01ah\x01"[:-2]),
     "73-state": lambda: program(MARKER + b")\x81q\x00}" + text("me") + b"h\x00sb"),
     "73-namespace": lambda: program(name("argparse", "Namespace") + b")\x81q\x00}" + text("me") + b"h\x00sb"),
-    "73-object-in-its-arguments": lambda: program(b"]q\x00" + MARKER + b"h\x00\x85Rq\x01a"[:-1] + b"q\x02ah\x02"[:-2] + b""),
+    "73-object-in-its-arguments": lambda: program(b"]q\x00" + MARKER + b"h\x00\x85Rq\x01a"[:-1] + b"q\x02ah\x02"[:-2]
+        + b""),
     "73-metadata": lambda: program(HOOKS + b"q\x00}" + text("_metadata") + b"h\x00sb"),
     "73-optimizer": lambda: program(b"}q\x00(" + text("state") + b"h\x00" + text("param_groups") + b"]q\x01h\x01au"),
     "73-weights": lambda: program(b"}q\x00(" + text("a.weight") + tensor((4,), (1,)) + text("me") + b"h\x00u"),
-    "73-module": lambda: program(MARKER + b")\x81q\x00}(" + text("_modules") + b"}" + text("me") + b"h\x00s" + text("_parameters") + b"}"
+    "73-module": lambda: program(MARKER + b")\x81q\x00}(" + text("_modules") + b"}" + text("me") + b"h\x00s"
+        + text("_parameters") + b"}"
                                  + text("w") + tensor((4,), (1,)) + b"s" + text("_buffers") + b"}ub"),
     "73-counter": lambda: program(b"}q\x00" + text("me") + name("collections", "Counter") + b"h\x00\x85Rs"),
     "74-tuples-as-a-key": lambda: program(b"})" + b"2\x86" * 32 + b"Ns"),
     "74-five-levels": lambda: program(b"}N" + b"\x85" * 5 + b"Ns"),
-    "74-wide-and-shared": lambda: program(b"}(" + b"N" * 5_000 + b"tq\x00" + b"0(" + b"h\x00" * 5_000 + b"tq\x00" + b"Ns"),
+    "74-wide-and-shared": lambda: program(b"}(" + b"N" * 5_000 + b"tq\x00" + b"0(" + b"h\x00" * 5_000 + b"tq\x00"
+        + b"Ns"),
     "74-frozensets": lambda: program(b"}(\x91q\x00" + b"0(h\x00h\x00\x91q\x00" * 40 + b"Ns", 4),
     "75-colliding": lambda: program(
-        b"}(" + b"".join(b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for i in range(1, 30_001)) + b"u"
+        b"}(" + b"".join(b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for i in range(1, 30_001))
+            + b"u"
     ),
     "75-colliding-tuples": lambda: program(
-        b"}(" + b"".join(b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"\x85N" for i in range(1, 20_001)) + b"u"
+        b"}(" + b"".join(b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little")
+            + b"\x85N" for i in range(1, 20_001)) + b"u"
     ),
     "75-colliding-floats": lambda: program(
         b"}(" + b"".join(integer(i * ((1 << 61) - 1)) + b"N" for i in range(1, 60_001)) + b"u"
@@ -109,10 +114,12 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "75-colliding-pairs": lambda: program(name("collections", "OrderedDict") + b"(" + b"".join(
         b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N\x86" for i in range(1, 30_001)) + b"l\x85R"),
     "75-a-little-colliding": lambda: program(b"](" + b"".join(b"}(" + b"".join(
-        b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for i in range(1, 90)) + b"u" for _ in range(700)) + b"e"),
+        b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little")
+        + b"N" for i in range(1, 90)) + b"u" for _ in range(700)) + b"e"),
     "fraction-of-a-long-exponent": lambda: state({"x": name("fractions", "Fraction") + text("1e999999999") + b"\x85R"}),
     "fraction-of-a-long-text": lambda: state({"x": name("fractions", "Fraction") + text("1" * 500_000) + b"\x85R"}),
-    "decimal-of-a-long-exponent": lambda: state({"x": name("decimal", "Decimal") + text("1e999999999999999") + b"\x85R"}),
+    "decimal-of-a-long-exponent": lambda: state({"x": name("decimal", "Decimal") + text("1e999999999999999")
+        + b"\x85R"}),
     "decimal-of-a-long-text": lambda: state({"x": name("decimal", "Decimal") + text("1" * 900_000) + b"\x85R"}),
     "range-of-everything": lambda: state({"x": name("builtins", "range") + integer(1 << 200) + b"\x85R"}),
     "size-of-many": lambda: state({"x": name("torch", "Size") + b"(" + b"K\x01" * 400_000 + b"t\x85R"}),
@@ -129,9 +136,12 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 
 # Those that take a second each; `make soak` has all.
-SLOW = {"70-million-lists", "71-empty-dicts", "71-empty-sets", "71-small-tuples", "71-calls", "71-known-calls", "71-names",
-        "71-weights", "71-models-that-differ", "71-few-objects", "71-few-tuples", "72-tensors", "72-states", "72-namespaces",
-        "72-modules", "72-objects", "75-colliding-floats", "75-a-little-colliding", "size-of-many", "72-texts", "72-integers",
+SLOW = {"70-million-lists", "71-empty-dicts", "71-empty-sets", "71-small-tuples", "71-calls", "71-known-calls",
+        "71-names",
+        "71-weights", "71-models-that-differ", "71-few-objects", "71-few-tuples", "72-tensors", "72-states",
+        "72-namespaces",
+        "72-modules", "72-objects", "75-colliding-floats", "75-a-little-colliding", "size-of-many", "72-texts",
+        "72-integers",
         "71-memo"}  # fmt: skip
 
 

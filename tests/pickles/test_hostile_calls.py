@@ -39,9 +39,11 @@ CALLS: dict[str, bytes] = {
     "54-dotted": state({"x": program(b"\x8c\x0eckptool_marker\x8c\x0crun.__call__\x93)R", 4)[2:-1]}),
     "54-dotted-torch": state({"x": name("torch", "_utils.os.system") + text("trace") + b"\x85R"}),
     "54-dotted-known": state({"x": name("collections", "OrderedDict.fromkeys") + b"]\x85R"}),
-    "58-hooks": state({"x": name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage() + b"K\x00K\x04\x85K\x01\x85\x89}K\x01"
+    "58-hooks": state({"x": name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage()
+        + b"K\x00K\x04\x85K\x01\x85\x89}K\x01"
                        + MARKER + b"stR"}),
-    "58-hooks-called": state({"x": name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage() + b"K\x00K\x04\x85K\x01\x85\x89"
+    "58-hooks-called": state({"x": name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage()
+        + b"K\x00K\x04\x85K\x01\x85\x89"
                               + CALL + b"tR"}),
     "59-from-type": state({"x": name("torch._tensor", "_rebuild_from_type_v2") + b"(" + MARKER + name("torch", "Tensor")
                            + text("trace") + b"\x85}tR"}),
@@ -52,7 +54,8 @@ CALLS: dict[str, bytes] = {
     "60-pop-mark": program(b"(" + CALL + b"1}" + text("w") + tensor((4,), (1,)) + b"s"),
     "60-memo": pops(CALL + b"q\x07"),
     "60-overwritten-memo": program(CALL + b"q\x000Nq\x000h\x00"),
-    "60-swallowed-by-a-known-call": state({"x": name("collections", "OrderedDict") + b"((" + text("k") + CALL + b"lNl\x85R"}),
+    "60-swallowed-by-a-known-call": state({"x": name("collections", "OrderedDict") + b"((" + text("k") + CALL
+        + b"lNl\x85R"}),
     "60-swallowed-by-a-set": state({"x": name("builtins", "frozenset") + b"](" + CALL + b"e\x85R"}),
     "85-codec": state({"x": name("_codecs", "encode") + text("trace") + text("rot13") + b"\x86R"}),
     "85-codec-computed": state({"x": name("_codecs", "encode") + text("trace") + CALL + b"\x86R"}),

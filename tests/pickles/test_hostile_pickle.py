@@ -30,10 +30,12 @@ LONG = b"1" * 1_000_000
 REFUSED: dict[str, tuple[bytes, type[CkptoolError]]] = {
     "57-ordered-dict-with-numbers": (program(HOOKS + b"}K\x01Nsb"), Corrupt),
     "57-ordered-dict-with-a-list": (program(HOOKS + b"](K\x01eb"), Corrupt),
-    "57-build-of-a-parameter": (state({"x": name("torch.nn.parameter", "Parameter") + b")\x81}" + text("data") + CALL + b"sb"}), Corrupt),
+    "57-build-of-a-parameter": (state({"x": name("torch.nn.parameter", "Parameter") + b")\x81}" + text("data") + CALL
+        + b"sb"}), Corrupt),
     "57-state-of-a-tensor": (program(tensor((4,), (1,)) + b"}" + text("a") + b"K\x01sb"), Corrupt),
     "57-state-of-a-storage": (program(storage() + b"}" + text("a") + b"K\x01sb"), Corrupt),
-    "57-state-of-a-parameter": (program(name("torch._utils", "_rebuild_parameter") + tensor((4,), (1,)) + b"\x88" + HOOKS + b"\x87R}b"),
+    "57-state-of-a-parameter": (program(name("torch._utils", "_rebuild_parameter") + tensor((4,), (1,)) + b"\x88"
+        + HOOKS + b"\x87R}b"),
                                 Corrupt),
     "61-setitem-on-a-tensor": (program(tensor((4,), (1,)) + b"K\x00K\x01s"), Corrupt),
     "61-setitems-on-a-tensor": (program(tensor((4,), (1,)) + b"(K\x00K\x01u"), Corrupt),
@@ -102,9 +104,11 @@ REFUSED: dict[str, tuple[bytes, type[CkptoolError]]] = {
     "82-number": (program(b"K\x01Q"), Corrupt),
     "82-none": (program(b"NQ"), Corrupt),
     "82-short": (program(b"(" + text("storage") + b"tQ"), Corrupt),
-    "82-long": (program(b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x04NNtQ"), Corrupt),
+    "82-long": (program(b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu")
+        + b"K\x04NNtQ"), Corrupt),
     "82-module": (program(b"(" + text("module") + MARKER + text("a.py") + text("import os") + b"tQ"), Corrupt),
-    "82-call-as-key": (program(b"(" + text("storage") + name("torch", "FloatStorage") + CALL + text("cpu") + b"K\x04tQ"), Corrupt),
+    "82-call-as-key": (program(b"(" + text("storage") + name("torch", "FloatStorage") + CALL + text("cpu")
+        + b"K\x04tQ"), Corrupt),
     "82-call-as-type": (program(b"(" + text("storage") + CALL + text("0") + text("cpu") + b"K\x04tQ"), CkptoolError),
     "82-foreign-type": (program(b"(" + text("storage") + MARKER + text("0") + text("cpu") + b"K\x04tQ"), Unsupported),
 }  # fmt: skip

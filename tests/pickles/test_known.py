@@ -136,14 +136,17 @@ HARMLESS: dict[str, Callable[[], Any]] = {
         {1, 2},
         frozenset({3}),
     ],
-    "types": lambda: [typing.Any, dict[str, int], typing.Optional[int], typing.Union[int, str], type(None), ..., int, list],  # noqa: UP007, UP045
+    "types": lambda: [typing.Any, dict[str, int], typing.Optional[int], typing.Union[int, str],  # noqa: UP007, UP045
+                      type(None), ..., int, list],
     "a pattern": lambda: re.compile("a+", re.IGNORECASE),
     "torch values": lambda: [torch.Size([1]), torch.device("cuda:0"), torch.float16, torch.__version__],
     "modules": lambda: nn.Sequential(nn.LSTM(2, 2), nn.TransformerEncoderLayer(4, 2), nn.MultiheadAttention(4, 2)),
     "hooks of torch": lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
     "pruned": lambda: _pruned(),
     "an optimizer": lambda: torch.optim.AdamW([nn.Parameter(torch.ones(2))]),
-    "a scheduler": lambda: torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1), 1, 10),
+    "a scheduler": lambda: torch.optim.lr_scheduler.OneCycleLR(
+        torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1), 1, 10
+    ),
     "a scaler": lambda: torch.amp.GradScaler("cpu"),
     "a data set": lambda: torch.utils.data.TensorDataset(torch.ones(2)),
     "references": lambda: {"optimizer": torch.optim.Adam, "loss": nn.CrossEntropyLoss, nn.ReLU: "as a key"},

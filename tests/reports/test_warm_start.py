@@ -131,12 +131,15 @@ def test_exact_is_what_torch_keeps(old: Any) -> None:
 def test_whole_numbers_fit() -> None:
     word = {
         (old, new): casting.conversion(by_name(old), by_name(new))
-        for old, new in [("i8", "i16"), ("i16", "i8"), ("u8", "i8"), ("u8", "i16"), ("i8", "u16"), ("bool", "u8"), ("u8", "bool"),
-                         ("i32", "f32"), ("i32", "f64"), ("u16", "f32"), ("i64", "f64"), ("f32", "i64"), ("i8", "f16"), ("c64", "f32"),
+        for old, new in [("i8", "i16"), ("i16", "i8"), ("u8", "i8"), ("u8", "i16"), ("i8", "u16"), ("bool", "u8"),
+                         ("u8", "bool"),
+                         ("i32", "f32"), ("i32", "f64"), ("u16", "f32"), ("i64", "f64"), ("f32", "i64"), ("i8", "f16"),
+                         ("c64", "f32"),
                          ("c64", "c128")]
     }  # fmt: skip
     assert list(word.values()) == [
-        "exact", "lossy", "lossy", "exact", "lossy", "exact", "lossy", "lossy", "exact", "exact", "lossy", None, None, None, "exact",
+        "exact", "lossy", "lossy", "exact", "lossy", "exact", "lossy", "lossy", "exact", "exact", "lossy", None, None,
+        None, "exact",
     ]  # fmt: skip
 
 

@@ -82,7 +82,8 @@ _WAYS: dict[str, tuple[bytes, ...]] = {
     "thrown away": (b"{1}", b"0", b"{0}", b")\x81"),
     "thrown away with it": (b"{0}", b"{1}", b"\x85R0K\x01"),
     "beside it in a list": (b"](", b"{0}", b"{1}", b"e"),
-    "in an object of somebody's own": (name("models", "Net"), b")\x81}", text("k"), b"{0}", text("h"), b"{1}", b"\x86\x86sb"),
+    "in an object of somebody's own": (name("models", "Net"), b")\x81}", text("k"), b"{0}", text("h"), b"{1}",
+        b"\x86\x86sb"),
 }  # fmt: skip
 
 # Ways that need no known name.

@@ -46,11 +46,13 @@ RANKS = """
         torch.save(model.state_dict(), f"{folder}/model_world_size_2_rank_{rank}.pt")
         torch.save(optimizer.state_dict(), f"{folder}/optim_world_size_2_rank_{rank}.pt")
         torch.save({"model": model.state_dict(), "step": 5}, f"{folder}/pytorch_model_fsdp_0_rank{rank}.bin")
-        torch.save({"fc.weight": DTensor.from_local(torch.ones(3, 3), mesh, [Replicate()])}, f"{folder}/replica_rank{rank}.pt")
+        torch.save({"fc.weight": DTensor.from_local(torch.ones(3, 3), mesh, [Replicate()])},
+            f"{folder}/replica_rank{rank}.pt")
         halves = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
         torch.save({"a.weight": sharded_tensor.rand(halves, 10, 4), "b": torch.ones(3)}, f"{folder}/sharded_{rank}.pt")
         dcp.save({"model": model.state_dict(), "step": 5}, checkpoint_id=f"{folder}/dcp")
-        dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(f"{folder}/tables"), use_collectives=False)
+        dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(f"{folder}/tables"),
+            use_collectives=False)
         weights = {name: value for name, value in model.state_dict().items() if name.startswith("0.")}
         dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(f"{folder}/pieces", save_distributed=True))
         dist.barrier()
@@ -153,10 +155,7 @@ def flattened(folder: Path) -> Path:
 
 
 # What a part is called, and how it is made; those of `DISTRIBUTED` are copied from what two processes saved.
-DISTRIBUTED = {
-    "rank 1 of 2": "model_world_size_2_rank_1.pt",
-    "rank 0 of 2": "pytorch_model_fsdp_0_rank0.bin",
-}
+DISTRIBUTED = {"rank 1 of 2": "model_world_size_2_rank_1.pt", "rank 0 of 2": "pytorch_model_fsdp_0_rank0.bin"}
 MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "zero-3 model": (lambda f: zero_folder(f) / "zero_pp_rank_1_mp_rank_00_model_states.pt", "rank 1 of 2"),
     "zero-3 optimizer": (lambda f: zero_folder(f) / "zero_pp_rank_0_mp_rank_00_optim_states.pt", "rank 0 of 2"),

@@ -177,7 +177,8 @@ def with_more(*more: Entry) -> Layout:
 _bytes = st.sampled_from([b"", b"\0" * 4, b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"PK\x01\x02", b"0123456789abcdef"])
 _small = st.sampled_from([0, 1, 4, 8, 12, 30, 46, 64, 4096, 0xFFFF, 0xFFFFFFFE, 0xFFFFFFFF])
 _names = st.sampled_from(
-    [*map(str.encode, RECORDS), b"archive/DATA.PKL", b"archive/data/00", b"archive/data/0\0.txt", b"", b"../x", b"archive/", b"C:\\x"]
+    [*map(str.encode, RECORDS), b"archive/DATA.PKL", b"archive/data/00", b"archive/data/0\0.txt", b"", b"../x",
+        b"archive/", b"C:\\x"]
 )  # fmt: skip
 _TWISTS: dict[str, st.SearchStrategy[object]] = {
     "method": st.sampled_from([0, 8, 12, 99]),

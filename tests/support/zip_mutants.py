@@ -286,10 +286,13 @@ def record_gone(pieces: Pieces, rng: Rng) -> Pieces:
 
 
 NAMES = (
-    b"archive/data.pkl", b"archive/DATA.PKL", b"archive/data/0", b"archive/data/00", b"archive/data/1", b"archive/version",
+    b"archive/data.pkl", b"archive/DATA.PKL", b"archive/data/0", b"archive/data/00", b"archive/data/1",
+    b"archive/version",
     b"archive/byteorder",
-    b"archive/data.pkl\0", b"archive/data.pkl\0x", b"archive\\data.pkl", b"./archive/data.pkl", b"/archive/data.pkl", b"archive//data.pkl",
-    b"other/data.pkl", b"archive/data.pkl/", b"", b"archive/", b"archive/\xff\xfe", b"archive/constants.pkl", b"archive/code/x.py",
+    b"archive/data.pkl\0", b"archive/data.pkl\0x", b"archive\\data.pkl", b"./archive/data.pkl", b"/archive/data.pkl",
+    b"archive//data.pkl",
+    b"other/data.pkl", b"archive/data.pkl/", b"", b"archive/", b"archive/\xff\xfe", b"archive/constants.pkl",
+    b"archive/code/x.py",
     "archive/däta.pkl".encode(), b"archive/.data/version", b"archive/data/0/", b"archive/.format_version", b"a" * 300,
 )  # fmt: skip
 
@@ -433,7 +436,8 @@ def ends_otherwise(pieces: Pieces, rng: Rng) -> Pieces:
 
 
 OF_PIECES: tuple[Mutation, ...] = (
-    line_again, line_gone, lines_in_another_order, lines_of_each_other, records_in_another_order, record_again, record_gone, renamed,
+    line_again, line_gone, lines_in_another_order, lines_of_each_other, records_in_another_order, record_again,
+    record_gone, renamed,
     record_more, bytes_between, extra_in_line, extra_in_record, descriptor_otherwise, comment, ends_otherwise,
 )  # fmt: skip
 
@@ -600,8 +604,10 @@ def lie(data: bytes, rng: Rng) -> bytes:
     old = int.from_bytes(data[at : at + width], "little")
     near = [old + rng.choice([-1, 1]) * step for step in (1, 2, 4, 8, 16, 22, 30, 42, 46, 56, 60, 62, 64, 76, 98)]
     values = [
-        *near, 0, 1, 8, 0x800, 0x808, 0xFFFF, 0xFFFFFFFF, (1 << 8 * width) - 1, old ^ 1 << rng.randrange(8 * width), len(data),
-        rng.choice(places), rng.choice(places), *(int.from_bytes(data[p + 16 : p + 20], "little") for p in rng.sample(places, 1)),
+        *near, 0, 1, 8, 0x800, 0x808, 0xFFFF, 0xFFFFFFFF, (1 << 8 * width) - 1, old ^ 1 << rng.randrange(8 * width),
+        len(data),
+        rng.choice(places), rng.choice(places),
+        *(int.from_bytes(data[p + 16 : p + 20], "little") for p in rng.sample(places, 1)),
     ]  # fmt: skip
     new = rng.choice(values) % (1 << 8 * width)
     return data[:at] + new.to_bytes(width, "little") + data[at + width :]

@@ -182,7 +182,8 @@ def test_an_optimizer_that_refuses_its_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("body", "raised"),
-    [("{}['x']", KeyError), ("torch.zeros(2) @ torch.zeros(3)", RuntimeError), ("torch.nn.functional.embedding(3, 2)", RunFailed)],
+    [("{}['x']", KeyError), ("torch.zeros(2) @ torch.zeros(3)", RuntimeError),
+        ("torch.nn.functional.embedding(3, 2)", RunFailed)],
 )  # fmt: skip
 def test_ckptools_own_errors_stay_bugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, raised: Any) -> None:
     """What torch raises inside itself is told; what is raised by a line of ckptool's is not hidden."""
@@ -250,7 +251,8 @@ def test_processes_that_cannot_meet(tmp_path: Path, given: dict[str, str], monke
         taken.listen()
         given = {key: str(taken.getsockname()[1]) if value == "taken" else value for key, value in given.items()}
         done = subprocess.run(
-            [sys.executable, "-c", "import sys; from ckptool import cli; sys.exit(cli.main(sys.argv[1:]))", "train", "run.yaml"],
+            [sys.executable, "-c", "import sys; from ckptool import cli; sys.exit(cli.main(sys.argv[1:]))", "train",
+                "run.yaml"],
             capture_output=True, text=True, check=False, timeout=100,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2]), **given},
         )  # fmt: skip

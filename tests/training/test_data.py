@@ -197,7 +197,8 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
 
 def test_a_collate_function_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "import torch\ndef own(samples):\n    return torch.stack([s[0] * 2 for s in samples]), torch.tensor([int(s[1]) for s in samples])\n"
+        "import torch\ndef own(samples):\n    return torch.stack([s[0] * 2 for s in samples]), torch.tensor([int(s[1])"
+        " for s in samples])\n"
     )
     plain, own = seen(), seen(f"data.collate={tmp_path / 'own.py'}:own")
     assert all(torch.equal(a[0][0] * 2, b[0][0]) for a, b in zip(plain, own, strict=True))

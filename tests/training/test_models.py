@@ -112,10 +112,9 @@ def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
 
 def test_a_model_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from torch import nn\n"
-        "class Net(nn.Linear):\n    def __init__(self, inputs, classes, bias=True):\n        super().__init__(inputs[0], classes, bias)\n"
-        "def broken(inputs):\n    raise RuntimeError('out of ideas')\n"
-        "def text():\n    return 'model'\n"
+        "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self, inputs, classes, bias=True):\n       "
+        " super().__init__(inputs[0], classes, bias)\ndef broken(inputs):\n    raise RuntimeError('out of ideas')\ndef"
+        " text():\n    return 'model'\n"
     )
     own = f"{tmp_path / 'own.py'}"
     made = trainer(models={"main": {"name": f"{own}:Net", "args": {"bias": False}}})

@@ -213,7 +213,10 @@ def test_changes_outlive_the_history(tmp_path: Path, history: str) -> None:
 
 
 def test_code_and_data_that_changed_are_told(tmp_path: Path) -> None:
-    text = "from ckptool.training.models import MLP\ndef model(inputs, classes):\n    return MLP(inputs, classes=classes)\n"
+    text = (
+        "from ckptool.training.models import MLP\ndef model(inputs, classes):\n    return MLP(inputs,"
+        " classes=classes)\n"
+    )
     data = "from ckptool.training.data import BUILT_IN\ndef data():\n    return BUILT_IN['blobs'](samples=60)\n"
     (tmp_path / "own.py").write_text(text)
     (tmp_path / "set.py").write_text(data)

@@ -17,7 +17,8 @@ from tests.support.small_runs import GAN, again, config, last, resumes, run_to_e
 OWN_MODEL = """
 from torch import nn
 def model(inputs, classes, frozen=(), swapped=False):
-    parts = [("one", nn.Linear(inputs[0], 6)), ("act", nn.ReLU()), ("norm", nn.BatchNorm1d(6)), ("two", nn.Linear(6, classes))]
+    parts = [("one", nn.Linear(inputs[0], 6)), ("act", nn.ReLU()), ("norm", nn.BatchNorm1d(6)),
+        ("two", nn.Linear(6, classes))]
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -73,9 +74,9 @@ def test_what_the_users_own_code_froze_stays_so(tmp_path: Path, seed: int) -> No
 def test_each_model_keeps_what_its_own_code_froze(tmp_path: Path) -> None:
     """The discriminator's phase freezes the generator for itself, and gives it back as it was."""
     (tmp_path / "own.py").write_text(
-        "from ckptool.training.models import Generator, Discriminator\n"
-        "def generator(inputs):\n    made = Generator(inputs)\n    made[0].requires_grad_(False)\n    return made\n"
-        "def discriminator(inputs):\n    made = Discriminator(inputs)\n    made[1].requires_grad_(False)\n    return made\n"
+        "from ckptool.training.models import Generator, Discriminator\ndef generator(inputs):\n    made ="
+        " Generator(inputs)\n    made[0].requires_grad_(False)\n    return made\ndef discriminator(inputs):\n    made ="
+        " Discriminator(inputs)\n    made[1].requires_grad_(False)\n    return made\n"
     )
     models = {name: {"name": f"{tmp_path / 'own.py'}:{name}"} for name in ("generator", "discriminator")}
     models["generator"]["freeze"] = [{"match": "2.*", "until": 2}]  # type: ignore[assignment]

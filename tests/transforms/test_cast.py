@@ -121,7 +121,10 @@ def test_a_storage_that_is_cast_in_part_is_refused(exclude: list[str], tmp_path:
 def test_only_and_exclude(tmp_path: Path) -> None:
     state = {"a.w": torch.ones(1), "a.norm": torch.ones(1), "b.w": torch.ones(1), "n": torch.tensor(1)}
     checkpoint = opened(state, tmp_path)
-    names = lambda done: [key for key, entry in done.checkpoint.tree.items() if entry.dtype.name == "bf16"]  # noqa: E731
+
+    def names(done: Any) -> list[str]:
+        return [key for key, entry in done.checkpoint.tree.items() if entry.dtype.name == "bf16"]
+
     assert names(casted(checkpoint, "bf16", exclude=["*.norm"])) == ["a.w", "b.w"]
     assert names(casted(checkpoint, "bf16", only=["a.*"], exclude=["*norm"])) == ["a.w"]
     for options in ({"only": ["c.*"]}, {"exclude": ["c.*"]}):
@@ -129,7 +132,9 @@ def test_only_and_exclude(tmp_path: Path) -> None:
             casted(checkpoint, "bf16", **options)
 
 
-UNTOUCHED = "int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex32 complex64 complex128 bits8 float4_e2m1fn_x2".split()
+UNTOUCHED = (
+    "int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex32 complex64 complex128 bits8 float4_e2m1fn_x2"
+).split()
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)

@@ -344,7 +344,10 @@ def test_mismatches_are_told_in_groups(tmp_path: Path) -> None:
     lines = str(report).split("\n")
     place = lines.index("do not fit 9")
     assert lines[place + 1 : place + 3] == [
-        "  layers.{0..2, 5}.{weight, bias}: f32 [3] against f32 [4], refused (from module.layers.{0..2, 5}.{weight, bias})  (8)",
+        (
+            "  layers.{0..2, 5}.{weight, bias}: f32 [3] against f32 [4], refused (from module.layers.{0..2, 5}.{weight,"
+            " bias})  (8)"
+        ),
         "  head.weight: f32 [1, 2] against f32 [4], refused (from module.head.weight)",
     ]
 
