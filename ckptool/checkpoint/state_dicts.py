@@ -239,6 +239,12 @@ def unnamed_tensors(root: StateDict) -> list[tuple[Path, Tensor]]:
     return [(root.path + path, tensor) for path, tensor in tensors(root.module) if view_of(tensor) not in named]
 
 
+def quantized_outside(root: StateDict) -> list[str]:
+    """The addresses of quantized weights of a whole module that only its class makes entries of a state dict."""
+    others = unnamed_tensors(root) if root.module is not None else []
+    return [address(path) for path, tensor in others if "quantized" in getattr(tensor, "kind", "")]
+
+
 def kinds_of(roots: Iterable[StateDict]) -> list[str]:
     """What a checkpoint is called by: its sets of weights, optimizers and whole modules, each kind once."""
     return list(dict.fromkeys(root.detail or root.kind for root in roots if root.is_model or root.detail))

@@ -169,6 +169,16 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
     return path, node
 
 
+def item_at(tree: Any, path: Path) -> Any:
+    """What a path of keys and indices leads to, through dictionaries, lists and tuples alone; None where nothing is."""
+    for segment in path:
+        try:
+            tree = tree[segment] if isinstance(tree, (dict, list, tuple)) else None
+        except (LookupError, TypeError):
+            return None
+    return tree
+
+
 def matching(parts: Iterable[tuple[Any, Any]], text: str) -> list[tuple[Any, Any]]:
     return [(segment, child) for segment, child in parts if segment_text(segment) == text]
 

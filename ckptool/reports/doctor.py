@@ -9,23 +9,22 @@ from dataclasses import dataclass, replace
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, command
-from ckptool.checkpoint.state_dicts import StateDict, kinds_of, wrappers
+from ckptool.checkpoint.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.checkpoint.tree import address
 from ckptool.errors import CkptoolError, listed, printable
 from ckptool.formats.members import MEMBERS
 from ckptool.formats.parts import CODE as PART
 from ckptool.reports.commands import Chain
 from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
-from ckptool.reports.findings import Finding, Found
-from ckptool.reports.fits import Way, best_root, find_way, of_target
+from ckptool.reports.findings import Finding, Stage, in_order
+from ckptool.reports.fit import LOAD_MODEL, Way, best_root, find_way, mains, of_layout, of_target
 from ckptool.reports.inspect import Listing
-from ckptool.reports.layouts import mains, of_layout
 from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target
-from ckptool.transforms.flatten import packed
-from ckptool.transforms.weights_only import weights_only
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
+UNSAFE = "unsafe-global"
+_IS_A_FOLDER = "IsADirectoryError: [Errno 21] Is a directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +49,16 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Values of a checkpoint that `weights_only` refuses, in words. lossy: plain values in its place would lose some of it.
+    """Values of a checkpoint that `weights_only` refuses, in words.
 
+    lossy: plain values in their place would lose some of it; plain_parts: the addresses of the sets of weights without any.
     dropped: the addresses of what `convert --weights-only` leaves out, as it has no plain form.
     """
 
     refused: tuple[str, ...]
     lossy: bool
     dropped: tuple[str, ...] = ()
+    plain_parts: frozenset[str] = frozenset()
 
 
 # From an error text --------------------------------------------------------------------------------------------------
@@ -110,8 +111,7 @@ def of_folder(error: CkptoolError, folder: str, is_run: bool, newest: ScannedFil
         code, what = "folder-of-checkpoints", "it is a folder of checkpoints, and not one itself; the commands name one"
         look = command("scan", folder)
     fixes = [look] + ([command("doctor", newest.path)] if newest is not None else [])
-    said = "IsADirectoryError: [Errno 21] Is a directory"
-    return Diagnosis(folder, "", (Finding(code, what, said, True, tuple(map(str, fixes))),))
+    return Diagnosis(folder, "", (Finding(code, what, _IS_A_FOLDER, True, tuple(map(str, fixes))),))
 
 
 _SAID = {
@@ -146,13 +146,11 @@ def of_checkpoint(
     values: Values,
     against: Target | None = None,
 ) -> Diagnosis:
-    """The reasons why an opened checkpoint does not load. found: its listing.  values: what in it `weights_only` refuses.
+    """The reasons why an opened checkpoint does not load. found: its listing.  values: those that `weights_only` refuses.
 
     against: the model that it is for.
     """
-    chain = Chain(file, address(checkpoint.base))
-    candidates = mains(found)
-    chosen = best_root(candidates, against) if against is not None else None
+    chosen = best_root(mains(found), against) if against is not None else None
     taken = _taken_alone(found, chosen, values)
     way = find_way(chosen, against) if chosen is not None and against is not None else None
     findings = [
@@ -163,66 +161,28 @@ def of_checkpoint(
         *of_layout(found, chosen, against is None, taken, values.dropped if taken is None and not values.lossy else ()),
         *(of_target(chosen, against, way) if chosen is not None and against is not None and way is not None else ()),
     ]
-    if found.part is not None:  # no verb that writes takes a part, so none of those fixes it
-        findings = [(each, fixes if each.code == PART else ()) for each, fixes in findings if each.code != "folder"]
-    refused = any(note.code == "unsafe-global" for note in found.notes)
-    # Verbs that write would refuse it.
-    if refused and not any(fixes for each, fixes in findings if each.code in _PLAIN):
-        findings = [(each, tuple(fix for fix in fixes if not fix.writes)) for each, fixes in findings]
-    unread = str(command("verify", file))
-    ordered = _ordered(findings, found.container != "torch-zip")
-    filled = tuple(_filled(finding, fixes, chain) for finding, fixes in ordered)
-    return Diagnosis(file, _is_a(found), filled, unread, against.name if against is not None else "")
+    if found.part is not None:
+        findings = _of_a_part(findings)
+    elif any(note.code == UNSAFE for note in found.notes):
+        findings = _of_refused(findings)
+    chain = Chain(file, address(checkpoint.base))
+    compact = None if found.container == "torch-zip" else command("convert", FILE, out=OUT)
+    filled = tuple(each.filled(chain) for each in in_order(findings, compact))
+    against_name = against.name if against is not None else ""
+    return Diagnosis(file, _is_a(found), filled, str(command("verify", file)), against_name)
 
 
-# Findings whose commands leave out what loading would call.
-_PLAIN = (
-    "unsafe-global",
-    "bare-pickle",
-    "legacy-tar",
-    "torchscript",
-)
+def _of_a_part(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings on a part of a checkpoint: no verb that writes takes one, so only the look at the whole helps."""
+    said = [each for each in findings if each.code != "folder"]
+    return [each if each.code == PART else replace(each, commands=()) for each in said]
 
 
-def _filled(finding: Finding, fixes: tuple[Command, ...], chain: Chain) -> Finding:
-    lines = tuple(str(chain.fill(fix)) for fix in fixes)
-    advice = finding.advice.filled(chain.fill) if isinstance(finding.advice, Advice) else finding.advice
-    return replace(finding, fixes=lines, advice=advice)
-
-
-# What is done first: the container, then values, then names all over the file; then the part, and names in it; then what is only better.
-_ORDER = (
-    "misnamed torchscript numpy-archive legacy-tar bare-pickle folder pickle-protocol",
-    "unsafe-global",
-    "prefix-module prefix-compiled",
-    "cuda-location device-location",
-    "nested-weights",
-    "unnamed-weights no-weights not-a-tensor averaged-counter several-weights prefix",
-    "tied-weights keys-differ shape-mismatch",
-)
-_STAGES = {code: stage for stage, codes in enumerate(_ORDER) for code in codes.split()}
-
-
-def _ordered(findings: Iterable[Found], anew: bool) -> list[Found]:
-    """In the order in which things are done; commands of later findings work on what the earlier ones wrote, and none is there twice.
-
-    anew: whatever is written is a new file in another container, so that to write it once more fixes nothing.
-    """
-    compact = command("convert", FILE, out=OUT)
-    ordered, seen = (
-        sorted(findings, key=lambda found: _STAGES.get(found[0].code, len(_ORDER))),
-        set[tuple[Command, ...]](),
-    )
-    told: list[Found] = []
-    for finding, fixes in ordered:
-        if fixes not in seen and anew and fixes == (compact,) and any(before[-1].writes for before in seen if before):
-            told.append((replace(finding, advice="The commands above fix this as well."), ()))
-        elif not fixes or fixes not in seen:
-            told.append((finding, fixes))
-        elif not any(finding.code == other.code for other, _ in told):
-            told.append((replace(finding, advice="The same command fixes it."), ()))
-        seen.add(fixes)
-    return told
+def _of_refused(findings: list[Finding]) -> list[Finding]:
+    """Findings on a file whose calls no verb writes again: without commands that write, unless one leaves the calls out."""
+    if any(each.inert and each.commands for each in findings):
+        return findings
+    return [replace(each, commands=tuple(fix for fix in each.commands if not fix.writes)) for each in findings]
 
 
 def _is_a(found: Listing) -> str:
@@ -230,165 +190,195 @@ def _is_a(found: Listing) -> str:
     return f"a {found.container} checkpoint" + (f" with {listed(parts)}" if parts else "")
 
 
-def _of_container(found: Listing, file: str, values: Values) -> Iterator[Found]:
-    suffix = os.path.splitext(file)[1].lower()
-    convert = command("convert", FILE, out=OUT)
-    kind = found.container
-    if kind == "safetensors" and suffix in TORCH_SUFFIXES:
-        what = f"it is a safetensors file, though its name ends in {printable(suffix)}"
-        yield (
-            Finding("misnamed", what, "invalid load key; or: Weights only load failed … Unsupported operand"),
-            (convert,),
-        )
-    elif kind not in ("safetensors", "npz") and suffix in (".safetensors", ".sft"):
-        says = "Error while deserializing header: HeaderTooLarge"
-        weights_alone = any(root.path == () and root.is_model for root in found.roots)
+# The container ---------------------------------------------------------------------------------------------------------
+
+_CONVERT = command("convert", FILE, out=OUT)
+_TO_FILE = command("convert", FILE, out=OUT_PT)
+_TO_WEIGHTS = command("convert", FILE, out=OUT_SAFETENSORS)
+_TO_PLAIN_FILE = command("convert", FILE, weights_only=True, out=OUT_PT)
+
+
+def _container(code: str, what: str, says: str, *fixes: Command, blocks: bool = True, inert: bool = False) -> Finding:
+    return Finding(code, what, says, blocks, commands=fixes, stage=Stage.CONTAINER, inert=inert)
+
+
+_FOLDER = "it is a folder of several files, which torch.load does not read"
+_ARRAYS = _container(
+    "numpy-archive",
+    "it is numpy's file of arrays, which neither torch.load nor load_file reads",
+    "file in archive is not in a subdirectory; or: invalid load key, '\\x93'",
+    _TO_FILE,
+)
+# The containers that stock `torch.load` does not read as it reads its own.
+_CONTAINERS = {
+    "torchscript": _container(
+        "torchscript",
+        "it is a program with its tensors, not a state dict",
+        "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``",
+        _TO_WEIGHTS,
+        inert=True,
+    ),
+    "torch-tar": _container(
+        "legacy-tar",
+        "it was saved by a torch before 0.1.10",
+        "Cannot use ``weights_only=True`` with files saved in the legacy .tar format.",
+        _TO_FILE,
+        inert=True,
+    ),
+    "pickle": _container(
+        "bare-pickle",
+        "it is a bare pickle, which torch.load does not read",
+        "Invalid magic number; corrupt file? or: Unsupported operand 149",
+        _TO_FILE,
+        inert=True,
+    ),
+    "dcp": _container("folder", _FOLDER, _IS_A_FOLDER, _TO_FILE),
+    "sharded": _container("folder", _FOLDER, _IS_A_FOLDER, _TO_FILE, blocks=False),
+    "npz": _ARRAYS,
+    "npy": _ARRAYS,
+    "torch-legacy": Finding(
+        "legacy-format",
+        "it is in torch's format before 1.6: no mmap, no checksums",
+        "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`",
+        False,
+        commands=(_CONVERT,),
+    ),
+}
+
+
+def _of_container(found: Listing, file: str, values: Values) -> Iterator[Finding]:
+    yield from _misnamed(found, os.path.splitext(file)[1].lower())
+    finding = _CONTAINERS.get(found.container)
+    if finding is None:
+        return
+    if finding.code == "torchscript" and not any(root.is_model for root in found.roots):
+        finding = replace(finding, commands=(), advice="It has no weights: run it with torch.jit.load.")
+    elif finding is _ARRAYS and not found.tensors:
+        finding = replace(finding, commands=())
+    elif finding.code != "torchscript" and finding.inert and values.refused:
+        finding = replace(finding, commands=() if values.lossy else (_TO_PLAIN_FILE,))
+    yield finding
+
+
+def _misnamed(found: Listing, suffix: str) -> Iterator[Finding]:
+    what = f"it is a {found.container} file, though its name ends in {printable(suffix)}"
+    if found.container == "safetensors" and suffix in TORCH_SUFFIXES:
+        says = "invalid load key; or: Weights only load failed … Unsupported operand"
+        yield _container("misnamed", what, says, _CONVERT)
+    elif found.container not in ("safetensors", "npz") and suffix in (".safetensors", ".sft"):
         # The suffix's own container holds one set of weights and nothing else.
-        as_named = convert if weights_alone else _to_file()
-        yield (
-            Finding("misnamed", f"it is a {kind} file, though its name ends in {printable(suffix)}", says),
-            (as_named,),
-        )
-    if kind == "torchscript":
-        says = "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``"
-        weights = any(root.is_model for root in found.roots)
-        fixes = (_to_weights(),) if weights else ()
-        advice = "" if weights else "It has no weights: run it with torch.jit.load."
-        yield Finding("torchscript", "it is a program with its tensors, not a state dict", says, advice=advice), fixes
-    elif kind == "torch-tar":
-        says = "Cannot use ``weights_only=True`` with files saved in the legacy .tar format."
-        yield Finding("legacy-tar", "it was saved by a torch before 0.1.10", says), _to_plain_file(values)
-    elif kind == "torch-legacy":
-        says = "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`"
-        yield (
-            Finding("legacy-format", "it is in torch's format before 1.6: no mmap, no checksums", says, False),
-            (convert,),
-        )
-    elif kind in ("dcp", "sharded"):
-        what = "it is a folder of several files, which torch.load does not read"
-        yield Finding("folder", what, "IsADirectoryError: [Errno 21] Is a directory", kind == "dcp"), (_to_file(),)
-    elif kind in ("npz", "npy"):
-        what = "it is numpy's file of arrays, which neither torch.load nor load_file reads"
-        says = "file in archive is not in a subdirectory; or: invalid load key, '\\x93'"
-        yield (
-            Finding("numpy-archive", what, says),
-            ((_to_file(),) if found.tensors else ()),
-        )
-    elif kind == "pickle":
-        says = "Invalid magic number; corrupt file? or: Unsupported operand 149"
-        finding = Finding("bare-pickle", "it is a bare pickle, which torch.load does not read", says)
-        yield finding, _to_plain_file(values)
+        weights_alone = any(root.path == () and root.is_model for root in found.roots)
+        says = "Error while deserializing header: HeaderTooLarge"
+        yield _container("misnamed", what, says, _CONVERT if weights_alone else _TO_FILE)
 
 
-def _to_weights() -> Command:
-    return command("convert", FILE, out=OUT_SAFETENSORS)
-
-
-def _to_plain_file(values: Values) -> tuple[Command, ...]:
-    """The command that writes a torch file of it, where that loses nothing."""
-    if not values.refused:
-        return (_to_file(),)
-    return () if values.lossy else (command("convert", FILE, weights_only=True, out=OUT_PT),)
-
-
-def _to_file() -> Command:
-    return command("convert", FILE, out=OUT_PT)
+# Values --------------------------------------------------------------------------------------------------------------
 
 
 def _taken_alone(found: Listing, chosen: StateDict | None, values: Values) -> StateDict | None:
     """The weights that are written alone, because with plain values in place of what is refused tensors would be lost."""
     root = chosen or next(iter(mains(found)), None)
-    if not values.lossy or root is None or found.container in ("pickle", "torchscript", "torch-tar"):
+    if not values.lossy or root is None or _is_rewritten(found):
         return None
     if root.module is not None:
-        return None if packed(root) else root
-    plain = weights_only(Checkpoint(root.node, found.container))
-    return root if root.path and not (plain.converted or plain.dropped) else None
+        return None if quantized_outside(root) else root
+    return root if root.path and root.address in values.plain_parts else None
 
 
-def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Iterator[Found]:
-    if not values.refused or found.container in ("pickle", "torchscript", "torch-tar"):
+def _is_rewritten(found: Listing) -> bool:
+    """True for a container whose own finding has the command that leaves out what is refused."""
+    finding = _CONTAINERS.get(found.container)
+    return finding is not None and finding.inert
+
+
+def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Iterator[Finding]:
+    if not values.refused or _is_rewritten(found):
         return
     whole = any(root.module is not None for root in found.roots)
     holds = "a whole model, pickled with its class, which" if whole else "values that"
     what = f"it holds {holds} weights_only refuses: {listed(values.refused, 4)}"
     says = "Weights only load failed … Unsupported global; with weights_only=False: No module named …"
+    fixes: tuple[Command, ...] = (command("convert", FILE, weights_only=True, out=OUT),)
+    advice = ""
     if taken is not None:
-        alone = command("convert", FILE / (address(taken.path) or "/"), out=OUT_PT)
-        yield (
-            Finding(
-                "unsafe-global",
-                what,
-                says,
-                advice="It takes the weights alone, and lists what it leaves behind.",
-            ),
-            (alone,),
-        )
+        fixes = (command("convert", FILE / (address(taken.path) or "/"), out=OUT_PT),)
+        advice = "It takes the weights alone, and lists what it leaves behind."
     elif values.lossy:
-        advice = "Plain values would lose some of it, so no command is offered: load it where these classes are installed, if you trust it."
-        yield Finding("unsafe-global", what, says, advice=advice), ()
-    else:
-        yield Finding("unsafe-global", what, says), (command("convert", FILE, weights_only=True, out=OUT),)
+        fixes = ()
+        advice = (
+            "Plain values would lose some of it, so no command is offered: load it where these classes are installed, "
+            "if you trust it."
+        )
+    yield Finding(UNSAFE, what, says, advice=advice, commands=fixes, stage=Stage.VALUES, inert=True)
 
 
+# Notes ---------------------------------------------------------------------------------------------------------------
+
+_WRAPPED = 'Missing key(s) in state_dict: "conv.weight" … Unexpected key(s): "module.conv.weight"'
+# Of each note that keeps a file from loading, or has a message of its own: that message, whether it does, and its stage.
 _NOTES = {
-    "prefix-module": ("Missing key(s) in state_dict: \"conv.weight\" … Unexpected key(s): \"module.conv.weight\"", True),
-    "prefix-compiled": ("Unexpected key(s) in state_dict: \"_orig_mod.conv.weight\"", True),
+    "prefix-module": (_WRAPPED, True, Stage.WRAPPERS),
+    "prefix-compiled": ("Unexpected key(s) in state_dict: \"_orig_mod.conv.weight\"", True, Stage.WRAPPERS),
     "cuda-location": (
-        "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False", True
+        "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False", True, Stage.DEVICES
     ),
-    "device-location": ("don't know how to restore data location of torch.storage.UntypedStorage (tagged with …)", True),
-    "pickle-protocol": ("Weights only load failed … Unsupported operand 149", True),
-    "deflated": ("mmap=True: RuntimeError", False),
-    "interrupted-edit": ("", False),
-    PART: ('Missing key(s) in state_dict: …; or: size mismatch for …: copying a param with shape torch.Size([0])', True),
+    "device-location": (
+        "don't know how to restore data location of torch.storage.UntypedStorage (tagged with …)", True, Stage.DEVICES
+    ),
+    "pickle-protocol": ("Weights only load failed … Unsupported operand 149", True, Stage.CONTAINER),
+    "deflated": ("mmap=True: RuntimeError", False, Stage.BETTER),
+    PART: (
+        "Missing key(s) in state_dict: …; or: size mismatch for …: copying a param with shape torch.Size([0])",
+        True,
+        Stage.BETTER,
+    ),
 }  # fmt: skip
+_OTHER_NOTES = ("", False, Stage.BETTER)
+_SAID_ELSEWHERE = (UNSAFE, "custom-class", MEMBERS)  # among the values, or of no consequence
 
 
-def _of_notes(notes: Iterable[Note], way: Way | None) -> Iterator[Found]:
-    """The notes on the file. way: how it becomes what the model wants, where that is known; then a wrapper's prefix may be right."""
-    seen: set[str] = set()
+def _of_notes(notes: Iterable[Note], way: Way | None) -> Iterator[Finding]:
+    """The notes on the file. way: how it becomes what the model wants, where that is known; then a wrapper's prefix may
+    be right."""
+    seen = set(_SAID_ELSEWHERE)
     for note in notes:
-        wrapped = note.code in ("prefix-module", "prefix-compiled")
-        if (
-            note.code in ("unsafe-global", "custom-class", MEMBERS)
-            or note.code in seen
-            or (wrapped and way is not None and not way.unwraps)
-        ):
-            continue  # said among the values
+        wrapped = _NOTES.get(note.code, _OTHER_NOTES)[2] is Stage.WRAPPERS
+        if note.code in seen or (wrapped and way is not None and not way.unwraps):
+            continue
         seen.add(note.code)
-        if note.code == "ties-recorded":
-            yield _tied(note, way)
-            continue
-        says, blocks = _NOTES.get(note.code, ("", False))
-        if wrapped and way is None and "--partial" in note.fix:
-            yield _partly_wrapped(note, says)
-            continue
-        yield Finding(note.code, note.message, says, blocks), ((note.fix,) if isinstance(note.fix, Command) else ())
+        yield _of_note(note, way)
 
 
-def _tied(note: Note, way: Way | None) -> Found:
-    """Ties that only the metadata tells: `load_file` gives one name of each, and a strict `load_state_dict` misses the others."""
+def _of_note(note: Note, way: Way | None) -> Finding:
+    says, blocks, stage = _NOTES.get(note.code, _OTHER_NOTES)
+    fixes = (note.fix,) if isinstance(note.fix, Command) else ()
+    if note.code == "ties-recorded":
+        return _tied(note, way)
+    if stage is Stage.WRAPPERS and way is None and "--partial" in note.fix:
+        return _partly_wrapped(note, says, fixes)
+    return Finding(note.code, note.message, says, blocks, commands=fixes, stage=stage)
+
+
+def _tied(note: Note, way: Way | None) -> Finding:
+    """Ties that only the metadata records: `load_file` gives one name of each, and a strict `load_state_dict` misses the
+    others."""
     says = 'Missing key(s) in state_dict: "lm_head.weight"'
-    advice = "Or in Python: safetensors.torch.load_model(model, FILE)"
-    return Finding("tied-weights", note.message, says, way is not None, advice=advice), (
-        command("convert", FILE, ties="copy", out=OUT),
-    )
+    copy = command("convert", FILE, ties="copy", out=OUT)
+    return Finding("tied-weights", note.message, says, way is not None, (), LOAD_MODEL, (copy,), Stage.MODEL)
 
 
-def _partly_wrapped(note: Note, says: str) -> Found:
-    """Only some keys begin with `module.`: a submodule of that name, or wrapped ones among others. Only the model tells."""
-    strip = note.fix if isinstance(note.fix, Command) else Command()
+def _partly_wrapped(note: Note, says: str, fixes: tuple[Command, ...]) -> Finding:
+    """Only some keys begin with `module.`: a submodule of that name, or wrapped ones among others; the model decides."""
     advice = Advice(
-        "A submodule may be called module; with --against MODEL the model decides. If it is a wrapper: ", strip
+        "A submodule may be called module; with --against MODEL the model decides. If it is a wrapper: ", *fixes
     )
-    return Finding(note.code, note.message, says, False, advice=advice), ()
+    return Finding(note.code, note.message, says, False, advice=advice, stage=Stage.WRAPPERS)
 
 
-def _of_modules(found: Listing) -> Iterator[Found]:
+def _of_modules(found: Listing) -> Iterator[Finding]:
     """A model that was pickled inside its wrapper: the keys of the state dict that it becomes begin with the wrapper's."""
     kinds = {wrappers(key) for root in found.roots if root.module is not None for key in root.node} - {""}
     if kinds and found.container != "torchscript":
         what = f"the model was pickled inside a wrapper: the keys of its state dict begin with {listed(sorted(kinds))}"
-        says = _NOTES["prefix-module"][0]
-        yield Finding("prefix-module", what, says), (command("strip-module", FILE, out=OUT),)
+        strip = command("strip-module", FILE, out=OUT)
+        yield Finding("prefix-module", what, _WRAPPED, commands=(strip,), stage=Stage.WRAPPERS)

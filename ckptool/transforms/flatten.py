@@ -12,7 +12,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEn
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.state_dicts import StateDict, unnamed_tensors
+from ckptool.checkpoint.state_dicts import StateDict, quantized_outside, unnamed_tensors
 from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable
 from ckptool.pickles.plain import canonical
@@ -89,15 +89,9 @@ def _word(value: Any) -> str:
     return "dictionary" if isinstance(value, dict) else "object"
 
 
-def packed(root: StateDict) -> list[str]:
-    """The quantized weights of a whole module of which only its class makes a state dict."""
-    beside = unnamed_tensors(root) if root.module is not None else []
-    return [address(path) for path, tensor in beside if "quantized" in getattr(tensor, "kind", "")]
-
-
 def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:
     """Raises `Unsupported` for a whole module that keeps quantized weights where only its class makes a state dict of them."""
-    if found := packed(root):
+    if found := quantized_outside(root):
         raise Unsupported(
             f"{checkpoint.source or 'the checkpoint'}: {root} keeps {counted(len(found), 'quantized tensor')} outside of its "
             f"parameters and buffers: {listed([printable(place) for place in found], 3)}",

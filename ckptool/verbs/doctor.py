@@ -8,7 +8,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
 from ckptool.formats.opening import PathLike, open_file
 from ckptool.reports.doctor import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
-from ckptool.reports.inspect import listing
+from ckptool.reports.inspect import Listing, listing
 from ckptool.training import is_run
 from ckptool.transforms.flatten import lost_tensors
 from ckptool.transforms.weights_only import weights_only
@@ -32,7 +32,8 @@ def doctor(file: PathLike | None = None, *, against: PathLike | None = None, err
     try:
         opened = open_file(path)
         checkpoint, path = opened.taken, opened.path
-        return of_checkpoint(checkpoint, listing(checkpoint), path, _values(checkpoint), target)
+        found = listing(checkpoint)
+        return of_checkpoint(checkpoint, found, path, _values(checkpoint, found), target)
     except FileProblem as problem:
         if not os.path.islink(path):
             raise
@@ -43,13 +44,19 @@ def doctor(file: PathLike | None = None, *, against: PathLike | None = None, err
         return of_problem(problem, path)
 
 
-def _values(checkpoint: Checkpoint) -> Values:
+def _values(checkpoint: Checkpoint, found: Listing) -> Values:
     """The values that `weights_only` refuses. Lossy: `convert --weights-only` would write nothing, or lose a tensor."""
     try:
         plain = weights_only(checkpoint)
     except Conflict:
-        return Values(("keys that would become the same text",), True)
-    refused = list(dict.fromkeys(what.split(" → ")[0] for _, what in (*plain.converted, *plain.dropped)))
-    nothing = plain.checkpoint.tree is None and checkpoint.tree is not None
-    lossy = nothing or bool(lost_tensors(checkpoint.tree, plain.checkpoint.tree))
-    return Values(tuple(refused), lossy, tuple(place for place, _ in plain.dropped))
+        refused, lossy = ["keys that would become the same text"], True
+        dropped: tuple[str, ...] = ()
+    else:
+        refused = list(dict.fromkeys(what.split(" → ")[0] for _, what in (*plain.converted, *plain.dropped)))
+        dropped = tuple(place for place, _ in plain.dropped)
+        nothing = plain.checkpoint.tree is None and checkpoint.tree is not None
+        lossy = nothing or bool(lost_tensors(checkpoint.tree, plain.checkpoint.tree))
+    weights = [root for root in found.roots if root.is_model and root.module is None] if lossy else []
+    parts = [(root.address, weights_only(Checkpoint(root.node, found.container))) for root in weights]
+    plain_parts = frozenset(place for place, part in parts if not (part.converted or part.dropped))
+    return Values(tuple(refused), lossy, dropped, plain_parts)
