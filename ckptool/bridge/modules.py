@@ -381,7 +381,7 @@ def _bare_entry(choice: Assignment) -> TensorEntry:
     """The tensor or its part, without what it was in the checkpoint: a parameter, one with gradients."""
     assert isinstance(choice.tensor, TensorEntry)  # others were refused
     entry = choice.tensor if choice.part is None else first_part(choice.tensor, choice.part)
-    return replace(entry, flags=Flags(False, False, *entry.flags[2:]))
+    return replace(entry, flags=Flags(False, False, *entry.flags.lazy))
 
 
 def _is_mapped(entry: TensorEntry) -> bool:

@@ -6,7 +6,7 @@ Nothing here reads a byte until it is asked to. Nothing here is changed after it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import DType
@@ -104,6 +104,15 @@ class Storage:
         """The name of `deduplicated` in 0.1.0."""
         return self.deduplicated
 
+    @property
+    def bytes_id(self) -> int:
+        """The same number for storages whose bytes are stored once: those that are one, or are deduplicated."""
+        return id(self.data if self.deduplicated else self)
+
+    def alone(self) -> Storage:
+        """Another storage of the same bytes, which are stored for it alone."""
+        return replace(self, deduplicated=False)
+
     def below(self) -> Iterator[Storage]:
         """This storage, then those that its data is computed from."""
         pending = [self]
@@ -122,8 +131,22 @@ class Flags(NamedTuple):
     conj: bool = False
     neg: bool = False
 
+    @property
+    def lazy(self) -> tuple[bool, bool]:
+        """What is still to be done to the stored values; without it they are those of the tensor."""
+        return self.conj, self.neg
+
 
 NO_FLAGS = Flags()
+
+
+class Layout(NamedTuple):
+    """The elements of a storage that a tensor has, and in which order. Sizes, strides and offset count elements."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +159,19 @@ class TensorEntry:
     stride: tuple[int, ...]
     offset: int = 0
     flags: Flags = NO_FLAGS
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.dtype, self.shape, self.stride, self.offset)
+
+    @property
+    def view(self) -> tuple[Any, ...]:
+        """Equal for tensors that are the same values of one storage, and so are tied."""
+        return id(self.storage), self.layout, self.flags.lazy
+
+    def same_view(self, other: TensorEntry) -> bool:
+        """True for the same elements in the same order with the same lazy flags, of this storage or of another."""
+        return self.layout == other.layout and self.flags.lazy == other.flags.lazy
 
     @property
     def numel(self) -> int:
@@ -262,6 +298,13 @@ class Composite:
                 stack.extend(reversed(list(structural_parts(node))))
 
     @property
+    def view(self) -> tuple[Any, ...]:
+        """Equal for tensors that are made of the same views, with the same numbers."""
+        parts = [part.view if isinstance(part, TensorEntry) else id(part.storage) for part in self.parts()]
+        numbers = [arg for arg in self.made.args if type(arg) is int or (type(arg) is tuple and _are_ints(arg))]
+        return self.kind, self.dtype, self.shape, *parts, *numbers
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes if isinstance(part, TensorEntry) else part.storage.nbytes for part in self.parts())
 
@@ -278,6 +321,10 @@ class Composite:
     def __repr__(self) -> str:
         shape = "" if self.shape is None else list(self.shape)
         return f"<{printable(self.kind)} tensor {self.dtype or ''}{shape}>"
+
+
+def _are_ints(values: tuple[Any, ...]) -> bool:
+    return all(type(value) is int for value in values)
 
 
 Tensor = TensorEntry | Composite

@@ -235,8 +235,8 @@ def _array_root(path: Path, node: dict[Any, Any]) -> StateDict | None:
 
 def unnamed_tensors(root: StateDict) -> list[tuple[Path, Tensor]]:
     """The tensors in a whole module that its state dict does not have: non-persistent buffers, plain attributes."""
-    named = {view_of(tensor) for tensor in root.node.values()}
-    return [(root.path + path, tensor) for path, tensor in tensors(root.module) if view_of(tensor) not in named]
+    named = {tensor.view for tensor in root.node.values()}
+    return [(root.path + path, tensor) for path, tensor in tensors(root.module) if tensor.view not in named]
 
 
 def quantized_outside(root: StateDict) -> list[str]:
@@ -248,20 +248,6 @@ def quantized_outside(root: StateDict) -> list[str]:
 def kinds_of(roots: Iterable[StateDict]) -> list[str]:
     """What a checkpoint is called by: its sets of weights, optimizers and whole modules, each kind once."""
     return list(dict.fromkeys(root.detail or root.kind for root in roots if root.is_model or root.detail))
-
-
-def view_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common that are the same values of one storage."""
-    if isinstance(tensor, TensorEntry):
-        lazily = tensor.flags[2:]  # a conjugate or negative view has other values
-        return id(tensor.storage), tensor.dtype, tensor.shape, tensor.stride, tensor.offset, lazily
-    parts = [view_of(part) if isinstance(part, TensorEntry) else id(part.storage) for part in tensor.parts()]
-    numbers = [arg for arg in tensor.made.args if type(arg) is int or (type(arg) is tuple and _all_numbers(arg))]
-    return tensor.kind, tensor.dtype, tensor.shape, *parts, *numbers
-
-
-def _all_numbers(values: tuple[Any, ...]) -> bool:
-    return all(type(value) is int for value in values)
 
 
 # The entries by which Lightning's WeightAveraging says that `state_dict` is the average, and where the weights are that are trained.

@@ -336,15 +336,7 @@ def without_ties(tensors: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry
     first: dict[Any, str] = {}
     stored, ties = {}, {}
     for name, entry in tensors.items():
-        view = (
-            id(entry.storage.data if entry.storage.deduplicated else entry.storage),
-            entry.dtype,
-            entry.shape,
-            entry.stride,
-            entry.offset,
-            entry.flags.conj,
-            entry.flags.neg,
-        )
+        view = entry.storage.bytes_id, entry.layout, entry.flags.lazy
         kept = first.setdefault(view, name) if entry.nbytes else name
         if kept == name:
             stored[name] = entry

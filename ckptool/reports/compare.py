@@ -114,7 +114,7 @@ def compare_values(a: TensorEntry, b: TensorEntry, atol: float = 0.0, rtol: floa
         if turned_a and turned_b:
             order, a, b = storage_axes(a), turned_a, turned_b
     left, right = row_major(a), row_major(b)
-    if a.dtype is b.dtype and a.flags[2:] == b.flags[2:]:
+    if a.dtype is b.dtype and a.flags.lazy == b.flags.lazy:
         if same_bytes(left, right):
             return None
         a, b = (replace(entry, flags=entry.flags._replace(conj=False, neg=False)) for entry in (a, b))

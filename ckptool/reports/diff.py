@@ -287,7 +287,7 @@ class _Comparer:
             if a.storage.crc == b.storage.crc:
                 return False, None
         a, b = _shown_once(a, b)
-        exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags[2:] == b.flags[2:]
+        exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags.lazy == b.flags.lazy
         if exact and not self.statistics:
             return not same_bytes(a.row_major(), b.row_major()), None
         found = compare_values(a, b, self.atol, self.rtol)
@@ -297,14 +297,7 @@ class _Comparer:
     @staticmethod
     def _same_source(a: TensorEntry, b: TensorEntry) -> bool:
         """One view of one and the same block of bytes: there is nothing to read."""
-        same_view = (a.dtype, a.shape, a.stride, a.offset, a.flags[2:]) == (
-            b.dtype,
-            b.shape,
-            b.stride,
-            b.offset,
-            b.flags[2:],
-        )
-        return same_view and a.storage.data is b.storage.data
+        return a.same_view(b) and a.storage.data is b.storage.data
 
     def _same_composites(self, a: Composite, b: Composite) -> bool:
         inner = _Comparer(
@@ -436,8 +429,7 @@ def _strides(entry: TensorEntry) -> tuple[int, ...]:
 
 def _comparable_checksums(a: TensorEntry, b: TensorEntry) -> bool:
     whole = all(entry.storage.crc is not None and entry.storage.nbytes for entry in (a, b))
-    same_view = (a.dtype, a.stride, a.offset, a.flags[2:]) == (b.dtype, b.stride, b.offset, b.flags[2:])
-    return whole and same_view and a.storage.nbytes == b.storage.nbytes
+    return whole and a.same_view(b) and a.storage.nbytes == b.storage.nbytes
 
 
 def _tie_changes(left: Any, right: Any, comparer: _Comparer) -> Iterator[tuple[str, tuple[str, ...]]]:

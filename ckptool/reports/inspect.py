@@ -401,10 +401,9 @@ def _tied(rows: Sequence[TensorRow]) -> dict[int, int]:
     if shared:
         for index, row in enumerate(rows):
             tensor = row.tensor
-            if row.storage in shared and isinstance(tensor, TensorEntry):
-                view = (row.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset)
-                if (before := first.setdefault(view, index)) != index:
-                    tied[index] = before
+            in_shared = row.storage in shared and isinstance(tensor, TensorEntry)
+            if in_shared and (before := first.setdefault(tensor.view, index)) != index:
+                tied[index] = before
     return tied
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.state_dicts import one_state_dict, view_of
+from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted, printable
 
 PARAMETER, BUFFER = "parameter", "buffer"
@@ -100,7 +100,7 @@ def expected_of(tensors: Mapping[str, Tensor], kinds: Mapping[str, str] | None =
     first: dict[Any, str] = {}
     made = {}
     for name, tensor in tensors.items():
-        tied = first.setdefault(view_of(tensor), name)
+        tied = first.setdefault(tensor.view, name)
         kind = kind_by_name(name, tensor.dtype) if kinds is None else kinds[name]
         made[name] = Expected(name, tensor.dtype, tensor.shape, kind, tied if tied != name else None)
     return made

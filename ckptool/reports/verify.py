@@ -12,7 +12,6 @@ from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, Par
 from ckptool.checkpoint.commands import Advice, command, input_of
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.numeric import has_numbers, numbers
-from ckptool.checkpoint.state_dicts import view_of
 from ckptool.checkpoint.strided import any_order, chunks
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, tensors, walk
 from ckptool.errors import CkptoolError, Corrupt, listed, printable
@@ -240,7 +239,7 @@ def non_finite(tree: Any) -> tuple[list[NonFinite], list[str]]:
         for entry in tensor.parts() if isinstance(tensor, Composite) else (tensor,):
             if not isinstance(entry, TensorEntry) or entry.dtype.kind not in ("float", "complex", "bits"):
                 continue
-            view = view_of(entry)
+            view = entry.view
             if view not in known:
                 left -= entry.nbytes
                 if left < 0 or not has_numbers(entry.dtype):

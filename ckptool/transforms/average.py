@@ -16,7 +16,6 @@ from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.numeric import CHUNK, numbers, resolve, scratch
-from ckptool.checkpoint.state_dicts import view_of
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.transforms.casting import rounded
 from ckptool.transforms.prefetch import BlockReader, Prefetcher
@@ -89,7 +88,7 @@ def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: S
         else:
             # Names that are one tensor in every file stay one.
             entries = [node[key] for node in nodes]
-            view = tuple(view_of(entry) for entry in entries)
+            view = tuple(entry.view for entry in entries)
             if view not in made:
                 made[view] = _mean(entries, weights, ahead)
             if id(value) not in again:  # what is one object stays one

@@ -371,7 +371,7 @@ def laid_over(base: TensorEntry, part: TensorEntry) -> TensorEntry:
 
     Raises `Conflict` for lazily conjugated or negated tensors, whose bytes do not say their values.
     """
-    if base.flags[2:] != NO_FLAGS[2:] or part.flags[2:] != NO_FLAGS[2:]:
+    if base.flags.lazy != NO_FLAGS[2:] or part.flags.lazy != NO_FLAGS[2:]:
         raise Conflict("a conjugated or negated view cannot be laid over another tensor", "Its values are not stored.")
     _refuse_expanded(base)
     reader = _Laid(row_major(base), row_major(part), *_joined(base.shape, part.shape), base.dtype.itemsize)

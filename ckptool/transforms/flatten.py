@@ -62,7 +62,7 @@ def export(
     if not materialize:
         _refuse_expanded(plain, container)
     if copy_ties:
-        plain = {key: replace(entry, storage=replace(entry.storage)) for key, entry in plain.items()}
+        plain = {key: replace(entry, storage=entry.storage.alone()) for key, entry in plain.items()}
     return Exported(
         replace(checkpoint, tree=plain, tensors_only=True, extras={}),
         tuple(behind),
@@ -140,8 +140,7 @@ def _refuse_expanded(tensors: dict[str, TensorEntry], container: str) -> None:
 def _notes(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
     views: dict[int, dict[Any, tuple[str, TensorEntry]]] = {}
     for key, entry in tensors.items():
-        view = (entry.dtype, entry.shape, entry.stride, entry.offset, entry.flags)
-        views.setdefault(id(entry.storage), {}).setdefault(view, (key, entry))
+        views.setdefault(id(entry.storage), {}).setdefault(entry.view, (key, entry))
     shared = [
         name
         for group in views.values()
@@ -211,7 +210,7 @@ def _views(node: Any) -> list[tuple[Any, ...]]:
 def _view(part: TensorEntry | StorageRef) -> tuple[Any, ...]:
     if isinstance(part, StorageRef):
         return (id(part.storage),)
-    return id(part.storage), part.dtype, part.shape, part.stride, part.offset
+    return part.view
 
 
 def _kind(node: Any) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
-from ckptool.checkpoint.state_dicts import StateDict, optimizers, view_of, without_wrappers
+from ckptool.checkpoint.state_dicts import StateDict, optimizers, without_wrappers
 from ckptool.checkpoint.tree import address
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
 from ckptool.reports.targets import PARAMETER, Target, kind_by_name
@@ -125,7 +125,7 @@ def _first_names(root: StateDict) -> dict[str, str]:
     """Each key of the weights with the first key of the same tensor."""
     first: dict[Any, str] = {}
     tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
-    return {key: first.setdefault(view_of(value), key) for key, value in tensors.items() if type(key) is str}
+    return {key: first.setdefault(value.view, key) for key, value in tensors.items() if type(key) is str}
 
 
 def _parameters_of(

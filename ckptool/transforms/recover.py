@@ -187,14 +187,14 @@ def _why_not(group: Sequence[LostTensor], found: Sequence[Any]) -> str:
             return f"it is {_type_of(node)} there, not {_type_of(item.node)}"
         if isinstance(node, Composite) and node.kind != item.node.kind:  # type: ignore[union-attr]
             return f"it is a {node.kind} tensor there"
-    views = [item.node for item in group]
+    views: list[Any] = [item.node for item in group]
     if len(group) == 1 or all(isinstance(node, Composite) for node in found):
         return ""
     if any(isinstance(node, Composite) for node in found):
         return "it shares its storage with a tensor of another kind"
     if _is_one_view(views):
         return "" if all(_is_same(found[0], node) for node in found[1:]) else "it was tied, and is not there"
-    same = all(_layout(a) == _layout(b) and b.storage is found[0].storage for a, b in zip(views, found, strict=True))
+    same = all(a.same_view(b) and b.storage is found[0].storage for a, b in zip(views, found, strict=True))
     return "" if same else "it was a view of a storage that others share, and is not there"
 
 
@@ -203,17 +203,13 @@ def _type_of(node: TensorEntry | Composite) -> str:
 
 
 def _is_one_view(nodes: Sequence[Any]) -> bool:
-    return all(isinstance(node, TensorEntry) and _layout(node) == _layout(nodes[0]) for node in nodes)
-
-
-def _layout(node: Any) -> Any:
-    return node.dtype, node.shape, node.stride, node.offset, node.flags[2:]
+    return all(isinstance(node, TensorEntry) and node.same_view(nodes[0]) for node in nodes)
 
 
 def _is_same(a: TensorEntry, b: TensorEntry) -> bool:
-    if a.storage is b.storage and _layout(a) == _layout(b):
+    if a.view == b.view:
         return True
-    return a.flags[2:] == b.flags[2:] and same_bytes(row_major(a), row_major(b))
+    return a.flags.lazy == b.flags.lazy and same_bytes(row_major(a), row_major(b))
 
 
 def _in_place_of(item: LostTensor, node: Any, made: dict[int, Storage]) -> Any:

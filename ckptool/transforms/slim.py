@@ -133,7 +133,7 @@ def _moved(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
     shown = [entry for entry in group if entry.numel]
     if not shown:
         return _placed(group, Storage(InlineBytes(b""), storage.location), {}) if storage.nbytes else {}
-    kinds = {(entry.dtype, entry.shape, entry.stride, entry.offset) for entry in shown}
+    kinds = {entry.layout for entry in shown}
     first = shown[0]
     begin, end = first.span()
     if len(kinds) == 1 and first.nbytes < end - begin:  # gaps inside one view: its values in row-major order have none

@@ -80,7 +80,7 @@ def _flagged(tensor: Tensor, base: Any) -> Tensor:
     if isinstance(tensor, Composite):
         return tensor
     flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
-    return replace(tensor, flags=Flags(flags.requires_grad, flags.parameter, *tensor.flags[2:]))
+    return replace(tensor, flags=Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy))
 
 
 def _partly(part: TensorEntry, dtype: DType, base: Any, expected: Expected) -> TensorEntry:
@@ -134,14 +134,10 @@ def _laid_out_alike(names: list[str], items: dict[str, Any], target: Target) -> 
     ):
         return False
     return all(
-        (base.storage.nbytes, *_layout(base)) == (items[name].storage.nbytes, *_layout(items[name]))
+        (base.storage.nbytes, base.layout) == (items[name].storage.nbytes, items[name].layout)
         for name, base in zip(names, bases, strict=True)
         if base is not None
     )
-
-
-def _layout(entry: TensorEntry) -> tuple[Any, ...]:
-    return entry.dtype, entry.shape, entry.stride, entry.offset
 
 
 def _own(value: TensorEntry) -> TensorEntry:

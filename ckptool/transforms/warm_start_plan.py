@@ -17,7 +17,7 @@ from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.state_dicts import COUNTER, StateDict, view_of, without_wrappers, wrappers
+from ckptool.checkpoint.state_dicts import COUNTER, StateDict, without_wrappers, wrappers
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
 from ckptool.reports.compare import same_bytes
@@ -343,11 +343,11 @@ def _tie(draft: _Draft) -> None:
 
 def _same_values(one: Assignment, other: Assignment) -> bool:
     a, b = one.tensor, other.tensor
-    if view_of(a) == view_of(b):
+    if a.view == b.view:
         return True
     if not isinstance(a, TensorEntry) or not isinstance(b, TensorEntry):
         return False
-    alike = (a.dtype, a.shape, a.flags[2:], one.part) == (b.dtype, b.shape, b.flags[2:], other.part)
+    alike = (a.dtype, a.shape, a.flags.lazy, one.part) == (b.dtype, b.shape, b.flags.lazy, other.part)
     stored = max(a.storage.nbytes, b.storage.nbytes)  # an expanded view may stand for any number of values
     return alike and a.nbytes <= stored and same_bytes(row_major(a), row_major(b))
 

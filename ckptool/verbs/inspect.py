@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Composite, Note
 from ckptool.checkpoint.commands import Command
 from ckptool.checkpoint.files import unchanged
-from ckptool.checkpoint.state_dicts import view_of
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats.opening import PathLike, open_file
 from ckptool.reports.commands import Chain
@@ -43,7 +42,7 @@ def _numbers(found: Listing) -> dict[str, Statistics]:
         entry = row.tensor
         if isinstance(entry, Composite) or entry.dtype.kind == "bits" or not entry.numel:
             continue
-        view = (*view_of(entry), entry.flags)
+        view = (*entry.view, entry.flags)
         if view not in known:
             known[view] = statistics(entry)
         numbers[row.address] = known[view]

@@ -190,7 +190,7 @@ class Packer:
             storage = self._storage(entry.storage)
             fields: list[Any] = [storage, sum(bit << i for i, bit in enumerate(entry.flags))]
             covering = self.covers.get(id(entry.storage))
-            if covering is None or not same_view(covering, entry) or entry.stride != row_major_strides(entry.shape):
+            if covering is None or covering.layout != entry.layout or entry.stride != row_major_strides(entry.shape):
                 fields += [entry.dtype.name, list(entry.shape), list(entry.stride), entry.offset]
             self.tensors.append(fields)
         return index
@@ -254,11 +254,6 @@ def axes_of(entry: TensorEntry) -> list[int] | None:
     if entry.is_contiguous:
         return None
     return sorted(range(len(entry.shape)), key=lambda axis: (-entry.stride[axis], -entry.shape[axis], axis))
-
-
-def same_view(a: TensorEntry, b: TensorEntry) -> bool:
-    """Whether two tensors see the same elements of a storage in the same way."""
-    return (a.dtype, a.shape, a.stride, a.offset) == (b.dtype, b.shape, b.stride, b.offset)
 
 
 def stand_in(entry: TensorEntry) -> TensorEntry:
