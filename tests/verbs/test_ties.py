@@ -1,0 +1,143 @@
+"""`convert --ties`: tied, deduplicated and overlapping tensors in every container, as safetensors' and torch's own loaders see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import pytest
+import safetensors.torch
+import torch
+
+import ckptool
+from ckptool.cli import main
+from ckptool.formats import WRITERS
+
+SIZE = 1024
+Tensors = dict[str, torch.Tensor]
+
+
+def deduplicated(folder: Path) -> Path:
+    """Two names of equal bytes that are stored once, and are two tensors."""
+    torch.save(
+        {"a": torch.arange(float(SIZE)), "b": torch.arange(float(SIZE)), "c": torch.ones(3)}, folder / "plain.pt"
+    )
+    done = ckptool.slim(folder / "plain.pt", folder / "in.pt", dedup=True)
+    assert done.facts["twin_storages"] == 1
+    return folder / "in.pt"
+
+
+def deduplicated_safetensors(folder: Path) -> Path:
+    ckptool.convert(deduplicated(folder), folder / "in.safetensors")
+    return folder / "in.safetensors"
+
+
+def tied(folder: Path) -> Path:
+    weight = torch.arange(float(SIZE))
+    torch.save({"a": weight, "b": weight, "c": torch.ones(3)}, folder / "in.pt")
+    return folder / "in.pt"
+
+
+def overlapping(folder: Path) -> Path:
+    whole = torch.arange(1.5 * SIZE)
+    torch.save({"a": whole[:SIZE], "b": whole[SIZE // 2 :], "c": torch.ones(3)}, folder / "in.pt")
+    return folder / "in.pt"
+
+
+SOURCES = [deduplicated, deduplicated_safetensors, tied, overlapping]
+
+
+def by_stock_safetensors(out: Path) -> Tensors:
+    return safetensors.torch.load_file(out)
+
+
+def by_stock_safetensors_of_shards(out: Path) -> Tensors:
+    return {
+        name: tensor
+        for file in sorted(out.glob("*.safetensors"))
+        for name, tensor in by_stock_safetensors(file).items()
+    }
+
+
+def by_torch(out: Path) -> Tensors:
+    found: Tensors = torch.load(out, weights_only=True)
+    return found
+
+
+def by_numpy(out: Path) -> Tensors:
+    return {name: torch.from_numpy(array) for name, array in numpy.load(out).items()}
+
+
+# Container -> the name of its output, and the loader of another project that reads it.
+CONTAINERS = {
+    "safetensors": ("out.safetensors", by_stock_safetensors),
+    "sharded": ("out", by_stock_safetensors_of_shards),
+    "npz": ("out.npz", by_numpy),
+    "torch-zip": ("out.pt", by_torch),
+}
+
+
+def converted(file: Path, container: str, ties: str) -> Path:
+    out = file.parent / ties / CONTAINERS[container][0]
+    out.parent.mkdir(exist_ok=True)
+    ckptool.convert(file, out, container=container, ties=ties)
+    return out
+
+
+def bytes_of(out: Path) -> int:
+    return sum(file.stat().st_size for file in (out.rglob("*.safetensors") if out.is_dir() else [out]))
+
+
+def test_every_container_that_is_written_is_here() -> None:
+    assert {container.NAME for container in WRITERS} == CONTAINERS.keys()
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("make", SOURCES)
+@pytest.mark.parametrize("ties", ["record", "copy"])
+def test_every_name_has_its_values(make: object, container: str, ties: str, tmp_path: Path) -> None:
+    file = make(tmp_path)  # type: ignore[operator]
+    expected, found = ckptool.load(file), ckptool.load(converted(file, container, ties))
+    assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("container", ["safetensors", "sharded"])
+@pytest.mark.parametrize("make", [deduplicated, deduplicated_safetensors, tied])
+def test_copies_are_written_for_each_name(make: object, container: str, tmp_path: Path) -> None:
+    file = make(tmp_path)  # type: ignore[operator]
+    record, copy = (converted(file, container, ties) for ties in ("record", "copy"))
+    stock = CONTAINERS[container][1]
+    assert set(stock(record)) == {"a", "c"} and set(stock(copy)) == {"a", "b", "c"}
+    assert torch.equal(stock(copy)["b"], torch.arange(float(SIZE)))
+    assert bytes_of(copy) >= bytes_of(record) + 3 * SIZE
+    loaded = ckptool.load(copy)
+    loaded["a"].zero_()
+    assert torch.equal(loaded["b"], torch.arange(float(SIZE)))
+    assert "ckptool.twins" not in ckptool.open(copy).metadata
+
+
+@pytest.mark.parametrize("container", ["safetensors", "sharded", "npz"])
+@pytest.mark.parametrize("ties", ["record", "copy"])
+def test_overlapping_views_are_written_whole(container: str, ties: str, tmp_path: Path) -> None:
+    found = CONTAINERS[container][1](converted(overlapping(tmp_path), container, ties))
+    assert torch.equal(found["a"][SIZE // 2 :], found["b"][: SIZE // 2]) and len(found["b"]) == SIZE
+
+
+@pytest.mark.parametrize("ties", ["record", "copy"])
+@pytest.mark.parametrize("make", SOURCES)
+def test_npz_has_every_name_of_its_own(make: object, ties: str, tmp_path: Path) -> None:
+    assert set(by_numpy(converted(make(tmp_path), "npz", ties))) == {"a", "b", "c"}  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("make", [tied, overlapping])
+def test_a_torch_file_keeps_what_shares_memory(make: object, tmp_path: Path) -> None:
+    found = by_torch(converted(make(tmp_path), "torch-zip", "record"))  # type: ignore[operator]
+    assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
+
+
+def test_another_way_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tied(tmp_path)
+    with pytest.raises(ckptool.CkptoolError, match="'error'"):
+        ckptool.convert(file, tmp_path / "out.safetensors", ties="error")
+    assert main(["convert", str(file), "-o", str(tmp_path / "out.safetensors"), "--ties", "error"]) == 2
+    assert "record" in capsys.readouterr().err and not (tmp_path / "out.safetensors").exists()
