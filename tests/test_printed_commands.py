@@ -40,41 +40,41 @@ def parsed(words: list[str]) -> dict[str, Any]:
     return dict(context.params)
 
 
-# The table and the builder -------------------------------------------------------------------------------------------
+# The builder ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", sorted(COMMANDS))
-def test_every_option_of_the_table_is_one_of_the_parser(verb: str) -> None:
-    flags = {flag: option for option in parser(verb).params for flag in option.opts}
-    for word in commands.VERBS[verb].options.split():
-        name = word.rstrip("=!")
-        option = flags[commands._FLAGS.get(name, f"--{name.replace('_', '-')}")]
-        assert option.is_flag is not word.endswith(("=", "!")), word
+def calls() -> list[tuple[str, ast.Call]]:
+    """Every call of `command` in the program, with its place; in cli/ a command is another thing."""
+    return [
+        (f"{path.relative_to(SOURCE)}:{node.lineno}", node)
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.relative_to(SOURCE).parts[0] != "cli"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "command"
+    ]
 
 
-@pytest.mark.parametrize("verb", sorted(COMMANDS))
-def test_a_command_with_every_option_parses(verb: str) -> None:
-    kinds = {word.rstrip("=!"): word.endswith(("=", "!")) for word in commands.VERBS[verb].options.split()}
-    options: dict[str, Any] = {name: ("x" if valued else True) for name, valued in kinds.items()}
-    options |= {"processes": "2"} if "processes" in options else {}
-    options |= {"on_mismatch": "skip"} if "on_mismatch" in options else {}
-    options |= {"ties": "copy"} if "ties" in options else {}
-    line = command(verb, *(["a.pt", "b.pt"] if verb in ("diff", "average") else ["a.pt"]), **options)
-    assert parsed(shlex.split(str(line)))
+@pytest.mark.parametrize(("place", "call"), calls())
+def test_every_command_in_the_source_is_one_of_the_parser(place: str, call: ast.Call) -> None:
+    verb, *arguments = call.args
+    assert isinstance(verb, ast.Constant) and verb.value in COMMANDS
+    words = ["ckptool", verb.value, *("x.pt" for _ in arguments)]
+    flags = {flag: option for option in parser(verb.value).params for flag in option.opts}
+    for keyword in call.keywords:
+        flag = commands._FLAGS.get(str(keyword.arg), f"--{str(keyword.arg).replace('_', '-')}")
+        value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+        named = isinstance(keyword.value, ast.Name)  # nothing here says whether it is a bool or a text
+        assert named or flags[flag].is_flag is (value is True), flag
+        text = value if isinstance(value, str) else {"on_mismatch": "skip"}.get(str(keyword.arg), "x.pt")
+        words += [flag] if flags[flag].is_flag else [flag, text]
+    assert parsed(words)
+    writes = "-o" in flags and verb.value != "warm-start"  # which looks first
+    assert not writes or any(keyword.arg == "out" for keyword in call.keywords)
 
 
-@pytest.mark.parametrize(
-    ("verb", "options"),
-    [
-        ("convert", {}),
-        ("inspect", {"out": "x"}),
-        ("remap", {"out": "x", "to": True}),
-        ("convert", {"out": "x", "all": "y"}),
-    ],
-)
-def test_what_a_verb_does_not_take_cannot_be_made(verb: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="does not take"):
-        command(verb, FILE, **options)
+def test_options_are_words() -> None:
+    line = command("edit", "-a.pt", out=OUT, drop=["a b", "c"], all=True, at="", partial=False)
+    assert str(line) == "ckptool edit ./-a.pt --drop 'a b' --drop c --all -o OUT"
 
 
 @pytest.mark.parametrize(

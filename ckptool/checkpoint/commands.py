@@ -1,7 +1,7 @@
 """The commands that notes, errors and `doctor` print: argv that the program's own parser takes, quoted for a shell once.
 
-`command` makes them from a verb and its options and refuses what that verb does not have; an `Advice` is the last part of an error, a
-text that knows which commands are in it. File names are filled in by `reports.commands`.
+`command` makes them from a verb and its options, which a test holds to the parser; an `Advice` is the last part of an
+error, a text that knows which commands are in it. File names are filled in by `reports.commands`.
 """
 
 from __future__ import annotations
@@ -26,43 +26,38 @@ class Use(Enum):
 
 
 class Verb(NamedTuple):
-    """group: of the help, and the module of `cli/` with the command.
-
-    address: None for verbs that are given no files.  options: those that printed commands use; `=` behind one that takes a value, `!`
-    behind one that must be there. A test compares them with the parser.
-    """
+    """group: of the help, and the module of `cli/` with the command.  address: None for verbs that are given no files."""
 
     group: str
     address: Use | None = None
-    options: str = ""
 
 
 # Every verb, in the order of the help: its command, `ckptool.NAME` and `verbs/NAME.py` follow from its line here.
 VERBS = {
-    "inspect": Verb("look", Use.TAKES, "at= all"),
-    "show": Verb("look", Use.TAKES, "at= all"),
+    "inspect": Verb("look", Use.TAKES),
+    "show": Verb("look", Use.TAKES),
     "diff": Verb("look", Use.TAKES),
-    "verify": Verb("look", Use.TAKES, "at= write_digest="),
-    "doctor": Verb("look", Use.TAKES, "against="),
-    "scan": Verb("look", Use.REFUSES, "latest_good"),
-    "strip-module": Verb("change", Use.CHANGES, "out! at= prefix= partial"),
-    "add-module": Verb("change", Use.CHANGES, "out! at= prefix="),
-    "rename": Verb("change", Use.CHANGES, "out! at="),
-    "remap": Verb("change", Use.CHANGES, "out! to="),
-    "cast": Verb("change", Use.CHANGES, "out! at= dtype="),
-    "edit": Verb("change", Use.CHANGES, "out! drop="),
-    "slim": Verb("change", Use.CHANGES, "out! keep_optimizer"),
-    "convert": Verb("change", Use.TAKES, "out! at= all weights_only only= exclude= ties= to= shard_size="),
-    "recover": Verb("change", Use.REFUSES, "out!"),
-    "bake": Verb("change", Use.CHANGES, "out!"),
-    "bundle": Verb("combine", Use.TAKES, "out! drop="),
-    "unbundle": Verb("combine", Use.TAKES, "dir!"),
-    "average": Verb("combine", Use.TAKES, "out!"),
-    "warm-start": Verb("use", Use.TAKES, "against! out= on_mismatch="),
-    "spec": Verb("use", Use.TAKES, "out!"),
-    "train": Verb("use", options="init"),
+    "verify": Verb("look", Use.TAKES),
+    "doctor": Verb("look", Use.TAKES),
+    "scan": Verb("look", Use.REFUSES),
+    "strip-module": Verb("change", Use.CHANGES),
+    "add-module": Verb("change", Use.CHANGES),
+    "rename": Verb("change", Use.CHANGES),
+    "remap": Verb("change", Use.CHANGES),
+    "cast": Verb("change", Use.CHANGES),
+    "edit": Verb("change", Use.CHANGES),
+    "slim": Verb("change", Use.CHANGES),
+    "convert": Verb("change", Use.TAKES),
+    "recover": Verb("change", Use.REFUSES),
+    "bake": Verb("change", Use.CHANGES),
+    "bundle": Verb("combine", Use.TAKES),
+    "unbundle": Verb("combine", Use.TAKES),
+    "average": Verb("combine", Use.TAKES),
+    "warm-start": Verb("use", Use.TAKES),
+    "spec": Verb("use", Use.TAKES),
+    "train": Verb("use"),
     "resume": Verb("use"),
-    "prove": Verb("use", options="processes="),
+    "prove": Verb("use"),
     "prune": Verb("use", Use.REFUSES),
 }
 
@@ -120,23 +115,18 @@ class Command(tuple[str, ...]):
 
 
 def command(verb: str, *arguments: str, **options: str | bool | Sequence[str]) -> Command:
-    """`ckptool VERB ARGUMENTS… OPTIONS…`. Raises `ValueError` for an option that the verb does not have, or for one that it needs.
+    """`ckptool VERB ARGUMENTS… OPTIONS…`, with the options called as in Python: `weights_only=True`, `out=OUT`.
 
-    Options are called as in Python (`weights_only=True`, `out=OUT`); one with several values is repeated; `False` and "" are left out.
+    True is a flag; an option with several values is repeated; `False` and "" are left out.
     """
-    known = {word.rstrip("=!"): word for word in VERBS[verb].options.split()}
-    given = {name: value for name, value in options.items() if value}
-    wrong = [name for name in given if name not in known or (given[name] is True) is known[name].endswith(("=", "!"))]
-    lacking = [name for name, word in known.items() if word.endswith("!") and name not in given]
-    if wrong or lacking:
-        raise ValueError(f"ckptool {verb} does not take {wrong}, or lacks {lacking}")
     words = ["ckptool", verb, *map(as_argument, arguments)]
-    for name, value in sorted(given.items(), key=lambda item: item[0] == "out"):  # the output stands last
+    for name, value in sorted(options.items(), key=lambda item: item[0] == "out"):  # the output stands last
         flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-        if isinstance(value, bool):
+        if value is True:
             words.append(flag)
-        for each in () if isinstance(value, bool) else [value] if isinstance(value, str) else value:
-            words += [flag, each]
+        elif value:
+            for each in [value] if isinstance(value, str) else value:
+                words += [flag, each]
     return Command(words)
 
 
