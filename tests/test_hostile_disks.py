@@ -1,4 +1,4 @@
-"""HOSTILE.md, rows 151 to 156: disks that fill, calls that fail late, do half or ask to be tried again."""
+"""Disks that fill, calls that fail late, do half or ask to be tried again."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ exec(code, {"limit": lambda room: resource.setrlimit(resource.RLIMIT_FSIZE, (roo
 
 
 @pytest.mark.parametrize("words", FULL, ids=" ".join)
-def test_row_151_a_disk_that_fills(words: list[str], model: Path) -> None:
+def test_a_full_disk_leaves_everything_as_it_was(words: list[str], model: Path) -> None:
     free = [0, 4096, 8192, 40_960, 65_536, 98_304, 131_072, 200_000, 240_000]
     found = filled(words, free, model)
     refused = [result for result in found if result[1]]
@@ -103,7 +103,7 @@ def test_row_151_a_disk_that_fills(words: list[str], model: Path) -> None:
 
 
 @pytest.mark.parametrize("words", FULL, ids=" ".join)
-def test_row_151_the_limit_on_file_sizes(words: list[str], model: Path) -> None:
+def test_the_limit_on_file_sizes_leaves_everything_as_it_was(words: list[str], model: Path) -> None:
     """RLIMIT_FSIZE, and the signal SIGXFSZ that comes with it, which Python ignores and we must not make deadly."""
     (model.parent / "out.pt").write_bytes(b"old")
     before = {path.name: path.read_bytes() for path in model.parent.iterdir()}
@@ -160,7 +160,9 @@ def test_rows_152_and_153_an_error_of_sync_or_close_is_a_failure_and_nothing_is_
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EBUSY, errno.EACCES, errno.ENOSPC])
-def test_row_154_a_rename_that_fails(number: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rename_leaves_everything_as_it_was(
+    number: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "out.pt").write_bytes(b"old")
     Calls(monkeypatch, "replace", number)
     with pytest.raises(FileProblem):
@@ -169,7 +171,7 @@ def test_row_154_a_rename_that_fails(number: int, model: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.ENOTSUP])
-def test_row_155_a_folder_that_cannot_be_synced_is_a_note(
+def test_a_folder_that_cannot_be_synced_is_a_note(
     number: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
@@ -182,7 +184,7 @@ def test_row_155_a_folder_that_cannot_be_synced_is_a_note(
     assert_same_objects(load(tmp_path / "out.pt"), clean())
 
 
-def test_row_155_is_told_of_digests_and_of_what_was_recovered(
+def test_verify_and_recover_note_a_folder_that_cannot_be_synced(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -193,7 +195,7 @@ def test_row_155_is_told_of_digests_and_of_what_was_recovered(
     assert [note.code for note in recovered.notes] == ["not-synced"] and "is uncertain" in str(recovered)
 
 
-def test_row_156_calls_that_do_half_or_ask_to_be_tried_again(
+def test_short_and_interrupted_calls_are_completed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copying, "PAUSE", 0.0)
@@ -223,7 +225,7 @@ def test_row_156_calls_that_do_half_or_ask_to_be_tried_again(
     assert not (tmp_path / "two.pt").exists() and temporaries(tmp_path) == []
 
 
-def test_row_156_signals_do_not_disturb(tmp_path: Path) -> None:
+def test_signals_do_not_disturb_writing(tmp_path: Path) -> None:
     """EINTR: a timer that fires all the time changes nothing."""
     file = saved(state(2_000), tmp_path / "in.pt")
     ticks: list[int] = []

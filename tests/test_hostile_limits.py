@@ -1,4 +1,4 @@
-"""HOSTILE.md, rows 160 and 161: little memory, few open files, no place for temporary files."""
+"""Little memory, few open files, no place for temporary files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ main()
 
 
 @pytest.mark.parametrize("words", [FULL[0], FULL[3], ["inspect", "in.pt", "--stats"]], ids=" ".join)
-def test_row_160_little_memory(words: list[str], tmp_path: Path) -> None:
+def test_too_little_memory_is_an_error_and_writes_nothing(words: list[str], tmp_path: Path) -> None:
     saved({"model": state(12_000), "text": "x" * 3_000_000}, tmp_path / "in.pt")
     codes = set()
     for room in (1 << 18, 3 << 20, 12 << 20, 400 << 20):
@@ -60,7 +60,7 @@ main()
 """
 
 
-def test_row_161_too_many_open_files(model: Path) -> None:
+def test_too_few_open_files_are_an_error_and_write_nothing(model: Path) -> None:
     codes = []
     for count in (0, 1, 2, 3, 6):
         (model.parent / "out.pt").write_bytes(b"old")
@@ -81,7 +81,7 @@ def test_row_161_too_many_open_files(model: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [None, "/nowhere", "/proc", "\0"])
-def test_row_161_no_place_for_temporary_files(folder: str | None, model: Path) -> None:
+def test_no_temporary_folder_is_needed(folder: str | None, model: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("TMPDIR", "TEMP", "TMP")}
     if folder is not None and folder != "\0":
         environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)

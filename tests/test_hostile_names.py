@@ -1,4 +1,4 @@
-"""HOSTILE.md, section 6: names chosen by strangers, and what the tool's own options are pointed at."""
+"""Names chosen by strangers, and what the tool's own options are pointed at."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.test_memory import LIMIT, peak
 # Keys -----------------------------------------------------------------------------------------------------------------
 
 
-def test_row_133_stripping_would_make_two_keys_equal(tmp_path: Path) -> None:
+def test_stripping_that_would_make_two_keys_equal_is_a_conflict(tmp_path: Path) -> None:
     path = saved(weights("module.a", "a", "module.b", "b"), tmp_path / "in.pt")
     for options in ({"partial": True}, {"prefix": ["module."], "partial": True}):
         error = refused(
@@ -38,7 +38,7 @@ def test_row_133_stripping_would_make_two_keys_equal(tmp_path: Path) -> None:
     refused("conflict", tmp_path, lambda: ckptool.strip_module(path, in_place=True, partial=True))
 
 
-def test_row_134_a_prefix_on_some_keys_twice_or_as_the_whole_key(tmp_path: Path) -> None:
+def test_a_prefix_on_some_keys_twice_or_as_the_whole_key(tmp_path: Path) -> None:
     some = saved(weights("module.a", "b"), tmp_path / "some.pt")
     error = refused("conflict", tmp_path, lambda: ckptool.strip_module(some, tmp_path / "out.pt"))
     assert "1 of 2 keys" in error.what and "--partial" in error.fix
@@ -52,7 +52,7 @@ def test_row_134_a_prefix_on_some_keys_twice_or_as_the_whole_key(tmp_path: Path)
     assert "without a name" in error.what
 
 
-def test_row_135_the_prefix_in_metadata_optimizer_and_several_models(tmp_path: Path) -> None:
+def test_the_prefix_goes_from_metadata_optimizers_and_every_model(tmp_path: Path) -> None:
     model = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
     names = [name for name, _ in model.named_parameters()]
     optimizer = {"state": {}, "param_groups": [{"lr": 0.1, "params": [*range(len(names))], "param_names": names}]}
@@ -100,7 +100,7 @@ class Texts(HTMLParser):
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_row_136_names_are_always_escaped(kind: str, tmp_path: Path, run: Run) -> None:
+def test_names_are_escaped_in_every_output(kind: str, tmp_path: Path, run: Run) -> None:
     name = NAMES[kind]
     state = {f"{name}.weight": torch.ones(2, 2), f"{name}.bias": torch.full((2,), float("nan"))}
     path = saved({"model": state, name: 1, "text": name, "list": [{name: name}]}, tmp_path / "in.pt")
@@ -143,7 +143,7 @@ def test_row_136_names_are_always_escaped(kind: str, tmp_path: Path, run: Run) -
     assert list(ckptool.open(path)["model"]) == list(state), "the library has the names as they are"
 
 
-def test_row_138_keys_that_are_no_strings(tmp_path: Path, run: Run) -> None:
+def test_keys_that_are_not_strings_are_kept_and_listed(tmp_path: Path, run: Run) -> None:
     keys: list[Any] = [0, 1.5, None, True, b"raw", (1, "a"), "w"]
     state = {key: torch.full((2,), float(number)) for number, key in enumerate(keys)}
     path = saved({"table": state, "model": weights("module.w")}, tmp_path / "in.pt")
@@ -162,7 +162,7 @@ def test_row_138_keys_that_are_no_strings(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["same", "dot", "hard link", "symlink", "folder link"])
-def test_row_139_the_output_is_the_input(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_input_may_be_the_output_by_any_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d").mkdir()
     path = saved(weights("module.a", "module.b"), tmp_path / "d/in.pt")
     monkeypatch.chdir(path.parent)
@@ -186,7 +186,7 @@ def test_row_139_the_output_is_the_input(name: str, tmp_path: Path, monkeypatch:
     assert os.path.islink("soft.pt") and not list(path.parent.glob(".ckptool-*"))
 
 
-def test_row_140_the_output_exists(tmp_path: Path, run: Run) -> None:
+def test_an_existing_output_is_refused_without_force(tmp_path: Path, run: Run) -> None:
     path = saved(weights("module.a"), tmp_path / "in.pt")
     (tmp_path / "out.pt").write_bytes(b"precious")
     for words in (
@@ -206,7 +206,7 @@ def test_row_140_the_output_exists(tmp_path: Path, run: Run) -> None:
     assert list(load(tmp_path / "out.pt")) == ["a"]
 
 
-def test_row_141_the_output_is_a_link(tmp_path: Path) -> None:
+def test_the_target_of_an_output_link_is_replaced(tmp_path: Path) -> None:
     path = saved(weights("module.a"), tmp_path / "in.pt")
     (tmp_path / "there").mkdir()
     (tmp_path / "there/real.pt").write_bytes(b"old")
@@ -223,7 +223,7 @@ def test_row_141_the_output_is_a_link(tmp_path: Path) -> None:
         ckptool.strip_module(path, tmp_path / "loop.pt", overwrite=True)
 
 
-def test_row_142_outputs_that_cannot_be(tmp_path: Path) -> None:
+def test_impossible_outputs_are_refused(tmp_path: Path) -> None:
     path = saved(weights("module.a"), tmp_path / "in.pt")
     (tmp_path / "folder").mkdir()
     (tmp_path / "locked").mkdir(mode=0o500)
@@ -237,7 +237,7 @@ def test_row_142_outputs_that_cannot_be(tmp_path: Path) -> None:
             assert error.what.startswith(("cannot write", "cannot use"))
 
 
-def test_row_143_the_temporary_file_is_beside_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_temporary_file_is_beside_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved({f"module.{n}": torch.ones(100) for n in range(20)}, tmp_path / "in.pt")
     (tmp_path / "out").mkdir()
     (tmp_path / "tmp").mkdir()
@@ -255,7 +255,7 @@ def test_row_143_the_temporary_file_is_beside_the_target(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     "device", ["gpu", "cuda:", "cuda:-1", "cuda:1000", "cpu:1", "", "cuda:٣", "cuda:0:1", "meta", "../x", "cuda\0"]
 )
-def test_row_144_devices_that_are_none(device: str, tmp_path: Path) -> None:
+def test_devices_that_do_not_exist_are_refused(device: str, tmp_path: Path) -> None:
     path = saved(weights("a"), tmp_path / "in.pt")
     refused("usage", tmp_path, lambda: ckptool.remap(path, tmp_path / "out.pt", to=device))
     refused("usage", tmp_path, lambda: ckptool.remap(path, tmp_path / "out.pt", moves={"cpu": device}))
@@ -273,7 +273,7 @@ SLOW_RULE = "*a*a*a*a*a*a*a*a*a*a*a*a*b => x"
 
 
 @pytest.mark.parametrize("pattern", SLOW_PATTERNS)
-def test_row_145_patterns_that_would_be_tried_for_ever(
+def test_patterns_that_would_backtrack_for_ever_are_refused(
     pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patterns, "LIMIT", 0.1)
@@ -288,14 +288,14 @@ def test_row_145_patterns_that_would_be_tried_for_ever(
         assert "after 0.1 seconds" in error.what and repr(pattern[3:]) in error.what
 
 
-def test_row_145_rules_with_many_stars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_with_many_stars_are_refused_or_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "LIMIT", 0.1)
     path = saved(weights(LONG), tmp_path / "in.pt")
     error = refused("usage", tmp_path, lambda: ckptool.rename(path, [SLOW_RULE], tmp_path / "out.pt"))
     assert "seconds" in error.what
 
 
-def test_row_145_the_timer_is_given_back_and_ordinary_patterns_work() -> None:
+def test_ordinary_patterns_work_and_the_timer_is_given_back() -> None:
     import signal
 
     def mine(number: int, frame: object) -> None:
@@ -320,7 +320,7 @@ def test_row_145_the_timer_is_given_back_and_ordinary_patterns_work() -> None:
     assert found == [True]
 
 
-def test_row_146_what_a_diff_finds(tmp_path: Path, run: Run) -> None:
+def test_a_diff_finds_every_kind_of_change(tmp_path: Path, run: Run) -> None:
     nan = torch.tensor([1.0, float("nan"), float("inf")])
     left = {"same": nan, "shape": torch.ones(6), "dtype": torch.ones(3), "nan": torch.ones(3), "gone": torch.ones(1)}
     right = {
@@ -338,7 +338,7 @@ def test_row_146_what_a_diff_finds(tmp_path: Path, run: Run) -> None:
     assert run("diff", a, tmp_path / "missing.pt")[0] == 2
 
 
-def test_row_146_huge_files_are_compared_in_bounded_memory(tmp_path: Path) -> None:
+def test_huge_files_are_compared_in_bounded_memory(tmp_path: Path) -> None:
     from fixtures.sparse import make_sparse
 
     make_sparse(tmp_path / "large.pt", 200_000_000, tensors=2)

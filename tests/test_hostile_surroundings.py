@@ -1,4 +1,4 @@
-"""HOSTILE.md, rows 147 and 148: the folder, the variables and the locale that the program runs in decide nothing."""
+"""The folder, the variables and the locale that the program runs in decide nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def program() -> list[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_row_147_nothing_beside_the_checkpoint_is_imported_or_read(command: str, trap: Path) -> None:
+def test_nothing_beside_the_checkpoint_is_imported_or_read(command: str, trap: Path) -> None:
     ended = subprocess.run([*program(), *command.split()], cwd=trap, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert not (trap / "TRACE").exists(), (trap / "TRACE").read_text()
@@ -230,7 +230,7 @@ def traced(path: Path, trace: Path) -> Path:
     return path
 
 
-def test_row_148_variables_have_no_effect(tmp_path: Path) -> None:
+def test_environment_variables_have_no_effect(tmp_path: Path) -> None:
     trace = tmp_path / "TRACE"
     startup = tmp_path / "startup.py"
     startup.write_text(f"open({str(trace)!r}, 'w')")
@@ -252,7 +252,7 @@ def test_row_148_variables_have_no_effect(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
-def test_row_148_names_that_no_locale_can_spell(tmp_path: Path) -> None:
+def test_file_names_that_no_locale_can_spell_work(tmp_path: Path) -> None:
     raw = os.fsencode(tmp_path) + b"/\xff\xfe-\xe9.pt"
     path = saved(weights("module.é"), tmp_path / "in.pt")
     try:

@@ -1,4 +1,4 @@
-"""HOSTILE.md, row 131 and section 7: inputs that change while they are read, signals, pipes, and other processes.
+"""Inputs that change while they are read, signals, pipes, and other processes.
 
 The sweep over every event of every command is `tests/output/test_faults.py`; here are the faults that need a system of
 their own. Full disks and late errors are in `test_hostile_disks`, limits of the process in `test_hostile_limits`.
@@ -70,7 +70,7 @@ def overwritten(file: Path) -> None:
 @pytest.mark.parametrize("container", ["pt", "safetensors"])
 @pytest.mark.parametrize("change", [shrunk, emptied, overwritten])
 @pytest.mark.parametrize("verb", READING)
-def test_row_131_the_input_changes_while_it_is_read(
+def test_an_input_that_changes_while_it_is_read_is_refused(
     verb: str, change: Callable[[Path], None], container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the first read, in the middle, and at the last: never a result, a crash, or another error than that."""
@@ -115,7 +115,7 @@ def test_row_131_the_input_changes_while_it_is_read(
 # Signals and pipes ----------------------------------------------------------------------------------------------------
 
 
-def test_row_150_nobody_reads_what_is_said(model: Path) -> None:
+def test_the_work_is_done_where_nobody_reads_the_output(model: Path) -> None:
     """SIGPIPE: the work is done, and the exit code says how it went."""
     script = (
         f"set -o pipefail; {{ '{sys.executable}' -c '{PROGRAM[2]}' strip-module in.pt -o out.pt; echo $? >code; }} 2>&1"
@@ -130,7 +130,7 @@ def test_row_150_nobody_reads_what_is_said(model: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_row_150_standard_streams_that_are_closed(closed: str, model: Path) -> None:
+def test_closed_standard_streams_spoil_no_file(closed: str, model: Path) -> None:
     """A file that is opened then gets number 0, 1 or 2: nothing may be printed into it."""
     script = f"'{sys.executable}' -c '{PROGRAM[2]}' strip-module in.pt -o out.pt {closed}"
     assert subprocess.run(["bash", "-c", script], cwd=model.parent, check=False, capture_output=True).returncode == 0
@@ -140,7 +140,7 @@ def test_row_150_standard_streams_that_are_closed(closed: str, model: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_row_150_a_signal_that_python_would_drop(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_that_python_would_drop_is_heard(number: signal.Signals, tmp_path: Path) -> None:
     """While an object is thrown away Python drops what is raised: the signal is heard a moment later."""
     code = f"""
 import os, signal, sys, time
@@ -189,7 +189,7 @@ def test_rows_158_and_159_two_writers_and_a_reader(tmp_path: Path) -> None:
     assert seen and temporaries(tmp_path) == []
 
 
-def test_row_158_two_writers_in_place(tmp_path: Path) -> None:
+def test_of_several_edits_in_place_at_once_some_are_refused(tmp_path: Path) -> None:
     file = saved(state(), tmp_path / "in.pt")
     codes: list[str] = []
 
@@ -214,7 +214,7 @@ def test_row_158_two_writers_in_place(tmp_path: Path) -> None:
 # What others left -----------------------------------------------------------------------------------------------------
 
 
-def test_row_162_clocks_that_jump(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_that_jump_change_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing depends on the time of day, nor on how old a file seems."""
     left = tmp_path / f"{durable._prefix('out.pt')}0123456789abcdef.tmp"
     for moment in (0, 1, 2**31, 4_000_000_000):
@@ -227,7 +227,7 @@ def test_row_162_clocks_that_jump(model: Path, tmp_path: Path, monkeypatch: pyte
     assert_same_objects(load(tmp_path / "out.pt"), clean())
 
 
-def test_row_162_a_locked_file_is_somebody_elses_whoever_that_is(model: Path, tmp_path: Path) -> None:
+def test_a_locked_temporary_file_is_left_alone(model: Path, tmp_path: Path) -> None:
     """The lock of a dead machine may never go: no run waits for it, and none removes what it holds."""
     foreign = tmp_path / f"{durable._prefix('out.pt')}0123456789abcdef.tmp"
     foreign.write_bytes(b"another machine's")
@@ -244,7 +244,7 @@ def test_row_162_a_locked_file_is_somebody_elses_whoever_that_is(model: Path, tm
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
-def test_row_162_a_file_system_without_locks(
+def test_without_file_locks_new_files_are_written_and_in_place_is_refused(
     number: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files are written all the same; what a killed run left stays, since nobody can tell whose it is. In place is
@@ -265,7 +265,7 @@ def test_row_162_a_file_system_without_locks(
     assert model.read_bytes() == before
 
 
-def test_row_162_a_name_that_always_seems_taken_is_an_error_not_a_loop(
+def test_a_name_that_always_seems_taken_is_an_error_not_a_loop(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""HOSTILE.md section 4: tensors and storages that contradict themselves, or ask for more than there is."""
+"""Tensors and storages that contradict themselves, or ask for more than there is."""
 
 from __future__ import annotations
 
@@ -185,12 +185,12 @@ def test_rows_92_to_106_are_shown(title: str, see: Callable[..., Seen]) -> None:
     assert set(codes.values()) <= {"ok", "conflict", "unsupported", "usage"}, codes
 
 
-def test_row_90_the_numbers_are_named(tmp_path: Path) -> None:
+def test_a_tensor_beyond_its_storage_is_refused_with_the_numbers(tmp_path: Path) -> None:
     with pytest.raises(BadTensor, match=r"shape \[5\].*needs 20 bytes.*has 16"):
         read(written(pickle_zip(state({"w": tensor((5,), (1,))})), tmp_path / "a.pt"))
 
 
-def test_row_92_an_expanded_tensor_of_4_tb_is_not_written_out(see: Callable[..., Seen], tmp_path: Path) -> None:
+def test_an_expanded_tensor_of_4_tb_is_not_written_out(see: Callable[..., Seen], tmp_path: Path) -> None:
     codes = see(pickle_zip(*ACCEPTED["92-expanded"])).codes()
     assert codes["convert"] == "conflict" and codes["convert --all"] == codes["convert to pt"] == "ok"
     file = written(pickle_zip(*ACCEPTED["92-expanded"]), tmp_path / "a.pt")
@@ -201,7 +201,7 @@ def test_row_92_an_expanded_tensor_of_4_tb_is_not_written_out(see: Callable[...,
     assert (tmp_path / "out.pt").stat().st_size < 5_000
 
 
-def test_row_93_overlapping_views_are_copied(tmp_path: Path) -> None:
+def test_overlapping_views_are_copied_when_asked_for(tmp_path: Path) -> None:
     x = torch.arange(4.0).as_strided((3, 2), (1, 1))
     file = written(torch_bytes({"w": x, "base": x.as_strided((4,), (1,))}), tmp_path / "a.pt")
     with pytest.raises(Conflict, match="expanded view"):
@@ -211,7 +211,7 @@ def test_row_93_overlapping_views_are_copied(tmp_path: Path) -> None:
     assert read(tmp_path / "out.safetensors")["w"].numpy().tolist() == x.tolist()
 
 
-def test_row_96_and_97_names_are_never_paths(tmp_path: Path) -> None:
+def test_storage_keys_are_never_paths(tmp_path: Path) -> None:
     """The records of an archive are found in its directory; what stands on the disk under such a name is not looked
     at."""
     (tmp_path / "data").mkdir()
@@ -222,12 +222,12 @@ def test_row_96_and_97_names_are_never_paths(tmp_path: Path) -> None:
             read(written(contents, tmp_path / "a.pt"))
 
 
-def test_row_98_smuggled_bytes_are_counted(tmp_path: Path) -> None:
+def test_smuggled_bytes_are_counted(tmp_path: Path) -> None:
     notes = [note.message for note in opened_input("98-smuggled", tmp_path).notes if note.code == "unused-record"]
     assert len(notes) == 1 and "200 bytes" in notes[0]
 
 
-def test_row_99_a_big_endian_file(tmp_path: Path) -> None:
+def test_a_big_endian_file_is_byte_swapped(tmp_path: Path) -> None:
     swapped = {"data/0": torch.arange(4.0).numpy().astype(">f4").tobytes(), "byteorder": b"big"}
     entry = read(written(pickle_zip(state({"w": W}), swapped), tmp_path / "a.pt"))["w"]
     assert entry.numpy().tolist() == [0, 1, 2, 3]
@@ -235,7 +235,7 @@ def test_row_99_a_big_endian_file(tmp_path: Path) -> None:
         read(written(pickle_zip(state({"w": W}), swapped | {"byteorder": b"middle"}), tmp_path / "b.pt"))
 
 
-def test_row_100_indices_are_checked_when_the_tensor_is_built(tmp_path: Path) -> None:
+def test_sparse_indices_are_checked_when_the_tensor_is_built(tmp_path: Path) -> None:
     """To look at them all on opening would be to read the data; what torch builds of them is checked by torch."""
     opened_input("100-indices-out-of-range", tmp_path)
     with pytest.raises(CkptoolError, match="sparse"):
@@ -246,7 +246,7 @@ def test_row_100_indices_are_checked_when_the_tensor_is_built(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_row_101_quantized_tensors_are_read(tmp_path: Path) -> None:
+def test_quantized_tensors_are_read_and_converted(tmp_path: Path) -> None:
     w = torch.quantize_per_channel(torch.ones(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8)
     found = read(written(torch_bytes({"w": w}), tmp_path / "a.pt"))["w"]
     assert isinstance(found, Composite) and (found.kind, found.shape) == ("quantized", (2, 3))
@@ -255,7 +255,7 @@ def test_row_101_quantized_tensors_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_row_102_tensors_that_are_not_plain(tmp_path: Path) -> None:
+def test_meta_nested_and_lazy_tensors_are_read(tmp_path: Path) -> None:
     values = {
         "meta": torch.empty(2, 3, device="meta"),
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -271,7 +271,7 @@ def test_row_102_tensors_that_are_not_plain(tmp_path: Path) -> None:
         ckptool.convert(file, tmp_path / "out.safetensors")
 
 
-def test_row_103_every_bit_of_a_number_is_kept(tmp_path: Path) -> None:
+def test_every_bit_of_a_number_is_kept(tmp_path: Path) -> None:
     bits = torch.tensor([0x7FC00001, -0x3FFFFF, 0x7F800000, 1, -(1 << 31), 0x7F800001], dtype=torch.int32)
     file = written(torch_bytes({"model": {"w": bits.view(torch.float32)}}), tmp_path / "a.pt")
     raw = bits.numpy().tobytes()
@@ -283,12 +283,12 @@ def test_row_103_every_bit_of_a_number_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("title", ["104-nothing", "104-none"])
-def test_row_104_without_tensors(title: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_tensors_says_so(title: str, tmp_path: Path) -> None:
     assert opened_input(title, tmp_path).tree in ({}, None)
     assert "no tensors" in str(ckptool.inspect(tmp_path / "input.pt"))
 
 
-def test_row_105_100000_tensors_in_linear_time(tmp_path: Path) -> None:
+def test_100000_tensors_are_listed_in_linear_time(tmp_path: Path) -> None:
     def seconds(count: int) -> float:
         make_sparse(tmp_path / "many.pt", 4 * count, count)
         began = time.process_time()
@@ -299,7 +299,7 @@ def test_row_105_100000_tensors_in_linear_time(tmp_path: Path) -> None:
     assert seconds(100_000) < 25 * few + 1
 
 
-def test_row_105_more_than_2_31_elements(tmp_path: Path) -> None:
+def test_more_than_2_31_elements_are_read_and_renamed(tmp_path: Path) -> None:
     make_sparse(tmp_path / "long.pt", (1 << 33) + (1 << 32), 1)
     entry = read(tmp_path / "long.pt")["module.layer0.weight"]
     assert isinstance(entry, TensorEntry) and entry.numel == 3 << 30
@@ -309,7 +309,7 @@ def test_row_105_more_than_2_31_elements(tmp_path: Path) -> None:
     assert done.file_bytes > 12 << 30
 
 
-def test_row_106_state_of_parameters_that_are_not_there(tmp_path: Path) -> None:
+def test_optimizer_state_of_missing_parameters_is_noted(tmp_path: Path) -> None:
     opened_input("106-optimizer", tmp_path)
     notes = {note.code: note.message for note in ckptool.inspect(tmp_path / "input.pt").notes}
     assert "1 of 2 states belongs to no parameter: 7" in notes["optimizer-mismatch"]
@@ -325,7 +325,7 @@ def _trained() -> dict[str, object]:
     return {"model": net.state_dict(), "optimizer": adam.state_dict()}
 
 
-def test_row_107_ties_are_recorded(tmp_path: Path) -> None:
+def test_ties_are_recorded_and_restored(tmp_path: Path) -> None:
     w = torch.ones(2, 2)
     file = written(torch_bytes({"a.weight": w, "b.weight": w}), tmp_path / "a.pt")
     ckptool.convert(file, tmp_path / "out.safetensors")
@@ -337,7 +337,7 @@ def test_row_107_ties_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_row_108_a_type_that_a_container_lacks(tmp_path: Path) -> None:
+def test_a_tensor_that_the_container_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     w = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
     file = written(torch_bytes({"model": {"fine": torch.ones(2), "odd.weight": w}}), tmp_path / "a.pt")
     with pytest.raises(Unsupported, match=r"odd\.weight"):
@@ -345,7 +345,7 @@ def test_row_108_a_type_that_a_container_lacks(tmp_path: Path) -> None:
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_row_95_an_unknown_element_type_stays_a_call(tmp_path: Path) -> None:
+def test_an_unknown_dtype_stays_a_call(tmp_path: Path) -> None:
     call = (
         b"(" + storage("FloatStorage") + b"K\x00K\x04\x85K\x01\x85\x89" + HOOKS + name("torch", "float9_e9m9") + b"tR"
     )

@@ -72,7 +72,7 @@ def test_the_example() -> None:
         ([0, 1, 2, 4, 6, 7, 8], "{0..2, 4, 6..8}"),
     ],
 )
-def test_row_30_only_numbers_that_are_there(numbers: list[int], text: str) -> None:
+def test_only_numbers_that_are_there_are_shown(numbers: list[int], text: str) -> None:
     assert texts(*in_layers(numbers, "weight")) == [f"layer.{text}.weight"]
 
 

@@ -147,7 +147,7 @@ def test_a_file_of_2_gb(verb: str, tmp_path: Path) -> None:
     "nbytes", [pytest.param(5 << 30, id="5 GB"), pytest.param(100 << 30, id="100 GB", marks=pytest.mark.soak)]
 )
 def test_in_place_at_any_size(nbytes: int, tmp_path: Path) -> None:
-    """More than 4 GiB, so that the directory needs its zip64 fields; DESIGN.md, section 6, says 0.3 s for 100 GB."""
+    """More than 4 GiB, so that the directory needs its zip64 fields; docs/design.md says 0.3 s for 100 GB."""
     file = tmp_path / "huge.pt"
     make_sparse(file, nbytes)
     checkpoint = read(file)

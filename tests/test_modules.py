@@ -312,7 +312,7 @@ def test_a_module_within_itself_ends() -> None:
     assert list(module_state_dict(top) or ()) == ["w"]
 
 
-def test_row_072_modules_that_double_at_every_level_stay_bounded() -> None:
+def test_modules_that_double_at_every_level_stay_bounded() -> None:
     below = module(_parameters={"w": entry()})
     for _ in range(60):
         below = module(_modules={"a": below, "b": below})

@@ -43,7 +43,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize(("key", "bare", "found"), KEYS, ids=[key or "(empty)" for key, _, _ in KEYS])
-def test_row_13_14_key(key: str, bare: str, found: str) -> None:
+def test_wrapper_prefixes_are_found_and_taken_off(key: str, bare: str, found: str) -> None:
     assert without_wrappers(key) == bare
     assert wrappers(key) == found
 

@@ -244,7 +244,7 @@ def test_the_model_is_taken_where_the_other_is_its_average(order: tuple[str, str
     [{"G": MODEL, "D": OTHER}, {"G": MODEL, "D": OTHER, "ema": MODEL | OTHER}, {"ema": MODEL, "ema2": OTHER}],
     ids=["two models", "two models and an average", "two averages"],
 )
-def test_row_29_several_candidates_are_listed(value: Any, tmp_path: Path) -> None:
+def test_several_candidates_are_listed(value: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         one_state_dict(opened(value, tmp_path))
     assert all(f"{name} (" in caught.value.what for name in value)

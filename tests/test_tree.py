@@ -156,7 +156,7 @@ def test_what_is_not_there() -> None:
     assert "\x1b" not in str(caught.value)
 
 
-def test_row_18_two_keys_of_one_spelling() -> None:
+def test_two_keys_of_one_spelling_are_ambiguous() -> None:
     with pytest.raises(Ambiguous, match="0 names 2 entries of mixed: 0, '0'"):
         find(TREE, "mixed/0")
 

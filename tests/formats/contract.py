@@ -25,7 +25,7 @@ UNKNOWN_CALLS = {
 
 
 def vector(name: str, folder: Path) -> Path:
-    """A file that torch made of a vector of TRAPS.md."""
+    """A file that torch made of a vector of `fixtures/traps`."""
     return written(torch_bytes(TRAPS[name]()), folder / "original.pt")
 
 

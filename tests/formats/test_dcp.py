@@ -372,7 +372,7 @@ def test_a_save_that_was_stopped(folder: Path) -> None:
     three_parts(caught.value)
 
 
-def test_row_012_a_folder_with_metadata_of_another_program(tmp_path: Path) -> None:
+def test_a_folder_with_another_programs_metadata_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(NotACheckpoint, match=r"not that of torch\.distributed\.checkpoint"):
         read(tmp_path)

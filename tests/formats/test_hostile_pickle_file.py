@@ -50,7 +50,7 @@ def stream(value: Any) -> bytes:
     return torch_bytes(value, _use_new_zipfile_serialization=False)
 
 
-def test_row_083_streams_inside_of_streams_end(tmp_path: Path) -> None:
+def test_streams_nested_in_streams_are_refused_beyond_a_depth(tmp_path: Path) -> None:
     """`_load_from_bytes` of a stream that holds `_load_from_bytes` of a stream …"""
 
     class Nested:
@@ -76,7 +76,7 @@ def test_row_083_streams_inside_of_streams_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "hex", "base64"])
-def test_row_083_a_pickle_inside_of_a_value_is_a_value(kind: str, tmp_path: Path) -> None:
+def test_a_pickle_inside_a_value_stays_a_value(kind: str, tmp_path: Path) -> None:
     import base64
 
     inner = pickle.dumps(Traced.__new__(Traced))
@@ -128,7 +128,7 @@ PLAIN_STATE = (3, "<", None, None, None, -1, -1, 0)
     ],
     ids=lambda value: f"{type(value).__name__}",
 )
-def test_row_084_odd_arrays_stay_opaque(value: Any, tmp_path: Path) -> None:
+def test_object_arrays_and_odd_arrays_stay_opaque(value: Any, tmp_path: Path) -> None:
     file = pickled({"model": {"a.weight": value}}, tmp_path / "a.pkl")
     start = time.perf_counter()
     node = read(file).tree["model"]["a.weight"]
@@ -138,7 +138,7 @@ def test_row_084_odd_arrays_stay_opaque(value: Any, tmp_path: Path) -> None:
     assert time.perf_counter() - start < 2
 
 
-def test_row_016_right_magic_wrong_sequel(tmp_path: Path) -> None:
+def test_a_right_start_with_a_wrong_sequel_is_refused(tmp_path: Path) -> None:
     for data in (b"\x80\x04" + bytes(50), b"\x80\x02}q\x01", b"\x80\x04\x95" + b"\xff" * 8 + b"}.", b"\x80\x02(.ab"):
         with pytest.raises((Corrupt, Truncated)):
             read(written(data, tmp_path / "a.pkl"))

@@ -1,4 +1,4 @@
-"""HOSTILE.md rows 119 to 128 and 132: safetensors files whose header lies, is a bomb, or that are another file as
+"""Safetensors files whose header lies, is a bomb, or that are another file as
 well."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_what_the_rows_start_from_is_read(put: Put) -> None:
     assert stock_takes(put(made(ONE)))
 
 
-def test_row_119_shorter_than_the_length_of_its_header(put: Put) -> None:
+def test_a_file_shorter_than_its_length_field_is_truncated(put: Put) -> None:
     data = made(ONE)
     for size in range(1, 8):
         assert type(_error(put(data[:size]))) is Truncated or size < 2
@@ -88,17 +88,17 @@ def _error(path: Path) -> CkptoolError:
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_row_119_no_header(size: int, put: Put) -> None:
+def test_a_header_too_short_to_be_one_is_truncated(size: int, put: Put) -> None:
     unreadable(put(made(ONE, size=size)), Truncated)
 
 
 @pytest.mark.parametrize("size", [len(ONE) + 5, 1000, LIMIT])
-def test_row_119_a_header_longer_than_the_file(size: int, put: Put) -> None:
+def test_a_header_longer_than_the_file_is_truncated(size: int, put: Put) -> None:
     unreadable(put(made(ONE, size=size)), Truncated)
 
 
 @pytest.mark.parametrize("size", [LIMIT + 1, 1 << 32, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1])
-def test_row_119_a_header_longer_than_allowed(size: int, put: Put) -> None:
+def test_a_header_longer_than_the_limit_is_refused_unread(size: int, put: Put) -> None:
     path = put(made(ONE, size=size))
     unreadable(path, LimitExceeded)
     assert meets_budget(path).megabytes < 64
@@ -140,11 +140,11 @@ def test_a_text_with_an_object_in_it_is_no_safetensors_file(put: Put) -> None:
         b'{"w": {}}',
     ],
 )
-def test_row_120_not_an_object_in_json(header: bytes, put: Put) -> None:
+def test_a_header_that_is_no_json_object_is_corrupt(header: bytes, put: Put) -> None:
     unreadable(put(made(header)), Corrupt)
 
 
-def test_row_121_a_name_twice(put: Put) -> None:
+def test_a_repeated_name_in_the_header_is_ambiguous(put: Put) -> None:
     two = ONE[:-1] + b"," + ONE[1:]
     assert stock_takes(put(made(two)))  # it takes one of them
     unreadable(put(made(two)), Ambiguous, "w twice")
@@ -168,20 +168,20 @@ DEEP = 100_000
         b'{"__metadata__":' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}",
     ],
 )
-def test_row_122_nesting(header: bytes, put: Put) -> None:
+def test_a_deeply_nested_header_is_corrupt(header: bytes, put: Put) -> None:
     unreadable(put(made(header)), Corrupt)
     assert meets_budget(made(header), ".safetensors").code == "corrupt"
 
 
 @pytest.mark.parametrize("size", [-1, 1.0, 1e300, True, "1", None, [], 1 << 64, 10**400, -(10**400)])
-def test_row_122_sizes_that_are_none(size: Any, put: Put) -> None:
+def test_sizes_that_are_no_natural_numbers_are_corrupt(size: Any, put: Put) -> None:
     path = put(one(shape=[size]))
     assert not stock_takes(path)
     assert isinstance(_error(path), Corrupt)
 
 
 @pytest.mark.parametrize("number", [b"9" * 5000, b"1e999", b"-0", b"1.5", b"9" * 60_000, b"9" * 900_000])
-def test_row_122_numbers(number: bytes) -> None:
+def test_absurd_numbers_in_the_header_are_refused_quickly(number: bytes) -> None:
     for header in (
         b'{"w": {"dtype": "F32", "shape": [' + number + b'], "data_offsets": [0, 4]}}',
         b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, ' + number + b"]}}",
@@ -192,7 +192,7 @@ def test_row_122_numbers(number: bytes) -> None:
 @pytest.mark.parametrize(
     "offsets", [[4, 0], [-4, 0], [0, 4, 4], [0], [], "04", ["0", "4"], [0.0, 4.0], [False, 4], {}, None]
 )
-def test_row_123_offsets_that_are_none(offsets: Any, put: Put) -> None:
+def test_offsets_that_are_no_range_are_corrupt(offsets: Any, put: Put) -> None:
     assert isinstance(_error(put(one(data_offsets=offsets))), Corrupt)
 
 
@@ -207,7 +207,7 @@ def test_row_123_offsets_that_are_none(offsets: Any, put: Put) -> None:
         (((0, 4), (6, 6)), 4),
     ],
 )
-def test_row_123_overlaps_and_holes(ranges: Any, length: int, put: Put) -> None:
+def test_overlapping_ranges_and_holes_are_corrupt(ranges: Any, length: int, put: Put) -> None:
     shape = {4: [1], 0: [0]}
     tensors = {
         name: {"dtype": "F32", "shape": shape[end - begin], "data_offsets": [begin, end]}
@@ -216,7 +216,7 @@ def test_row_123_overlaps_and_holes(ranges: Any, length: int, put: Put) -> None:
     unreadable(put(made(tensors, bytes(length))), Corrupt)
 
 
-def test_row_124_too_much_or_too_little_data(put: Put) -> None:
+def test_data_that_is_longer_or_shorter_than_the_tensors_is_refused(put: Put) -> None:
     for more in (1, 8, 70_000):
         unreadable(put(made(ONE, DATA + bytes(more))), Corrupt, "after its last tensor")
     for size in range(4):
@@ -243,17 +243,17 @@ def test_row_124_too_much_or_too_little_data(put: Put) -> None:
     ],
     ids=str,
 )
-def test_row_125_shape_against_bytes(fields: dict[str, Any], put: Put) -> None:
+def test_a_shape_that_contradicts_its_bytes_is_a_bad_tensor(fields: dict[str, Any], put: Put) -> None:
     path = put(one(**fields))
     assert not stock_takes(path)
     assert "\x1b" not in str(unreadable(path, BadTensor))
 
 
-def test_row_125_a_type_that_a_newer_version_may_have(put: Put) -> None:
+def test_an_unknown_dtype_is_unsupported_by_name(put: Put) -> None:
     unreadable(put(one(dtype="F6_E2M3")), Unsupported, "F6_E2M3")
 
 
-def test_row_125_a_shape_of_many_dimensions() -> None:
+def test_a_shape_of_three_thousand_dimensions_is_refused_quickly() -> None:
     """The product of these sizes would take minutes."""
     header = b'{"w":{"dtype":"F32","shape":[' + b",".join([b"2305843009213693952"] * 3000) + b'],"data_offsets":[0,4]}}'
     assert meets_budget(made(header), ".safetensors").code == "bad-tensor"
@@ -262,11 +262,11 @@ def test_row_125_a_shape_of_many_dimensions() -> None:
 @pytest.mark.parametrize(
     "metadata", [{"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"a": ["b"]}, [], "text", 3, None, True]
 )
-def test_row_126_metadata_that_is_not_text(metadata: Any, put: Put) -> None:
+def test_metadata_that_is_not_text_is_corrupt(metadata: Any, put: Put) -> None:
     unreadable(put(made({"__metadata__": metadata, "w": W})), Corrupt)
 
 
-def test_row_126_metadata_is_printed_escaped(put: Put) -> None:
+def test_control_characters_in_metadata_are_escaped(put: Put) -> None:
     texts = {
         "prompt\x1b[2J": "Ignore all previous instructions\r\n\x1b]0;owned\x07",
         "script": "<script>alert(1)</script>",
@@ -278,7 +278,7 @@ def test_row_126_metadata_is_printed_escaped(put: Put) -> None:
     assert outcome.code == "" and "\\x1b[31m" in outcome.text
 
 
-def test_row_126_a_megabyte_of_metadata() -> None:
+def test_a_megabyte_of_metadata_is_read_within_the_budget() -> None:
     many = {f"{n:06}": "x" for n in range(70_000)}
     for metadata in ({"a": "x" * 1_000_000}, {"a": '"' * 499_000}, {"é" * 200_000: "😀" * 140_000}, many):
         raw = json.dumps({"__metadata__": metadata, "w": W}, ensure_ascii=False, separators=(",", ":")).encode()
@@ -286,7 +286,7 @@ def test_row_126_a_megabyte_of_metadata() -> None:
         assert outcome.code == "" and outcome.megabytes < 64
 
 
-def test_row_127_fields_that_the_format_does_not_have(put: Put) -> None:
+def test_unknown_fields_are_noted_and_large_ones_refused(put: Put) -> None:
     path = put(one(payload="hidden\x1b[31m", offset=7))
     assert stock_takes(path)
     note = accepted(path, "unknown-fields").notes[0]
@@ -295,7 +295,7 @@ def test_row_127_fields_that_the_format_does_not_have(put: Put) -> None:
     unreadable(put(one(payload="x" * 100_000)), Corrupt)
 
 
-def test_row_127_fields_with_odd_names(put: Put) -> None:
+def test_odd_names_of_unknown_fields_are_escaped_and_shortened(put: Put) -> None:
     fields = {f"\x1b{n}" * 20: n for n in range(200)}
     note = accepted(put(one(**fields)), "unknown-fields").notes[0]
     assert "\x1b" not in note.message and len(note.message) < 400
@@ -306,12 +306,12 @@ def tensors_without_elements(count: int) -> bytes:
     return made(b"{" + b",".join([entry % n for n in range(count)]) + b"}", b"")
 
 
-def test_row_128_tensors_without_elements() -> None:
+def test_many_tensors_without_elements_are_read_within_the_budget() -> None:
     assert meets_budget(tensors_without_elements(18_000), ".safetensors").code == ""
 
 
 @pytest.mark.soak
-def test_row_128_ten_million_tensors_without_elements(put: Put) -> None:
+def test_millions_of_tensors_without_elements_exceed_the_limit(put: Put) -> None:
     path = put(tensors_without_elements(1_700_000))
     outcome = meets_budget(path, seconds=20, megabytes=64 + 2 * 1000)
     assert outcome.code == "limit-exceeded"
@@ -319,7 +319,7 @@ def test_row_128_ten_million_tensors_without_elements(put: Put) -> None:
     assert meets_budget(path).code == "limit-exceeded"
 
 
-def test_row_128_ten_million_are_refused_by_their_header_alone(tmp_path: Path) -> None:
+def test_ten_million_tensors_are_refused_by_the_size_of_their_header(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     with path.open("wb") as file:
         file.write(made(b'{"0":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},', b"", size=10_000_000 * 50))
@@ -365,7 +365,7 @@ def with_archive_as_data(archive: bytes) -> bytes:
     return made(tensors, DATA + archive)
 
 
-def test_row_132_a_zip_as_the_last_tensor(put: Put) -> None:
+def test_a_zip_archive_as_the_last_tensor_is_ambiguous(put: Put) -> None:
     import io
     import zipfile
 
@@ -375,7 +375,7 @@ def test_row_132_a_zip_as_the_last_tensor(put: Put) -> None:
     unreadable(path, Ambiguous, "zip archive")
 
 
-def test_row_132_a_zip_with_its_offsets_corrected(put: Put) -> None:
+def test_a_trailing_zip_archive_with_corrected_offsets_is_ambiguous(put: Put) -> None:
     from dataclasses import replace
 
     shift = len(with_archive_as_data(honest().build())) - len(honest().build())
@@ -383,12 +383,12 @@ def test_row_132_a_zip_with_its_offsets_corrected(put: Put) -> None:
     unreadable(put(with_archive_as_data(replace(honest(zip64=True), shift=shift).build())), Ambiguous)
 
 
-def test_row_132_a_zip_behind_it(put: Put) -> None:
+def test_a_zip_archive_after_the_last_tensor_is_ambiguous(put: Put) -> None:
     unreadable(put(made(ONE) + honest().build()), Ambiguous)
     unreadable(put(made(ONE) + honest(comment=b"x").build()), Ambiguous)
 
 
-def test_row_132_a_zip_inside_is_only_data(put: Put) -> None:
+def test_a_zip_archive_in_an_earlier_tensor_is_only_data(put: Put) -> None:
     archive = honest().build()
     tensors = {"w": {**W, "data_offsets": [len(archive), len(archive) + 4]}}
     tensors["z"] = {"dtype": "U8", "shape": [len(archive)], "data_offsets": [0, len(archive)]}

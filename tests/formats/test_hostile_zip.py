@@ -1,4 +1,4 @@
-"""HOSTILE.md rows 17 to 30: zip archives that are cut, contradict themselves, or are two things to two readers.
+"""Zip archives that are cut, contradict themselves, or are two things to two readers.
 
 Where the danger is that readers disagree, the test shows what Python's `zipfile` (or torch) makes of the same bytes.
 """
@@ -68,7 +68,7 @@ def test_what_the_rows_start_from_is_read(put: Put) -> None:
 
 
 @pytest.mark.parametrize("data", [FILE, honest().build()], ids=["torch", "python"])
-def test_row_017_truncated_anywhere(data: bytes, tmp_path: Path) -> None:
+def test_an_archive_cut_at_any_byte_is_truncated(data: bytes, tmp_path: Path) -> None:
     path = written(data, tmp_path / "a.pt")
     for size in reversed(range(len(data))):
         os.truncate(path, size)
@@ -77,7 +77,7 @@ def test_row_017_truncated_anywhere(data: bytes, tmp_path: Path) -> None:
         assert type(caught.value) is (NotACheckpoint if 0 < size < 4 else Truncated), (size, caught.value)
 
 
-def test_row_017_truncated_anywhere_in_a_bigger_one(tmp_path: Path) -> None:
+def test_a_larger_archive_cut_anywhere_is_truncated(tmp_path: Path) -> None:
     data = torch_bytes({f"layer{n}.weight": torch.randn(20, 20) for n in range(64)})
     path = tmp_path / "a.pt"
     for size in range(4, len(data), 997):
@@ -86,7 +86,7 @@ def test_row_017_truncated_anywhere_in_a_bigger_one(tmp_path: Path) -> None:
             read(path)
 
 
-def test_row_017_truncated_after_an_edit_in_place(tmp_path: Path) -> None:
+def test_an_edited_archive_that_is_cut_is_not_taken_for_its_old_state(tmp_path: Path) -> None:
     """The state before the edit stands whole inside, and is not taken for the file."""
     path = written(FILE, tmp_path / "a.pt")
     checkpoint = read(path)
@@ -108,7 +108,7 @@ def test_row_017_truncated_after_an_edit_in_place(tmp_path: Path) -> None:
             read(path)
 
 
-def test_row_018_no_end_record(put: Put) -> None:
+def test_an_archive_without_its_end_record_is_truncated(put: Put) -> None:
     unreadable(put(FILE[:END_AT]), Truncated)
     for place in range(4):
         for bit in range(8):
@@ -120,11 +120,11 @@ def test_row_018_no_end_record(put: Put) -> None:
 
 @pytest.mark.parametrize("zip64", [False, True])
 @pytest.mark.parametrize("count", [0, 1, len(RECORDS) - 1, len(RECORDS) + 1, 60_000])
-def test_row_019_count_of_entries(count: int, zip64: bool, put: Put) -> None:
+def test_a_wrong_count_of_entries_is_corrupt(count: int, zip64: bool, put: Put) -> None:
     unreadable(put(honest(zip64=zip64, count=count)), Corrupt, "entr")
 
 
-def test_row_019_count_of_entries_in_one_record_only(put: Put) -> None:
+def test_a_wrong_count_in_only_one_end_record_is_corrupt(put: Put) -> None:
     for place in (8, 10):
         unreadable(put(at(FILE, END_AT + place, b"\5\0")), Corrupt)
     for place in (24, 32):
@@ -149,16 +149,18 @@ def test_row_019_count_of_entries_in_one_record_only(put: Put) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("zip64", [False, True])
-def test_row_020_place_and_size_of_the_directory(changes: dict[str, Any], zip64: bool, put: Put) -> None:
+def test_a_wrong_place_or_size_of_the_central_directory_is_corrupt(
+    changes: dict[str, Any], zip64: bool, put: Put
+) -> None:
     unreadable(put(honest(zip64=zip64, **changes)), Corrupt)
 
 
-def test_row_020_gap_between_the_end_records(put: Put) -> None:
+def test_a_gap_between_the_end_records_is_corrupt(put: Put) -> None:
     unreadable(put(FILE[:END_AT] + bytes(8) + FILE[END_AT:]), Corrupt)
     unreadable(put(FILE[: END_AT - LOCATOR.size] + bytes(8) + FILE[END_AT - LOCATOR.size :]), Corrupt)
 
 
-def test_row_021_zip64_locator(put: Put) -> None:
+def test_a_missing_or_misplaced_zip64_locator_is_corrupt(put: Put) -> None:
     full = at(FILE, END_AT + 8, b"\xff" * 12)  # all of it is in the zip64 record
     accepted(put(full))
     gone = full[: END_AT - LOCATOR.size] + full[END_AT:]
@@ -167,7 +169,7 @@ def test_row_021_zip64_locator(put: Put) -> None:
         unreadable(put(at(FILE, END_AT - 12, struct.pack("<Q", place))), Corrupt, "locator")
 
 
-def test_row_021_the_two_end_records_disagree(put: Put) -> None:
+def test_end_records_that_disagree_are_corrupt(put: Put) -> None:
     for place, value in ((24, 5), (32, 5), (40, 10), (48, 0), (48, 1 << 32), (40, 1 << 33)):
         unreadable(put(at(FILE, END64_AT + place, struct.pack("<Q", value))), Corrupt)
     unreadable(put(at(FILE, END64_AT, b"PK\x06\x05")), Corrupt)
@@ -196,22 +198,22 @@ A, B = honest(), changed(honest(), "archive/data/0", content=bytes(12))
     ],
     ids=["plain", "offsets corrected", "torch", "twice the same", "zip64", "zip64, corrected", "mixed"],
 )
-def test_row_022_two_archives(data: bytes, put: Put) -> None:
+def test_two_archives_in_one_file_are_ambiguous(data: bytes, put: Put) -> None:
     unreadable(put(data), Ambiguous)
 
 
-def test_row_022_readers_do_disagree(put: Put) -> None:
+def test_other_readers_disagree_about_two_archives_in_one_file(put: Put) -> None:
     data = A.build() + B.build()
     assert python_sees(data, "archive/data/0") == bytes(12)  # the second
     assert data[: len(A.build())] == A.build() and python_sees(A.build(), "archive/data/0") == W  # the first is whole
 
 
 @pytest.mark.parametrize("comment", [b"hello", B.build(), b"PK\x05\x06" + bytes(18), bytes(0xFFFF)])
-def test_row_023_an_archive_in_the_comment(comment: bytes, put: Put) -> None:
+def test_an_archive_comment_is_ambiguous(comment: bytes, put: Put) -> None:
     unreadable(put(replace(A, comment=comment)), Ambiguous)
 
 
-def test_row_023_a_comment_that_is_cut(put: Put) -> None:
+def test_a_truncated_comment_is_ambiguous(put: Put) -> None:
     unreadable(put(replace(A, comment=bytes(100)).build()[:-50]), Ambiguous)
 
 
@@ -219,14 +221,14 @@ def test_row_023_a_comment_that_is_cut(put: Put) -> None:
     "prefix", [bytes(16), b"#!/bin/sh 123456", b"PK\x03\x04" + bytes(26), b"\x89PNG\r\n\x1a\n", b"X"]
 )
 @pytest.mark.parametrize("corrected", [False, True])
-def test_row_024_bytes_before(prefix: bytes, corrected: bool, put: Put) -> None:
+def test_bytes_before_the_archive_are_ambiguous(prefix: bytes, corrected: bool, put: Put) -> None:
     for data in (replace(A, prefix=prefix, shift=0 if corrected else -len(prefix)).build(), prefix + FILE):
         assert python_sees(data, "archive/data/0") == W  # zipfile does not mind
         unreadable(put(data), Ambiguous)
 
 
 @pytest.mark.parametrize("trailing", [b"0123456789abcdef", b"X", b"PK\x01\x02", bytes(70_000) + b"X"])
-def test_row_025_bytes_behind(trailing: bytes, put: Put) -> None:
+def test_bytes_after_the_archive_are_ambiguous_or_hide_its_end(trailing: bytes, put: Put) -> None:
     for data in (FILE + trailing, replace(A, trailing=trailing).build()):
         with pytest.raises((Ambiguous, Truncated)) as caught:
             read(put(data))
@@ -236,7 +238,7 @@ def test_row_025_bytes_behind(trailing: bytes, put: Put) -> None:
 # Names ---------------------------------------------------------------------------------------------------------------
 
 
-def test_row_026_a_second_pickle(put: Put) -> None:
+def test_two_pickles_of_one_name_are_ambiguous(put: Put) -> None:
     other = RECORDS["archive/data.pkl"].replace(b"w", b"x")
     data = with_more(Entry(b"archive/data.pkl", other)).build()
     assert python_sees(data, "archive/data.pkl") == other  # the last
@@ -244,17 +246,17 @@ def test_row_026_a_second_pickle(put: Put) -> None:
     unreadable(put(data), Ambiguous, "two records")
 
 
-def test_row_027_a_second_storage(put: Put) -> None:
+def test_two_storages_of_one_name_are_ambiguous(put: Put) -> None:
     data = with_more(Entry(b"archive/data/0", bytes(12))).build()
     assert python_sees(data, "archive/data/0") == bytes(12) and data.index(W) < data.index(bytes(12))
     unreadable(put(data), Ambiguous, "two records")
 
 
-def test_row_027_one_record_listed_twice(put: Put) -> None:
+def test_a_record_listed_twice_is_ambiguous(put: Put) -> None:
     unreadable(put(with_entry("data/0", listed=2)), Ambiguous)
 
 
-def test_row_028_names_that_differ_in_case(put: Put) -> None:
+def test_names_that_differ_only_in_case_are_ambiguous(put: Put) -> None:
     unreadable(put(with_more(Entry(b"archive/DATA.PKL", b"\x80\x02N."))), Ambiguous, "case")
     unreadable(put(with_more(Entry(b"ARCHIVE/data/0", bytes(12)))), Ambiguous, "case")
     path = put(with_entry("data.pkl", name=b"archive/DATA.PKL"))
@@ -262,24 +264,24 @@ def test_row_028_names_that_differ_in_case(put: Put) -> None:
     unreadable(path, Ambiguous, "DATA.PKL")
 
 
-def test_row_029_a_nul_in_a_name(put: Put) -> None:
+def test_a_nul_in_a_record_name_is_ambiguous(put: Put) -> None:
     for name in (b"archive/data/0\0.txt", b"archive/data.pkl\0", b"\0", b"archive/\0"):
         unreadable(put(with_more(Entry(name, bytes(12)))), Ambiguous, "NUL")
 
 
 @pytest.mark.parametrize("record", ["data.pkl", "data/0", "byteorder", "version"])
 @pytest.mark.parametrize("name", [b"archive/data/7", b"archive/data.pkx", b"a", b"archive/" + b"n" * 300, b""])
-def test_row_030_another_name_in_the_records_own_header(record: str, name: bytes, put: Put) -> None:
+def test_another_name_in_the_local_header_is_ambiguous(record: str, name: bytes, put: Put) -> None:
     unreadable(put(with_entry(record, name_local=name)), Ambiguous, "another name")
 
 
-def test_row_030_another_name_in_the_extra_field(put: Put) -> None:
+def test_another_name_in_the_unicode_path_field_is_ambiguous(put: Put) -> None:
     raw = b"archive/data/7"
     body = struct.pack("<BI", 1, zlib.crc32(b"archive/data/0")) + raw
     unreadable(put(with_entry("data/0", extra=struct.pack("<2H", 0x7075, len(body)) + body)), Ambiguous, "another name")
 
 
-def test_row_030_no_name(put: Put) -> None:
+def test_a_record_without_a_name_is_corrupt(put: Put) -> None:
     unreadable(put(with_more(Entry(b"", b""))), Corrupt, "no name")
 
 

@@ -1,4 +1,4 @@
-"""HOSTILE.md rows 31 to 51: zip records whose header, descriptor and directory contradict each other, bombs, and odd
+"""Zip records whose header, descriptor and directory contradict each other, bombs, and odd
 contents."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def put(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("record", ["data.pkl", "data/0", "byteorder"])
-def test_row_031_another_method_in_its_own_header(record: str, put: Put) -> None:
+def test_another_compression_method_in_the_local_header_is_corrupt(record: str, put: Put) -> None:
     unreadable(put(with_entry(record, method_local=8)), Corrupt, "stored in another way")
     unreadable(put(with_entry(record, method=8, method_local=0)), Corrupt, "stored in another way")
 
@@ -67,16 +67,18 @@ def test_row_031_another_method_in_its_own_header(record: str, put: Put) -> None
 @pytest.mark.parametrize("descriptor", ["none", "signed", "bare", "wide"])
 @pytest.mark.parametrize("field", ["crc_local", "stored_local", "size_local"])
 @pytest.mark.parametrize("record", ["data.pkl", "data/0"])
-def test_row_032_sizes_and_checksum_of_the_own_header(record: str, field: str, descriptor: str, put: Put) -> None:
+def test_other_sizes_or_checksum_in_the_local_header_are_corrupt(
+    record: str, field: str, descriptor: str, put: Put
+) -> None:
     unreadable(put(with_entry(record, descriptor=descriptor, **{field: 77})), Corrupt)
 
 
-def test_row_032_the_descriptor_disagrees(put: Put) -> None:
+def test_a_data_descriptor_that_disagrees_is_corrupt(put: Put) -> None:
     for descriptor in ("signed", "bare", "wide", "wide-bare"):
         unreadable(put(with_entry("data/0", descriptor=descriptor, crc_descriptor=77)), Corrupt, "descriptor")
 
 
-def test_row_032_wide_sizes_in_the_own_header(put: Put) -> None:
+def test_zip64_sizes_in_the_local_header_must_agree(put: Put) -> None:
     for size, error in ((12, None), (13, Corrupt)):
         extra = struct.pack("<2H2Q", 1, 16, size, size)
         path = put(with_entry("data/0", stored_local=0xFFFFFFFF, size_local=0xFFFFFFFF, extra_local=extra))
@@ -87,7 +89,7 @@ def test_row_032_wide_sizes_in_the_own_header(put: Put) -> None:
     unreadable(put(with_entry("data/0", stored_local=0xFFFFFFFF, size_local=0xFFFFFFFF)), Corrupt)
 
 
-def test_row_033_checksum_of_the_pickle(put: Put) -> None:
+def test_a_wrong_checksum_of_the_pickle_is_found_on_opening(put: Put) -> None:
     for value in (1, zlib.crc32(RECORDS["archive/data.pkl"]) ^ 1, 0):
         path = put(with_entry("data.pkl", crc=value, crc_local=value))
         with pytest.raises(Corrupt, match="checksum"):
@@ -95,7 +97,7 @@ def test_row_033_checksum_of_the_pickle(put: Put) -> None:
         assert torch_sees(path) == EXPECTED  # torch does not look
 
 
-def test_row_034_checksum_of_a_storage(put: Put, tmp_path: Path) -> None:
+def test_a_wrong_checksum_of_a_storage_is_found_on_reading_it(put: Put, tmp_path: Path) -> None:
     path = put(with_entry("data/0", crc=77, crc_local=77))
     assert torch_sees(path) == EXPECTED
     tree = read(path).tree
@@ -110,12 +112,12 @@ def test_row_034_checksum_of_a_storage(put: Put, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offset", range(12))
-def test_row_034_a_damaged_byte_of_a_storage(offset: int, put: Put) -> None:
+def test_a_damaged_byte_of_a_storage_is_found_on_reading_it(offset: int, put: Put) -> None:
     place = FILE.index(W)
     unreadable(put(at(FILE, place + offset, bytes([FILE[place + offset] ^ 1]))), Corrupt, "checksum")
 
 
-def test_row_034_views_of_a_damaged_storage(put: Put) -> None:
+def test_views_of_a_damaged_storage_are_refused_too(put: Put) -> None:
     base = torch.arange(100.0)
     tree = {"part": base[10:12], "turned": base.view(10, 10).t(), "whole": base}
     data = torch_bytes(tree)
@@ -129,7 +131,7 @@ def test_row_034_views_of_a_damaged_storage(put: Put) -> None:
         assert intact.tree[name].numpy().tolist() == tensor.tolist()
 
 
-def test_row_035_no_checksums_at_all(put: Put) -> None:
+def test_an_archive_without_checksums_is_noted(put: Put) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         data = torch_bytes(TENSORS)
@@ -142,7 +144,7 @@ def test_row_035_no_checksums_at_all(put: Put) -> None:
 
 
 @pytest.mark.parametrize("record", ["data.pkl", "data/0", "byteorder"])
-def test_row_036_no_descriptor(record: str, put: Put) -> None:
+def test_a_missing_data_descriptor_is_corrupt(record: str, put: Put) -> None:
     data = FILE.index(RECORDS["archive/" + record], FILE.index(("archive/" + record).encode()))
     place = FILE.index(b"PK\x07\x08", data)
     unreadable(put(at(FILE, place, b"PKxx")), Corrupt, "descriptor")
@@ -154,7 +156,7 @@ def test_row_036_no_descriptor(record: str, put: Put) -> None:
 
 @pytest.mark.parametrize("record", ["data.pkl", "data/0", "byteorder", "version"])
 @pytest.mark.parametrize("by", [-1, 1, 1000])
-def test_row_037_sizes_that_lie(record: str, by: int, put: Put) -> None:
+def test_record_sizes_that_lie_are_corrupt(record: str, by: int, put: Put) -> None:
     size = len(RECORDS["archive/" + record]) + by
     unreadable(put(with_entry(record, size=size, size_local=size)), Corrupt)
     unreadable(put(with_entry(record, stored=size, stored_local=size)), Corrupt)
@@ -166,22 +168,22 @@ def test_row_037_sizes_that_lie(record: str, by: int, put: Put) -> None:
     ("bit", "word"), [(0x1, "encrypted"), (0x20, "patched"), (0x40, "strongly"), (0x2000, "masked")]
 )
 @pytest.mark.parametrize("record", ["data.pkl", "data/0"])
-def test_row_038_flags(bit: int, word: str, record: str, put: Put) -> None:
+def test_encryption_and_other_odd_flags_are_refused(bit: int, word: str, record: str, put: Put) -> None:
     unreadable(put(with_entry(record, flags=0x0800 | bit)), Unsupported, word)
     unreadable(put(with_entry(record, flags=0x0800, flags_local=0x0800 | bit)), Corrupt, "another way")
 
 
 @pytest.mark.parametrize("method", [9, 12, 14, 93, 95, 99])
-def test_row_039_a_method_that_is_not_read(method: int, put: Put) -> None:
+def test_a_known_but_unread_compression_method_is_unsupported(method: int, put: Put) -> None:
     unreadable(put(with_entry("data/0", method=method)), Unsupported, f"method {method}")
 
 
 @pytest.mark.parametrize("method", [1, 7, 77, 0xFFFF])
-def test_row_039_a_method_that_nobody_knows(method: int, put: Put) -> None:
+def test_an_unknown_compression_method_is_unsupported(method: int, put: Put) -> None:
     unreadable(put(with_entry("data/0", method=method)), Corrupt, f"method {method}")
 
 
-def test_row_039_method_99_in_the_own_header_only(put: Put) -> None:
+def test_method_99_in_the_local_header_only_is_refused(put: Put) -> None:
     for record in ("data.pkl", "data/0"):
         unreadable(put(with_entry(record, method=8, method_local=99)), Corrupt)
 
@@ -195,7 +197,7 @@ def bomb() -> bytes:
     return packer.compress(b"\x80\x02") + b"".join(packer.compress(unit) for _ in range(450)) + packer.flush()
 
 
-def test_row_040_a_bomb_is_not_inflated() -> None:
+def test_a_zip_bomb_is_not_inflated() -> None:
     raw = bomb()
     assert len(raw) < 1 << 20
     for size in (450 << 21, 17 * len(raw), 5 << 20, 1000):  # what it is, what it might be, and lies
@@ -205,14 +207,14 @@ def test_row_040_a_bomb_is_not_inflated() -> None:
         assert outcome.megabytes < 64
 
 
-def test_row_040_a_bomb_in_the_small_records(put: Put) -> None:
+def test_a_zip_bomb_in_the_small_records_is_refused(put: Put) -> None:
     for record in ("version", "byteorder", ".storage_alignment"):
         path = put(with_entry(record, method=8, content=bytes(1 << 20)))
         unreadable(path, LimitExceeded)
         assert meets_budget(path.read_bytes()).megabytes < 64
 
 
-def test_row_041_a_deflated_storage_is_read_within_its_size(put: Put) -> None:
+def test_a_deflated_storage_is_read_within_its_size(put: Put) -> None:
     accepted(put(with_entry("data/0", method=8)), "deflated")
     everything = honest()
     everything = replace(everything, entries=tuple(replace(entry, method=8) for entry in everything.entries))
@@ -230,7 +232,7 @@ def test_row_041_a_deflated_storage_is_read_within_its_size(put: Put) -> None:
         unreadable(put(Layout(entries)), Corrupt, "inflates to")
 
 
-def test_row_041_compressed_data_that_is_damaged(put: Put) -> None:
+def test_damaged_deflated_data_is_corrupt(put: Put) -> None:
     layout = with_entry("data/0", method=8)
     raw = next(entry.raw for entry in layout.entries if entry.method == 8)
     data = layout.build()
@@ -248,7 +250,7 @@ def test_row_041_compressed_data_that_is_damaged(put: Put) -> None:
 # Places --------------------------------------------------------------------------------------------------------------
 
 
-def test_row_042_overlapping_records(put: Put) -> None:
+def test_overlapping_records_are_corrupt(put: Put) -> None:
     names = [entry.name for entry in honest().entries]
     layout = honest()
     unreadable(put(changed(layout, names[0].decode(), at=layout.build().index(names[1]) - LOCAL.size)), Ambiguous)
@@ -258,7 +260,7 @@ def test_row_042_overlapping_records(put: Put) -> None:
         )
 
 
-def test_row_042_quoted_overlap(put: Put) -> None:
+def test_a_record_that_quotes_the_next_ones_header_is_corrupt(put: Put) -> None:
     """One record's data is all the others, headers included: a small file that unpacks to a large one."""
     inner = honest().build()
     records = inner[: struct.unpack_from("<I", inner, len(inner) - 6)[0]]
@@ -280,7 +282,7 @@ def _with_directory(records: bytes, entries: tuple[Entry, ...]) -> bytes:
 
 
 @pytest.mark.parametrize("record", ["data.pkl", "data/0", "data/1", "version"])
-def test_row_043_a_header_that_is_elsewhere(record: str, put: Put) -> None:
+def test_a_local_header_that_is_elsewhere_is_refused(record: str, put: Put) -> None:
     data = honest().build()
     directory = struct.unpack_from("<I", data, len(data) - 6)[0]
     for place in (len(data), len(data) + 10_000, 0xFFFFFFFE, directory, directory + 4, directory - 1, len(data) - 22):
@@ -289,14 +291,14 @@ def test_row_043_a_header_that_is_elsewhere(record: str, put: Put) -> None:
         assert type(caught.value) is Corrupt or "before its first record" in caught.value.what
 
 
-def test_row_043_a_header_before_the_file(put: Put) -> None:
+def test_a_local_header_before_the_file_is_refused(put: Put) -> None:
     unreadable(put(at(FILE, END_AT - 12, struct.pack("<Q", END64_AT + 64))), Corrupt)
     wide = struct.pack("<2HQ", 1, 8, (1 << 64) - 64)
     unreadable(put(with_entry("data/0", at=0xFFFFFFFF, extra=wide)), Corrupt)
 
 
 @pytest.mark.parametrize("record", ["data.pkl", "data/0", "version", "byteorder"])
-def test_row_044_no_signature_at_a_records_header(record: str, put: Put) -> None:
+def test_a_local_header_without_its_signature_is_corrupt(record: str, put: Put) -> None:
     place = FILE.index(b"archive/" + record.encode()) - LOCAL.size
     for offset in range(4):
         path = put(at(FILE, place + offset, bytes([FILE[place + offset] ^ 0x20])))
@@ -305,7 +307,7 @@ def test_row_044_no_signature_at_a_records_header(record: str, put: Put) -> None
         assert type(caught.value) is Corrupt
 
 
-def test_row_045_roots(put: Put) -> None:
+def test_records_outside_the_archives_one_folder_are_ambiguous(put: Put) -> None:
     flat = tuple(replace(entry, name=entry.name.removeprefix(b"archive/")) for entry in honest().entries)
     unreadable(put(Layout(flat)), NotACheckpoint)
     other = tuple(replace(entry, name=entry.name.replace(b"archive", b"model")) for entry in honest().entries)
@@ -321,7 +323,7 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_row_046_names_that_lead_elsewhere(name: bytes, put: Put, tmp_path: Path) -> None:
+def test_record_names_that_lead_elsewhere_are_noted(name: bytes, put: Put, tmp_path: Path) -> None:
     path = put(with_more(Entry(name, b"evil")))
     if not name.startswith(b"archive/"):
         unreadable(path, Ambiguous, "outside its folder")  # as torch does
@@ -334,25 +336,25 @@ def test_row_046_names_that_lead_elsewhere(name: bytes, put: Put, tmp_path: Path
     meets_budget(path)
 
 
-def test_row_046_a_root_that_leads_elsewhere(put: Put) -> None:
+def test_a_folder_name_that_leads_elsewhere_is_noted(put: Put) -> None:
     for root in (b"..", b"C:"):
         entries = tuple(replace(entry, name=entry.name.replace(b"archive", root)) for entry in honest().entries)
         accepted(put(Layout(entries)), "unsafe-record-names")
 
 
 @pytest.mark.parametrize("name", [b"archive/data/a..b", b"archive/...", b"archive/..data", b"archive/a:b"])
-def test_row_046_names_that_only_look_so(name: bytes, put: Put) -> None:
+def test_record_names_that_only_look_unsafe_are_not_noted(name: bytes, put: Put) -> None:
     checkpoint = read(put(with_more(Entry(name, b"fine"))))
     assert "unsafe-record-names" not in {note.code for note in checkpoint.notes}
 
 
-def test_row_047_a_record_that_is_a_link(put: Put) -> None:
+def test_a_record_that_is_a_symlink_is_noted(put: Put) -> None:
     for record in ("data/0", "data.pkl"):
         accepted(put(with_entry(record, attributes=0o120777 << 16, made=0x031E)), "symlink-records")
     accepted(put(with_entry("data/0", attributes=0o100644 << 16, made=0x031E)))
 
 
-def test_row_047_a_record_that_is_marked_as_a_folder(put: Put) -> None:
+def test_a_record_marked_as_a_folder_is_ambiguous(put: Put) -> None:
     """torch (2.13) reads uninitialised memory for it: found by the property test at the end of this file."""
     for record in ("data/0", "data.pkl", "byteorder"):
         unreadable(put(with_entry(record, attributes=0x10)), Ambiguous, "folder")
@@ -360,7 +362,7 @@ def test_row_047_a_record_that_is_marked_as_a_folder(put: Put) -> None:
 
 
 @pytest.mark.parametrize("zip64", [False, True])
-def test_row_048_one_part_of_several(zip64: bool, put: Put) -> None:
+def test_an_archive_split_over_disks_is_unsupported(zip64: bool, put: Put) -> None:
     unreadable(put(honest(disk=1, zip64=zip64)), Unsupported, "split")
     unreadable(put(with_entry("data/0", disk=1)), Unsupported, "split")
     for place in (4, 6):
@@ -390,7 +392,7 @@ def many(count: int, zip64: bool, path: Path) -> Path:
     return written(body + directory + tail, path)
 
 
-def test_row_049_more_entries_than_the_end_record_can_count(tmp_path: Path) -> None:
+def test_more_entries_than_the_end_record_can_count_are_corrupt(tmp_path: Path) -> None:
     unreadable(many(65_536, False, tmp_path / "a.pt"), Corrupt)
     unreadable(many(65_537, False, tmp_path / "a.pt"), Corrupt)
     # As Python writes it: all are there, none is a pickle.
@@ -398,32 +400,32 @@ def test_row_049_more_entries_than_the_end_record_can_count(tmp_path: Path) -> N
     unreadable(many(70_000, True, tmp_path / "a.pt"), NotACheckpoint)
 
 
-def test_row_049_a_million_tiny_entries(tmp_path: Path) -> None:
+def test_more_than_a_million_entries_exceed_the_limit(tmp_path: Path) -> None:
     path = many(1_000_001, True, tmp_path / "a.pt")
     outcome = meets_budget(path)
     assert outcome.code == "limit-exceeded" and outcome.megabytes < 64
 
 
 @pytest.mark.soak
-def test_row_049_a_million_entries_less_one(tmp_path: Path) -> None:
+def test_just_under_a_million_entries_are_read_within_the_budget(tmp_path: Path) -> None:
     path = many(999_999, True, tmp_path / "a.pt")
     outcome = meets_budget(path, seconds=20, megabytes=64 + 2 * 1000)
     assert outcome.code == "not-a-checkpoint"
 
 
-def test_row_049_a_megabyte_of_entries(tmp_path: Path) -> None:
+def test_a_megabyte_of_entries_is_read_within_the_budget(tmp_path: Path) -> None:
     assert meets_budget(many(11_000, False, tmp_path / "a.pt").read_bytes()).code == "not-a-checkpoint"
     entry = Entry(b"archive/x", b"", listed=18_000)
     assert meets_budget(Layout((entry,)).build()).code == "ambiguous"
 
 
 @pytest.mark.parametrize("name", [b"archive/\xff\xfe", b"archive/data/\x80", b"archive/\xed\xa0\x80", b"\xc0\xaf"])
-def test_row_050_names_that_are_not_utf8(name: bytes, put: Put) -> None:
+def test_record_names_that_are_not_utf8_are_corrupt(name: bytes, put: Put) -> None:
     unreadable(put(with_more(Entry(name, b""))), Corrupt, "directory")
 
 
 @pytest.mark.parametrize("text", [None, b"999", b"three", b"", b"-1", b"3.0", b"0", b"9" * 5000, b"\xd9\xa3"])
-def test_row_051_version(text: bytes | None, put: Put) -> None:
+def test_a_missing_or_odd_version_record_is_corrupt(text: bytes | None, put: Put) -> None:
     layout = honest()
     if text is None:
         layout = replace(layout, entries=tuple(e for e in layout.entries if e.name != b"archive/version"))
@@ -433,18 +435,18 @@ def test_row_051_version(text: bytes | None, put: Put) -> None:
 
 
 @pytest.mark.parametrize("text", [b"1", b"2", b"3\n", b"4", b"10"])
-def test_row_051_versions_that_torch_writes(text: bytes, put: Put) -> None:
+def test_versions_that_torch_writes_are_accepted(text: bytes, put: Put) -> None:
     accepted(put(changed(honest(), "archive/version", content=text + b" ")))
 
 
 @pytest.mark.parametrize("text", [b"middle", b"LITTLE", b"", b"little\0", b"\x1b[31m"])
-def test_row_051_byteorder(text: bytes, put: Put) -> None:
+def test_an_odd_byteorder_record_is_corrupt(text: bytes, put: Put) -> None:
     error = unreadable(put(changed(honest(), "archive/byteorder", content=text)), Corrupt, "byteorder")
     assert "\x1b" not in str(error)
 
 
 @pytest.mark.parametrize("text", [b"-1", b"0", b"64k", b"99999999999", b"", b"9" * 5000])
-def test_row_051_storage_alignment(text: bytes, put: Put) -> None:
+def test_an_odd_storage_alignment_record_is_corrupt(text: bytes, put: Put) -> None:
     unreadable(put(changed(honest(), "archive/.storage_alignment", content=text)), Corrupt, "storage_alignment")
 
 

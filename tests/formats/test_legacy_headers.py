@@ -49,16 +49,16 @@ from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickled, storage, s
     ],
     ids=str,
 )
-def test_row_082_another_persistent_id_is_refused(pid: Any, tmp_path: Path) -> None:
+def test_a_persistent_id_of_another_form_is_corrupt(pid: Any, tmp_path: Path) -> None:
     assert isinstance(legacy_refused(stream(Pid(pid)), tmp_path), Corrupt)
 
 
-def test_row_082_a_persistent_id_of_protocol_0_is_refused(tmp_path: Path) -> None:
+def test_a_persistent_id_of_protocol_0_is_corrupt(tmp_path: Path) -> None:
     assert isinstance(legacy_refused(stream(b"Pstorage\n.", {}), tmp_path), Corrupt)
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, torch.FloatTensor])
-def test_row_095_an_unknown_storage_type_is_named(kind: Any, tmp_path: Path) -> None:
+def test_an_unknown_storage_type_is_unsupported_by_name(kind: Any, tmp_path: Path) -> None:
     error = legacy_refused(stream(Rebuilt(storage(kind=kind), (4,))), tmp_path)
     assert isinstance(error, Unsupported) and kind.__name__ in error.what
 
@@ -66,24 +66,24 @@ def test_row_095_an_unknown_storage_type_is_named(kind: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "other", [storage(kind=torch.DoubleStorage), storage(numel=5), storage(location="cuda:0")], ids=str
 )
-def test_row_094_a_storage_described_in_two_ways(other: Any, tmp_path: Path) -> None:
+def test_a_storage_described_in_two_ways_is_corrupt(other: Any, tmp_path: Path) -> None:
     value = [Rebuilt(storage(), (1,)), Rebuilt(other, (1,))]
     assert isinstance(legacy_refused(stream(value), tmp_path), Corrupt)
 
 
-def test_row_089_numbers_of_elements_that_cannot_be(tmp_path: Path) -> None:
+def test_impossible_numbers_of_elements_are_refused(tmp_path: Path) -> None:
     assert isinstance(legacy_refused(stream(Rebuilt(storage(numel=-1), (0,))), tmp_path), BadTensor)
     assert isinstance(legacy_refused(stream(Rebuilt(storage(numel=1 << 62), (1,))), tmp_path), (Truncated, Corrupt))
     assert isinstance(legacy_refused(stream(Rebuilt(storage(), (5,))), tmp_path), BadTensor)
 
 
 @pytest.mark.parametrize("magic", [0, -1, 1 << 77, "magic", None, [0x1950A86A20F9469CFC6C]], ids=str)
-def test_row_109_another_magic_number(magic: Any, tmp_path: Path) -> None:
+def test_another_magic_number_is_no_checkpoint(magic: Any, tmp_path: Path) -> None:
     error = legacy_refused(stream({}, {}, magic=magic), tmp_path)
     assert isinstance(error, NotACheckpoint) and "magic number" in error.what
 
 
-def test_row_109_a_magic_number_computed_by_a_call(tmp_path: Path) -> None:
+def test_a_magic_number_computed_by_a_call_is_refused_and_not_called(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     call = b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR"
     right = pickled(0x1950A86A20F9469CFC6C)[2:]
@@ -104,7 +104,7 @@ def test_what_torch_writes_in_front_is_known_at_sight() -> None:
 
 
 @pytest.mark.parametrize("version", [1000, 1002, -1, None, "1001", True, 1001.0, [1001]], ids=repr)
-def test_row_110_another_version(version: Any, tmp_path: Path) -> None:
+def test_another_protocol_version_is_corrupt(version: Any, tmp_path: Path) -> None:
     error = legacy_refused(stream({}, {}, version=version), tmp_path)
     assert isinstance(error, Corrupt) and "version" in error.what
 
@@ -126,7 +126,7 @@ def test_row_110_another_version(version: Any, tmp_path: Path) -> None:
     ],
     ids=repr,
 )
-def test_row_110_odd_words_about_the_machine(info: Any, tmp_path: Path) -> None:
+def test_odd_system_information_is_corrupt(info: Any, tmp_path: Path) -> None:
     error = legacy_refused(stream({}, {}, info=info), tmp_path)
     assert isinstance(error, Corrupt) and "machine" in error.what
 
@@ -134,26 +134,26 @@ def test_row_110_odd_words_about_the_machine(info: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "keys", [["1", "2"], [], ["1", "1"], ["2"], None, "1", {"1": 1}, [1], [["1"]], [None]], ids=repr
 )
-def test_row_111_another_list_of_keys(keys: Any, tmp_path: Path) -> None:
+def test_a_list_of_storage_keys_that_disagrees_is_corrupt(keys: Any, tmp_path: Path) -> None:
     data = stream(Rebuilt(storage(), (4,)), keys=b"N." if keys is None else keys)
     error = legacy_refused(data, tmp_path)
     assert isinstance(error, Corrupt) and "list of storages" in error.what
 
 
-def test_row_111_keys_repeated_ten_thousand_times(tmp_path: Path) -> None:
+def test_twenty_thousand_extra_keys_are_refused_within_a_second(tmp_path: Path) -> None:
     begin = time.process_time()
     legacy_refused(stream(Rebuilt(storage(), (4,)), keys=["1", *map(str, range(20_000)), "7"] * 2), tmp_path)
     assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize("numel", [3, 5, 0, -4, 1 << 40, 4 << 56])
-def test_row_112_the_number_in_front_of_the_data_disagrees(numel: int, tmp_path: Path) -> None:
+def test_an_element_count_before_the_data_that_disagrees_is_corrupt(numel: int, tmp_path: Path) -> None:
     data = stream(Rebuilt(storage(), (4,)), {"1": struct.pack("<q", numel) + bytes(16)})
     error = legacy_refused(data, tmp_path)
     assert isinstance(error, Corrupt) and "4 elements" in error.what
 
 
-def test_row_113_bytes_after_the_last_storage(tmp_path: Path) -> None:
+def test_bytes_after_the_last_storage_are_noted(tmp_path: Path) -> None:
     checkpoint = opened_legacy(stream(Rebuilt(storage(), (4,))) + b"more bytes", tmp_path)
     note = next(note for note in checkpoint.notes if note.code == "trailing-bytes")
     assert "10 bytes" in note.message and values(checkpoint.tree) == [0, 1, 2, 3]
@@ -174,24 +174,24 @@ def test_row_113_bytes_after_the_last_storage(tmp_path: Path) -> None:
     ],
     ids=repr,
 )
-def test_row_114_a_view_outside_of_its_root_or_of_itself(view: Any, tmp_path: Path) -> None:
+def test_a_view_outside_its_storage_is_a_bad_tensor(view: Any, tmp_path: Path) -> None:
     assert isinstance(legacy_refused(stream(Rebuilt(storage(view=view), (1,))), tmp_path), BadTensor)
 
 
-def test_row_114_views_of_views_and_cycles(tmp_path: Path) -> None:
+def test_views_in_a_cycle_or_in_two_ways_are_refused(tmp_path: Path) -> None:
     cycle = [Rebuilt(storage("1", 4, ("2", 0, 4)), (1,)), Rebuilt(storage("2", 4, ("1", 0, 4)), (1,))]
     assert isinstance(legacy_refused(stream(cycle), tmp_path), BadTensor)
     two_ways = [Rebuilt(storage("1", 4, ("2", 0, 3)), (1,)), Rebuilt(storage("1", 4, ("2", 1, 3)), (1,))]
     assert isinstance(legacy_refused(stream(two_ways), tmp_path), Corrupt)
 
 
-def test_row_114_a_tensor_larger_than_its_view(tmp_path: Path) -> None:
+def test_a_tensor_larger_than_its_view_is_a_bad_tensor(tmp_path: Path) -> None:
     """It would lie inside of the root, but not of the part that the file gives it."""
     value = Rebuilt(storage("1", 4, ("2", 0, 2)), (3,))
     assert isinstance(legacy_refused(stream(value), tmp_path), BadTensor)
 
 
-def test_row_115_every_flipped_byte_is_refused_or_said_to_be_unnoticeable(tmp_path: Path) -> None:
+def test_every_flipped_byte_is_refused_or_changes_only_data(tmp_path: Path) -> None:
     """The format has no checksums: a note says so. What flips in the pickles or numbers must not crash, and in the data
     only changes the data."""
     data = torch_bytes(SMALL, **LEGACY)

@@ -59,7 +59,7 @@ def test_tensors_in_bytes_in_a_zip(tmp_path: Path) -> None:
     assert checkpoint.container == "torch-zip" and values(checkpoint.tree["inner"]["a"]) == [0, 1, 2, 3]
 
 
-def test_row_083_streams_in_streams_end_at_the_second_level(tmp_path: Path) -> None:
+def test_streams_nested_three_deep_exceed_the_limit(tmp_path: Path) -> None:
     inner = stream(Rebuilt(storage(), (4,)))
     tree = opened_legacy(stream(nested(inner, 2), {}), tmp_path).tree
     assert values(tree) == [0, 1, 2, 3]
@@ -67,14 +67,14 @@ def test_row_083_streams_in_streams_end_at_the_second_level(tmp_path: Path) -> N
     assert isinstance(error, LimitExceeded) and "nested" in error.what
 
 
-def test_row_083_bytes_that_are_no_stream_stay_a_call(tmp_path: Path) -> None:
+def test_bytes_that_are_no_stream_stay_a_call(tmp_path: Path) -> None:
     for content in (b"", b"\x80\x02.", pickle.dumps({"a": 1}), b"PK\x03\x04"):
         checkpoint = opened_legacy(stream(Made(torch.storage._load_from_bytes, (content,)), {}), tmp_path)
         assert isinstance(checkpoint.tree, Object) and checkpoint.tree.args == (content,)
         assert [use.name for use, _ in uses_of(checkpoint)] == ["torch.storage._load_from_bytes"]
 
 
-def test_row_083_a_call_hidden_in_bytes_is_still_named(tmp_path: Path) -> None:
+def test_a_call_hidden_in_a_nested_stream_is_named(tmp_path: Path) -> None:
     thrown_away = b"\x80\x02cos\nmkdir\n(X\x01\0\0\0xtR0N."
     checkpoint = opened_legacy(stream(Made(torch.storage._load_from_bytes, (stream(thrown_away, {}),)), {}), tmp_path)
     assert [use.name for use, _ in uses_of(checkpoint)] == ["torch.storage._load_from_bytes"]
@@ -83,14 +83,14 @@ def test_row_083_a_call_hidden_in_bytes_is_still_named(tmp_path: Path) -> None:
     assert [use.name for use, _ in uses_of(checkpoint)] == ["os.mkdir"]
 
 
-def test_row_083_a_damaged_stream_in_bytes_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_nested_stream_is_refused(tmp_path: Path) -> None:
     inner = stream(Rebuilt(storage(), (4,)))
     for content in (inner[:-1], inner + b"x"):
         error = legacy_refused(stream(Made(torch.storage._load_from_bytes, (content,)), {}), tmp_path)
         assert isinstance(error, (Truncated, Corrupt))
 
 
-def test_row_083_the_same_stream_opened_over_and_over(tmp_path: Path) -> None:
+def test_one_nested_stream_used_many_times_exceeds_the_limit_quickly(tmp_path: Path) -> None:
     content = stream([None] * 1000, {})
     call = pickled(torch.storage._load_from_bytes)[2:-1]
     value = (

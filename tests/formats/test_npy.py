@@ -153,7 +153,7 @@ def test_long_texts_stay_in_the_file(tmp_path: Path) -> None:
     assert isinstance(array(node).data, LazyBytes) and "U1000[100]" in str(ckptool.inspect(tmp_path / "a.npy"))
 
 
-def test_row_084_objects_are_inert_and_nothing_is_built(tmp_path: Path) -> None:
+def test_object_arrays_are_inert_and_nothing_is_called(tmp_path: Path) -> None:
     class Marker:
         def __reduce__(self) -> Any:
             return print, ("it ran",)
@@ -196,7 +196,7 @@ def test_row_084_objects_are_inert_and_nothing_is_built(tmp_path: Path) -> None:
         "[('a', " * 14 + "'<f4'" + ")]" * 14,
     ],
 )
-def test_row_084_types_that_are_not_read_are_refused_by_name(descr: str, tmp_path: Path) -> None:
+def test_dtypes_that_are_not_read_are_refused_by_name(descr: str, tmp_path: Path) -> None:
     data = header(f"{{'descr': {descr}, 'fortran_order': False, 'shape': (1,), }}\n", bytes(8))
     with pytest.raises((Unsupported, Ambiguous, Corrupt, LimitExceeded, Truncated)) as caught:
         tree_of(data, tmp_path)
@@ -238,7 +238,7 @@ def test_headers_that_numpy_never_writes(text: str, error: type[CkptoolError], t
     assert caught.value.code == error.code and "\x1b" not in str(caught.value)
 
 
-def test_row_016_right_magic_wrong_sequel(tmp_path: Path) -> None:
+def test_a_right_magic_with_a_wrong_sequel_is_refused(tmp_path: Path) -> None:
     for data, error in (
         (npy.MAGIC, Truncated),
         (npy.MAGIC + b"\1", Truncated),
@@ -283,7 +283,7 @@ def test_no_flipped_byte_of_the_header_crashes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flaw", ["trailing", "persistent id"])
-def test_row_084_odd_pickles_in_object_arrays(flaw: str, tmp_path: Path) -> None:
+def test_odd_pickles_in_object_arrays_are_refused(flaw: str, tmp_path: Path) -> None:
     whole = raw(np.array([None], dtype=object))
     start = whole.index(b"\n") + 1
     pickle = b"\x80\x02X\x01\0\0\0xQ." if flaw == "persistent id" else whole[start:] + b"N."

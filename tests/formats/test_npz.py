@@ -224,7 +224,7 @@ def test_round_trip(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_vector_is_written_bit_for_bit_or_refused_by_name_row(name: str, tmp_path: Path) -> None:
+def test_every_trap_is_written_bit_for_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
     checkpoint = read(contract.vector(name, tmp_path))
     error = contract.refusal(lambda: npz.write(checkpoint))
     if error is not None:
@@ -392,7 +392,7 @@ def values_of(tree: Any) -> dict[str, Any]:
 
 
 @each
-def test_row_017_truncated_anywhere(how: str, tmp_path: Path) -> None:
+def test_an_archive_cut_at_any_byte_is_refused(how: str, tmp_path: Path) -> None:
     whole = small(tmp_path, how)
     for length in range(4, len(whole)):
         with pytest.raises(CkptoolError) as caught:
@@ -417,7 +417,7 @@ def test_no_flipped_byte_gives_another_value_without_a_word(how: str, tmp_path: 
             assert not wrong or (isinstance(entry, TensorEntry) and zlib.crc32(found[name]) != entry.storage.crc)
 
 
-def test_row_021_lying_sizes_in_the_headers_of_numpy(tmp_path: Path) -> None:
+def test_zip64_sizes_in_numpys_local_headers_must_agree(tmp_path: Path) -> None:
     """numpy puts the sizes of each record into a 64-bit field of its own header."""
     whole = bytearray(small(tmp_path))
     name, extra = struct.unpack_from("<2H", whole, 26)
@@ -427,7 +427,7 @@ def test_row_021_lying_sizes_in_the_headers_of_numpy(tmp_path: Path) -> None:
         read(written(bytes(whole), tmp_path / "a.npz"))
 
 
-def test_row_026_two_arrays_of_one_name(tmp_path: Path) -> None:
+def test_two_arrays_of_one_name_are_ambiguous(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
@@ -450,7 +450,7 @@ def test_names_that_numpy_takes_for_one(tmp_path: Path) -> None:
         read(tmp_path / "b.npz")
 
 
-def test_row_052_arrays_beside_a_checkpoint(tmp_path: Path) -> None:
+def test_arrays_beside_a_checkpoint_are_ambiguous(tmp_path: Path) -> None:
     file = numpy_file(tmp_path / "a.npz", "stored", a=np.ones(1))
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}q\0.")
@@ -458,7 +458,7 @@ def test_row_052_arrays_beside_a_checkpoint(tmp_path: Path) -> None:
         read(file)
 
 
-def test_row_041_deflated_array_of_another_size(tmp_path: Path) -> None:
+def test_a_deflated_array_of_another_size_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.npz"
     buffer = io.BytesIO()
     np.save(buffer, np.arange(1000.0))
@@ -481,7 +481,7 @@ def object_array(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["one large pickle", "many pickles", "many headers", "many texts"])
-def test_row_040_small_files_that_ask_for_much(kind: str, tmp_path: Path) -> None:
+def test_small_files_that_ask_for_much_are_refused_within_the_budget(kind: str, tmp_path: Path) -> None:
     body = object_array(b"\x80\x02]" + b"(" + b"N" * (1 << 20) + b"e.")
     numbers = io.BytesIO()
     np.save(numbers, np.zeros(9))

@@ -169,7 +169,7 @@ def test_texts_are_not_pickles(text: bytes, tmp_path: Path) -> None:
         read(written(text, tmp_path / "a.pkl"))
 
 
-def test_row_002_files_of_a_few_bytes(tmp_path: Path) -> None:
+def test_files_of_a_few_bytes_are_no_checkpoints(tmp_path: Path) -> None:
     for data in (b"\x80", b"\x80\x02", b"\x80\x02.", b"(", b"(d.", b"].", b"N.", b"I1"):
         with pytest.raises(NotACheckpoint):
             read(written(data, tmp_path / "a.pkl"))
@@ -195,13 +195,13 @@ def test_several_pickles_in_one_file_are_not_the_first_alone(protocol: int, tmp_
     assert read(tmp_path / "first.pkl").tree == {"epoch": 1}
 
 
-def test_row_064_bytes_after_the_end(tmp_path: Path) -> None:
+def test_bytes_after_the_end_of_the_pickle_are_ambiguous(tmp_path: Path) -> None:
     with pytest.raises(Ambiguous) as caught:
         read(written(pickle.dumps({"a": 1}) + b"hidden", tmp_path / "a.pkl"))
     assert "something may be hidden there" in caught.value.why
 
 
-def test_row_082_persistent_ids_are_refused_by_name(tmp_path: Path) -> None:
+def test_persistent_ids_are_unsupported_by_name(tmp_path: Path) -> None:
     class Pickler(pickle.Pickler):
         def persistent_id(self, value: Any) -> Any:
             return "there" if isinstance(value, complex) else None

@@ -39,7 +39,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_vector_is_written_bit_for_bit_or_refused_by_name_row(name: str, tmp_path: Path) -> None:
+def test_every_trap_is_written_bit_for_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
     value = TRAPS[name]()
     checkpoint = read(written(torch_bytes(value), tmp_path / "a.pt"))
     error = contract.refusal(lambda: ours.write(checkpoint))
@@ -82,7 +82,7 @@ def _refused(name: str, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.safetensors], ids=lambda d: d.name)
-def test_row_9_what_stock_writes_is_read(dtype: Any, tmp_path: Path) -> None:
+def test_what_safetensors_writes_is_read_in_every_dtype(dtype: Any, tmp_path: Path) -> None:
     tensors = {
         "w": values(4, 6, dtype=getattr(torch, dtype.torch)),
         "e": values(0, 2, dtype=getattr(torch, dtype.torch)),
@@ -97,7 +97,7 @@ def test_row_9_what_stock_writes_is_read(dtype: Any, tmp_path: Path) -> None:
     contract.round_trip(ours, checkpoint, tmp_path / "b.safetensors")
 
 
-def test_row_1_ties_are_recorded_as_stock_save_model_does(tmp_path: Path) -> None:
+def test_ties_are_recorded_as_safetensors_save_model_does(tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3, bias=False), "b": torch.nn.Linear(3, 3, bias=False)})
     model["b"].weight = model["a"].weight
     path = converted(dict(model.state_dict()), tmp_path)
@@ -112,7 +112,7 @@ def test_row_1_ties_are_recorded_as_stock_save_model_does(tmp_path: Path) -> Non
     assert sorted(entries) == ["a.weight", "b.weight"] and entries["a.weight"].storage is entries["b.weight"].storage
 
 
-def test_row_16_order_of_keys_and_alignment_of_data(tmp_path: Path) -> None:
+def test_keys_keep_their_order_and_data_is_aligned(tmp_path: Path) -> None:
     tensors = {
         name: values(3, dtype=dtype)
         for name, dtype in (("z", torch.uint8), ("a", torch.float64), ("m", torch.int16), ("b", torch.float32))
@@ -199,14 +199,14 @@ HEADERS: dict[str, tuple[Any, bytes, type[CkptoolError]]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_hostile_header_row(name: str, tmp_path: Path) -> None:
+def test_a_hostile_header_is_refused_with_its_file_named(name: str, tmp_path: Path) -> None:
     header, data, error = HEADERS[name]
     with pytest.raises(error) as caught:
         read(made(header, data, tmp_path))
     assert str(tmp_path) in caught.value.what
 
 
-def test_row_119_lengths_that_lie(tmp_path: Path) -> None:
+def test_header_lengths_that_lie_are_refused(tmp_path: Path) -> None:
     raw = json.dumps({"w": W}).encode()
     for size, error in (
         (len(raw) + 100, Truncated),
@@ -219,7 +219,7 @@ def test_row_119_lengths_that_lie(tmp_path: Path) -> None:
             read(made(raw, bytes(4), tmp_path, size))
 
 
-def test_row_124_cut_off_at_every_length(tmp_path: Path) -> None:
+def test_a_file_cut_at_every_length_is_refused(tmp_path: Path) -> None:
     data = converted({"w": values(3), "v": values(2, dtype=torch.int64)}, tmp_path).read_bytes()
     for size in range(len(data)):
         with pytest.raises(CkptoolError):
@@ -244,7 +244,7 @@ def test_every_byte_of_the_header_changed_gives_an_error_of_ours_or_what_stock_r
     assert agreed > 20
 
 
-def test_row_126_metadata_is_kept(tmp_path: Path) -> None:
+def test_metadata_is_kept(tmp_path: Path) -> None:
     path = made({"__metadata__": {"prompt": "\x1b[31m", "": ""}, "w": W}, bytes(4), tmp_path)
     again = contract.round_trip(ours, read(path), tmp_path / "b.safetensors")
     assert again.metadata == {"prompt": "\x1b[31m", "": "", "format": "pt"}

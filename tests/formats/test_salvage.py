@@ -139,7 +139,7 @@ def test_cut_at_many_lengths(name: str, step: int, tmp_path: Path) -> None:
     assert {0, len(expected)} <= seen if name != "a zip inside of a tensor" else {0, 1} <= seen
 
 
-def test_row_017_truncated_anywhere(tmp_path: Path) -> None:
+def test_a_cut_file_says_how_many_storages_are_whole(tmp_path: Path) -> None:
     path = tmp_path / "cut.pt"
     for cut in [*range(1, 64), *range(64, len(PLAIN), 37), *range(len(PLAIN) - 120, len(PLAIN))]:
         with pytest.raises((Truncated, NotACheckpoint)) as caught:
@@ -153,7 +153,9 @@ def test_row_017_truncated_anywhere(tmp_path: Path) -> None:
             assert f"ckptool recover {path} -o OUT" in caught.value.fix
 
 
-def test_row_017_the_count_of_a_large_file_reads_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_the_whole_records_of_a_cut_file_reads_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = torch_bytes({f"w{i}": torch.zeros(1 << 18) for i in range(20)})
     source = Source(written(data[: len(data) // 2], tmp_path / "cut.pt"))
     read_bytes, original = 0, Source.read

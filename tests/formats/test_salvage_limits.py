@@ -53,7 +53,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_row_017_a_hostile_megabyte_takes_less_than_a_second(name: str, tmp_path: Path) -> None:
+def test_salvaging_a_hostile_megabyte_takes_less_than_a_second(name: str, tmp_path: Path) -> None:
     path = written(HOSTILE[name](), tmp_path / "hostile.pt")
     begin = time.process_time()
     with pytest.raises(CkptoolError) as caught:

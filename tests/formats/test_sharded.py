@@ -145,7 +145,7 @@ def test_a_folder_with_a_single_file_reads_as_that_file(name: str, tmp_path: Pat
     assert_values(found, state())
 
 
-def test_row_012_a_plain_directory(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="It is empty"):
         read(tmp_path)
     (tmp_path / "notes.txt").write_text("no")
@@ -231,7 +231,7 @@ def pointed(name: str) -> Callable[[dict[str, Any]], None]:
         ("other.safetensors.index.json", "names an index as a shard"),
     ],
 )
-def test_row_129_names_that_lead_elsewhere(name: str, words: str, tmp_path: Path) -> None:
+def test_shard_names_that_lead_elsewhere_are_corrupt(name: str, words: str, tmp_path: Path) -> None:
     hub(tmp_path / "model")
     folder = changed(hub(tmp_path / "model"), pointed(name))
     shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
@@ -240,7 +240,7 @@ def test_row_129_names_that_lead_elsewhere(name: str, words: str, tmp_path: Path
     three_parts(caught.value)
 
 
-def test_row_129_one_shard_under_two_names(tmp_path: Path) -> None:
+def test_one_shard_under_two_names_is_a_conflict(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model")
     (folder / "twin.safetensors").symlink_to("model-00001-of-00003.safetensors")
     name = min(n for n, f in index_of(folder)["weight_map"].items() if "00001" in f)
@@ -250,7 +250,7 @@ def test_row_129_one_shard_under_two_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", [1, 10**12, -5, 0.5, "many", [1], True])
-def test_row_129_total_size_lies(said: Any, tmp_path: Path) -> None:
+def test_a_wrong_total_size_is_only_noted(said: Any, tmp_path: Path) -> None:
     """Many writers get it wrong, and no tensor depends on it: a note."""
     folder = changed(hub(tmp_path / "model"), lambda index: index["metadata"].update({"total_size": said}))
     found = read(folder)
@@ -258,7 +258,7 @@ def test_row_129_total_size_lies(said: Any, tmp_path: Path) -> None:
     assert_values(found, state())
 
 
-def test_row_129_no_total_size(tmp_path: Path) -> None:
+def test_a_missing_total_size_is_fine(tmp_path: Path) -> None:
     folder = changed(hub(tmp_path / "model"), lambda index: {"weight_map": index["weight_map"]})
     assert read(folder).notes == ()
 
@@ -284,14 +284,14 @@ def test_row_129_no_total_size(tmp_path: Path) -> None:
         (b"[]", NotACheckpoint),
     ],
 )
-def test_row_129_an_index_that_is_none(text: bytes, error: type[CkptoolError], tmp_path: Path) -> None:
+def test_an_index_of_another_form_is_refused(text: bytes, error: type[CkptoolError], tmp_path: Path) -> None:
     with pytest.raises(error) as caught:
         read(written(text, tmp_path / INDEX))
     assert str(tmp_path) in caught.value.what
     three_parts(caught.value) if error is not Corrupt else None
 
 
-def test_row_129_an_index_that_is_too_large(tmp_path: Path) -> None:
+def test_an_index_over_the_limit_is_refused(tmp_path: Path) -> None:
     path = written(b'{"weight_map": {', tmp_path / INDEX)
     with path.open("r+b") as file:
         file.truncate(sharded.MAX_INDEX + 1)
@@ -299,19 +299,19 @@ def test_row_129_an_index_that_is_too_large(tmp_path: Path) -> None:
         read(path)
 
 
-def test_row_006_an_error_text_in_place_of_an_index(tmp_path: Path) -> None:
+def test_a_servers_error_in_place_of_an_index_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="without a weight_map"):
         read(written(b'{"error": "not found"}', tmp_path / INDEX))
 
 
-def test_row_130_tensors_of_a_shard_that_are_not_in_the_index(tmp_path: Path) -> None:
+def test_tensors_that_the_index_does_not_list_are_a_conflict(tmp_path: Path) -> None:
     folder = changed(hub(tmp_path / "model"), lambda index: index["weight_map"].pop("norm") and None)
     with pytest.raises(Conflict, match=r"1 tensor of shards is not in it \(norm in model-00003") as caught:
         read(folder)
     three_parts(caught.value)
 
 
-def test_row_130_names_of_the_index_that_are_in_no_shard(tmp_path: Path) -> None:
+def test_listed_names_that_no_shard_has_are_a_conflict(tmp_path: Path) -> None:
     folder = changed(
         hub(tmp_path / "model"), lambda index: index["weight_map"].update(gone="model-00001-of-00003.safetensors")
     )
@@ -319,13 +319,13 @@ def test_row_130_names_of_the_index_that_are_in_no_shard(tmp_path: Path) -> None
         read(folder)
 
 
-def test_row_130_a_tensor_in_another_shard_than_the_index_says(tmp_path: Path) -> None:
+def test_a_tensor_in_another_shard_than_listed_is_a_conflict(tmp_path: Path) -> None:
     folder = changed(hub(tmp_path / "model"), pointed("model-00001-of-00003.safetensors"))
     with pytest.raises(Conflict, match="do not belong together"):
         read(folder)
 
 
-def test_row_130_one_name_in_two_shards(tmp_path: Path) -> None:
+def test_one_tensor_name_in_two_shards_is_a_conflict(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model")
     save_file({"x": torch.ones(2), "norm": torch.zeros(50)}, folder / "more.safetensors")
     changed(folder, lambda index: index["weight_map"].update(x="more.safetensors"))
@@ -339,7 +339,7 @@ def test_row_130_one_name_in_two_shards(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_row_130_a_shard_of_another_run(tmp_path: Path) -> None:
+def test_a_shard_of_another_run_is_a_conflict(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model")
     other = hub(tmp_path / "other", {f"other.{name}": tensor for name, tensor in state().items()})
     shutil.copy(other / "model-00002-of-00003.safetensors", folder / "model-00002-of-00003.safetensors")
@@ -348,7 +348,9 @@ def test_row_130_a_shard_of_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("missing", "there"), [(3, 2), (2, 3)])
-def test_row_130_numbers_that_disagree(missing: int, there: int, tmp_path: Path) -> None:
+def test_shard_counts_that_disagree_with_the_file_names_are_a_conflict(
+    missing: int, there: int, tmp_path: Path
+) -> None:
     folder = hub(tmp_path / "model", shards=there)
     text = (folder / INDEX).read_text().replace(f"-of-{there:05d}", f"-of-{missing:05d}")
     (folder / INDEX).write_text(text)
@@ -358,7 +360,7 @@ def test_row_130_numbers_that_disagree(missing: int, there: int, tmp_path: Path)
         read(folder)
 
 
-def test_row_130_shards_of_two_divisions(tmp_path: Path) -> None:
+def test_shards_of_two_divisions_are_a_conflict(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model", shards=2)
     (folder / "model-00002-of-00002.safetensors").rename(folder / "model-00002-of-00003.safetensors")
     text = (folder / INDEX).read_text().replace("00002-of-00002", "00002-of-00003")
@@ -367,7 +369,7 @@ def test_row_130_shards_of_two_divisions(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_row_130_shards_of_two_types_where_the_sum_tells(tmp_path: Path) -> None:
+def test_a_shard_of_another_dtype_is_a_conflict_where_the_total_size_tells(tmp_path: Path) -> None:
     full = {f"w{i}": torch.randn(8, 8) for i in range(6)}
     half = {name: tensor.bfloat16() for name, tensor in full.items()}
     folder, other = hub(tmp_path / "model", half, 2), hub(tmp_path / "other", full, 2)
@@ -378,7 +380,7 @@ def test_row_130_shards_of_two_types_where_the_sum_tells(tmp_path: Path) -> None
     assert [note.code for note in read(folder).notes] == ["total-size"]  # then it only lies
 
 
-def test_row_130_shards_of_two_containers(tmp_path: Path) -> None:
+def test_shards_of_two_containers_are_a_conflict(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model", shards=2)
     saved({"x": torch.ones(2)}, folder / "x.bin")
     changed(folder, lambda index: index["weight_map"].update(x="x.bin"))

@@ -170,7 +170,7 @@ def test_gradients_inside_of_parameters_are_told(tmp_path: Path) -> None:
     [(True, False), (True, False, {"hook": 1}), ("yes", False, None), (Pid(storage()), 3, (4,), (1,)), 5, {"data": 1}],
     ids=str,
 )
-def test_row_057_a_tensor_with_another_state_is_refused(state: Any, tmp_path: Path) -> None:
+def test_a_parameter_with_an_odd_state_is_corrupt(state: Any, tmp_path: Path) -> None:
     data = Made(torch._utils._rebuild_tensor, (Pid(storage()), 0, (4,), (1,)))
     assert isinstance(legacy_refused(stream(Made(torch.nn.Parameter, (data,), state)), tmp_path), Corrupt)
 
@@ -211,7 +211,7 @@ def test_a_view_that_stands_by_itself_is_a_storage_of_its_own(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("protocol", [1, 2])
-def test_row_086_a_file_of_python_2(protocol: int) -> None:
+def test_files_of_python_2_are_read(protocol: int) -> None:
     """Keys and texts that are bytes; made with Python 2.7.18 by fixtures/make_python2.py."""
     checkpoint = read(FIXTURES / f"python-2.7-protocol-{protocol}.pt")
     tree = checkpoint.tree
@@ -237,7 +237,7 @@ def test_a_persistent_id_in_bytes(tmp_path: Path) -> None:
 # Whole modules --------------------------------------------------------------------------------------------------------
 
 
-def test_row_082_the_source_of_a_class_is_kept_as_text(tmp_path: Path) -> None:
+def test_the_source_of_a_class_is_kept_as_text(tmp_path: Path) -> None:
     source = "class Net(Module):\n    raise SystemExit\n"
     cls = Pid(("module", torch.nn.Linear, "/home/me/net.py", source))
     value = pickled({"model": cls, "other": Pid(("module", torch.nn.ReLU, None, None))})
@@ -264,7 +264,7 @@ def test_a_module_pickled_whole_is_read_without_its_class(tmp_path: Path) -> Non
 BIG = {**INFO, "little_endian": False}
 
 
-def test_row_099_a_big_endian_file_is_turned(tmp_path: Path) -> None:
+def test_a_big_endian_file_is_byte_swapped(tmp_path: Path) -> None:
     """All numbers big-endian, as they lay in memory: elements, and the count in front of them."""
     value = {
         "f": Rebuilt(storage("1", 3), (3,)),
@@ -284,26 +284,26 @@ def test_row_099_a_big_endian_file_is_turned(tmp_path: Path) -> None:
     assert load(tmp_path / "out.pt")["f"].tolist() == [1, 2.5, -3]
 
 
-def test_row_099_what_torch_writes_on_a_big_endian_machine_is_little_endian(tmp_path: Path) -> None:
+def test_what_torch_writes_on_a_big_endian_machine_is_little_endian(tmp_path: Path) -> None:
     """torch/csrc/serialization.cpp turns elements and counts when it writes there; torch here reads the same values."""
     checkpoint = opened_legacy(stream(Rebuilt(storage(), (4,)), info=BIG), tmp_path)
     assert values(checkpoint.tree) == [0, 1, 2, 3] == load(tmp_path / "legacy.pt").tolist()
     assert "little-endian" in next(note.message for note in checkpoint.notes if note.code == "big-endian")
 
 
-def test_row_099_big_endian_counts_in_a_little_endian_file(tmp_path: Path) -> None:
+def test_big_endian_counts_in_a_little_endian_file_are_corrupt(tmp_path: Path) -> None:
     data = stream(Rebuilt(storage(), (4,)), {"1": floats(0, 1, 2, 3, order=">")})
     assert isinstance(legacy_refused(data, tmp_path), Corrupt)
 
 
-def test_row_099_both_orders_in_one_file(tmp_path: Path) -> None:
+def test_both_byte_orders_in_one_file_are_corrupt(tmp_path: Path) -> None:
     value = [Rebuilt(storage("1", 2), (2,)), Rebuilt(storage("2", 2), (2,))]
     for first, second in ("<>", "><"):
         data = stream(value, {"1": floats(1, 2, order=first), "2": floats(3, 4, order=second)}, info=BIG)
         assert isinstance(legacy_refused(data, tmp_path), Corrupt)
 
 
-def test_row_099_untyped_storages_cannot_be_turned(tmp_path: Path) -> None:
+def test_untyped_storages_of_a_big_endian_file_are_unsupported(tmp_path: Path) -> None:
     value = Pid(storage("1", 8, kind=torch.UntypedStorage))
     data = stream(value, {"1": block(bytes(8), 8, ">")}, info=BIG)
     assert isinstance(legacy_refused(data, tmp_path), Unsupported)

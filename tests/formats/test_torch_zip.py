@@ -37,7 +37,7 @@ def entry_of(values: torch.Tensor) -> TensorEntry:
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_vector_round_trips_row(name: str, tmp_path: Path) -> None:
+def test_every_trap_comes_back_as_the_same_tree(name: str, tmp_path: Path) -> None:
     original, out = contract.vector(name, tmp_path), tmp_path / "out.pt"
     checkpoint = read(original)
     unknown = name in contract.UNKNOWN_CALLS
@@ -57,14 +57,14 @@ def _pickle(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["01-full-tie", "09-every-dtype-in-one-dict", "17-adam-tensor-lr", "06-channels-last"])
-def test_untouched_file_is_written_byte_for_byte_row(name: str, tmp_path: Path) -> None:
+def test_an_untouched_file_is_written_byte_for_byte(name: str, tmp_path: Path) -> None:
     original = contract.vector(name, tmp_path)
     rewritten(original, tmp_path / "out.pt")
     assert (tmp_path / "out.pt").read_bytes() == original.read_bytes()
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_vector_with_new_records_round_trips_row(name: str, tmp_path: Path) -> None:
+def test_every_trap_comes_back_with_new_records(name: str, tmp_path: Path) -> None:
     """As a tree from another container is written: no record of the old file is copied."""
     original, out = contract.vector(name, tmp_path), tmp_path / "out.pt"
     checkpoint = read(original)
@@ -75,7 +75,7 @@ def test_vector_with_new_records_round_trips_row(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in FIXTURES.glob("torch-*.pt")))
-def test_row_22_files_of_old_torch(name: str, tmp_path: Path) -> None:
+def test_files_of_old_torch_are_read_and_rewritten(name: str, tmp_path: Path) -> None:
     original, out = FIXTURES / name, tmp_path / "out.pt"
     contract.round_trip(torch_zip, read(original), out)
     assert_same_objects(load(original), load(out))
@@ -106,7 +106,7 @@ def test_any_views_of_any_storages(data: st.DataObject, tmp_path_factory: pytest
 
 
 @pytest.mark.parametrize("length", [0, 1, 17, 63, 64, 65, 300, 70_000])
-def test_row_22_data_stays_aligned_when_the_pickle_changes_its_length(length: int, tmp_path: Path) -> None:
+def test_data_stays_aligned_when_the_pickle_changes_its_length(length: int, tmp_path: Path) -> None:
     original = written(torch_bytes(small() | {"note": "x" * 1000}), tmp_path / "a.pt")
     checkpoint = read(original)
     changed = Checkpoint(
@@ -136,7 +136,7 @@ def test_records_are_copied_in_one_range(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", ["1", "16", "4096"])
-def test_row_22_the_files_own_alignment_is_kept(alignment: str, tmp_path: Path) -> None:
+def test_the_files_own_alignment_is_kept(alignment: str, tmp_path: Path) -> None:
     original = written(_aligned(int(alignment)), tmp_path / "a.pt")
     assert read(original).metadata[".storage_alignment"] == alignment
     rewritten(original, tmp_path / "b.pt")

@@ -81,7 +81,7 @@ def write_with_holes(checkpoint: Checkpoint, path: Path) -> Path:
 @pytest.mark.parametrize(
     "sizes", [[(1 << 32) + 5, 64], [(1 << 31) + 7, (1 << 31), 64, 0, 3], [0xFFFFFFFF, 1], [0xFFFFFFFE]]
 )
-def test_row_22_zip64(sizes: list[int], tmp_path: Path) -> None:
+def test_records_beyond_4_gib_are_written_as_zip64(sizes: list[int], tmp_path: Path) -> None:
     path = write_with_holes(sparse(tmp_path / "a.pt", sizes), tmp_path / "a.pt")
     checkpoint = read(path)
     assert [entry.shape[0] for _, entry in tensors(checkpoint.tree)] == sizes
@@ -97,7 +97,7 @@ def test_row_22_zip64(sizes: list[int], tmp_path: Path) -> None:
     path.unlink()
 
 
-def test_row_22_records_pushed_across_4_gib_by_a_longer_pickle(tmp_path: Path) -> None:
+def test_records_pushed_across_4_gib_by_a_longer_pickle_stay_readable(tmp_path: Path) -> None:
     """The header of a record that ends up beyond 4 GiB needs 64-bit offsets, and so another descriptor: it is written
     anew."""
     path = write_with_holes(sparse(tmp_path / "a.pt", [(1 << 32) - 10_000, 64, 64]), tmp_path / "a.pt")

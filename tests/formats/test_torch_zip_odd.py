@@ -28,7 +28,7 @@ from tests.support.zips import record_starts, rezipped, with_record
 @pytest.mark.parametrize(
     "name", ["01-full-tie-three-roots", "09-every-dtype-in-one-dict", "17-adam-integer-ids", "08-conj"]
 )
-def test_row_22_rezipped_by_another_program(name: str, compression: int, tmp_path: Path) -> None:
+def test_files_rezipped_by_another_program_are_read_and_rewritten(name: str, compression: int, tmp_path: Path) -> None:
     original = contract.vector(name, tmp_path)
     again = rezipped(original, tmp_path / "b.pt", compression)
     checkpoint = read(again)
@@ -42,7 +42,7 @@ def test_row_22_rezipped_by_another_program(name: str, compression: int, tmp_pat
     )
 
 
-def test_row_22_a_long_deflated_record_in_pieces(tmp_path: Path) -> None:
+def test_a_long_deflated_record_is_read_in_pieces(tmp_path: Path) -> None:
     value = {"w": torch.arange(3_000_000, dtype=torch.int32), "t": torch.arange(600_000).reshape(600, 1000).t()}
     deflated = rezipped(written(torch_bytes(value), tmp_path / "a.pt"), tmp_path / "b.pt", zipfile.ZIP_DEFLATED)
     checkpoint = read(deflated)
@@ -55,7 +55,7 @@ def test_row_22_a_long_deflated_record_in_pieces(tmp_path: Path) -> None:
         assert data.read(at, 9) == value["w"].numpy().tobytes()[at : at + 9]
 
 
-def test_row_35_no_checksums(tmp_path: Path) -> None:
+def test_a_file_without_checksums_is_read_and_noted(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         original = written(torch_bytes(small()), tmp_path / "a.pt")
@@ -83,7 +83,7 @@ def test_threads_read_a_deflated_record_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
-def test_row_99_big_endian(compression: int, tmp_path: Path) -> None:
+def test_a_big_endian_file_is_byte_swapped(compression: int, tmp_path: Path) -> None:
     value = {
         "f": torch.arange(5.0),
         "c": torch.tensor([1 + 2j, 3 - 4j]),
@@ -109,13 +109,13 @@ def test_row_99_big_endian(compression: int, tmp_path: Path) -> None:
     assert torch_zip.append(checkpoint) is None
 
 
-def test_row_99_an_untyped_storage_in_a_big_endian_file_is_refused(tmp_path: Path) -> None:
+def test_an_untyped_storage_in_a_big_endian_file_is_refused(tmp_path: Path) -> None:
     original = written(torch_bytes({"w": torch.ones(2).to(torch.float8_e5m2)}), tmp_path / "a.pt")
     with pytest.raises(Unsupported, match="big-endian"):
         read(rezipped(original, tmp_path / "b.pt", zipfile.ZIP_STORED, {"archive/byteorder": b"big"}))
 
 
-def test_row_34_damaged_data_is_noticed_when_it_is_converted(tmp_path: Path) -> None:
+def test_damaged_data_is_noticed_when_it_is_converted(tmp_path: Path) -> None:
     original = written(
         torch_bytes({"w": torch.ones(100_000), "t": torch.ones(300, 300).t(), "part": torch.ones(1000)[:7]}),
         tmp_path / "a.pt",
@@ -130,7 +130,7 @@ def test_row_34_damaged_data_is_noticed_when_it_is_converted(tmp_path: Path) -> 
                 )
 
 
-def test_row_33_a_damaged_pickle_is_noticed_at_once(tmp_path: Path) -> None:
+def test_a_damaged_pickle_is_noticed_on_opening(tmp_path: Path) -> None:
     original = written(torch_bytes(small()), tmp_path / "a.pt")
     at = original.read_bytes().index(b"a.weight")
     data = bytearray(original.read_bytes())
@@ -168,7 +168,7 @@ def test_rows_45_51_52_64_87_88_odd_records(
     assert str(tmp_path) in caught.value.what
 
 
-def test_row_98_a_record_that_no_tensor_uses_is_noted(tmp_path: Path) -> None:
+def test_a_record_that_no_tensor_uses_is_noted(tmp_path: Path) -> None:
     original = written(torch_bytes(small()), tmp_path / "a.pt")
     checkpoint = read(with_record(original, tmp_path / "b.pt", "archive/data/77", b"smuggled"))
     assert [note.message for note in checkpoint.notes if note.code == "unused-record"] == [
@@ -176,7 +176,7 @@ def test_row_98_a_record_that_no_tensor_uses_is_noted(tmp_path: Path) -> None:
     ]
 
 
-def test_row_40_a_pickle_that_inflates_without_bounds(tmp_path: Path) -> None:
+def test_a_pickle_that_inflates_without_bounds_is_refused(tmp_path: Path) -> None:
     original = written(torch_bytes(small()), tmp_path / "a.pt")
     bomb = b"\x80\x02" + b"(" * (64 << 20)
     with pytest.raises(CkptoolError) as caught:
@@ -209,19 +209,19 @@ FLOATS, CPU = b"ctorch\nFloatStorage\n", text(b"cpu")
 @pytest.mark.parametrize(
     ("pid", "error"),
     [
-        (text(b"storage") + FLOATS + text(b"0") + CPU + b"K\x02", Corrupt),  # row 88
-        (text(b"storage") + FLOATS + text(b"0") + CPU + b"J\xff\xff\xff\xff", Corrupt),  # row 89
+        (text(b"storage") + FLOATS + text(b"0") + CPU + b"K\x02", Corrupt),
+        (text(b"storage") + FLOATS + text(b"0") + CPU + b"J\xff\xff\xff\xff", Corrupt),
         (text(b"storage") + FLOATS + text(b"0") + CPU + b"\x8a\x08\0\0\0\0\0\0\0\x40", Corrupt),  # 2^62
         (text(b"storage") + FLOATS + text(b"0") + CPU + b"G\x3f\xf0\0\0\0\0\0\0", Corrupt),
-        (text(b"storage") + FLOATS + text(b"../0") + CPU + b"K\x01", Corrupt),  # row 97
+        (text(b"storage") + FLOATS + text(b"../0") + CPU + b"K\x01", Corrupt),
         (text(b"storage") + FLOATS + text(b"/etc/passwd") + CPU + b"K\x01", Corrupt),
         (text(b"storage") + FLOATS + b"K\x00" + CPU + b"K\x01", Corrupt),
         (text(b"storage") + FLOATS + text(b"0") + b"N" + b"K\x01", Corrupt),
-        (text(b"storage") + b"ctorch\nOddStorage\n" + text(b"0") + CPU + b"K\x01", Unsupported),  # row 95
+        (text(b"storage") + b"ctorch\nOddStorage\n" + text(b"0") + CPU + b"K\x01", Unsupported),
         (text(b"storage") + b"cos\nsystem\n" + text(b"0") + CPU + b"K\x01", Unsupported),
         (text(b"storage") + b"N" + text(b"0") + CPU + b"K\x01", CkptoolError),
         (text(b"storage") + b"]" + text(b"0") + CPU + b"K\x01", CkptoolError),
-        (text(b"module") + FLOATS + text(b"0") + CPU + b"K\x01", Corrupt),  # row 82
+        (text(b"module") + FLOATS + text(b"0") + CPU + b"K\x01", Corrupt),
         (text(b"storage"), Corrupt),
         (b"K\x01", Corrupt),
     ],
@@ -231,13 +231,13 @@ def test_rows_82_to_97_persistent_ids(pid: bytes, error: type[CkptoolError], tmp
         read(persistent(pid, {"data/0": bytes(4)}, tmp_path / "a.pt"))
 
 
-def test_row_96_any_location_is_only_a_label(tmp_path: Path) -> None:
+def test_any_location_is_only_a_label(tmp_path: Path) -> None:
     for label in (b"cuda:99", b"banana:7", b"x" * 1_000_000):
         pid = text(b"storage") + FLOATS + text(b"0") + text(label) + b"K\x01"
         assert read(persistent(pid, {"data/0": bytes(4)}, tmp_path / "a.pt")).tree.location == label.decode()
 
 
-def test_row_94_one_key_described_in_two_ways(tmp_path: Path) -> None:
+def test_one_storage_key_described_in_two_ways_is_corrupt(tmp_path: Path) -> None:
     one = b"((" + text(b"storage") + FLOATS + text(b"0")
     for other in (text(b"cuda") + b"K\x01tQ", CPU + b"K\x02tQ"):
         pickle = b"\x80\x02" + one + CPU + b"K\x01tQ" + one[1:] + other + b"t."
@@ -249,7 +249,7 @@ def test_row_94_one_key_described_in_two_ways(tmp_path: Path) -> None:
             read(tmp_path / "a.pt")
 
 
-def test_row_90_a_tensor_beyond_its_storage(tmp_path: Path) -> None:
+def test_a_tensor_beyond_its_storage_is_a_bad_tensor(tmp_path: Path) -> None:
     original = written(torch_bytes({"w": torch.ones(4)}), tmp_path / "a.pt")
     with zipfile.ZipFile(original) as archive:
         pickle = archive.read("archive/data.pkl").replace(b"K\x04\x85", b"K\x05\x85")
@@ -260,7 +260,7 @@ def test_row_90_a_tensor_beyond_its_storage(tmp_path: Path) -> None:
 # Damage ---------------------------------------------------------------------------------------------------------------
 
 
-def test_row_17_cut_off_at_every_length(tmp_path: Path) -> None:
+def test_a_file_cut_at_every_length_is_refused(tmp_path: Path) -> None:
     data = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})
     for size in range(len(data)):
         with pytest.raises(CkptoolError):

@@ -98,7 +98,7 @@ def script_file(name: str, path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_row_015_the_state_dict_is_the_one_that_torch_gives(name: str, tmp_path: Path) -> None:
+def test_the_state_dict_is_the_one_that_torch_gives(name: str, tmp_path: Path) -> None:
     file, expected = script_file(name, tmp_path / "model.jit")
     opened = read(file)
     assert opened.container == torchscript.NAME and list(opened.tree) == ["state_dict", "attributes"]
@@ -112,7 +112,7 @@ def test_row_015_the_state_dict_is_the_one_that_torch_gives(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "frozen"])
-def test_row_015_convert_writes_the_state_dict(name: str, tmp_path: Path) -> None:
+def test_convert_writes_the_state_dict_without_the_program(name: str, tmp_path: Path) -> None:
     file, expected = script_file(name, tmp_path / "model.jit")
     done = ckptool.convert(file, tmp_path / "w.pt", verify=True)
     assert "without its program" in done.summary and all(
@@ -212,7 +212,7 @@ def test_mobile_bytecode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["remap", "add_module", "rename", "cast", "edit"])
-def test_row_015_what_would_lose_the_program_is_refused(verb: str, tmp_path: Path) -> None:
+def test_changes_that_would_lose_the_program_are_refused(verb: str, tmp_path: Path) -> None:
     file, _ = script_file("scripted", tmp_path / "model.jit")
     options: dict[str, Any] = {
         "remap": {"to": "cuda:0"},
@@ -228,7 +228,7 @@ def test_row_015_what_would_lose_the_program_is_refused(verb: str, tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} <= {"model.jit", "rules.yaml"}
 
 
-def test_row_015_the_whole_tree_cannot_be_carried(tmp_path: Path) -> None:
+def test_convert_all_is_refused(tmp_path: Path) -> None:
     file, _ = script_file("scripted", tmp_path / "model.jit")
     with pytest.raises(Unsupported, match=r"beside its tensors|carried"):
         ckptool.convert(file, tmp_path / "out.safetensors", all=True)
@@ -252,27 +252,27 @@ def plain(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["archive/constants.pkl", "archive/code/__torch__.py"])
-def test_row_052_records_of_a_program_planted_into_a_checkpoint(name: str, tmp_path: Path) -> None:
+def test_program_records_planted_into_a_checkpoint_are_ambiguous(name: str, tmp_path: Path) -> None:
     out = with_record(plain(tmp_path / "plain.pt"), tmp_path / "out.pt", name, b"\x80\x02).")
     with pytest.raises(Ambiguous, match="TorchScript"):
         read(out)
 
 
-def test_row_052_a_program_without_the_mark_by_which_torch_tells_it(tmp_path: Path) -> None:
+def test_a_program_without_its_constants_is_ambiguous(tmp_path: Path) -> None:
     file, _ = script_file("linear", tmp_path / "model.jit")
     out = with_record(file, tmp_path / "out.pt", f"{file.stem}/constants.pkl", None)
     with pytest.raises(Ambiguous, match="TorchScript"):
         read(out)
 
 
-def test_row_052_two_modules_in_one_archive(tmp_path: Path) -> None:
+def test_two_modules_in_one_archive_are_ambiguous(tmp_path: Path) -> None:
     file, _ = script_file("linear", tmp_path / "model.jit")
     out = with_record(file, tmp_path / "out.pt", "other/data.pkl", b"\x80\x02).")
     with pytest.raises(Ambiguous, match="two"):
         read(out)
 
 
-def test_row_052_a_zip_behind_another_container(tmp_path: Path) -> None:
+def test_a_zip_archive_after_another_container_is_ambiguous(tmp_path: Path) -> None:
     file, _ = script_file("linear", tmp_path / "model.jit")
     legacy = torch_bytes({"weight": torch.ones(2)}, _use_new_zipfile_serialization=False)
     tar = io.BytesIO()
@@ -287,7 +287,7 @@ def test_row_052_a_zip_behind_another_container(tmp_path: Path) -> None:
                 read(written(first + second, tmp_path / "both.pt"))
 
 
-def test_row_040_code_that_inflates_without_end(tmp_path: Path) -> None:
+def test_code_that_inflates_without_end_is_refused(tmp_path: Path) -> None:
     file, _ = script_file("linear", tmp_path / "model.jit")
     out = tmp_path / "out.jit"
     with zipfile.ZipFile(file) as archive, zipfile.ZipFile(out, "w") as again:
@@ -346,7 +346,7 @@ def test_truncated_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None
             continue
 
 
-def test_row_065_an_attribute_without_a_name_and_one_name_twice(tmp_path: Path) -> None:
+def test_attributes_without_a_name_or_with_one_name_twice_are_corrupt(tmp_path: Path) -> None:
     file, _ = script_file("linear", tmp_path / "model.jit")
     for state in (
         b"}(K\x01K\x02u",

@@ -45,7 +45,7 @@ def in_memory(tree: Any) -> Checkpoint:
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_vector_comes_back_row(name: str, tmp_path: Path) -> None:
+def test_every_trap_comes_back_or_is_refused_by_name(name: str, tmp_path: Path) -> None:
     original = contract.vector(name, tmp_path)
     checkpoint = read(original)
     error = contract.refusal(lambda: pack(checkpoint))
@@ -62,7 +62,7 @@ def test_vector_comes_back_row(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in TRAPS if n not in REFUSED])
-def test_stock_safetensors_opens_it_and_sees_the_values_row(name: str, tmp_path: Path) -> None:
+def test_safetensors_opens_it_and_sees_the_values(name: str, tmp_path: Path) -> None:
     carry(read(contract.vector(name, tmp_path)), tmp_path / "a.safetensors")
     value = TRAPS[name]()
     with safe_open(tmp_path / "a.safetensors", "pt") as stock:
@@ -162,9 +162,7 @@ def entries(base: torch.Tensor, **views: torch.Tensor) -> Any:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128, torch.complex32, torch.complex64])
-def test_row_6_strides_that_cover_the_storage_are_kept(
-    shape_and_stride: Any, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_strides_that_cover_the_storage_are_kept(shape_and_stride: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     shape, stride = shape_and_stride
     base = values(torch.Size(shape).numel(), dtype=dtype)
     tree = {"w": base.as_strided(shape, stride)}

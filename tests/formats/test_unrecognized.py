@@ -1,5 +1,4 @@
-"""What is no checkpoint is named, with what to do: rows 1 to 11, 13, 14 and 16 of HOSTILE.md, and torch's other kinds
-of file."""
+"""What is no checkpoint is named, with what to do: torch's other kinds of file."""
 
 from __future__ import annotations
 
@@ -42,14 +41,14 @@ from tests.support.zips import with_record
 CHECKPOINT = torch_bytes({"weight": torch.ones(2)})
 
 
-def test_row_001_empty_file(tmp_path: Path) -> None:
+def test_an_empty_file_is_truncated(tmp_path: Path) -> None:
     unreadable(written(b"", tmp_path / "model.pt"), Truncated, "is empty (0 bytes)")
 
 
 @pytest.mark.parametrize(
     "data", [b"P", b"PK\x03", b"\x80", b"\x80\x02", b"\x80\x02}", b"abc", b"\x01", b"\xff\xfe\xfd", b"\n"]
 )
-def test_row_002_a_few_bytes(data: bytes, tmp_path: Path) -> None:
+def test_a_few_bytes_are_no_checkpoint(data: bytes, tmp_path: Path) -> None:
     path = written(data, tmp_path / "model.pt")
     with pytest.raises((NotACheckpoint, Truncated, Corrupt)) as caught:
         read(path)
@@ -57,18 +56,18 @@ def test_row_002_a_few_bytes(data: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 100, 5_000, 3 << 20])
-def test_row_003_zeros(size: int, tmp_path: Path) -> None:
+def test_a_file_of_zeros_was_never_written(size: int, tmp_path: Path) -> None:
     error = unreadable(written(bytes(size), tmp_path / "model.pt"), Corrupt, "zero", "never written")
     assert f"{min(size, 1 << 20):,}" in error.what and f"{size:,}" in error.what
 
 
-def test_row_003_zeros_and_then_the_rest(tmp_path: Path) -> None:
+def test_zeros_at_the_start_are_counted(tmp_path: Path) -> None:
     unreadable(
         written(bytes(4096) + CHECKPOINT[4096:] + b"x", tmp_path / "model.pt"), Corrupt, "the first 4,096 of its"
     )
 
 
-def test_row_004_git_lfs_pointer(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_says_how_to_fetch_the_file(tmp_path: Path) -> None:
     oid = "sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
     pointer = f"version https://git-lfs.github.com/spec/v1\noid {oid}\nsize 12345\n".encode()
     for data in (pointer, pointer.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + pointer):
@@ -78,20 +77,20 @@ def test_row_004_git_lfs_pointer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "start", ["<!DOCTYPE html>", "<html>", "  \n<HTML lang='en'>", "<?xml version='1.0'?>", "<Error><Code>AccessDenied"]
 )
-def test_row_005_web_page(start: str, tmp_path: Path) -> None:
+def test_a_web_page_says_that_a_login_is_likely(start: str, tmp_path: Path) -> None:
     unreadable(
         written(f"{start}<title>Sign in</title>".encode(), tmp_path / "model.pt"), NotACheckpoint, "web page", "login"
     )
 
 
-def test_row_006_what_a_server_answered(tmp_path: Path) -> None:
+def test_a_servers_answer_is_quoted_escaped(tmp_path: Path) -> None:
     answer = json.dumps({"error": "Repository not found \x1b[31m"}).encode()
     unreadable(
         written(answer, tmp_path / "model.bin"), NotACheckpoint, "answer of a server: Repository not found", "Download"
     )
 
 
-def test_row_006_a_configuration_given_as_the_model(tmp_path: Path) -> None:
+def test_a_configuration_points_to_the_model_beside_it(tmp_path: Path) -> None:
     config = written(json.dumps({"architectures": ["Bert"]}, indent=2).encode(), tmp_path / "config.json")
     unreadable(config, NotACheckpoint, "JSON", "there is none")
     written(CHECKPOINT, tmp_path / "my model.bin")
@@ -99,7 +98,7 @@ def test_row_006_a_configuration_given_as_the_model(tmp_path: Path) -> None:
     assert f"'{tmp_path}/my model.bin'" in error.fix
 
 
-def test_row_006_json_of_another_kind(tmp_path: Path) -> None:
+def test_other_json_is_named_as_such(tmp_path: Path) -> None:
     for data in (b"[1, 2, 3]", b'{"a": NaN}', b"{", b"{}", b"[" * 400):
         unreadable(written(data, tmp_path / "model.json"), NotACheckpoint, "JSON")
 
@@ -119,7 +118,7 @@ WRAPPED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.parametrize("suffixed", [True, False])
-def test_row_007_compressed(name: str, suffixed: bool, tmp_path: Path) -> None:
+def test_a_compressed_file_says_how_to_decompress_it(name: str, suffixed: bool, tmp_path: Path) -> None:
     compress, suffix = WRAPPED[name]
     path = written(compress(CHECKPOINT), tmp_path / f"my model.pt{suffix if suffixed else ''}")
     error = unreadable(path, Unsupported, f"compressed with {name}")
@@ -132,7 +131,7 @@ def test_row_007_compressed(name: str, suffixed: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("magic", "name"), [(b"7z\xbc\xaf\x27\x1c\0\x04", "7-Zip"), (b"Rar!\x1a\x07\x01\0", "RAR")])
-def test_row_008_archives_that_get_past_scanners(magic: bytes, name: str, tmp_path: Path) -> None:
+def test_other_archives_are_named_and_warned_of(magic: bytes, name: str, tmp_path: Path) -> None:
     unreadable(written(magic + bytes(100), tmp_path / "model.pt"), Unsupported, name, "scanners")
 
 
@@ -166,20 +165,20 @@ def plain_tar() -> bytes:
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
-def test_row_009_models_of_other_programs(name: str, tmp_path: Path) -> None:
+def test_models_of_other_programs_are_named(name: str, tmp_path: Path) -> None:
     data = OTHER_MODELS[name] or plain_tar()
     if name == "TensorFlow checkpoint":
         data = b"\0\x05" + data[2:]
     unreadable(written(data, tmp_path / "model.pth"), Unsupported, name)
 
 
-def test_row_009_npz_and_npy_are_read(tmp_path: Path) -> None:
+def test_npz_and_npy_files_are_read(tmp_path: Path) -> None:
     numpy.save(tmp_path / "a.npy", numpy.arange(3))
     numpy.savez(tmp_path / "a.npz", x=numpy.arange(3))
     assert {read(tmp_path / name).container for name in ("a.npy", "a.npz")} == {"npy", "npz"}
 
 
-def test_row_009_onnx_as_torch_writes_it(tmp_path: Path) -> None:
+def test_onnx_as_torch_writes_it_is_named(tmp_path: Path) -> None:
     # the first bytes of torch.onnx.export
     header = b"\x08\x07\x12\x07pytorch\x1a\x031.9:\xba\x01\n\x16\n\x07input.1\x12\x016"
     unreadable(written(header + bytes(200), tmp_path / "model.onnx"), Unsupported, "ONNX")
@@ -195,7 +194,7 @@ def test_row_009_onnx_as_torch_writes_it(tmp_path: Path) -> None:
         (b"MZ\x90\0", "Windows"),
     ],
 )
-def test_row_010_other_files_renamed(magic: bytes, name: str, tmp_path: Path) -> None:
+def test_other_files_are_named_whatever_their_suffix(magic: bytes, name: str, tmp_path: Path) -> None:
     unreadable(written(magic + bytes(200), tmp_path / "model.pt"), NotACheckpoint, name, "whatever its name says")
 
 
@@ -217,17 +216,17 @@ def zipped(path: Path, names: list[str]) -> Path:
         (["folder/weights.safetensors"], "weights.safetensors"),
     ],
 )
-def test_row_011_ordinary_zip(names: list[str], word: str, tmp_path: Path) -> None:
+def test_an_ordinary_zip_is_no_checkpoint(names: list[str], word: str, tmp_path: Path) -> None:
     error = unreadable(zipped(tmp_path / "my model.pt", names), NotACheckpoint, word, "not a PyTorch checkpoint")
     assert f"'{tmp_path}/my model.pt'" in error.fix
 
 
-def test_row_011_torchserve_archive(tmp_path: Path) -> None:
+def test_a_torchserve_archive_says_which_file_to_unzip(tmp_path: Path) -> None:
     path = zipped(tmp_path / "model.mar", ["MAR-INF/MANIFEST.json", "resnet.pth", "handler.py"])
     unreadable(path, Unsupported, "TorchServe", "resnet.pth", "unzip")
 
 
-def test_row_011_the_first_script_format(tmp_path: Path) -> None:
+def test_the_first_torchscript_format_is_unsupported(tmp_path: Path) -> None:
     unreadable(zipped(tmp_path / "model.pt", ["m/model.json", "m/tensors/0", "m/version"]), Unsupported, "model.json")
 
 
@@ -242,7 +241,7 @@ class Simple(nn.Module):
 
 @pytest.mark.soak  # six seconds, of which torch takes all
 @pytest.mark.filterwarnings("ignore")
-def test_row_011_torch_export(tmp_path: Path) -> None:
+def test_a_torch_export_program_is_unsupported(tmp_path: Path) -> None:
     program = torch.export.export(Simple(), (torch.ones(1, 3),))
     torch.export.save(program, str(tmp_path / "model.pt2"))
     unreadable(tmp_path / "model.pt2", Unsupported, "torch.export", ".state_dict")
@@ -258,12 +257,12 @@ OLD_EXPORT = "serialized_exported_program.json serialized_state_dict.pt serializ
 @pytest.mark.parametrize(
     "names", [[f"m/{name}" for name in NEW_EXPORT.split()], OLD_EXPORT.split()], ids=["new", "old"]
 )
-def test_row_011_the_layouts_of_torch_export(names: list[str], tmp_path: Path) -> None:
+def test_every_layout_of_torch_export_is_recognized(names: list[str], tmp_path: Path) -> None:
     unreadable(zipped(tmp_path / "model.pt2", names), Unsupported, "torch.export", ".state_dict")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_row_011_torch_package(tmp_path: Path) -> None:
+def test_a_torch_package_is_unsupported(tmp_path: Path) -> None:
     from torch.package import PackageExporter
 
     with PackageExporter(str(tmp_path / "model.pt")) as package:
@@ -274,7 +273,7 @@ def test_row_011_torch_package(tmp_path: Path) -> None:
     unreadable(named, Unsupported, "torch.package")
 
 
-def test_row_013_fifo_socket_device(tmp_path: Path) -> None:
+def test_pipes_sockets_and_devices_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
@@ -282,7 +281,7 @@ def test_row_013_fifo_socket_device(tmp_path: Path) -> None:
             unreadable(path, UsageError, "not a regular file")
 
 
-def test_row_013_a_terminal() -> None:
+def test_a_terminal_is_refused() -> None:
     master, slave = os.openpty()
     try:
         unreadable(Path(os.ttyname(slave)), UsageError, "not a regular file")
@@ -291,7 +290,7 @@ def test_row_013_a_terminal() -> None:
         os.close(slave)
 
 
-def test_row_014_links_and_names(tmp_path: Path) -> None:
+def test_links_that_loop_or_dangle_and_impossible_names_are_told(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     unreadable(tmp_path / "loop", FileProblem, "leads to itself")
@@ -303,7 +302,7 @@ def test_row_014_links_and_names(tmp_path: Path) -> None:
     assert "\x1b" not in str(ckptool.inspect(path)) and r"with\nnewline \x1b[0m.pt" in str(ckptool.inspect(path))
 
 
-def test_row_016_the_right_magic_and_the_wrong_sequel(tmp_path: Path) -> None:
+def test_a_right_magic_with_a_wrong_sequel_is_refused(tmp_path: Path) -> None:
     legacy = torch_bytes({"weight": torch.ones(2)}, _use_new_zipfile_serialization=False)
     noise = numpy.random.default_rng(0).bytes(2000)
     for data in (
@@ -322,7 +321,7 @@ def test_row_016_the_right_magic_and_the_wrong_sequel(tmp_path: Path) -> None:
             read(written(data, tmp_path / "model.pt"))
 
 
-def test_row_077_a_pickle_of_no_known_protocol(tmp_path: Path) -> None:
+def test_a_pickle_of_an_unknown_protocol_is_refused(tmp_path: Path) -> None:
     unreadable(written(b"\x80\x2a}.", tmp_path / "model.pkl"), Unsupported, "unknown protocol 42")
     unreadable(written(b"\x80\x2a}x", tmp_path / "model.pkl"), NotACheckpoint, "80 2a 7d")
 

@@ -154,7 +154,7 @@ def test_the_file_itself_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_archive_row(name: str, tmp_path: Path) -> None:
+def test_a_broken_archive_is_refused_and_left_as_it_was(name: str, tmp_path: Path) -> None:
     edit, error = BROKEN[name]
     data = edit(FILE)
     assert data != FILE
@@ -179,7 +179,7 @@ UNCONFIRMED: dict[str, tuple[Edit, type[CkptoolError]]] = {
 
 
 @pytest.mark.parametrize("name", UNCONFIRMED)
-def test_a_records_own_header_is_looked_at_before_its_bytes_are_used_row(name: str, tmp_path: Path) -> None:
+def test_a_local_header_is_checked_before_its_data_is_used(name: str, tmp_path: Path) -> None:
     edit, error = UNCONFIRMED[name]
     checkpoint = read(written(edit(FILE), tmp_path / "a.pt"))  # opening looks at no header of data
     data = checkpoint.tree["w"].storage.data
@@ -235,7 +235,7 @@ def test_a_stream_of_python_with_descriptors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wide", [(3 << 30, 3 << 30, 0), (5 << 30, 3 << 30, 100), (100, 100, 3 << 30), (5 << 30, 5 << 30, 5 << 30)]
 )
-def test_row_22_python_uses_64_bits_from_2_gib_on(wide: tuple[int, int, int], tmp_path: Path) -> None:
+def test_zip64_sizes_that_would_fit_32_bits_keep_their_fields(wide: tuple[int, int, int], tmp_path: Path) -> None:
     """An entry with 64-bit sizes that would have fitted into 32 keeps all of them when the record moves."""
     size, stored, header = wide
     full = 0xFFFFFFFF

@@ -84,7 +84,7 @@ ARCHIVES = {
 
 @pytest.mark.parametrize("archive", ARCHIVES)
 @pytest.mark.parametrize("size", [10, 64_000, 300_000])
-def test_row_22_an_edit(archive: str, size: int, tmp_path: Path) -> None:
+def test_an_edit_appends_and_every_reader_sees_it(archive: str, size: int, tmp_path: Path) -> None:
     path = ARCHIVES[archive](size, tmp_path)
     before = path.read_bytes()
     mmap = "deflated" not in archive
@@ -113,7 +113,7 @@ def test_the_bytes_added_are_few(tmp_path: Path) -> None:
     assert path.stat().st_size - before <= 2 * (pickle + directory) + (64 << 10)
 
 
-def test_row_22_new_storages_are_appended_and_aligned(tmp_path: Path) -> None:
+def test_new_storages_are_appended_and_aligned(tmp_path: Path) -> None:
     path = ARCHIVES["by torch"](10_000, tmp_path)
     append_in_place(*edit(path, with_a_new_tensor))
     assert_same_objects(load(path, mmap=True), value(10_000) | {"new": torch.arange(40, dtype=torch.uint8)})
@@ -239,7 +239,7 @@ def check_state(path: Path, old: Any, new: Any) -> bool:
 
 @pytest.mark.parametrize("archive", ["by torch", "rezipped"])
 @pytest.mark.parametrize("size", [10, 64_000, 200_000])
-def test_row_149_stopped_at_any_operation_or_in_the_middle_of_one(
+def test_an_edit_stopped_at_or_in_any_operation_is_old_or_new(
     archive: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = ARCHIVES[archive](size, tmp_path)
@@ -258,7 +258,9 @@ def test_row_149_stopped_at_any_operation_or_in_the_middle_of_one(
     assert outcomes == sorted(outcomes) and not outcomes[0] and outcomes[-1]
 
 
-def test_row_149_an_edit_on_top_of_others_stopped_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_on_top_of_others_stopped_anywhere_is_old_or_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = ARCHIVES["by torch"](66_000, tmp_path)
     append_in_place(*edit(path, lambda tree: {**tree, "n": 1}))
     before = path.read_bytes()
@@ -272,7 +274,7 @@ def test_row_149_an_edit_on_top_of_others_stopped_anywhere(tmp_path: Path, monke
     assert len(states) > 30
 
 
-def test_row_157_power_is_lost_and_writes_since_the_last_sync_are_lost_in_any_combination(
+def test_a_power_cut_that_loses_any_unsynced_writes_leaves_old_or_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two syncs, any of the operations may have reached the disk, or not; a cut comes after a sync, and is one
@@ -335,12 +337,12 @@ def killed_at_random(folder: Path, times: int) -> None:
 
 
 @pytest.mark.parametrize("times", [9, 11])
-def test_row_149_killed_at_any_time(times: int, tmp_path: Path) -> None:
+def test_killed_at_any_time_the_file_is_old_or_new(times: int, tmp_path: Path) -> None:
     killed_at_random(tmp_path, times)
 
 
 @pytest.mark.soak
-def test_row_149_killed_at_any_time_many_times(tmp_path: Path) -> None:
+def test_killed_at_any_time_five_hundred_times(tmp_path: Path) -> None:
     killed_at_random(tmp_path, 500)
 
 
@@ -349,7 +351,7 @@ def test_row_149_killed_at_any_time_many_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EFBIG])
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "ftruncate"])
-def test_row_151_an_error_at_any_operation_leaves_the_file_as_it_was(
+def test_an_error_at_any_operation_leaves_the_file_as_it_was(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = ARCHIVES["by torch"](150_000, tmp_path)
@@ -377,7 +379,7 @@ def test_row_151_an_error_at_any_operation_leaves_the_file_as_it_was(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), VerifyFailed("differs", "why")])
-def test_row_150_an_interrupt_or_a_failed_check_leaves_the_file_as_it_was(error: BaseException, tmp_path: Path) -> None:
+def test_an_interrupt_or_a_failed_check_leaves_the_file_as_it_was(error: BaseException, tmp_path: Path) -> None:
     def stop(*args: Any) -> None:
         raise error
 
@@ -422,7 +424,7 @@ def test_a_second_name_that_a_killed_run_left_is_no_link(tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
 
 
-def test_row_158_two_edits_at_once_are_refused(tmp_path: Path) -> None:
+def test_a_second_edit_at_the_same_time_is_refused(tmp_path: Path) -> None:
     path = ARCHIVES["by torch"](10, tmp_path)
     before = path.read_bytes()
     plan, source = edit(path, prefixed)

@@ -75,7 +75,7 @@ def test_a_new_file(tmp_path: Path) -> None:
     assert (tmp_path / "out").stat().st_nlink == 1
 
 
-def test_row_140_an_existing_file_is_refused(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_replaced_unasked(tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"old")
     with pytest.raises(OutputExists, match="exists already"):
         replace_file(plan(), tmp_path / "out")
@@ -91,7 +91,7 @@ def test_overwriting_keeps_the_mode(mode: int, tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == mode
 
 
-def test_row_141_a_links_own_target_is_replaced(tmp_path: Path) -> None:
+def test_the_target_of_a_symlink_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there/real").write_bytes(b"old")
     (tmp_path / "link").symlink_to("there/real")
@@ -108,7 +108,7 @@ def test_a_dangling_link(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_bytes() == b"new"
 
 
-def test_row_142_targets_that_cannot_be(tmp_path: Path) -> None:
+def test_impossible_targets_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "fifo")
@@ -213,7 +213,7 @@ def test_rows_152_and_154_a_system_call_that_fails(call: str, tmp_path: Path, mo
     assert names(tmp_path) == ["out"]
 
 
-def test_row_155_a_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_synced_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fsync
 
     def failing(fd: int) -> None:
@@ -266,7 +266,7 @@ def test_a_checksum_that_does_not_match_on_the_way(size: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "rewritten"])
-def test_row_131_an_input_that_changes_meanwhile(change: str, tmp_path: Path) -> None:
+def test_an_input_that_changes_meanwhile_is_refused(change: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(bytes(200_000))
     source = Source(tmp_path / "in")
 
@@ -284,7 +284,7 @@ def test_row_131_an_input_that_changes_meanwhile(change: str, tmp_path: Path) ->
     assert names(tmp_path) == ["in"]
 
 
-def test_row_139_the_input_is_the_output(tmp_path: Path) -> None:
+def test_the_output_may_replace_its_own_input(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_bytes(b"0123456789" * 20_000)
     source = Source(target)
@@ -302,7 +302,7 @@ def test_not_enough_room_is_said_before_anything_is_written(tmp_path: Path, monk
     assert names(tmp_path) == []
 
 
-def test_row_151_the_limit_on_file_sizes(tmp_path: Path) -> None:
+def test_the_limit_on_file_sizes_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"old")
     code = """
         from ckptool.errors import DiskFull
@@ -350,7 +350,7 @@ def temporaries(folder: Path) -> list[str]:
     return [name for name in names(folder) if name.endswith(".tmp")]
 
 
-def test_row_149_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
     assert len(temporaries(tmp_path)) == 1
     live.kill()
     live.wait()
@@ -361,7 +361,7 @@ def test_row_149_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Pop
     assert temporaries(tmp_path) == [] and (tmp_path / "out").read_bytes() == b"new"
 
 
-def test_row_149_also_a_run_that_is_refused_sweeps(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_a_refused_run_sweeps_too(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
     live.kill()
     live.wait()
     (tmp_path / "out").write_bytes(b"old")
@@ -370,7 +370,7 @@ def test_row_149_also_a_run_that_is_refused_sweeps(live: subprocess.Popen[bytes]
     assert temporaries(tmp_path) == []
 
 
-def test_row_162_a_living_writers_file_is_left_alone(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_a_living_writers_temporary_file_is_left_alone(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
     replace_file(plan(), tmp_path / "out")
     assert len(temporaries(tmp_path)) == 1 and (tmp_path / "out").read_bytes() == b"new"
     live.kill()
@@ -405,7 +405,7 @@ def test_a_new_temporary_file_is_not_taken_for_one_that_was_left(
     assert swept and (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
 
 
-def test_row_158_many_writers_one_complete_winner(tmp_path: Path) -> None:
+def test_of_many_writers_one_wins_completely(tmp_path: Path) -> None:
     target = tmp_path / "out"
     problems: list[BaseException] = []
 
@@ -423,14 +423,14 @@ def test_row_158_many_writers_one_complete_winner(tmp_path: Path) -> None:
     writers = [threading.Thread(target=write, args=(letter,)) for letter in (b"a", b"b", b"c", b"d")]
     for writer in writers:
         writer.start()
-    while any(writer.is_alive() for writer in writers):  # row 159: a reader sees one or the other
+    while any(writer.is_alive() for writer in writers):  # a reader sees one or the other
         if target.exists():
             data = target.read_bytes()
             assert len(data) == 100_000 and len(set(data)) == 1
     assert problems == [] and names(tmp_path) == ["out"]
 
 
-def test_row_158_two_that_both_want_to_be_first(tmp_path: Path) -> None:
+def test_of_several_first_writers_one_wins(tmp_path: Path) -> None:
     results: list[str] = []
 
     def write(letter: bytes) -> None:
@@ -478,18 +478,16 @@ def killed_at_random(folder: Path, times: int) -> None:
     assert names(folder) == ["out"]
 
 
-def test_row_149_killed_at_any_time(tmp_path: Path) -> None:
+def test_killed_at_any_time_the_file_is_old_or_new(tmp_path: Path) -> None:
     killed_at_random(tmp_path, 8)
 
 
 @pytest.mark.soak
-def test_row_149_killed_at_any_time_many_times(tmp_path: Path) -> None:
+def test_killed_at_any_time_three_hundred_times(tmp_path: Path) -> None:
     killed_at_random(tmp_path, 300)
 
 
-def test_row_150_a_terminated_process_leaves_nothing_when_it_unwinds(
-    live: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
+def test_an_interrupted_process_leaves_nothing_behind(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
     live.send_signal(signal.SIGINT)
     assert live.wait(20) != 0
     assert temporaries(tmp_path) == [] and not (tmp_path / "out").exists()

@@ -364,7 +364,7 @@ def test_rows_149_to_157_a_sample_of_points(case: str, bench: Bench, tmp_path: P
     for kind in KINDS:
         sweep(kind, trial, 1)
     power_lost(trial, 10)
-    assert trial.run(Point("short", -1, "")).code == trial.case.code and trial.found() == trial.after, "row 156"
+    assert trial.run(Point("short", -1, "")).code == trial.case.code and trial.found() == trial.after
 
 
 @pytest.mark.soak
@@ -393,7 +393,7 @@ def power_lost(trial: Trial, times: int) -> None:
 
 
 @pytest.mark.soak
-def test_row_149_a_thousand_kills_at_random(bench: Bench, tmp_path: Path) -> None:
+def test_a_thousand_kills_at_random_leave_old_or_new(bench: Bench, tmp_path: Path) -> None:
     chosen = random.Random(1000)
     trials = [Trial(case, bench, tmp_path / f"{number}") for number, case in enumerate(CASES.values())]
     landed = 0

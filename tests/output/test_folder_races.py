@@ -85,7 +85,7 @@ def temporaries(folder: Path) -> list[str]:
     return [name for name in names(folder) if name.startswith(".ckptool-")]
 
 
-def test_row_149_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
     live.kill()
     live.wait()
     assert len(temporaries(tmp_path)) == 1 and not (tmp_path / "out").exists()
@@ -95,7 +95,7 @@ def test_row_149_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Pop
     assert temporaries(tmp_path) == [] and contents(tmp_path / "out") == NEW
 
 
-def test_row_149_a_file_of_the_same_name_sweeps_it_too(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_a_file_of_the_same_name_sweeps_it_too(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
     from ckptool.output import replace_file
 
     live.kill()
@@ -104,7 +104,7 @@ def test_row_149_a_file_of_the_same_name_sweeps_it_too(live: subprocess.Popen[by
     assert temporaries(tmp_path) == [] and (tmp_path / "out").read_bytes() == b"new"
 
 
-def test_row_162_a_living_writers_folder_is_left_alone(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_a_living_writers_temporary_folder_is_left_alone(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
     replace_folder(plan(), tmp_path / "out")
     assert len(temporaries(tmp_path)) == 1 and contents(tmp_path / "out") == NEW
     live.kill()
@@ -113,9 +113,7 @@ def test_row_162_a_living_writers_folder_is_left_alone(live: subprocess.Popen[by
     assert temporaries(tmp_path) == [] and contents(tmp_path / "out") == OLD
 
 
-def test_row_150_a_terminated_process_leaves_nothing_when_it_unwinds(
-    live: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
+def test_an_interrupted_process_leaves_nothing_behind(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
     live.send_signal(signal.SIGINT)
     assert live.wait(20) != 0
     assert temporaries(tmp_path) == [] and not (tmp_path / "out").exists()
@@ -145,17 +143,17 @@ def killed_at_random(folder: Path, times: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["exchanged", "put aside"])
-def test_row_149_killed_at_any_time(how: str, tmp_path: Path) -> None:
+def test_killed_at_any_time_the_folder_is_old_or_new(how: str, tmp_path: Path) -> None:
     killed_at_random(tmp_path, 5, how)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["exchanged", "put aside"])
-def test_row_149_killed_at_any_time_many_times(how: str, tmp_path: Path) -> None:
+def test_killed_at_any_time_two_hundred_times(how: str, tmp_path: Path) -> None:
     killed_at_random(tmp_path, 200, how)
 
 
-def test_row_149_killed_between_two_renames(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_put_aside_by_a_killed_run_is_put_back(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where names cannot be exchanged there is an instant without a folder; the next run puts the old one back
     first."""
     aside = Path(folders._aside(str(old)))
@@ -176,7 +174,7 @@ def test_row_149_killed_between_two_renames(old: Path, monkeypatch: pytest.Monke
     assert contents(aside) == {"a": b"older"}  # it may be the only copy
 
 
-def test_row_158_many_writers_one_complete_winner(tmp_path: Path) -> None:
+def test_of_many_writers_one_wins_completely(tmp_path: Path) -> None:
     target, problems = tmp_path / "out", []
     allowed = [f"{letter}{i}" for letter in "abc" for i in range(3)]
 
@@ -202,9 +200,7 @@ def test_row_158_many_writers_one_complete_winner(tmp_path: Path) -> None:
     assert problems == [] and names(tmp_path) == ["out"] and len(contents(target)) == 3
 
 
-def test_row_158_a_folder_that_is_swept_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_swept_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder is made first and locked then: in between, a second writer takes it for one that was left."""
     target, make, swept = tmp_path / "out", os.mkdir, []
 

@@ -49,14 +49,14 @@ def test_ways_to_write_the_name(target: str, tmp_path: Path, monkeypatch: pytest
     assert contents(tmp_path / "out") == OLD and names(tmp_path) == ["out"]
 
 
-def test_row_140_a_folder_that_exists(old: Path) -> None:
+def test_an_existing_folder_is_not_replaced_unasked(old: Path) -> None:
     with pytest.raises(OutputExists, match="exists already, with 2 files in it") as caught:
         replace_folder(plan(), old)
     three_parts(caught.value)
     assert contents(old) == OLD and names(old.parent) == ["out"]
 
 
-def test_row_159_an_existing_folder_is_replaced(old: Path, way: str) -> None:
+def test_an_existing_folder_is_replaced_whole(old: Path, way: str) -> None:
     old.chmod(0o700)
     replace_folder(plan(), old, overwrite=True, replaceable=["b"])
     assert contents(old) == NEW and names(old.parent) == ["out"]
@@ -103,13 +103,13 @@ def test_someone_else_makes_the_folder_meanwhile(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == {"theirs": b"theirs"} and names(tmp_path) == ["out"]
 
 
-def test_row_141_a_links_own_target_is_replaced(old: Path) -> None:
+def test_the_target_of_a_symlink_is_replaced(old: Path) -> None:
     (old.parent / "link").symlink_to("out")
     replace_folder(plan(), old.parent / "link", overwrite=True, replaceable=["b"])
     assert (old.parent / "link").is_symlink() and contents(old) == NEW and names(old.parent) == ["link", "out"]
 
 
-def test_row_142_targets_that_cannot_be(tmp_path: Path) -> None:
+def test_impossible_targets_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "loop").symlink_to("loop")
     for target in ("missing/out", "file/out", "file", "loop", "x" * 300, "nul\0"):
@@ -180,7 +180,7 @@ def test_rows_152_and_154_a_system_call_that_fails(
     assert contents(old) == OLD and names(old.parent) == ["out"]
 
 
-def test_row_154_the_second_of_two_renames_fails(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_second_rename_puts_the_old_folder_back(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
     real, calls = os.rename, []
 
@@ -196,7 +196,7 @@ def test_row_154_the_second_of_two_renames_fails(old: Path, monkeypatch: pytest.
     assert len(calls) == 4 and contents(old) == OLD and names(old.parent) == ["out"]
 
 
-def test_row_155_a_folder_above_that_cannot_be_synced(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_folder_that_cannot_be_synced_is_noted(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     above, real = os.stat(old.parent).st_ino, os.fsync
 
     def failing(fd: int) -> None:
@@ -246,7 +246,7 @@ def test_a_checksum_that_does_not_match_in_the_last_file(tmp_path: Path) -> None
     assert names(tmp_path) == []
 
 
-def test_row_131_an_input_that_changes_meanwhile(tmp_path: Path) -> None:
+def test_an_input_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(bytes(200_000))
     source = Source(tmp_path / "in")
     copy = Plan({"a": [FileRange(source, 0, 200_000)]})
@@ -295,7 +295,7 @@ def test_a_verb_replaces_only_the_checkpoint_that_is_there(tmp_path: Path) -> No
     assert names(out) == ["model.safetensors"] and names(tmp_path) == ["model.pt", "out"]
 
 
-def test_row_139_a_folder_written_over_itself(tmp_path: Path) -> None:
+def test_a_folder_is_written_over_itself_only_when_asked(tmp_path: Path) -> None:
     out = tmp_path / "out"
     ckptool.convert(model(tmp_path), out, shard_size="24B")
     with pytest.raises(Conflict, match="is the input itself"):

@@ -245,7 +245,7 @@ def test_where_the_kernel_cannot_copy_a_buffer_does(
     assert wrote(tmp_path, [InlineBytes(b"a"), FileRange(file, 1, 2_900_000)]) == b"a" + data[1:2_900_001]
 
 
-def test_row_156_short_copies_and_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_copies_and_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = noise(2_000_000)
     file = source(tmp_path, data)
     copy, write, read = os.copy_file_range, os.pwrite, os.preadv

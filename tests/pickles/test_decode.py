@@ -183,7 +183,7 @@ def test_opcode(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_row_80_opcodes_that_are_refused(name: str) -> None:
+def test_opcodes_that_no_checkpoint_needs_are_unsupported(name: str) -> None:
     with pytest.raises(Unsupported, match=name):
         decode_pickle(REFUSED[name])
 
@@ -205,7 +205,7 @@ def rebuilt(arguments: bytes, ref: StorageRef, name: bytes = b"_rebuild_tensor_v
     return decode(data, lambda pid: ref, BUILDERS).root
 
 
-def test_row_56_a_tensor_outside_its_storage() -> None:
+def test_a_tensor_outside_its_storage_is_refused() -> None:
     assert rebuilt(b"NQK\x00K\x04\x85K\x01\x85\x89" + HOOKS, storage()).shape == (4,)
     for arguments in (
         b"NQK\x00K\x05\x85K\x01\x85\x89",  # too long
@@ -228,7 +228,7 @@ def test_row_56_a_tensor_outside_its_storage() -> None:
         b"NK\x00K\x04\x85K\x01\x85\x89" + HOOKS,  # not a storage
         b"NQK\x00K\x04\x85K\x01\x85\x89",  # arity
         b"NQK\x00K\x04\x85K\x01\x85K\x01" + HOOKS,  # requires_grad is a number
-        b"NQK\x00K\x04\x85K\x01\x85\x89}K\x01Ns",  # row 58: hooks
+        b"NQK\x00K\x04\x85K\x01\x85\x89}K\x01Ns",  # hooks
         b"NQK\x00K\x04\x85K\x01\x85\x89" + HOOKS + b"}X\3\0\0\0foo\x88s",  # unknown metadata
     ],
 )
@@ -251,7 +251,7 @@ MARKERS = {
 
 
 @pytest.mark.parametrize("name", MARKERS)
-def test_row_53_nothing_is_imported_or_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_imported_or_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = tmp_path / "trace"
     body = (
         f"import pathlib\npathlib.Path({str(trace)!r}).touch()\ndef run(*a, **k):\n   "
@@ -269,7 +269,7 @@ def test_row_53_nothing_is_imported_or_called(name: str, tmp_path: Path, monkeyp
     sys.modules.pop("ckptool_marker")
 
 
-def test_row_60_calls_that_are_thrown_away_are_reported() -> None:
+def test_discarded_calls_are_reported() -> None:
     assert [c.name for c in decode_pickle(F + b")R0N.").discarded] == ["a.f"]
     assert [c.name for c in decode_pickle(b"(" + F + b")R1N.").discarded] == ["a.f"]
     assert [c.name for c in decode_pickle(F + b")Rq\x000N.").discarded] == ["a.f"]
@@ -300,7 +300,7 @@ def test_an_unknown_call_swallowed_by_a_known_one_is_reported() -> None:
         b"X\2\0\0\0\xc4\x80X\6\0\0\0latin1\x86",
     ],
 )
-def test_row_85_other_codecs_stay_calls_that_are_not_known(args: bytes) -> None:
+def test_other_codecs_stay_unknown_calls(args: bytes) -> None:
     decoded = decode_pickle(b"c_codecs\nencode\n" + args + b"R.")
     assert isinstance(decoded.root, Object)
     assert decode_pickle(b"c_codecs\nencode\n" + args + b"R0N.").discarded

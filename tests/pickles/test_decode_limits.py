@@ -83,7 +83,7 @@ HOSTILE: dict[str, tuple[bytes, type[CkptoolError]]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_row(name: str) -> None:
+def test_a_hostile_pickle_is_refused_quickly(name: str) -> None:
     data, error = HOSTILE[name]
     began = time.process_time()
     with pytest.raises(error) as caught:
@@ -92,11 +92,11 @@ def test_hostile_row(name: str) -> None:
     assert "data.pkl" in caught.value.what
 
 
-def test_row_64_bytes_after_the_end_are_not_read() -> None:
+def test_bytes_after_the_end_are_not_read() -> None:
     assert decode_pickle(b"N.\x80\x02K\x01.").end == 2
 
 
-def test_row_72_billion_laughs_stay_small() -> None:
+def test_billion_laughs_stay_small() -> None:
     """A hundred lists, each with ten references to the one before: 10^100 texts for whoever does not see that they are
     shared."""
     data = b"]q\x00" + b"".join(b"0](" + b"h%c" % i * 10 + b"eq%c" % (i + 1) for i in range(100)) + b"."
@@ -107,13 +107,13 @@ def test_row_72_billion_laughs_stay_small() -> None:
     assert inner == []
 
 
-def test_row_73_cycles() -> None:
+def test_cycles_are_kept() -> None:
     ring = decode_pickle(b"]q\x00h\x00a.").root
     assert ring[0] is ring
     decodes_to(b"}q\x00K\x01h\x00s.", (lambda d: d.update({1: d}) or d)({}))
 
 
-def test_row_75_colliding_integer_keys() -> None:
+def test_colliding_integer_keys_exceed_the_limit() -> None:
     step = (1 << 61) - 1
     keys = [b"\x8a\x0a" + (i * step).to_bytes(10, "little") + b"N" for i in range(1, 8_000)]
     began = time.perf_counter()
@@ -126,7 +126,7 @@ def test_row_75_colliding_integer_keys() -> None:
     assert len(decode_pickle(b"}(" + spread + b"u.").root) == 7_999
 
 
-def test_row_86_python_2() -> None:
+def test_pickles_of_python_2_are_read() -> None:
     ordered = b"ccollections\nOrderedDict\nq\x04]q\x05(]q\x06(U\x01aK\x01e]q\x07(U\x01bK\x02ee\x85q\x08Rq\t"
     data = b"\x80\x02}q\x01(U\x06weightq\x02K\x01U\x02\xe9\xe8q\x03K\x02U\x01d" + ordered + b"u."
     decodes_to(data, {"weight": 1, "\xe9\xe8": 2, "d": OrderedDict({"a": 1, "b": 2})})
@@ -136,7 +136,7 @@ def test_row_86_python_2() -> None:
     decodes_to(pairs, OrderedDict({"\xe9": 1}))
 
 
-def test_row_77_protocols_and_where_they_are_given() -> None:
+def test_protocols_0_to_5_are_read_wherever_they_are_given() -> None:
     for protocol in range(6):
         assert decode_pickle(b"\x80%c]." % protocol).protocol == protocol
         assert decode_pickle(b"](\x80%cK\x01e." % protocol).protocol == protocol  # not first: Python reads it too

@@ -129,11 +129,11 @@ def test_bytes_and_bytearrays_are_pythons() -> None:
     assert to_bytes(as_tree(value)) == pickle.dumps(value, 2)
 
 
-def test_row_33_bytes_of_python_2_stay_bytes() -> None:
+def test_byte_strings_of_python_2_stay_bytes() -> None:
     data = to_bytes({ByteString(b"\xe9"): ByteString(b"\xe8")})
     assert pickle.loads(data, encoding="bytes") == {b"\xe9": b"\xe8"}
     assert pickle.loads(data, encoding="latin-1") == {"é": "è"}
-    assert_same_tree(back(data), {"é": ByteString(b"\xe8")})  # keys are read as text (FORMATS.md, section 2)
+    assert_same_tree(back(data), {"é": ByteString(b"\xe8")})  # keys are read as text (docs/formats.md)
 
 
 def test_keyword_arguments_need_protocol_4() -> None:
@@ -191,7 +191,7 @@ def pickle_of(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_torch_made_pickle_comes_back_as_it_was_row(name: str, tmp_path: Path) -> None:
+def test_every_traps_pickle_comes_back_as_torch_wrote_it(name: str, tmp_path: Path) -> None:
     """Byte for byte but for equal texts: where torch's pickle wrote one twice, ours recalls it."""
     original = written(torch_bytes(TRAPS[name]()), tmp_path / "a.pt")
     again = rewritten(original, tmp_path / "b.pt", keep_unknown=True)

@@ -1,4 +1,4 @@
-"""HOSTILE.md, rows 70 to 75: pickles that would exhaust their reader; each stays within the limits, in every verb."""
+"""Pickles that would exhaust their reader; each stays within the limits, in every verb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HOSTILE.md, rows 53 to 60 and 85: pickles that would run something, in files, through the verbs.
+"""Pickles that would run something, in files, through the verbs.
 
 Callables named in these pickles are those of a decoy module that would leave a trace if they ran.
 """
@@ -125,7 +125,7 @@ def test_rows_53_and_57_objects_of_foreign_classes_stay_inert(
             ckptool.load(tmp_path / "input.pt")
 
 
-def test_row_53_the_marker_would_leave_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pythons_own_pickle_would_run_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pickle
     import sys
 
@@ -146,12 +146,12 @@ def test_row_53_the_marker_would_leave_a_trace(tmp_path: Path, monkeypatch: pyte
     ],
     ids=["call", "str", "numbers", "list"],
 )
-def test_row_55_a_name_that_is_computed(pickle: bytes, see: Callable[..., Seen]) -> None:
+def test_a_computed_name_is_refused(pickle: bytes, see: Callable[..., Seen]) -> None:
     found = see(pickle_zip(pickle), "inspect")
     assert found.steps[0].code in ("unsafe-global", "corrupt") and "name is computed" in found.steps[0].message
 
 
-def test_row_60_what_is_thrown_away_is_listed(tmp_path: Path) -> None:
+def test_discarded_calls_are_listed(tmp_path: Path) -> None:
     for title in ("60-pop", "60-pop-mark", "60-memo", "60-overwritten-memo"):
         calls = list(uses_of(opened_pickle(CALLS[title], tmp_path)))
         assert [use.name for use, _ in calls] == ["ckptool_marker.run"], title

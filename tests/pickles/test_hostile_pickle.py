@@ -1,4 +1,4 @@
-"""HOSTILE.md section 3: pickles that nobody should send, in files, through the verbs.
+"""Pickles that nobody should send, in files, through the verbs.
 
 What the machine itself does with each opcode is in `test_decode`, what would run in `test_hostile_calls`, what would
 exhaust its reader in `test_hostile_bombs`; here is what a user sees of the rest.
@@ -139,7 +139,7 @@ def test_rows_56_to_82_are_refused_in_words(title: str, see: Callable[..., Seen]
         ("_rebuild_nested_tensor", b"NNN\x87"),
     ],
 )
-def test_row_56_wrong_arguments_make_no_tensor(
+def test_wrong_arguments_make_no_tensor(
     name_of: str, arguments: bytes, see: Callable[..., Seen], tmp_path: Path
 ) -> None:
     """The call is shown as one; only torch could say what it makes."""
@@ -151,14 +151,14 @@ def test_row_56_wrong_arguments_make_no_tensor(
         ckptool.load(tmp_path / "input.pt")
 
 
-def test_row_66_a_far_memo_index_is_an_index_like_any_other(see: Callable[..., Seen], tmp_path: Path) -> None:
+def test_a_far_memo_index_is_an_index_like_any_other(see: Callable[..., Seen], tmp_path: Path) -> None:
     pickle = program(b"]r\xfe\xff\xff\xffp99999999999999999999\nj\xfe\xff\xff\xff\x86")
     assert set(see(pickle_zip(pickle), *LOOKING).codes().values()) == {"ok"}
     first, second = opened_pickle(pickle, tmp_path).tree
     assert first is second
 
 
-def test_row_65_a_memo_slot_that_is_used_again(tmp_path: Path) -> None:
+def test_a_memo_slot_can_be_used_again(tmp_path: Path) -> None:
     tree = opened_pickle(program(b"(K\x01q\x00K\x02q\x00h\x00t"), tmp_path).tree
     assert tree == (1, 2, 2)
 
@@ -184,7 +184,7 @@ CYCLES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("title", CYCLES)
-def test_row_73_cycles_are_shown_and_kept(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
+def test_cycles_are_shown_and_kept(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
     codes = see(pickle_zip(CYCLES[title])).codes()
     assert {codes[command] for command in LOOKING} == {"ok"} and codes["convert to pt"] == "ok"
     checkpoint = opened_pickle(CYCLES[title], tmp_path)
@@ -193,7 +193,7 @@ def test_row_73_cycles_are_shown_and_kept(title: str, see: Callable[..., Seen], 
         assert_same_tree(checkpoint, read(tmp_path / out))
 
 
-def test_row_73_only_the_weights_go_to_another_container(tmp_path: Path) -> None:
+def test_of_cyclic_trees_only_the_weights_are_converted(tmp_path: Path) -> None:
     """There is no place for the rest: it is named, and left behind."""
     opened_pickle(CYCLES["dict"], tmp_path)
     done = ckptool.convert(tmp_path / "input.pt", tmp_path / "out.safetensors")
@@ -208,12 +208,12 @@ def test_row_73_only_the_weights_go_to_another_container(tmp_path: Path) -> None
     [program(b"N", protocol) for protocol in range(6)]
     + [b"N.", b"\x80\x02\x80\x04N.", b"N0\x80\x02N.", b"\x80\x02N0\x80\x05N."],
 )
-def test_row_77_any_protocol_anywhere(pickle: bytes, tmp_path: Path) -> None:
+def test_any_protocol_is_read_anywhere(pickle: bytes, tmp_path: Path) -> None:
     assert opened_pickle(pickle, tmp_path).tree is None
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_row_78_what_torch_writes_with_newer_protocols(protocol: int, tmp_path: Path) -> None:
+def test_what_torch_writes_with_any_protocol_is_read(protocol: int, tmp_path: Path) -> None:
     value = {
         "w": torch.ones(2),
         "set": {1},
@@ -233,7 +233,7 @@ def test_row_78_what_torch_writes_with_newer_protocols(protocol: int, tmp_path: 
     assert torch.equal(load(tmp_path / "out.pt")["w"], value["w"])  # protocol 2: every torch reads it
 
 
-def test_row_81_names_are_escaped(see: Callable[..., Seen], tmp_path: Path) -> None:
+def test_control_characters_in_names_are_escaped(see: Callable[..., Seen], tmp_path: Path) -> None:
     keys = ["\x1b[31mred", "new\nline", "zero\0", "half\ud800", "turned\u202e", "\x9b31m", ""]
     pickle = state({key: tensor((4,), (1,)) for key in keys})
     found = see(pickle_zip(pickle))

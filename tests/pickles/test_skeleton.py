@@ -242,14 +242,14 @@ def test_whole_frames(data: bytes, tiny: None) -> None:
 
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("data", TORN_FRAMES.values(), ids=TORN_FRAMES)
-def test_row_79_torn_frames(data: bytes, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_frames_are_corrupt(data: bytes, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if small:
         use_tiny(monkeypatch)
     with pytest.raises(Corrupt):
         skeleton(InlineBytes(b"\x80\x04" + data), name="a")
 
 
-def test_row_79_a_long_value_that_reaches_over_its_frame() -> None:
+def test_a_long_value_that_reaches_over_its_frame_is_corrupt() -> None:
     data = b"\x80\x04" + frame(b"B" + struct.pack("<I", 100_000) + b"x" * 50_000, 50_005) + b"x" * 50_000 + b"."
     with pytest.raises(Corrupt, match="frame"):
         skeleton(InlineBytes(data), name="a")
@@ -276,7 +276,7 @@ ODD: dict[str, tuple[bytes, type[CkptoolError]]] = {
 
 
 @pytest.mark.parametrize(("data", "kind"), ODD.values(), ids=ODD)
-def test_row_67_68_69_80_what_no_pickle_has(data: bytes, kind: type[CkptoolError]) -> None:
+def test_what_no_pickle_has_is_refused_with_its_place(data: bytes, kind: type[CkptoolError]) -> None:
     with pytest.raises(kind) as caught:
         skeleton(InlineBytes(data), name="a")
     assert caught.value.why and "byte" in caught.value.what

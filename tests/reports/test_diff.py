@@ -135,7 +135,7 @@ def test_lists_by_their_places(tmp_path: Path) -> None:
     assert [path for path, _ in found.only_right] == [("l", 2)]
 
 
-def test_row_16_order(tmp_path: Path) -> None:
+def test_another_order_of_keys_is_a_difference(tmp_path: Path) -> None:
     left, right = {"m": {"a": W, "b": 1, "c": 2}}, {"m": {"b": 1, "a": W, "c": 2}}
     found = compared(left, right, tmp_path)
     assert (found.same, found.order_differs, found.changed) == (False, ("m",), ())
@@ -152,7 +152,7 @@ def test_devices(tmp_path: Path) -> None:
     assert diff(checkpoint, moved, ignore=["device"]).same
 
 
-def test_row_12_metadata(tmp_path: Path) -> None:
+def test_another_metadata_is_a_difference(tmp_path: Path) -> None:
     new, old = TRAPS["12-metadata"](), TRAPS["12-metadata"]()
     old._metadata["1"]["version"] = 1
     found = compared({"m": new}, {"m": old}, tmp_path)
@@ -164,7 +164,7 @@ def test_row_12_metadata(tmp_path: Path) -> None:
     assert not compared({"_metadata": 1}, {"_metadata": 2}, tmp_path, ignore=["metadata"]).same  # a key of that name
 
 
-def test_row_1_ties(tmp_path: Path) -> None:
+def test_ties_on_one_side_only_are_a_difference(tmp_path: Path) -> None:
     w = torch.ones(3)
     tied, loose = {"a": w, "b": w, "c": w + 1}, {"a": w, "b": w.clone(), "c": w + 1}
     found = compared(tied, loose, tmp_path)
@@ -176,7 +176,7 @@ def test_row_1_ties(tmp_path: Path) -> None:
     assert compared(tied, prefixed, tmp_path, ignore=["prefix"]).ties == (("left", ("a", "b")),)
 
 
-def test_row_14_prefixes(tmp_path: Path) -> None:
+def test_prefixes_can_be_ignored(tmp_path: Path) -> None:
     bare = {"model": weights("a.w", "b.w")}
     for names in (("module.a.w", "module.b.w"), ("_orig_mod.a.w", "_orig_mod.b.w"), ("a._orig_mod.w", "b.w")):
         wrapped = {"model": dict(zip(names, bare["model"].values(), strict=True))}
@@ -186,7 +186,7 @@ def test_row_14_prefixes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["14-dp-of-compile", "14-compile-of-dp", "12-metadata-below-a-prefix", "12-metadata"])
-def test_row_12_14_versions_of_wrapped_modules(name: str, tmp_path: Path) -> None:
+def test_versions_of_wrapped_modules_are_compared_without_prefixes(name: str, tmp_path: Path) -> None:
     wrapped = TRAPS[name]()
     bare = collections.OrderedDict(zip(batch_norm_model().state_dict(), wrapped.values(), strict=True))
     bare._metadata = batch_norm_model().state_dict()._metadata  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ def test_row_12_14_versions_of_wrapped_modules(name: str, tmp_path: Path) -> Non
     assert not compared(bare, wrapped, tmp_path, ignore=["prefix"]).same
 
 
-def test_row_15_names_that_are_one_without_prefixes(tmp_path: Path) -> None:
+def test_names_that_are_equal_without_prefixes_are_a_conflict(tmp_path: Path) -> None:
     for left in ({"a": W, "module.a": W + 1}, {"module.a": W + 1, "a": W}):
         with pytest.raises(Conflict, match="are both 'a'"):
             compared(left, {"a": W}, tmp_path, ignore=["prefix"])
@@ -227,7 +227,7 @@ def test_nothing_else_can_be_ignored() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name != "float4_e2m1fn_x2"])
-def test_row_9_one_bit_in_every_type(name: str, tmp_path: Path) -> None:
+def test_one_bit_differs_in_every_dtype(name: str, tmp_path: Path) -> None:
     dtype = getattr(torch, name)
     raw = torch.arange(48, dtype=torch.uint8) % 2 if dtype is torch.bool else torch.arange(48, dtype=torch.uint8)
     other = raw.clone()
@@ -254,7 +254,7 @@ def test_row_9_one_bit_in_every_type(name: str, tmp_path: Path) -> None:
         (torch.tensor([0.0]), torch.tensor([-0.0]), 0),
     ],
 )
-def test_row_9_the_largest_difference_is_exact(
+def test_the_largest_difference_is_exact(
     left: torch.Tensor, right: torch.Tensor, largest: float, tmp_path: Path
 ) -> None:
     (change,) = compared({"w": left}, {"w": right}, tmp_path).changed

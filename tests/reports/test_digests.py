@@ -142,7 +142,7 @@ def test_a_negated_view_of_a_type_without_negatives_is_refused() -> None:
 
 
 def test_an_expanded_view_without_end_is_refused_by_name(tmp_path: Path) -> None:
-    """Row 92 of HOSTILE.md: four bytes, shown a million million times."""
+    """Four bytes, shown a million million times."""
     tree = opened({"ok": torch.ones(1).expand(1000), "endless": torch.ones(1).expand(10**6, 10**6)}, tmp_path).tree
     with pytest.raises(LimitExceeded, match="endless"):
         root_digests(tree)

@@ -173,7 +173,7 @@ def test_the_notes_say_what_and_where(tmp_path: Path) -> None:
     assert "9 tensors are tagged cuda:0" in device.message and device.fix[:2] == ("ckptool", "remap")
 
 
-def test_row_7_waste_counts_what_is_behind_no_tensor(tmp_path: Path) -> None:
+def test_wasted_bytes_are_those_behind_no_tensor(tmp_path: Path) -> None:
     big = torch.zeros(100_000)
     wasted = notes(listed({"a": big[10:12], "b": torch.ones(3)}, tmp_path))["wasted-storage"]
     assert "399,992 bytes in 1 storage" in wasted.message

@@ -129,7 +129,7 @@ def test_dense_views_are_read_in_storage_order(tmp_path: Path, monkeypatch: pyte
         assert statistics(entry).mean == 11.5
 
 
-def test_row_092_a_terabyte_behind_four_bytes_takes_no_time() -> None:
+def test_statistics_of_a_terabyte_behind_four_bytes_take_no_time() -> None:
     base = numpy.array([1.0, 0.0, nan, 2.0], dtype="<f4")
     storage = Storage(InlineBytes(base.tobytes()))
     entry = TensorEntry(storage, by_name("f32"), (1 << 38, 4), (0, 1))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-SECONDS, MEGABYTES = 1.0, 300  # what a file of at most 1 MB may take (DESIGN.md)
+SECONDS, MEGABYTES = 1.0, 300  # what a file of at most 1 MB may take (docs/design.md)
 USUAL = 0.026  # seconds of CPU that `_pace` takes on a machine with nothing else to do
 PATIENCE = 25  # seconds of a fork's CPU, after which it is ended
 

@@ -69,7 +69,7 @@ def test_only_the_floats_of_model_roots(name: str, tmp_path: Path) -> None:
     assert_same_objects(expected, out)  # `step`, `lr`, counters, random states: bit for bit
 
 
-def test_row_1_ties_stay_ties(tmp_path: Path) -> None:
+def test_ties_stay_ties(tmp_path: Path) -> None:
     done = casted(opened(TRAPS["01-full-tie-of-parameters"](), tmp_path), "bf16")
     a, b = done.checkpoint.tree.values()
     assert a.storage is b.storage and a.dtype.name == "bf16" and (done.tensors, len(done.tallies)) == (2, 1)
@@ -138,7 +138,7 @@ UNTOUCHED = (
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)
-def test_row_9_other_types_stay(name: str, tmp_path: Path) -> None:
+def test_other_dtypes_are_not_cast(name: str, tmp_path: Path) -> None:
     checkpoint = opened(TRAPS[f"09-{name}"](), tmp_path)
     done = casted(checkpoint, "bf16")
     assert (done.tensors, done.tallies, done.skipped) == (0, (), ())
@@ -148,7 +148,7 @@ def test_row_9_other_types_stay(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["09-qint8-per-tensor", "11-sparse-coo", "11-nested", "11-subclass", "11-parameter-with-attributes"]
 )
-def test_row_9_11_composites_stay_and_are_named(name: str, tmp_path: Path) -> None:
+def test_composites_are_not_cast_and_are_named(name: str, tmp_path: Path) -> None:
     checkpoint = opened(TRAPS[name](), tmp_path)
     done = casted(checkpoint, "bf16")
     assert [place for place, _ in done.skipped] == ["w"] and done.tensors == 0

@@ -235,14 +235,14 @@ def test_devices_stay(tmp_path: Path) -> None:
     assert tree["fc2.bias"].location == "cuda:0"
 
 
-def test_row_1_tied_tensors_get_the_values_together(tmp_path: Path) -> None:
+def test_tied_tensors_get_the_values_together(tmp_path: Path) -> None:
     tree = edited(TRAPS["01-full-tie-three-roots"](), tmp_path, arrays={"ema/w": numpy.arange(4, dtype="f4")})
     tied: list[TensorEntry] = [tree["model"]["w"], tree["ema"]["w"], *tree["list"]]
     assert len({id(entry.storage) for entry in tied}) == 1 and tied[0].numpy().tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["02-partial-overlap", "03-disjoint-views", "05-transposed-tie"])
-def test_row_2_3_5_a_part_of_a_shared_storage_is_refused(name: str, tmp_path: Path) -> None:
+def test_new_values_for_a_part_of_a_shared_storage_are_a_conflict(name: str, tmp_path: Path) -> None:
     checkpoint = opened(TRAPS[name](), tmp_path)
     refused = 0
     for key, entry in checkpoint.tree.items():
@@ -255,7 +255,7 @@ def test_row_2_3_5_a_part_of_a_shared_storage_is_refused(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["08-conj", "08-neg"])
-def test_row_8_lazy_views_are_refused(name: str, tmp_path: Path) -> None:
+def test_new_values_for_lazy_views_are_a_conflict(name: str, tmp_path: Path) -> None:
     checkpoint = opened({k: v for k, v in TRAPS[name]().items() if k != "same"}, tmp_path)
     ((key, entry),) = checkpoint.tree.items()
     with pytest.raises(Conflict, match="conjugated or negated view"):

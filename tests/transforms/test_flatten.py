@@ -69,7 +69,7 @@ def test_only_and_exclude(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["11-sparse-coo", "11-nested", "09-qint8-per-tensor", "11-subclass", "11-meta", "11-tensor-with-attributes"]
 )
-def test_row_9_11_what_is_no_plain_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_what_is_no_plain_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
     value = {"fc.weight": torch.ones(1), **TRAPS[name]()}
     with pytest.raises(Unsupported, match=r"safetensors cannot hold w \(") as caught:
         exported(value, tmp_path)
@@ -80,7 +80,7 @@ def test_row_9_11_what_is_no_plain_tensor_is_refused_by_name(name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", ["06-expanded", "06-sliding-windows"])
-def test_row_6_expanded_views_are_asked_for(name: str, tmp_path: Path) -> None:
+def test_expanded_views_are_written_only_when_asked_for(name: str, tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="w is an expanded view: 48 bytes to write") as caught:
         exported(TRAPS[name](), tmp_path)
     assert "--materialize" in caught.value.fix
@@ -104,7 +104,7 @@ def test_row_6_expanded_views_are_asked_for(name: str, tmp_path: Path) -> None:
         ("10-empty-view-of-a-full-storage", []),
     ],
 )
-def test_row_notes(name: str, expected: list[str], tmp_path: Path) -> None:
+def test_lost_sharing_and_resolved_views_are_noted(name: str, expected: list[str], tmp_path: Path) -> None:
     assert codes(exported(TRAPS[name](), tmp_path)) == expected
 
 

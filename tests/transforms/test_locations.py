@@ -78,7 +78,7 @@ def test_the_whole_file_ties_and_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TRAPS if name[:2] in ("09", "11") and name != "11-wrapper-subclass"])
-def test_row_composites_move_with_all_their_parts(name: str, tmp_path: Path) -> None:
+def test_composites_move_with_all_their_parts(name: str, tmp_path: Path) -> None:
     checkpoint = opened(TRAPS[name](), tmp_path)
     done = remap(checkpoint, "cuda:1")
     assert set(places(done.checkpoint.tree)) <= {"cuda:1"}

@@ -45,7 +45,7 @@ def test_a_number_below_zero_is_refused() -> None:
 # Metadata ------------------------------------------------------------------------------------------------------------
 
 
-def test_row_12_a_renamed_model_loads_as_before(tmp_path: Path) -> None:
+def test_a_renamed_model_loads_as_before(tmp_path: Path) -> None:
     """BatchNorm of version 1 has no num_batches_tracked; strict loading works, as its version went along."""
     state = TRAPS["12-metadata-of-an-old-version"]()
     tree = renamed(state, tmp_path, "{n}.{name} => body.{n}.{name}").checkpoint.tree
@@ -72,7 +72,7 @@ def test_other_attributes_and_kinds_stay(tmp_path: Path) -> None:
     assert type(renamed(dict(state), tmp_path, "0.* => first.*").checkpoint.tree) is dict
 
 
-def test_row_16_the_order_of_keys_stays(tmp_path: Path) -> None:
+def test_the_order_of_keys_stays(tmp_path: Path) -> None:
     tree = renamed(TRAPS["16-key-order"](), tmp_path, "m => zz").checkpoint.tree
     assert list(tree) == ["z", "a", "zz", "10", "9", "B", "é"]
 
@@ -80,14 +80,14 @@ def test_row_16_the_order_of_keys_stays(tmp_path: Path) -> None:
 # Optimizers ----------------------------------------------------------------------------------------------------------
 
 
-def test_row_17_param_names_follow(tmp_path: Path) -> None:
+def test_param_names_of_optimizers_follow(tmp_path: Path) -> None:
     value = TRAPS["17-adamw-param-names"]()
     done = renamed(value, tmp_path, "* => head.*").checkpoint.tree
     assert done["optimizer"]["param_groups"][0]["param_names"] == ["head.weight", "head.bias"]
     assert list(done["optimizer"]["state"]) == [0, 1] and done["optimizer"]["param_groups"][0]["params"] == [0, 1]
 
 
-def test_row_17_state_by_names_follows(tmp_path: Path) -> None:
+def test_optimizer_state_by_names_follows(tmp_path: Path) -> None:
     moments = {"step": torch.tensor(2.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
     names = ["module.fc.weight", "module.fc.bias"]
     optimizer = {"state": dict.fromkeys(names, moments), "param_groups": [{"lr": 0.1, "params": names}]}
@@ -97,7 +97,7 @@ def test_row_17_state_by_names_follows(tmp_path: Path) -> None:
     assert inner["state"]["fc.weight"] is inner["state"]["fc.bias"]
 
 
-def test_row_17_integer_ids_stay_integers(tmp_path: Path) -> None:
+def test_integer_ids_of_optimizers_stay_integers(tmp_path: Path) -> None:
     value = {"state_dict": weights("module.0", "module.1"), "optimizer": TRAPS["17-adam-integer-ids"]()["optimizer"]}
     done = stripped(value, tmp_path)
     assert [type(key) for key in done["optimizer"]["state"]] == [int, int]
@@ -207,7 +207,7 @@ def test_a_rule_that_changes_nothing_matches() -> None:
     assert keys_by(["* => *"], "a", "b") == ["a", "b"]
 
 
-def test_row_15_rules_that_collide() -> None:
+def test_rules_that_collide_are_a_conflict() -> None:
     with pytest.raises(Conflict) as caught:
         keys_by(["*.w => w"], "a.w", "b.w", "c")
     assert caught.value.what == "keys of the file would collide: a.w and b.w would both be 'w'"

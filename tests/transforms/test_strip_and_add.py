@@ -38,26 +38,26 @@ STRIPPED = {
 
 
 @pytest.mark.parametrize("name", STRIPPED)
-def test_row(name: str, tmp_path: Path) -> None:
+def test_stripped_keys_are_those_of_the_bare_model(name: str, tmp_path: Path) -> None:
     assert list(stripped(TRAPS[name](), tmp_path)) == STRIPPED[name]
 
 
 @pytest.mark.parametrize("name", ["14-dp-of-compile", "14-compile-of-dp", "12-metadata-below-a-prefix"])
-def test_row_wrapped_like_the_bare_model(name: str, tmp_path: Path) -> None:
+def test_a_stripped_wrapped_model_has_the_bare_models_metadata(name: str, tmp_path: Path) -> None:
     tree = stripped(TRAPS[name](), tmp_path)
     bare = batch_norm_model().state_dict()
     assert list(tree) == list(bare)
     assert tree.metadata == bare._metadata and list(tree.metadata) == list(bare._metadata)
 
 
-def test_row_14_compiled_submodule(tmp_path: Path) -> None:
+def test_a_compiled_submodule_is_stripped(tmp_path: Path) -> None:
     tree = stripped(TRAPS["14-compiled-submodule"](), tmp_path)
     bare = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
     assert list(tree) == list(bare) and tree.metadata == bare._metadata
 
 
 @pytest.mark.parametrize("name", ["14-averaged", "14-averaged-of-dp", "averaged.pt"])
-def test_row_14_n_averaged_does_not_stand_in_the_way(name: str, tmp_path: Path) -> None:
+def test_n_averaged_does_not_stand_in_the_way(name: str, tmp_path: Path) -> None:
     from ckptool.formats import read
 
     checkpoint = read(make(name, tmp_path))
@@ -68,7 +68,7 @@ def test_row_14_n_averaged_does_not_stand_in_the_way(name: str, tmp_path: Path) 
     assert all(key.startswith(front) and not key.startswith(f"{front}module.") for key in keys[1:])
 
 
-def test_row_15_collision_names_both(tmp_path: Path) -> None:
+def test_a_collision_names_both_keys(tmp_path: Path) -> None:
     with pytest.raises(Conflict) as caught:
         stripped(TRAPS["15-collision"](), tmp_path, partial=True)
     assert three_parts(caught.value) == (
@@ -87,13 +87,13 @@ def test_row_15_collision_names_both(tmp_path: Path) -> None:
         ("15-collision", "1 of 2 keys of the file begin with 'module.'; without it: a"),
     ],
 )
-def test_row_13_on_some_keys_only(name: str, counts: str, tmp_path: Path) -> None:
+def test_a_prefix_on_some_keys_only_is_a_conflict(name: str, counts: str, tmp_path: Path) -> None:
     with pytest.raises(Conflict) as caught:
         stripped(TRAPS[name](), tmp_path)
     assert three_parts(caught.value) == ("conflict", counts) and "--partial" in caught.value.fix
 
 
-def test_row_13_partial_goes_on(tmp_path: Path) -> None:
+def test_partial_strips_a_prefix_on_some_keys(tmp_path: Path) -> None:
     assert list(stripped(TRAPS["13-on-some-keys"](), tmp_path, partial=True)) == ["a", "ema_decay"]
     wrapped = {"_orig_mod.module.a": torch.ones(1), "_orig_mod.b": torch.ones(1)}
     with pytest.raises(Conflict, match="1 of 2"):  # module. is behind a wrapper that goes too
@@ -105,7 +105,7 @@ def test_compiled_submodules_are_no_mixture(tmp_path: Path) -> None:
     assert list(stripped(weights("a._orig_mod.x", "b.x"), tmp_path)) == ["a.x", "b.x"]
 
 
-def test_row_13_a_key_that_is_only_the_prefix(tmp_path: Path) -> None:
+def test_a_key_that_is_only_the_prefix_is_a_conflict(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="without a name"):
         stripped({"module.": torch.ones(1), "module.a": torch.ones(1)}, tmp_path)
 
@@ -174,7 +174,7 @@ def test_add_is_what_a_wrapper_does(tmp_path: Path) -> None:
         assert tree.metadata == there._metadata and list(tree.metadata) == list(there._metadata)
 
 
-def test_row_12_the_outermost_version_moves_along(tmp_path: Path) -> None:
+def test_the_outermost_version_moves_along(tmp_path: Path) -> None:
     state = batch_norm_model().state_dict()
     state._metadata[""] = {"version": 7}
     checkpoint = opened(state, tmp_path)
@@ -195,7 +195,7 @@ def test_row_12_the_outermost_version_moves_along(tmp_path: Path) -> None:
         "18-cyclic-dict",
     ],
 )
-def test_row_12_strip_of_add_is_the_identity(name: str, prefix: str, tmp_path: Path) -> None:
+def test_strip_of_add_is_the_identity(name: str, prefix: str, tmp_path: Path) -> None:
     checkpoint = opened(TRAPS[name](), tmp_path)
     named = name == "18-cyclic-dict"
     added = add(checkpoint, model_state_dicts(checkpoint, named=named), prefix).checkpoint

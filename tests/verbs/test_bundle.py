@@ -297,7 +297,7 @@ BAD_NAMES = {
 
 
 @pytest.mark.parametrize("name", BAD_NAMES.values(), ids=BAD_NAMES)
-def test_row_137_names_that_are_no_files(files: Path, name: str) -> None:
+def test_member_names_that_cannot_be_files_are_a_conflict(files: Path, name: str) -> None:
     for files_of, values in (({"a": "ema.pt", name: "G.pt"}, {}), ({"a": "ema.pt"}, {name: 1})):
         with pytest.raises(Conflict, match="a member cannot be called") as caught:
             ckptool.bundle(files_of, "out.pt", values=values)
@@ -319,7 +319,7 @@ TWINS = {
 
 
 @pytest.mark.parametrize("pair", TWINS.values(), ids=TWINS)
-def test_row_137_twins(files: Path, pair: tuple[str, str]) -> None:
+def test_member_names_that_are_one_file_somewhere_are_a_conflict(files: Path, pair: tuple[str, str]) -> None:
     one, other = pair
     with pytest.raises(Conflict, match="are one name where"):
         ckptool.bundle({one: "G.pt", other: "ema.pt"}, "out.pt")

@@ -67,7 +67,7 @@ def test_the_other_root_by_name_and_several_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_row_9_types(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_dtype_goes_to_safetensors_and_back(dtype: torch.dtype, tmp_path: Path) -> None:
     name = str(dtype).removeprefix("torch.")
     if name == "float4_e2m1fn_x2":  # packed: a scalar of it has no shape there
         with pytest.raises(Unsupported, match="scalar"):
@@ -88,7 +88,7 @@ def test_row_9_types(dtype: torch.dtype, tmp_path: Path) -> None:
         if name[:2] in ("06", "07", "10", "16") and name not in ("06-expanded", "06-sliding-windows")
     ],
 )
-def test_row_6_7_10_16_values_in_rows(name: str, tmp_path: Path) -> None:
+def test_strided_and_empty_tensors_are_written_in_row_major_order(name: str, tmp_path: Path) -> None:
     file = saved(TRAPS[name](), tmp_path / "in.pt")
     done = ckptool.convert(file, tmp_path / "out.safetensors", verify=True)
     before, after = load(file), safetensors.torch.load_file(tmp_path / "out.safetensors")
@@ -102,7 +102,7 @@ def test_row_6_7_10_16_values_in_rows(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["08-conj", "08-neg", "08-neg-of-conj-imag"])
-def test_row_8_lazy_views_are_resolved_and_said(name: str, tmp_path: Path) -> None:
+def test_lazy_views_are_resolved_and_noted(name: str, tmp_path: Path) -> None:
     file = saved(TRAPS[name](), tmp_path / "in.pt")
     done = ckptool.convert(file, tmp_path / "out.safetensors", verify=True)
     before, after = load(file), safetensors.torch.load_file(tmp_path / "out.safetensors")
@@ -114,7 +114,7 @@ def test_row_8_lazy_views_are_resolved_and_said(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["06-expanded", "06-sliding-windows"])
-def test_row_6_expanded_views(name: str, tmp_path: Path) -> None:
+def test_expanded_views_are_written_only_when_asked_for(name: str, tmp_path: Path) -> None:
     file, out = saved(TRAPS[name](), tmp_path / "in.pt"), tmp_path / "out.safetensors"
     with pytest.raises(Conflict, match="is an expanded view"):
         ckptool.convert(file, out)
@@ -127,7 +127,7 @@ def test_row_6_expanded_views(name: str, tmp_path: Path) -> None:
 # Ties ----------------------------------------------------------------------------------------------------------------
 
 
-def test_row_1_ties_as_stock_save_model_records_them(tmp_path: Path) -> None:
+def test_ties_are_recorded_as_safetensors_save_model_does(tmp_path: Path) -> None:
     file, out = make("ties.pt", tmp_path), tmp_path / "out.safetensors"
     ckptool.convert(file, out, verify=True)
     stock = make("ties.safetensors", tmp_path)
@@ -143,7 +143,7 @@ def test_row_1_ties_as_stock_save_model_records_them(tmp_path: Path) -> None:
     assert_same_objects(dict(load(file)), dict(model.state_dict()))
 
 
-def test_row_1_one_tensor_under_two_names_is_two_views_of_one_storage(tmp_path: Path) -> None:
+def test_one_tensor_under_two_names_comes_back_as_two_views(tmp_path: Path) -> None:
     ckptool.convert(make("01-full-tie", tmp_path), tmp_path / "out.safetensors", verify=True)
     ckptool.convert(tmp_path / "out.safetensors", tmp_path / "back.pt", verify=True)
     after = load(tmp_path / "back.pt")
@@ -151,7 +151,7 @@ def test_row_1_one_tensor_under_two_names_is_two_views_of_one_storage(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["01-full-tie-by-view", "01-full-tie-of-parameters", "ties.pt"])
-def test_row_1_ties_are_there_again(name: str, tmp_path: Path) -> None:
+def test_ties_are_there_again_after_converting_back(name: str, tmp_path: Path) -> None:
     file, out = make(name, tmp_path), tmp_path / "out.safetensors"
     ckptool.convert(file, out, verify=True)
     ckptool.convert(out, tmp_path / "back.pt", verify=True)
@@ -159,7 +159,7 @@ def test_row_1_ties_are_there_again(name: str, tmp_path: Path) -> None:
     assert_same_objects(dict(before), after)  # the same storages behind the same names
 
 
-def test_row_1_ties_copied(tmp_path: Path) -> None:
+def test_ties_are_copied_when_asked_for(tmp_path: Path) -> None:
     file, out = make("ties.pt", tmp_path), tmp_path / "out.safetensors"
     ckptool.convert(file, out, ties="copy", verify=True)
     assert safetensors.torch.load_file(out).keys() == load(file).keys()
@@ -172,7 +172,7 @@ def test_row_1_ties_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["02-partial-overlap", "02-overlap-of-two-parts", "04-two-shapes", "05-transposed-tie"]
 )
-def test_row_2_4_5_sharing_that_is_lost_is_said(name: str, tmp_path: Path) -> None:
+def test_lost_sharing_is_noted(name: str, tmp_path: Path) -> None:
     file, out = saved(TRAPS[name](), tmp_path / "in.pt"), tmp_path / "out.safetensors"
     done = ckptool.convert(file, out, verify=True)
     assert [note.code for note in done.notes] == ["sharing-lost"]
@@ -180,7 +180,7 @@ def test_row_2_4_5_sharing_that_is_lost_is_said(name: str, tmp_path: Path) -> No
     assert all(after[key].numpy().tobytes() == tensor.contiguous().numpy().tobytes() for key, tensor in before.items())
 
 
-def test_row_3_views_that_do_not_overlap_say_nothing(tmp_path: Path) -> None:
+def test_views_that_do_not_overlap_are_not_noted(tmp_path: Path) -> None:
     done = ckptool.convert(
         saved(TRAPS["03-disjoint-views"](), tmp_path / "in.pt"), tmp_path / "out.safetensors", verify=True
     )
@@ -266,7 +266,7 @@ def test_only_some_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["rezipped_deflated.pt", "old_zip.pt", "crc_off.pt", "rezipped_zip64.pt", "big_endian.pt"]
 )
-def test_row_22_odd_archives_become_usual_ones(name: str, tmp_path: Path) -> None:
+def test_odd_archives_become_usual_ones(name: str, tmp_path: Path) -> None:
     file, out = make(name, tmp_path), tmp_path / "out.pt"
     ckptool.convert(file, out, verify=True)
     for mmap in (False, True):
@@ -289,14 +289,14 @@ def test_row_22_odd_archives_become_usual_ones(name: str, tmp_path: Path) -> Non
         ("11-meta", "meta"),
     ],
 )
-def test_row_9_11_what_safetensors_cannot_hold(name: str, what: str, tmp_path: Path) -> None:
+def test_what_safetensors_cannot_hold_is_refused_by_name(name: str, what: str, tmp_path: Path) -> None:
     file = saved(TRAPS[name](), tmp_path / "in.pt")
     with pytest.raises(Unsupported, match=f"cannot hold .*{what}"):
         ckptool.convert(file, tmp_path / "out.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt"]
 
 
-def test_row_23_reserved_names(tmp_path: Path) -> None:
+def test_reserved_names_are_refused(tmp_path: Path) -> None:
     file = saved({"__metadata__": torch.ones(1), "a.w": torch.ones(1)}, tmp_path / "in.pt")
     with pytest.raises(CkptoolError) as caught:
         ckptool.convert(file, tmp_path / "out.safetensors")

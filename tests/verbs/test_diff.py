@@ -38,7 +38,7 @@ def test_a_training_file_and_the_weights_out_of_it(tmp_path: Path) -> None:
         assert "device" in found.not_compared
 
 
-def test_row_29_several_models_are_not_chosen_from(tmp_path: Path) -> None:
+def test_of_several_models_none_is_chosen(tmp_path: Path) -> None:
     bare = saved(weights("a.w"), tmp_path / "bare.pt")
     with pytest.raises(UsageError, match="2 sets of model weights"):
         ckptool.diff(make("gan.pt", tmp_path), bare)
@@ -75,7 +75,7 @@ def test_options(tmp_path: Path) -> None:
     assert change.values is not None and change.values.changed == 1
 
 
-def test_row_17_what_was_stripped_is_the_same_but_for_the_prefix(tmp_path: Path) -> None:
+def test_what_was_stripped_is_the_same_but_for_the_prefix(tmp_path: Path) -> None:
     file = make("training.pt", tmp_path)
     ckptool.add_module(file, tmp_path / "out.pt")
     names = ckptool.open(f"{tmp_path / 'out.pt'}#optimizer_state_dict/param_groups/0/param_names").tree

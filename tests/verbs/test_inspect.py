@@ -56,7 +56,7 @@ def test_a_note_on_what_is_not_finite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_row_statistics_of_everything(name: str, tmp_path: Path) -> None:
+def test_statistics_count_every_element_of_every_trap(name: str, tmp_path: Path) -> None:
     found = ckptool.inspect(saved(TRAPS[name](), tmp_path / "in.pt"), stats=True)
     for row in found.listing.tensors:
         values = found.statistics.get(row.address)

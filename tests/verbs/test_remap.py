@@ -31,7 +31,7 @@ def test_to_cpu(name: str, in_place: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["11-sparse-coo", "11-sparse-csr", "09-qint8-per-channel", "11-nested", "11-parameter-with-attributes"]
 )
-def test_row_9_11_composites_load_where_they_were_sent(name: str, tmp_path: Path) -> None:
+def test_composites_load_where_they_were_sent(name: str, tmp_path: Path) -> None:
     file = saved(TRAPS[name](), tmp_path / "in.pt")
     ckptool.remap(file, tmp_path / "cuda.pt", to="cuda", verify=True)
     with pytest.raises(RuntimeError, match="CUDA"):

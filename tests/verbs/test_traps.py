@@ -1,4 +1,4 @@
-"""Every vector of TRAPS.md through every verb that rewrites: it comes back bit for bit, or is refused by name. torch is
+"""Every trap (docs/traps.md) through every verb that rewrites: it comes back bit for bit, or is refused by name. torch is
 the judge."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ each = pytest.mark.parametrize("name", TRAPS)
 
 
 @each
-def test_row_add_and_strip(name: str, file: Path, tmp_path: Path) -> None:
+def test_add_and_strip_give_every_trap_back(name: str, file: Path, tmp_path: Path) -> None:
     there, back = tmp_path / "there.pt", tmp_path / "back.pt"
     if name in WITHOUT_WEIGHTS:
         refused("usage", tmp_path, lambda: ckptool.add_module(file, there, **OPTIONS))
@@ -96,7 +96,7 @@ def test_row_add_and_strip(name: str, file: Path, tmp_path: Path) -> None:
 
 
 @each
-def test_row_strip(name: str, file: Path, tmp_path: Path) -> None:
+def test_strip_changes_only_names_or_is_refused(name: str, file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     if name in WITHOUT_WEIGHTS | MIXED:
         refused(
@@ -117,7 +117,7 @@ def test_row_strip(name: str, file: Path, tmp_path: Path) -> None:
 
 
 @each
-def test_row_remap(name: str, file: Path, tmp_path: Path) -> None:
+def test_remap_there_and_back_gives_every_trap_back(name: str, file: Path, tmp_path: Path) -> None:
     there, back = tmp_path / "there.pt", tmp_path / "back.pt"
     done = ckptool.remap(file, there, to="cuda:1", **OPTIONS)
     assert done.verified and done.facts["changed"] == done.facts["storages"]
@@ -127,7 +127,7 @@ def test_row_remap(name: str, file: Path, tmp_path: Path) -> None:
 
 
 @each
-def test_row_convert_to_a_compact_file(name: str, file: Path, tmp_path: Path) -> None:
+def test_a_compact_file_loads_as_the_original(name: str, file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     if name in UNKNOWN_CALLS:
         refused("unsafe-global", tmp_path, lambda: ckptool.convert(file, out, verify=True))
@@ -137,7 +137,7 @@ def test_row_convert_to_a_compact_file(name: str, file: Path, tmp_path: Path) ->
 
 
 @each
-def test_row_convert_all_and_back(name: str, file: Path, tmp_path: Path) -> None:
+def test_convert_all_there_and_back_gives_every_trap_back(name: str, file: Path, tmp_path: Path) -> None:
     there, back = tmp_path / "there.safetensors", tmp_path / "back.pt"
     if name in NOT_CARRIED:
         refused("unsupported", tmp_path, lambda: ckptool.convert(file, there, all=True, **OPTIONS))
@@ -149,7 +149,7 @@ def test_row_convert_all_and_back(name: str, file: Path, tmp_path: Path) -> None
 
 
 @each
-def test_row_in_place(name: str, file: Path, tmp_path: Path) -> None:
+def test_add_and_strip_in_place_give_every_trap_back(name: str, file: Path, tmp_path: Path) -> None:
     before = saved(TRAPS[name](), tmp_path / "before.pt")
     if name in WITHOUT_WEIGHTS:
         refused("usage", tmp_path, lambda: ckptool.add_module(file, in_place=True, **OPTIONS))
@@ -166,7 +166,7 @@ def test_row_in_place(name: str, file: Path, tmp_path: Path) -> None:
 
 
 @each
-def test_row_the_same_bytes_again(name: str, file: Path, tmp_path: Path) -> None:
+def test_the_same_input_gives_the_same_bytes_under_any_name(name: str, file: Path, tmp_path: Path) -> None:
     """Same in, same out, under any file name."""
     other = saved(TRAPS[name](), tmp_path / "another name.bin")
     ckptool.remap(file, tmp_path / "a.pt", to="cuda:3", keep_unknown=True)

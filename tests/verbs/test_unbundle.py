@@ -349,7 +349,7 @@ def test_an_edited_bundle_comes_back_byte_for_byte(bundle: Path) -> None:
         "dashes",
     ],
 )
-def test_row_137_members_that_are_no_files(tmp_path: Path, name: str) -> None:
+def test_member_names_that_cannot_be_files_are_a_conflict(tmp_path: Path, name: str) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     torch.save({"a": state(1), name: state(2)}, inner / "in.pt")
@@ -364,7 +364,7 @@ def test_row_137_members_that_are_no_files(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "pair", [("model", "MODEL"), ("caf\u00e9", "cafe\u0301"), (0, "0")], ids=["case", "normal-forms", "number"]
 )
-def test_row_137_members_of_one_file(tmp_path: Path, pair: tuple[Any, Any]) -> None:
+def test_member_names_that_are_one_file_somewhere_are_a_conflict(tmp_path: Path, pair: tuple[Any, Any]) -> None:
     torch.save({pair[0]: state(1), pair[1]: state(2)}, tmp_path / "in.pt")
     with pytest.raises(Conflict, match="are one name where"):
         ckptool.unbundle(tmp_path / "in.pt", tmp_path / "parts")

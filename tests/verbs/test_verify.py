@@ -71,13 +71,13 @@ def test_every_kind_of_tensor(name: str, tmp_path: Path) -> None:
     assert not found.problems and found.checksums == "all"
 
 
-def test_row_035_a_zip_without_checksums(tmp_path: Path) -> None:
+def test_a_zip_without_checksums_says_so(tmp_path: Path) -> None:
     found = verify(make("crc_off.pt", tmp_path))
     assert found.fine and (found.checksums, found.checked) == ("none", 0)
     assert "no checksums stored" in str(found)
 
 
-def test_row_115_a_format_without_checksums_says_so(tmp_path: Path) -> None:
+def test_a_format_without_checksums_says_so(tmp_path: Path) -> None:
     """A flipped byte there cannot be noticed, and no report may sound as if it were."""
     path = tmp_path / "a.safetensors"
     ckptool.convert(saved(weights("a.w", "b.w"), tmp_path / "a.pt"), path)
@@ -93,7 +93,7 @@ def test_row_115_a_format_without_checksums_says_so(tmp_path: Path) -> None:
 # Damaged --------------------------------------------------------------------------------------------------------------
 
 
-def test_row_034_every_damaged_record_is_named_with_its_tensors(tmp_path: Path) -> None:
+def test_every_damaged_record_is_named_with_its_tensors(tmp_path: Path) -> None:
     tied = torch.ones(3)
     path = saved({"m": {"a": tied, "b": tied, "c": torch.zeros(4), "d": torch.ones(5)}}, tmp_path / "a.pt")
     starts = record_starts(path)
@@ -121,7 +121,7 @@ def test_row_034_every_damaged_record_is_named_with_its_tensors(tmp_path: Path) 
     assert "damaged, 2 problems" in text and "m/a, m/b" in text and f"at byte {one.offset:,}" in text
 
 
-def test_row_034_the_directorys_checksum_is_what_is_wrong(tmp_path: Path) -> None:
+def test_a_wrong_checksum_in_the_central_directory_is_told(tmp_path: Path) -> None:
     path = saved(weights("a.w", "b.w"), tmp_path / "a.pt")
     data = bytearray(path.read_bytes())
     at = data.rindex(b"archive/data/1") - 46 + 16
@@ -239,7 +239,7 @@ def test_the_quick_look_at_exponents_misses_nothing() -> None:
             assert report._may_be_special(raw, dtype) == special, (name, hex(bits))
 
 
-def test_row_092_an_endless_view_is_not_searched(tmp_path: Path) -> None:
+def test_an_endless_view_is_not_searched_for_nan(tmp_path: Path) -> None:
     path = saved({"w.x": torch.ones(1).expand(10**6, 10**6), "w.y": torch.full((2,), float("nan"))}, tmp_path / "a.pt")
     found = verify(path, finite=True)
     assert found.unsearched == ("w.x",) and found.non_finite == (NonFinite("w.y", 2, 0, 2),)

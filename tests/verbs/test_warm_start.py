@@ -210,7 +210,7 @@ def test_large_tensors_in_pieces(tmp_path: Path) -> None:
     assert torch.equal(done["a.weight"], base["a.weight"]) and torch.equal(done["b.weight"], old["b.weight"].short())
 
 
-def test_row_092_an_expanded_tensor(tmp_path: Path) -> None:
+def test_an_expanded_tensor_of_4_tb_is_planned_and_not_written_out(tmp_path: Path) -> None:
     """A few bytes that stand for 4 TB are planned at once, written as they are, and never written out."""
     huge = torch.zeros(1).expand(1_000_000, 1_000_000)
     two = {"a.weight": huge, "b.weight": torch.ones(1).expand(1_000_000, 1_000_000)}
