@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import DType
@@ -339,18 +340,25 @@ class Note:
     fix: tuple[str, ...] = ()
 
 
+class PartKind(Enum):
+    """What a part of a checkpoint is; the values are those in `--json`."""
+
+    RANK = "rank"  # the share of one process
+    SHARD = "shard"  # some of the tensors of a set of files
+    PLACEHOLDERS = "placeholders"  # tensors whose values are in other files
+    MEMBERS = "members"  # a folder of several files: as many of them as are there and whole
+
+
 @dataclass(frozen=True, slots=True)
 class PartOf:
     """Which part of something larger a checkpoint is, and what that means for who takes it for a whole.
 
-    kind: `rank` (the share of one process), `shard` (some of the tensors of a set of files), `placeholders` (tensors whose values are in
-    other files) or `members` (a folder of several files, as many of them as are there and whole).
     label: `rank 1 of 2`.  meaning: a sentence.  number, count: those of the label, where they are known.
     whole: the path of the folder or index that it is a part of; empty where that is not at hand.
     index: the name of the index that names this file, if one does: then changing this file alone breaks the set.
     """
 
-    kind: str
+    kind: PartKind
     label: str
     meaning: str
     number: int | None = None
@@ -361,7 +369,7 @@ class PartOf:
     @property
     def is_complete(self) -> bool:
         """True for a folder all of whose members are there and whole: a checkpoint that is not joined here."""
-        return self.kind == "members" and self.number == self.count
+        return self.kind is PartKind.MEMBERS and self.number == self.count
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -353,6 +353,6 @@ def _named(name: str, container: str | None) -> str:
     """The file's name, with the usual suffix of the container where it has another's."""
     from ckptool import formats
 
-    if container is None or formats.for_output(name, "torch-zip").NAME == formats.by_name(container).NAME:
+    if container is None or formats.for_output(name, formats.DEFAULT) == formats.by_name(container):
         return name
-    return os.path.splitext(name)[0] + (formats.by_name(container).SUFFIXES or ("",))[0]
+    return os.path.splitext(name)[0] + (formats.by_name(container).suffixes or ("",))[0]

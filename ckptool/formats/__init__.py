@@ -1,9 +1,9 @@
 """Containers: bytes to a tree, and a tree to a plan of what to write.
 
-A format is a module with `NAME`, `detect(head, source)` and `read(source)`. One that can also be written has `SUFFIXES` (the first is
-the usual one), `write(checkpoint, keep_unknown=...)` and `append(checkpoint, keep_unknown=...)`, which gives None where it cannot be
-edited in place; `TENSORS_ONLY = True` if it holds names of tensors and nothing else, and then `TIES = False` if it cannot say that two are
-one. To add one: its file, its line below, its test through the contract. Files are told by content, never by name.
+A format is a module or folder with `detect(head, source)` and `read(source)`, and one line in `FORMATS` with every fact about it. One that
+can be written has `write(checkpoint, keep_unknown=...)`, one that can be edited in place `append(checkpoint, keep_unknown=...)`, which
+gives None where it has to be written anew. To add one: its file, its line, its test through the contract. Files are known by their
+content, never by their name; a module is imported when the first bytes ask for it.
 """
 
 from __future__ import annotations
@@ -13,69 +13,101 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, cast
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.files import Input, Source, open_input, unchanged
+from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Truncated, UsageError, listed, printable
-from ckptool.formats import (
-    dcp,
-    members,
-    npy,
-    npz,
-    parts,
-    pickle_file,
-    safetensors,
-    sharded,
-    torch_legacy,
-    torch_tar,
-    torch_zip,
-    torchscript,
-)
-from ckptool.formats.unrecognized import refuse
-from ckptool.formats.zip import directory
 
 
-class Reader(Protocol):
-    """What a module in this folder offers."""
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A container: what is true of all of its kind, and the way to its code.
+
+    begins: the first bytes of files that its code is asked about, with those whose names end in one of `endings`.
+    is_folder: folders are its too.  suffixes: of files that are written, the usual one first; none where a folder is.
+    appendable: it can be edited in place.  tensors_only: it has names of tensors and no more, so that one state dict is
+    chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_tree: it can be written with everything
+    that a checkpoint holds.  own_metadata: its metadata are its own byte order and versions.  joined: what it holds is
+    one checkpoint.  is_program: its tensors belong to code.
+    """
+
+    name: str
+    module: str
+    begins: bytes = b"(?!)"
+    endings: tuple[str, ...] = ()
+    is_folder: bool = False
+    suffixes: tuple[str, ...] = ()
+    writable: bool = False
+    appendable: bool = False
+    tensors_only: bool = False
+    keeps_ties: bool = True
+    keeps_tree: bool = False
+    joined: bool = True
+    own_metadata: bool = False
+    is_program: bool = False
 
     @property
-    def NAME(self) -> str: ...  # noqa: N802 (a module's constant)
+    def writes_folder(self) -> bool:
+        return self.writable and not self.suffixes
 
     def detect(self, head: bytes, source: Input) -> bool:
-        """True if it is one. head: the first bytes of a file; of a folder, none."""
+        """True for one of its files. head: the first bytes of a file; of a folder, none."""
+        if isinstance(source, Folder):
+            asked = self.is_folder
+        else:
+            asked = source.path.endswith(self.endings) or re.match(self.begins, head, re.DOTALL) is not None
+        return asked and self._code.detect(head, source)
 
-    def read(self, source: Any) -> Checkpoint: ...
+    def read(self, source: Input) -> Checkpoint:
+        return cast(Checkpoint, self._code.read(source))
 
+    def write(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
+        """The plan of a new file. Raises `Unsupported` for what it cannot hold, `UnsafeObject` for unknown calls."""
+        return cast(Plan, self._code.write(checkpoint, keep_unknown=keep_unknown))
 
-class Format(Reader, Protocol):
-    """What a module offers whose container can be written."""
+    def append(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None:
+        """The plan of the same change inside the file; None where it is written anew."""
+        return (
+            cast("Plan | None", self._code.append(checkpoint, keep_unknown=keep_unknown)) if self.appendable else None
+        )
 
     @property
-    def SUFFIXES(self) -> tuple[str, ...]: ...  # noqa: N802
-
-    def write(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan: ...
-    def append(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None: ...
+    def _code(self) -> Any:
+        return import_module(f"{__name__}.{self.module}")
 
 
-# Asked in this order.
-FORMATS: tuple[Reader, ...] = (
-    sharded,
-    dcp,  # its table is a pickle, its files begin as zips
-    members,
-    npz,
-    torchscript,
-    torch_zip,
-    safetensors,
-    torch_legacy,
-    torch_tar,
-    npy,
-    pickle_file,
-)
-WRITERS: tuple[Format, ...] = tuple(cast(Format, module) for module in FORMATS if hasattr(module, "write"))
+_ZIP = rb"PK\x03\x04|PK\x05\x06"
+# The first record is an array, or has a very long name, or is not there.
+_NPZ = rb"PK\x05\x06|PK\x03\x04(?:.{23}[^\0]|.*\.npy)"
+_SAFETENSORS = rb".{8}[\[{\x22\xef]|.{0,8}\Z"
+# The magic number or the version, as a number or as text.
+_LEGACY = rb".*(?:l\xfc\x9cF\xf9 j\xa8P\x19|119547037146038801333356L|\xe9\x03\.|1001\n\.)"
+_TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
+
+# Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
+FORMATS: tuple[Format, ...] = (
+    Format("sharded", "sharded", rb"\s*\{", is_folder=True, writable=True, tensors_only=True),
+    Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True),
+    Format("folder", "members", is_folder=True, joined=False),
+    Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),
+    Format("torchscript", "torchscript", _ZIP, is_program=True),
+    Format("torch-zip", "torch_zip", _ZIP, suffixes=_TORCH, writable=True, appendable=True, keeps_tree=True,
+           own_metadata=True),
+    Format("safetensors", "safetensors", _SAFETENSORS, suffixes=(".safetensors", ".sft"), writable=True,
+           tensors_only=True, keeps_tree=True),
+    Format("torch-legacy", "torch_legacy", _LEGACY),
+    Format("torch-tar", "torch_tar", rb".{257}ustar"),
+    Format("npy", "npy", rb"\x93NUMPY"),
+    Format("pickle", "pickle_file", rb"[\x80\]}(c]"),
+)  # fmt: skip
+WRITERS = tuple(container for container in FORMATS if container.writable)
 
 DEFAULT = "torch-zip"  # what is written where nothing says otherwise
+SHARDED = "sharded"  # what is written as a folder
 HEAD = 512
 
 
@@ -91,11 +123,13 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 def read_source(source: Input) -> Checkpoint:
     """The same of what is open already."""
-    return parts.with_part(read_alone(source), source)
+    from ckptool.formats.parts import with_part
+
+    return with_part(read_alone(source), source)
 
 
 def read_alone(source: Input) -> Checkpoint:
-    """The same of one of the files that a checkpoint is put together from: whether it is a part is not looked at."""
+    """The same of one of the files that a checkpoint is put together from: whether it is a part is not asked."""
     if isinstance(source, Source) and not source.size:
         raise Truncated(
             f"{source} is empty (0 bytes)",
@@ -103,12 +137,16 @@ def read_alone(source: Input) -> Checkpoint:
             "Copy or download it again.",
         )
     head = source.read(0, min(HEAD, source.size)) if isinstance(source, Source) else b""
-    if isinstance(source, Source) and (problem := directory.under_another_head(head, source)):
-        raise problem
+    if isinstance(source, Source) and head[:4] not in (b"PK\3\4", b"PK\5\6"):
+        from ckptool.formats.zip.directory import refuse_zip_behind
+
+        refuse_zip_behind(head, source)
     for container in FORMATS:
         if container.detect(head, source):
             with no_collection():
                 return container.read(source)
+    from ckptool.formats.unrecognized import refuse
+
     raise refuse(head, source)
 
 
@@ -124,28 +162,22 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def named(name: str) -> Format:
+    """The format called `name`; for what was read from no file (`live`), one without facts."""
+    return next((container for container in FORMATS if name == container.name), Format(name, ""))
+
+
 def writer(name: str) -> Format | None:
     """The format called `name`, if it can be written."""
-    return next((container for container in WRITERS if name == container.NAME), None)
-
-
-def tensors_only(container: Format) -> bool:
-    """True if the container holds names of tensors and nothing else, so that one set of weights is chosen for it."""
-    return bool(getattr(container, "TENSORS_ONLY", False))
-
-
-def keeps_ties(container: Format) -> bool:
-    """True if the container can say that two names are one tensor."""
-    return bool(getattr(container, "TIES", True))
+    return next((container for container in WRITERS if name == container.name), None)
 
 
 def by_name(name: str) -> Format:
     """The format called `name`; raises `UsageError` listing those that can be written."""
     container = writer(name)
     if container is None:
-        known = any(name == reader.NAME for reader in FORMATS)
-        what = f"{name} is read, not written" if known else f"there is no container {name!r}"
-        raise UsageError(what, f"Written are: {listed([container.NAME for container in WRITERS])}.")
+        what = f"{name} is read, not written" if named(name) in FORMATS else f"there is no container {name!r}"
+        raise UsageError(what, f"Written are: {listed([container.name for container in WRITERS])}.")
     return container
 
 
@@ -153,7 +185,7 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
     """The format that the suffix of an output stands for; else the one called `default`, if it is written; else torch's."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     for container in WRITERS:
-        if suffix in container.SUFFIXES:
+        if suffix in container.suffixes:
             return container
     return writer(default) or by_name(DEFAULT)
 
@@ -163,7 +195,7 @@ _NOT_WRITTEN = frozenset(
     " .distcp".split()
 )
 # What a suffix looks like: `.foo`, and not the end of `Llama-3.1-8B` or `epoch=3-loss=0.25`.
-_SUFFIX = re.compile(r"\.[a-z][a-z0-9_]{0,11}")
+_SUFFIX = r"\.[a-z][a-z0-9_]{0,11}"
 
 
 def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str = "", source: str = "") -> None:
@@ -173,16 +205,16 @@ def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str =
     container stays. From one torch file to another, suffixes that stand for nothing (`.state`) are a matter of taste.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
-    known = [known for container in WRITERS for known in container.SUFFIXES]
-    torch = written.NAME == DEFAULT and (not original or original.startswith("torch-"))
-    own = suffix == os.path.splitext(source)[1].lower() and (torch or original == written.NAME)
-    if suffix in known or not _SUFFIX.fullmatch(suffix) or own:
+    known = [known for container in WRITERS for known in container.suffixes]
+    torch = written.name == DEFAULT and (not original or original.startswith("torch-"))
+    own = suffix == os.path.splitext(source)[1].lower() and (torch or original == written.name)
+    if suffix in known or not re.fullmatch(_SUFFIX, suffix) or own:
         return
     meant = next((near for near in known if len(near) > 5 and _close(suffix, near)), "")
     if meant or suffix in _NOT_WRITTEN or not torch:
         raise UsageError(
             f"{printable(suffix)} stands for no container that is written",
-            f"Written are: {listed([container.NAME for container in WRITERS])}.",
+            f"Written are: {listed([container.name for container in WRITERS])}.",
             f"Did you mean {meant}? " * bool(meant) + "To write a torch file of that name: --to torch-zip",
         )
 
@@ -190,7 +222,7 @@ def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str =
 def refuse_index(path: str | os.PathLike[str], written: Format) -> None:
     """Raises `UsageError` where a folder of shards would be called like a file in it."""
     name = os.fspath(path)
-    if written is sharded and name.lower().endswith(".json"):
+    if written.writes_folder and name.lower().endswith(".json"):
         raise UsageError(
             f"{printable(name)} is the name of an index, and shards are written as a folder",
             "The index is one of the files in it.",

@@ -1,7 +1,7 @@
 """`folder`: a folder of several files that together are a training checkpoint or a pipeline, its members, which are not joined here.
 
-What is a member is told by the names that one program writes. Where the weights stand for the folder (an index, `model.safetensors`, a
-folder of torch.distributed.checkpoint) the folder is read as those, and its other members are only looked at: whether each is whole.
+Members are known by the names that one program writes. Where the weights stand for the folder (an index, `model.safetensors`, a folder of
+torch.distributed.checkpoint) the folder is read as those, and its other members are only looked at: whether each is whole.
 
 Source: transformers/trainer.py (`_save_checkpoint`: weights, optimizer, scheduler, random states, and `trainer_state.json` last),
 accelerate/checkpointing.py (random states last), deepspeed/runtime/engine.py, megatron/training/checkpointing.py, diffusers
@@ -12,56 +12,56 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, PartOf
+from ckptool.checkpoint import Checkpoint, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, read_small
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
+from ckptool.formats.parts import (
+    FSDP_RANKS,
+    LAYER,
+    MEMBERS,
+    MODEL_PARALLEL,
+    MODEL_STATES,
+    OF_WORLD,
+    PIECES,
+    STATES,
+    NamePattern,
+    names_in,
+    part_of,
+)
 
 NAME = "folder"
-MEMBERS = "members"
 MAX_MEMBERS = 512  # of a folder, each of which is opened
 MAX_JSON = 16 << 20
 
 # Files beside weights. What they hold belongs to one checkpoint and is none by itself.
-BESIDE_WEIGHTS = re.compile(
+BESIDE_WEIGHTS = NamePattern(
+    ".",
     r"(?:optimizer|scheduler|scaler|sampler)(?:_\d+)?\.(?:pt|bin)|dl_state_dict(?:_\d+)?\.bin|rng_state(?:_\d+)?\.pth"
     r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|training_args\.bin|trainer_state\.json|model_\d+\.safetensors"
-    r"|pytorch_model_\d+\.bin|common\.pt|meta\.pt|distrib_optim\.pt"
+    r"|pytorch_model_\d+\.bin|common\.pt|meta\.pt|distrib_optim\.pt",
 )
-_TRAINING = re.compile(r"optimizer|scheduler|rng_state|random_states|trainer_state|sampler|common\.pt|meta\.pt")
-_FOLDERS = re.compile(r"global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+|pytorch_model")
+_TRAINING = ("optimizer", "scheduler", "rng_state", "random_states", "trainer_state", "sampler", "common.pt", "meta.pt")
+_FOLDERS = NamePattern("", r"global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+|pytorch_model")
 _WITH_WEIGHTS = ("global_step", "pytorch_model")
-
-STATES = re.compile(
-    r"(?P<set>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_(?P<rest>[\d_]+(?:optim|model)_states)\.pt"
-)
-MODEL_STATES = re.compile(r"(?P<set>)mp_rank_(?P<rank>\d+)(?P<rest>(?:_\d+)*_model_states)\.pt")
-LAYER = re.compile(r"layer_(?P<layer>\d+)(?:_expert_(?P<expert>\d+))?(?:-model|_mp_rank)_[\d_-]*model_states\.pt")
-OF_WORLD = re.compile(r"(?P<set>.+_world_size_(?P<world>\d{1,6})_rank_)(?P<rank>\d{1,6})(?P<rest>)\.pt")
-FSDP_RANKS = re.compile(r"(?P<set>(?:pytorch_model_fsdp|optimizer)_\d+_rank)(?P<rank>\d{1,6})(?P<rest>)\.bin")
-PIECES = re.compile(r"(?P<set>shard-)(?P<rank>\d{5})-(?P<rest>model-\d{5}-of-\d{5})\.safetensors")
-MODEL_PARALLEL = re.compile(r"(?P<set>mp_rank_)(?P<rank>\d\d)(?P<rest>(?:_\d\d\d){0,2})")
-_RANKED = re.compile(r"(?P<set>rng_state_|random_states_)(?P<rank>\d+)(?P<rest>)\.(?:pth|pkl)")
+_RANKED = NamePattern("_", r"(?P<set>rng_state_|random_states_)(?P<rank>\d+)(?P<rest>)\.(?:pth|pkl)")
+_OF_A_CHECKPOINT = NamePattern("", r"latest|zero_to_\w+\.py|.*\.distcp|(?:__\d+)?\.metadata")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The members of a folder. kind: what it is, for people.  names: its members that are there (`mp_rank_00/model_optim_rng.pt`).
 
-    missing: those that it says or shows it once had.  beside: they are beside weights that stand for the folder.
+    missing: those that it says or shows it once had.  beside_weights: weights stand for the folder; these are its other files.
     """
 
     kind: str
     names: tuple[str, ...]
     missing: tuple[str, ...] = ()
-    extras: bool = False
-
-
-_OF_A_CHECKPOINT = re.compile(r"latest|zero_to_\w+\.py|.*\.distcp|(?:__\d+)?\.metadata")
+    beside_weights: bool = False
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -103,10 +103,8 @@ def read(source: Folder) -> Checkpoint:
 
 def _world(found: Checkpoint) -> int:
     """How many ranks a rank's file says that there are."""
-    from ckptool.formats.parts import RANK, part_of
-
     part = found.part or part_of(found)
-    return part.count or 1 if part is not None and part.kind == RANK else 1
+    return part.count or 1 if part is not None and part.kind is PartKind.RANK else 1
 
 
 def _lacking(layout: Layout, world: int) -> Iterator[str]:
@@ -117,7 +115,7 @@ def _lacking(layout: Layout, world: int) -> Iterator[str]:
     yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world))
 
 
-def state_of(folder: Folder) -> tuple[Layout, PartOf] | None:
+def beside_weights(folder: Folder) -> tuple[Layout, PartOf] | None:
     """The members beside the weights of a folder, and how many of them are whole; None where there are none."""
     layout = layout_of(folder, beside=True)
     if layout is None:
@@ -129,7 +127,9 @@ def state_of(folder: Folder) -> tuple[Layout, PartOf] | None:
 def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The members of the folder that was named which are not in the tree, as weights stand for it; none where a file was named."""
     source, part = checkpoint.source, checkpoint.part
-    named = (part is not None and part.kind == MEMBERS) or any(note.code == MEMBERS for note in checkpoint.notes)
+    named = (part is not None and part.kind is PartKind.MEMBERS) or any(
+        note.code == MEMBERS for note in checkpoint.notes
+    )
     if source is None or not named or checkpoint.container == NAME:
         return ()
     folder = source if isinstance(source, Folder) else Folder(os.path.dirname(source.path) or os.curdir)
@@ -142,13 +142,13 @@ def _problem(found: Checkpoint | CkptoolError) -> str:
     if isinstance(found, CkptoolError):
         return found.what
     part = found.part
-    return part.meaning if part is not None and part.kind == MEMBERS and not part.is_complete else ""
+    return part.meaning if part is not None and part.kind is PartKind.MEMBERS and not part.is_complete else ""
 
 
 def _counted(folder: Folder, layout: Layout, wrong: dict[str, str]) -> PartOf:
     """How many of the members are there and whole, and what is the matter with the others."""
-    count = len(layout.names) + len(layout.missing) + layout.extras
-    whole = len(layout.names) - len(wrong) + layout.extras
+    count = len(layout.names) + len(layout.missing) + layout.beside_weights
+    whole = len(layout.names) - len(wrong) + layout.beside_weights
     problems = [
         what.replace(printable(os.path.join(folder.path, name)), printable(name)) for name, what in wrong.items()
     ]
@@ -156,7 +156,7 @@ def _counted(folder: Folder, layout: Layout, wrong: dict[str, str]) -> PartOf:
     meaning = f"{layout.kind}; " + (
         listed(problems, 3) if problems else "its files are all there, and are not joined here"
     )
-    return PartOf(MEMBERS, f"{whole:,} of {counted(count, 'member')}", meaning, whole, count, folder.path)
+    return PartOf(PartKind.MEMBERS, f"{whole:,} of {counted(count, 'member')}", meaning, whole, count, folder.path)
 
 
 def opened(folder: Folder, layout: Layout) -> Iterator[tuple[str, Checkpoint | CkptoolError]]:
@@ -220,11 +220,11 @@ def _ranks(folder: Folder, beside: bool) -> Layout | None:
     return None
 
 
-def _gaps(names: Iterable[str], pattern: re.Pattern[str], world: int = 0) -> list[str]:
+def _gaps(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
     """The names that ranks lack which others of the same set have: up to the highest, or to the size of the world, where that is known."""
     sets: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
-        if (found := pattern.fullmatch(name)) and "rank" in pattern.groupindex:
+        if (found := pattern.fullmatch(name)) and "rank" in found.groupdict():
             sets.setdefault((found["set"], found["rest"]), {})[int(found["rank"])] = name
             world = max(world, int(found["rank"]) + 1, int(found.groupdict().get("world") or 0))
     missing = []
@@ -287,7 +287,7 @@ def _training(folder: Folder, beside: bool) -> Layout | None:
     there = [*names, *sets, *(name for name, present in modules if present == "weights")]
     missing = [*_gaps(names, _RANKED), *(name for name, present in modules if not present), *_written_last(names)]
     if beside:
-        known = bool(sets or modules) or any(map(_TRAINING.match, names))
+        known = bool(sets or modules) or any(name.startswith(_TRAINING) for name in names)
     else:  # people call files optimizer.pt, too; these are what the programs alone write
         weights = [name for name, present in modules if present == "weights"]
         known = bool(sets or weights) or any(name.startswith(("trainer_state", "random_states_")) for name in names)
@@ -345,10 +345,7 @@ def _is_folder(folder: Folder, name: str) -> bool:
 
 
 def _names_in(folder: Folder, name: str) -> list[str]:
-    try:
-        return sorted(os.listdir(os.path.join(folder.path, name)))
-    except OSError:
-        return []
+    return names_in(os.path.join(folder.path, name))
 
 
 def claimed(folder: Folder) -> set[str]:

@@ -21,10 +21,7 @@ from ckptool.formats.zip.writer import ZipLayout
 from ckptool.pickles.plain import summary
 
 NAME = "npz"
-SUFFIXES = (".npz",)
 _LEFT_OUT = command("convert", FILE, exclude="NAME", out="OUT.npz")
-TENSORS_ONLY = True
-TIES = False
 ENDING = ".npy"
 ALIGNMENT = 64
 MAX_OTHERS = 1 << 20  # bytes of records that are no arrays, which numpy gives as bytes
@@ -117,11 +114,6 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     if mark := checkpoint.metadata.get(marks.RECOVERED):
         layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))  # numpy gives it as bytes, where it is asked for
     return layout.finish(checks)
-
-
-def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> None:
-    """An `.npz` is not edited in place: it is written anew."""
-    return
 
 
 def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Checkpoint, PartKind
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import find
 from ckptool.errors import OnlyAPart, Truncated, UsageError, counted, printable, quoted
-from ckptool.formats import marks, members
-from ckptool.formats.members import MEMBERS
+from ckptool.formats import marks
 
 PathLike = str | os.PathLike[str]
 
@@ -79,7 +78,7 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
     if found is None or part:
         return
     take = "take it as it is: --part"
-    if found.kind == MEMBERS:
+    if found.kind is PartKind.MEMBERS:
         raise OnlyAPart(
             f"{printable(found.whole)} is a folder, of which {found.label} are there and whole",
             f"{found.meaning[:1].upper()}{found.meaning[1:]}.",
@@ -109,7 +108,7 @@ def open_to_change(file: PathLike, at: str | None = None) -> Opened:
     """
     opened = open_file(file, at)
     found = opened.checkpoint.part
-    if opened.checkpoint.container == members.NAME:
+    if not formats.named(opened.checkpoint.container).joined:
         raise OnlyAPart(
             f"{opened.checkpoint.source} is a folder of {counted(len(opened.checkpoint.tree), 'file')}, each a checkpoint or a part of one",
             "Several files are not changed as one. Nothing was written.",

@@ -39,7 +39,6 @@ from ckptool.formats.tree_record import packing, unpacking
 
 NAME = "safetensors"
 SUFFIXES = (".safetensors", ".sft")
-TENSORS_ONLY = True
 MAX_HEADER = 100_000_000  # the stock library's limit
 METADATA = "__metadata__"
 TWINS = "ckptool.twins"  # names that are no ties, though their equal bytes are stored once
@@ -253,11 +252,6 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     for name in in_order:
         _add(name, stored[name], segments, checks)
     return Plan({"": segments}, checks)
-
-
-def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> None:
-    """A safetensors file cannot be edited in place: its header comes first, and has no room to grow."""
-    return
 
 
 def _header(stored: dict[str, TensorEntry], places: dict[str, tuple[int, int]], metadata: dict[str, str]) -> bytes:

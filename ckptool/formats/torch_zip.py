@@ -34,7 +34,6 @@ from ckptool.pickles.encode import encode
 from ckptool.pickles.torch_objects import BUILDERS, storage_class
 
 NAME = "torch-zip"
-SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
 ALIGNMENT = 64
 TWINS = ".ckptool/twins"  # a record of ours, which torch does not read
 MAX_SMALL = 1 << 16

@@ -71,7 +71,7 @@ def part_json(part: PartOf | None) -> Json | None:
     if part is None:
         return None
     return {
-        "kind": part.kind,
+        "kind": part.kind.value,
         "label": printable(part.label),
         "meaning": part.meaning,
         "number": part.number,

@@ -12,8 +12,9 @@ from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advi
 from ckptool.checkpoint.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.checkpoint.tree import address
 from ckptool.errors import CkptoolError, listed, printable
-from ckptool.formats.members import MEMBERS
+from ckptool.formats import named
 from ckptool.formats.parts import CODE as PART
+from ckptool.formats.parts import MEMBERS
 from ckptool.reports.commands import Chain
 from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
 from ckptool.reports.findings import Finding, Stage, in_order
@@ -166,7 +167,7 @@ def of_checkpoint(
     elif any(note.code == UNSAFE for note in found.notes):
         findings = _of_refused(findings)
     chain = Chain(file, address(checkpoint.base))
-    compact = None if found.container == "torch-zip" else command("convert", FILE, out=OUT)
+    compact = None if named(found.container).appendable else command("convert", FILE, out=OUT)
     filled = tuple(each.filled(chain) for each in in_order(findings, compact))
     against_name = against.name if against is not None else ""
     return Diagnosis(file, _is_a(found), filled, str(command("verify", file)), against_name)
@@ -262,10 +263,11 @@ def _of_container(found: Listing, file: str, values: Values) -> Iterator[Finding
 
 def _misnamed(found: Listing, suffix: str) -> Iterator[Finding]:
     what = f"it is a {found.container} file, though its name ends in {printable(suffix)}"
-    if found.container == "safetensors" and suffix in TORCH_SUFFIXES:
+    container = named(found.container)
+    if suffix in TORCH_SUFFIXES and container.tensors_only and container.keeps_tree:
         says = "invalid load key; or: Weights only load failed … Unsupported operand"
         yield _container("misnamed", what, says, _CONVERT)
-    elif found.container not in ("safetensors", "npz") and suffix in (".safetensors", ".sft"):
+    elif suffix in (".safetensors", ".sft") and not (container.tensors_only and container.suffixes):
         # The suffix's own container holds one set of weights and nothing else.
         weights_alone = any(root.path == () and root.is_model for root in found.roots)
         says = "Error while deserializing header: HeaderTooLarge"
@@ -378,7 +380,7 @@ def _partly_wrapped(note: Note, says: str, fixes: tuple[Command, ...]) -> Findin
 def _of_modules(found: Listing) -> Iterator[Finding]:
     """A model that was pickled inside its wrapper: the keys of the state dict that it becomes begin with the wrapper's."""
     kinds = {wrappers(key) for root in found.roots if root.module is not None for key in root.node} - {""}
-    if kinds and found.container != "torchscript":
+    if kinds and not named(found.container).is_program:
         what = f"the model was pickled inside a wrapper: the keys of its state dict begin with {listed(sorted(kinds))}"
         strip = command("strip-module", FILE, out=OUT)
         yield Finding("prefix-module", what, _WRAPPED, commands=(strip,), stage=Stage.WRAPPERS)

@@ -16,6 +16,7 @@ from ckptool.checkpoint.numpy_arrays import array_tensor
 from ckptool.checkpoint.state_dicts import AVERAGE, COUNTER, WEIGHTS, StateDict, without_wrappers, wrappers
 from ckptool.checkpoint.tree import Path, address, item_at, walk
 from ckptool.errors import counted, form, listed, printable
+from ckptool.formats import named
 from ckptool.pickles.plain import Array, expand
 from ckptool.reports.findings import Finding, Stage
 from ckptool.reports.inspect import Listing
@@ -60,7 +61,7 @@ def of_layout(
 
     taken: the set of weights that an earlier command has written alone.  gone: addresses of what an earlier command left out.
     """
-    if found.container == "torchscript":
+    if named(found.container).is_program:
         return
     yield from _unnamed(found)
     candidates = mains(found)

@@ -14,7 +14,8 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.state_dicts import kinds_of
 from ckptool.checkpoint.tree import children
 from ckptool.errors import CkptoolError
-from ckptool.formats import members
+from ckptool.formats.members import BESIDE_WEIGHTS
+from ckptool.formats.parts import MEMBERS
 from ckptool.pickles.calls import CALLED, MADE, NAMED, uses_of
 from ckptool.reports.inspect import Listing
 
@@ -103,7 +104,7 @@ def scanned(
         size = checkpoint.source.size
     step, epoch = progress_of({**said, "": checkpoint.tree} if said else checkpoint.tree, os.path.basename(path))
     holds = tuple(kinds_of(found.roots))
-    said_elsewhere = ("unsafe-global", PART, members.MEMBERS)
+    said_elsewhere = ("unsafe-global", PART, MEMBERS)
     notes = tuple(dict.fromkeys(note.code for note in found.notes if note.code not in said_elsewhere))
     state, problem = _state(path, checkpoint, found)
     row = (checkpoint.container, step, epoch, size, modified, holds, notes, tuple(calls), checkpoint.part, beside)
@@ -114,7 +115,7 @@ def _state(path: str, checkpoint: Checkpoint, found: Listing) -> tuple[str, str]
     part = checkpoint.part
     if part is not None and not part.is_complete:
         return PART, f"{part.label}: {part.meaning}"
-    if members.BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not any(root.is_model for root in found.roots):
+    if BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not any(root.is_model for root in found.roots):
         return MEMBER, "what belongs beside weights, and is no checkpoint by itself"
     return GOOD, ""
 

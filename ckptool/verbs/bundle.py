@@ -34,7 +34,7 @@ from ckptool.verbs.slim import new_ties
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-CONTAINERS = ("torch-zip", "safetensors")
+CONTAINERS = tuple(container.name for container in formats.WRITERS if container.keeps_tree)
 
 
 def bundle(
@@ -221,11 +221,11 @@ def _of_folder(path: PathLike) -> _Parts:
 def _container(checkpoint: Checkpoint, out: PathLike | None, options: SaveOptions) -> Format:
     """The container to write; raises `UsageError` for one that holds no bundles."""
     named, written_before = options.get("container"), formats.writer(checkpoint.container)
-    default = written_before.NAME if written_before and written_before.NAME in CONTAINERS else formats.DEFAULT
+    default = written_before.name if written_before and written_before.keeps_tree else formats.DEFAULT
     container = formats.by_name(named) if named else formats.for_output(out or "", default)
-    if container.NAME not in CONTAINERS:
+    if not container.keeps_tree:
         raise UsageError(
-            f"a bundle cannot be {container.NAME}",
+            f"a bundle cannot be {container.name}",
             f"It is {' or '.join(CONTAINERS)}: those hold what is no tensor, too.",
             "For example: -o gan.tar; -o gan.safetensors",
         )
@@ -245,7 +245,7 @@ def _made(parts: _Parts, container: Format, dedup: bool, in_place: bool) -> tupl
     made = replace(
         parts.checkpoint,
         tree=tree,
-        container=container.NAME,
+        container=container.name,
         source=parts.original.source,
         origin=parts.original.origin if in_place else None,
         tensors_only=False,

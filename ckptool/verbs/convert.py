@@ -16,8 +16,9 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.errors import Unsupported, UsageError, counted, printable
-from ckptool.formats import Format, by_name, for_output, keeps_ties, members, sharded, tensors_only
+from ckptool.formats import SHARDED, Format, by_name, for_output, members
 from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
 from ckptool.reports.written import Written
 from ckptool.transforms.edit import droppable
@@ -85,18 +86,18 @@ def convert(
     name = options.get("container")
     container = by_name(name) if name else for_output(out, opened.checkpoint.container)
     expected = None
-    if not tensors_only(container):
+    if not container.tensors_only:
         changed, summary, behind, notes = _to_pickle(taken, named, only, exclude, opened.path)
     elif all:
         _refuse_choice(container, opened.path, only, exclude)
         changed, summary, behind, notes = _packed(taken)
         expected = taken
     else:
-        copies = ties == "copy" or not keeps_ties(container)
+        copies = ties == "copy" or not container.keeps_ties
         changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies, materialize)
     behind += unsaved + siblings(opened.checkpoint.tree, taken.base)
     if shard_size is not None:
-        changed = sharded.divided(changed, shard_size)
+        changed = divided(changed, shard_size)
     result = save("convert", opened.checkpoint, replace(changed, base=()), out, options, expected=expected)
     facts = {"tensors": sum(1 for _ in tensors(changed.tree)), "left_behind": behind}
     details = made_plain + tuple(f"left behind: {printable(name)}" for name in behind)
@@ -105,14 +106,15 @@ def convert(
 
 def _in_shards(out: PathLike, options: SaveOptions) -> str:
     """The container of an output that a size of shards was given for; raises `UsageError` where another was asked for."""
-    named = options.get("container") or for_output(out, sharded.NAME).NAME
-    if named != sharded.NAME:
+    name = options.get("container")
+    container = by_name(name) if name else for_output(out, SHARDED)
+    if not container.writes_folder:
         raise UsageError(
-            f"--shard-size writes a folder of safetensors files, and {printable(os.fspath(out))} was to be {named}",
+            f"--shard-size writes a folder of safetensors files, and {printable(os.fspath(out))} was to be {container.name}",
             "A file is not divided.",
             "For example: -o DIR --shard-size 5GB",
         )
-    return named
+    return container.name
 
 
 Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
@@ -146,9 +148,9 @@ def _without(part: Checkpoint, lost: Lost, path: str) -> Advice:
 
 def _refuse_choice(container: Format, path: str, only: Sequence[str], exclude: Sequence[str]) -> None:
     """Raises `UsageError` for what the whole tree cannot be written to, and for a choice of its keys."""
-    if container.NAME != "safetensors":
+    if not (container.tensors_only and container.keeps_tree):
         raise UsageError(
-            f"--all writes safetensors, not {container.NAME}",
+            f"--all writes safetensors, not {container.name}",
             "The whole tree is carried in the metadata of one safetensors file.",
             "For example: -o model.safetensors",
         )
@@ -180,12 +182,12 @@ def _to_tensors(
         root, remark = StateDict((), part.tree, "model weights"), ""
     else:
         root, remark = one_state_dict(part, "" if named else None)
-    exported = export(part, root, only, exclude, copy_ties=copy_ties, materialize=materialize, container=container.NAME)
+    exported = export(part, root, only, exclude, copy_ties=copy_ties, materialize=materialize, container=container.name)
     of = f" of {printable(root.address)}" if root.address else ""
     summary = f"{counted(len(exported.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
     notes = exported.notes
-    if not keeps_ties(container):
-        notes = (*notes, *lost_ties(root.node, exported, container.NAME))
+    if not container.keeps_ties:
+        notes = (*notes, *lost_ties(root.node, exported, container.name))
     return exported.checkpoint, summary, list(exported.left_behind), notes
 
 

@@ -45,7 +45,7 @@ def recover(
     other = _other(fill_from)
     found = restored(done, other)
     container = _container(target, source, done, found)
-    if done.prefix is not None and done.checkpoint.container == container.NAME and isinstance(source, Source):
+    if done.prefix is not None and done.checkpoint.container == container.name and isinstance(source, Source):
         plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
     else:
         with formats.no_collection():
@@ -60,7 +60,7 @@ def recover(
         report,
         file=os.fspath(file),
         output=target,
-        container=container.NAME,
+        container=container.name,
         file_bytes=plan.nbytes,
         dry_run=dry_run,
         notes=notes,
@@ -70,7 +70,7 @@ def recover(
 def _container(target: str, source: Input, done: Salvaged, found: Restored) -> formats.Format:
     """The format of the output; raises `UsageError` or `OnlyAPart` where it cannot hold what was found."""
     container = formats.for_output(target, done.checkpoint.container)
-    if formats.tensors_only(container):
+    if container.tensors_only:
         tree = found.checkpoint.tree
         refuse_placeholders(with_part(found.checkpoint, source), tree.items() if isinstance(tree, dict) else ())
     formats.refuse_suffix(target, container, done.checkpoint.container, str(source))

@@ -31,13 +31,13 @@ def save(
     Numpy arrays become tensors in safetensors and other containers of tensors alone, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
-    target = formats.by_name(container) if container else formats.for_output(path, "torch-zip")
+    target = formats.by_name(container) if container else formats.for_output(path, formats.DEFAULT)
     if not container:
         formats.refuse_suffix(path, target)
     formats.refuse_index(path, target)
-    if target.SUFFIXES:  # else it is a folder
+    if not target.writes_folder:
         check_target(path, overwrite=overwrite)
-    made = checkpoint_of(tree, arrays_as_tensors=formats.tensors_only(target), keep_unknown=keep_unknown)
+    made = checkpoint_of(tree, arrays_as_tensors=target.tensors_only, keep_unknown=keep_unknown)
     with formats.no_collection():
         plan = target.write(made, keep_unknown=keep_unknown)
     put_in_place(plan, path, overwrite=overwrite, inputs=_sources(made))

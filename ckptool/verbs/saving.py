@@ -24,8 +24,8 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.formats import Format, members, no_collection, tensors_only, tree_record
-from ckptool.formats.parts import refuse_placeholders
+from ckptool.formats import Format, members, no_collection, tree_record
+from ckptool.formats.parts import MEMBERS, refuse_placeholders
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
@@ -101,7 +101,7 @@ def save(
     else:
         refuse_beside(changed, container)
         _refuse_placeholders(original, changed, container)
-        notes = () if tensors_only(container) else refuse_unknown(changed, keep_unknown)
+        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
         with no_collection():
             plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
     expected = changed if expected is None else expected
@@ -124,7 +124,7 @@ def _refuse_placeholders(original: Checkpoint, changed: Checkpoint, container: F
     if changed.part is None or tree_record.KEY in changed.metadata:
         return
     before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
-    if formats.tensors_only(container) or not before.keys() <= after.keys():
+    if container.tensors_only or not before.keys() <= after.keys():
         refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
 
 
@@ -133,7 +133,7 @@ def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
     if checkpoint.extras:
         source = checkpoint.source or "the checkpoint"
         raise Unsupported(
-            f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.NAME} cannot",
+            f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot",
             "Without its program the file would no longer be that model. Nothing was written.",
             Advice(
                 "Write its weights alone, then change those: ",
@@ -153,9 +153,9 @@ def _container(checkpoint: Checkpoint, target: str, options: SaveOptions) -> For
 
 def _stays(checkpoint: Checkpoint, container: Format, options: SaveOptions) -> bool:
     """True if a file that nothing was to be changed in can be copied: its container is the one to write, or is not written at all."""
-    as_asked = options.get("container") is None and container.NAME == formats.DEFAULT
+    as_asked = options.get("container") is None and container.name == formats.DEFAULT
     only_read = formats.writer(checkpoint.container) is None and not isinstance(checkpoint.source, Folder)
-    return checkpoint.container == container.NAME or (only_read and as_asked)
+    return checkpoint.container == container.name or (only_read and as_asked)
 
 
 def _copy_of(source: Input) -> Plan:
@@ -186,8 +186,8 @@ def _save_in_place(
     container = formats.by_name(original.container)
     if not changes:
         notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
-        return Saved(source.path, container.NAME, "nothing", 0, source.size, notes)
-    known = () if tensors_only(container) else refuse_unknown(changed, options.get("keep_unknown", False))
+        return Saved(source.path, container.name, "nothing", 0, source.size, notes)
+    known = () if container.tensors_only else refuse_unknown(changed, options.get("keep_unknown", False))
     plan = container.append(changed, keep_unknown=options.get("keep_unknown", False))
     if plan is None:
         plan = container.write(changed, keep_unknown=options.get("keep_unknown", False))
@@ -209,7 +209,7 @@ def _save_in_place(
                 verify(path)
 
         append_in_place(plan, source, verify=confirm, progress=options.get("progress"))
-    return Saved(source.path, container.NAME, "in place", plan.nbytes, plan.keep + plan.nbytes, known)
+    return Saved(source.path, container.name, "in place", plan.nbytes, plan.keep + plan.nbytes, known)
 
 
 def _replace(
@@ -232,7 +232,7 @@ def _replace(
         verify = verifier(changed) if options.get("verify", False) else None
         progress = options.get("progress")
         notes = put_in_place(plan, target, overwrite=overwrite, inputs=inputs, verify=verify, progress=progress)
-    return Saved(target, container.NAME, how, plan.nbytes, plan.nbytes, notes)
+    return Saved(target, container.name, how, plan.nbytes, plan.nbytes, notes)
 
 
 def put_in_place(plan: Plan, target: str | os.PathLike[str], *, overwrite: bool, **options: Any) -> tuple[Note, ...]:
@@ -263,7 +263,9 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
         found = formats.read(target)
     except CkptoolError:
         return set()
-    source = found.source if found.container != members.NAME else None  # several checkpoints are not replaced by one
+    source = (
+        found.source if formats.named(found.container).joined else None
+    )  # several checkpoints are not replaced by one
     return set(source.files) if isinstance(source, Folder) else {os.path.basename(source.path)} if source else set()
 
 
@@ -277,7 +279,8 @@ def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
 
     def verify(path: str) -> None:
         written = formats.read(path)
-        found = diff(expected, written, identity=written.container == formats.DEFAULT)
+        container = formats.named(written.container)
+        found = diff(expected, written, identity=container.keeps_tree and not container.tensors_only)
         problem = "" if found.same else _first(found)
         if not problem and (names := unreadable_names(written)) and not unreadable_names(expected):
             problem = names
@@ -321,4 +324,4 @@ def written(verb: str, original: Checkpoint, saved: Saved, options: SaveOptions,
 def _members_left(original: Checkpoint) -> list[Note]:
     """What to say where weights were taken for the folder that holds them: the optimizer's file beside them is not in the output."""
     names = [printable(name) for name in members.beside(original)]
-    return [Note(members.MEMBERS, f"left behind, as weights alone are written: {listed(names, 6)}")] if names else []
+    return [Note(MEMBERS, f"left behind, as weights alone are written: {listed(names, 6)}")] if names else []

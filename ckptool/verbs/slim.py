@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
+from ckptool.formats import named
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms import slim as slimming
@@ -77,7 +78,7 @@ def new_ties(count: int, container: str) -> Note:
     """What to know of a file in which so many storages are stored with their equals."""
     others = (
         "other readers of safetensors find only one name of each"
-        if container == "safetensors"
+        if named(container).tensors_only and named(container).keeps_ties
         else "stock torch.load ties them, so that training one would train the other"
     )
     what = f"{count:,} storage{' is' if count == 1 else 's are'} not stored again, but as an equal one"

@@ -75,9 +75,9 @@ def unbundle(
 
 def _container(checkpoint: Checkpoint, options: SaveOptions) -> Format:
     name = options.get("container") or (checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT)
-    if (container := formats.by_name(name)).NAME not in CONTAINERS:
+    if not (container := formats.by_name(name)).keeps_tree:
         raise UsageError(
-            f"members cannot be written as {container.NAME}",
+            f"members cannot be written as {container.name}",
             f"They are {' or '.join(CONTAINERS)}: those hold what is no tensor, too.",
             "For example: --to safetensors",
         )
@@ -94,7 +94,7 @@ def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
             f"{bundle_json.NAME} has no way to say that.",
             Advice("Drop it: ", command("edit", FILE, drop="ADDRESS", out=OUT), "; or take others: --only NAME"),
         )
-    return {name: f"{name}{container.SUFFIXES[0]}" for name in names}
+    return {name: f"{name}{container.suffixes[0]}" for name in names}
 
 
 def _part(name: Any, value: Any, file: str, kind: str) -> bundle_json.Part:
@@ -121,7 +121,7 @@ def _save(
     replaceable = {*_files_of(folder), *plan.files}
     if options.get("dry_run", False):
         check_folder(folder, overwrite=overwrite, replaceable=replaceable)
-        return Saved(folder, container.NAME, "new folder", plan.nbytes, plan.nbytes)
+        return Saved(folder, container.name, "new folder", plan.nbytes, plan.nbytes)
     inputs: list[Input] = [checkpoint.source] if checkpoint.source is not None else []
     if options.get("verify", False):
         refuse_damaged(checkpoint)
@@ -134,7 +134,7 @@ def _save(
         verify=_verifier(parts) if options.get("verify", False) else None,
         progress=options.get("progress"),
     )
-    return Saved(folder, container.NAME, "new folder", plan.nbytes, plan.nbytes, notes)
+    return Saved(folder, container.name, "new folder", plan.nbytes, plan.nbytes, notes)
 
 
 def _plan(parts: Mapping[str, Checkpoint], record: bytes, container: Format, keep_unknown: bool) -> Plan:
@@ -142,7 +142,7 @@ def _plan(parts: Mapping[str, Checkpoint], record: bytes, container: Format, kee
     checks: dict[int, Storage] = {}
     with formats.no_collection():
         for name, part in parts.items():
-            plan = container.write(replace(part, container=container.NAME), keep_unknown=keep_unknown)
+            plan = container.write(replace(part, container=container.name), keep_unknown=keep_unknown)
             files[name] = plan.files[""]
             checks.update((id(storage), storage) for storage in plan.checks)
     files[bundle_json.NAME] = [InlineBytes(record)]

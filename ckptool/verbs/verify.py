@@ -22,7 +22,7 @@ from ckptool.errors import (
     Truncated,
     printable,
 )
-from ckptool.formats import marks, members, parts, sharded
+from ckptool.formats import marks, members, named, parts, sharded
 from ckptool.formats.opening import PathLike, counting_whole, part_of, split
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
@@ -163,7 +163,7 @@ def _with_members(
     found: Verification, folder: Folder, checkpoint: Checkpoint, progress: Progress | None
 ) -> Verification:
     """The same with everything that is wrong with the members of a folder, each of which is read as a file of its own."""
-    joined = checkpoint.container != members.NAME
+    joined = named(checkpoint.container).joined
     layout = members.layout_of(folder, beside=joined)
     if layout is None:
         return found
@@ -193,7 +193,7 @@ def _of_member(folder: Folder, name: str, progress: Progress | None) -> tuple[Pr
 def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
     """The notes that say something about whether the file is whole."""
     for note in checkpoint.notes:
-        if note.code in ("interrupted-edit", "unused-record", parts.CODE, members.MEMBERS):
+        if note.code in ("interrupted-edit", "unused-record", parts.CODE, parts.MEMBERS):
             yield note
 
 

@@ -127,9 +127,9 @@ def _refuse_target(target: Target, out: PathLike, options: SaveOptions) -> None:
 def _refuse_tensors_only(out: PathLike, kind: str, options: SaveOptions) -> None:
     name = options.get("container")
     container = formats.by_name(name) if name else formats.for_output(out, kind)
-    if formats.tensors_only(container) or container.NAME == "safetensors":
+    if container.tensors_only:
         raise UsageError(
-            f"{container.NAME} holds tensors under names, and no optimizer state",
+            f"{container.name} holds tensors under names, and no optimizer state",
             "The groups and their settings are no tensors. Nothing was written.",
             "Write a torch file: -o OUT.pt",
         )

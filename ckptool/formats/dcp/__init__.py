@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, FileRange, Note, PartOf, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
 from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.files import Folder, Input, Source
@@ -139,7 +139,7 @@ def _share_of(folder: Folder, name: str, held: int, places: Mapping[Key, _Place]
     meaning = (
         f"{held:,} of the {counted(len(places), 'value')} and chunks that were saved; the folder is the checkpoint"
     )
-    return PartOf("rank", label, meaning, int(named[1]) if named else None, len(ranks) or None, folder.path)
+    return PartOf(PartKind.RANK, label, meaning, int(named[1]) if named else None, len(ranks) or None, folder.path)
 
 
 # The table -----------------------------------------------------------------------------------------------------------

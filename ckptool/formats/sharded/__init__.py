@@ -30,14 +30,12 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.formats import marks, safetensors
-from ckptool.formats.sharded.writing import INDEX, NUMBERED, DivisionOrigin, append, divided, size_in_bytes, write
+from ckptool.formats.parts import INDEX, NUMBERED
+from ckptool.formats.sharded.writing import DivisionOrigin
+from ckptool.formats.sharded.writing import write as write
 from ckptool.formats.strict_json import parse_object
 
-__all__ = ["NAME", "SUFFIXES", "TENSORS_ONLY", "append", "detect", "divided", "read", "size_in_bytes", "write"]
-
 NAME = "sharded"
-SUFFIXES: tuple[str, ...] = ()  # it is a folder
-TENSORS_ONLY = True
 
 # `model.safetensors.index.fp16.json` and `model.fp16.safetensors` are a variant beside, or in place of, the usual ones.
 SINGLE = re.compile(

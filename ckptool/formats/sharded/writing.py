@@ -14,9 +14,8 @@ from ckptool.checkpoint.plan import Plan, Segment
 from ckptool.checkpoint.tree import storages
 from ckptool.errors import Unsupported, UsageError, is_text, listed, printable
 from ckptool.formats import marks, safetensors, torch_zip, tree_record
+from ckptool.formats.parts import NUMBERED
 
-NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
-INDEX = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json")
 DEFAULT_SIZE = 5_000_000_000  # of a shard, in bytes, as the hub's savers have it
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -102,11 +101,6 @@ def divided(checkpoint: Checkpoint, shard_size: int | str) -> Checkpoint:
         else "model"
     )
     return replace(checkpoint, origin=Division(size_in_bytes(shard_size), stem))
-
-
-def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> None:
-    """Files of one checkpoint that change one after the other are at times those of two: never in place."""
-    return
 
 
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:

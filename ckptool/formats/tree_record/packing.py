@@ -28,7 +28,6 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
 
     Raises `Unsupported` for objects of unknown classes, and for names that are not Unicode text.
     """
-    from ckptool.formats.tree_record.packing import Packer
 
     _refuse_unknown(checkpoint)
     packer = Packer(checkpoint.tree)

@@ -20,7 +20,6 @@ from ckptool.pickles.torch_objects import JAGGED, check_view, rebuilt
 
 def unpack(source: Source, stored: dict[str, TensorEntry], metadata: dict[str, str]) -> Any:
     """The tree that `pack` was given. Raises `Corrupt` where the record is damaged, `Conflict` where the file no longer agrees with it."""
-    from ckptool.formats.tree_record.unpacking import Unpacker
 
     try:
         record = json.loads(metadata[KEY])

@@ -103,18 +103,15 @@ def read_archive(source: Readable, *, twins: bool = False) -> Archive:
     return archive
 
 
-HEADS = (b"PK\x03\x04", b"PK\x05\x06")
-
-
-def under_another_head(head: bytes, source: Readable) -> CkptoolError | None:
-    """The error for a file that ends as a zip archive and does not begin as one; None for any other."""
-    if head[:4] in HEADS or not _ends_as_zip(source):
-        return None
-    if sum(a == b for a, b in zip(head, HEADS[0], strict=False)) == 3:
-        return Corrupt(
+def refuse_zip_behind(head: bytes, source: Readable) -> None:
+    """Raises `Corrupt` or `Ambiguous` for a file that does not begin as a zip archive, but ends as one."""
+    if not _ends_as_zip(source):
+        return
+    if sum(a == b for a, b in zip(head, b"PK\x03\x04", strict=False)) == 3:
+        raise Corrupt(
             f"{source} is a zip archive whose first bytes were damaged", f"It begins with {head[:4].hex(' ')}."
         )
-    return Ambiguous(
+    raise Ambiguous(
         f"{source} begins as another kind of file and ends as a zip archive",
         "Some readers see the one, some the other: it was put together by accident, or to mislead.",
     )
@@ -490,7 +487,6 @@ def _is_finished_edit(source: Readable, end: int, begin: int) -> bool:
 
     Then it is by accident that a line of its directory stands where a second archive's would begin.
     """
-    from ckptool.formats.zip.directory import read_archive
 
     try:
         return read_archive(source.file.part(source.start, end)).superseded == begin
