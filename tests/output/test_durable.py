@@ -43,7 +43,8 @@ def run(code: str, *args: object, **options: Any) -> subprocess.Popen[bytes]:
     head = """
         import os, sys, time
         from pathlib import Path
-        from ckptool.checkpoint import Computed, Literal, Plan
+        from ckptool.checkpoint import Computed, InlineBytes
+        from ckptool.checkpoint.plan import Plan
         from ckptool.output.durable import replace_file
         target = Path(sys.argv[1])
         """
@@ -307,7 +308,7 @@ def test_the_limit_on_file_sizes_leaves_the_old_file(tmp_path: Path) -> None:
     code = """
         from ckptool.errors import DiskFull
         try:
-            replace_file(Plan({"": [Literal(b"x" * 100_000), Computed(2_000_000, lambda at, n: b"y" * n)]}), target,
+            replace_file(Plan({"": [InlineBytes(b"x" * 100_000), Computed(2_000_000, lambda at, n: b"y" * n)]}), target,
                 overwrite=True)
         except DiskFull as error:
             print(error.code, error)
@@ -328,7 +329,7 @@ def waiting(target: Path, mark: Path) -> subprocess.Popen[bytes]:
             Path(sys.argv[2]).touch()
             time.sleep(60)
             return b"y" * n
-        replace_file(Plan({"": [Literal(b"x" * 2_000_000), Computed(5, wait)]}), target, overwrite=True)
+        replace_file(Plan({"": [InlineBytes(b"x" * 2_000_000), Computed(5, wait)]}), target, overwrite=True)
     """
     process = run(code, target, mark)
     deadline = time.monotonic() + 30
@@ -452,7 +453,7 @@ def test_of_several_first_writers_one_wins(tmp_path: Path) -> None:
 KILLED = """
     for n in range(100_000):
         data = Computed(300_000, lambda at, size: (b"%08d" % n * 40_000)[at : at + size])
-        replace_file(Plan({"": [Literal(b"%08d" % n), data]}), target, overwrite=True)
+        replace_file(Plan({"": [InlineBytes(b"%08d" % n), data]}), target, overwrite=True)
         print(n, flush=True)
 """
 

@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 HEAD = """
     import os, sys, time
     from pathlib import Path
-    from ckptool.checkpoint import Computed, Literal, Plan
+    from ckptool.checkpoint import Computed, InlineBytes
+    from ckptool.checkpoint.plan import Plan
     from ckptool.output import folders
     from ckptool.output.folders import replace_folder
     target = Path(sys.argv[1])
@@ -45,14 +46,14 @@ WAITING = """
         Path(sys.argv[3]).touch()
         time.sleep(60)
         return b"y" * n
-    replace_folder(Plan({"a": [Literal(b"a")], "b": [Computed(5, wait)]}), target, overwrite=True)
+    replace_folder(Plan({"a": [InlineBytes(b"a")], "b": [Computed(5, wait)]}), target, overwrite=True)
     """
 
 
 KILLED = """
     for n in range(int(sys.argv[3]), 100_000):
         data = b"%08d" % n
-        shards = {f"{i}-{n % 3}": [Literal(data),
+        shards = {f"{i}-{n % 3}": [InlineBytes(data),
             Computed(40_000, lambda at, size: (data * 5_000)[at : at + size])] for i in range(4)}
         replace_folder(Plan(shards), target, overwrite=True,
             replaceable={f"{i}-{m}" for i in range(4) for m in range(3)})
