@@ -73,6 +73,30 @@ _HOMES = {
     "save_for_cpu": "verbs.save_for_cpu",
 }
 
+# Types that offer what a layer above them does -> the module with the functions; `checkpoint/registry.py` finds them.
+PROVIDERS = {
+    "Checkpoint": "render.inspect",
+    "CkptoolError": "render.error",
+    "Composite": "bridge",
+    "Diagnosis": "render.doctor",
+    "Diff": "render.diff",
+    "Inspection": "render.inspect",
+    "LoadReport": "render.warm_start",
+    "Outcome": "render.training",
+    "Proof": "render.training",
+    "Pruned": "render.training",
+    "Recovery": "render.recover",
+    "Rehearsal": "render.training",
+    "RunReport": "render.training",
+    "Scan": "render.scan",
+    "Shown": "render.show",
+    "Spec": "render.spec",
+    "TensorEntry": "bridge",
+    "Verification": "render.verify",
+    "Written": "render.written",
+    "str": "render.training",
+}
+
 
 def __getattr__(name: str) -> "Any":
     if name == "__all__":

@@ -14,6 +14,7 @@ import pytest
 
 import ckptool
 from ckptool import errors
+from ckptool.checkpoint import registry
 
 VERBS = sorted(
     path.stem for path in (Path(ckptool.__file__).parent / "verbs").glob("*.py") if not path.stem.startswith("_")
@@ -142,3 +143,15 @@ def test_lists_and_escapes() -> None:
     assert errors.listed([1, 2]) == "1, 2" and errors.listed(list(range(1005)), 2) == "0, 1 and 1,003 more"
     assert errors.printable("a\x1b[m\n\u202e\ud800é") == "a\\x1b[m\\n\\u202e\\ud800é"
     assert errors.is_text("é") and not errors.is_text("\ud800")
+
+
+# What a layer above does ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(ckptool.PROVIDERS))
+def test_the_functions_of_a_type_are_where_the_package_says(name: str) -> None:
+    import_module(f"ckptool.{ckptool.PROVIDERS[name]}")
+    forms = {form for kind, form in registry._FUNCTIONS if kind.__name__ == name}
+    assert forms >= (
+        {"torch"} if name in ("Composite", "TensorEntry") else set() if name == "Checkpoint" else {"text", "json"}
+    )

@@ -12,9 +12,11 @@ from ckptool.bridge.devices import restorer
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import After, Done
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.strided import subrange, verify
 
 
+@provides("torch", TensorEntry, Composite)
 def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tensor:
     """A new tensor with the entry's bytes, type, strides, flags and class, on `device`. Its bytes are read, nothing is mapped.
 

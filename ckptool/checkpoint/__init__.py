@@ -14,6 +14,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import read_only
 from ckptool.checkpoint.nodes import Object, structural_parts
+from ckptool.checkpoint.registry import provide
 from ckptool.errors import printable
 
 if TYPE_CHECKING:
@@ -241,9 +242,7 @@ class TensorEntry:
 
     def torch(self) -> Any:
         """A new `torch.Tensor` on the CPU. Needs the `torch` extra."""
-        from ckptool import bridge
-
-        return bridge.to_torch(self)
+        return provide("torch", self)
 
     def __repr__(self) -> str:
         kind = "parameter" if self.flags.parameter else "tensor"
@@ -315,9 +314,7 @@ class Composite:
 
     def torch(self) -> Any:
         """A new `torch.Tensor`. Needs the `torch` extra."""
-        from ckptool import bridge
-
-        return bridge.to_torch(self)
+        return provide("torch", self)
 
     def __repr__(self) -> str:
         shape = "" if self.shape is None else list(self.shape)
@@ -428,6 +425,5 @@ class Checkpoint:
         return f"<checkpoint{where} ({self.container})>"
 
     def _repr_html_(self) -> str:
-        from ckptool.render.html import checkpoint_html
-
-        return checkpoint_html(self)
+        html: str = provide("html", self)
+        return html

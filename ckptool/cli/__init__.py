@@ -160,7 +160,7 @@ def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
 
     problem: CkptoolError = in_words(error)
     if not (as_json and _said_as_json(problem, done)):
-        from ckptool.render.text import error_text
+        from ckptool.render.error import error_text
 
         tell(error_text(problem, style_of(sys.stderr)))
     return problem.exit_code
@@ -168,7 +168,8 @@ def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
 
 def _said_as_json(problem: CkptoolError, done: list[Json]) -> bool:
     """Prints an error as JSON with what was done before it; False where standard output takes nothing."""
-    from ckptool.render.json import dumps, error_json
+    from ckptool.render.error import error_json
+    from ckptool.render.json import dumps
 
     if isinstance(problem, LostAnswer):
         return False

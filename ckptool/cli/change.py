@@ -344,7 +344,7 @@ def recover(
             keep_unknown=keep_unknown,
             progress=progress,
         )
-    return Answers([Answer("recover", done, exit_code=0 if done.complete else 1)], as_json)
+    return Answers([Answer(done, exit_code=0 if done.complete else 1)], as_json)
 
 
 class Form(str, Enum):

@@ -176,7 +176,7 @@ def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict
 
     with progress_bar(f"unbundle {printable(os.path.basename(file))}") as progress:
         report = unbundle(file, folder, only=only, progress=progress, **options)
-    yield Answer("written", report)
+    yield Answer(report)
 
 
 @examples(

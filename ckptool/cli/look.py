@@ -51,10 +51,10 @@ def _inspected(
         if is_run(file):
             from ckptool.verbs.inspect_run import inspect_run  # with the store of runs, which no file needs
 
-            yield Answer("run", inspect_run(file))
+            yield Answer(inspect_run(file))
             continue
         found = inspect(file, at=at, stats=stats)
-        yield Answer("inspection", found, {"all": all, "sort": sort, "depth": depth})
+        yield Answer(found, {"all": all, "sort": sort, "depth": depth})
 
 
 @examples(
@@ -74,7 +74,7 @@ def show(
     from ckptool.verbs.show import show
 
     shown = show(file, at=at, slice=slice, all=all)
-    return Answers([Answer("shown", shown, {"all": all})], as_json)
+    return Answers([Answer(shown, {"all": all})], as_json)
 
 
 @examples(("ckptool diff model.pt other.pt --ignore prefix,device", "what else differs"))
@@ -104,9 +104,7 @@ def diff(
     from ckptool.verbs.diff import diff
 
     found = diff(left, right, atol=atol, rtol=rtol, ignore=ignore or (), quick=quick, stat=as_json or not name_only)
-    return Answers(
-        [Answer("diff", found, {"stat": stat, "name_only": name_only}, exit_code=0 if found.same else 1)], as_json
-    )
+    return Answers([Answer(found, {"stat": stat, "name_only": name_only}, exit_code=0 if found.same else 1)], as_json)
 
 
 @examples(
@@ -155,7 +153,7 @@ def _verified(
         found = verify(
             file, at=at, finite=finite, digest=digest, write_digest=write_digest, against=against, overwrite=force
         )
-        yield Answer("verification", found, {"digests": digest}, exit_code=0 if found.fine else 1)
+        yield Answer(found, {"digests": digest}, exit_code=0 if found.fine else 1)
 
 
 MAX_TEXT = 1 << 20
@@ -191,7 +189,7 @@ def doctor(
     text = _from_input() if error == "-" else error
     with redirect_stdout(sys.stderr):  # what the model's own code prints
         found = doctor(file, against=against, error=text)
-    return Answers([Answer("health", found, exit_code=0 if found.loads else 1)], as_json)
+    return Answers([Answer(found, exit_code=0 if found.loads else 1)], as_json)
 
 
 def _from_input() -> str:
@@ -233,8 +231,8 @@ def _scanned(paths: list[str], latest_good: bool, quiet: bool, full: bool) -> It
             from ckptool.verbs.inspect_run import inspect_run
 
             run = inspect_run(path, full=full)
-            yield Answer("run", run, exit_code=1 if run.damaged else 0)
+            yield Answer(run, exit_code=1 if run.damaged else 0)
             continue
         found = scan(path, full=full, latest_only=latest_good)
         wrong = found.latest is None if latest_good else bool(found.findings)
-        yield Answer("scan", found, {"latest_good": latest_good, "quiet": quiet}, exit_code=1 if wrong else 0)
+        yield Answer(found, {"latest_good": latest_good, "quiet": quiet}, exit_code=1 if wrong else 0)

@@ -262,7 +262,7 @@ def _written(
                 report = write(file, out, **target.options(progress))
             except CkptoolError as error:
                 raise error if len(files) == 1 else _stopped(error, file, number, len(files)) from error
-        yield Answer("written", report)
+        yield Answer(report)
 
 
 def _refused(
@@ -277,7 +277,7 @@ def _refused(
             if not target.skip_refused:
                 raise _stopped(error, file, 0, len(pairs)) from error
             refused.add(file)
-            yield Answer("refused", (file, error), exit_code=1)
+            yield Answer(error.within(file), exit_code=1)
     return refused
 
 

@@ -12,41 +12,36 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
-from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple, TextIO, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, get_args
 
 import typer
 
 from ckptool.checkpoint.commands import nearest
+from ckptool.checkpoint.registry import provide
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
-from ckptool.output.sink import Progress
 from ckptool.render.style import Style, bar, size
+
+if TYPE_CHECKING:
+    from ckptool.output.sink import Progress
 
 Json = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """One report, and how it is to be shown as text.
+    """One report, and how it is to be shown as text.  exit_code: its meaning for the whole command."""
 
-    kind: the module of `render/` that is for it.  exit_code: what it means for the whole command.
-    """
-
-    kind: str
     report: Any
     options: Mapping[str, Any] = MappingProxyType({})
     exit_code: int = 0
 
     def text(self, style: Style) -> str:
-        made: str = self._renderer("text")(self.report, style=style, **self.options)
-        return made
+        text: str = provide("text", self.report, style=style, **self.options)
+        return text
 
     def json(self) -> Json:
-        made: Json = self._renderer("json")(self.report)
-        return made
-
-    def _renderer(self, form: str) -> Any:
-        return getattr(import_module(f"ckptool.render.{self.kind}"), f"{self.kind}_{form}")
+        fields: Json = provide("json", self.report)
+        return fields
 
 
 class Answers(NamedTuple):

@@ -31,7 +31,7 @@ from ckptool.cli.output import Answer, Answers, tell
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.training.loop import Outcome
+    from ckptool.reports.training import Outcome
 
 
 class OnMismatch(str, Enum):
@@ -116,7 +116,7 @@ def warm_start(
             container=container,
             progress=progress,
         )
-    return Answers([Answer("warm_start", report, exit_code=0 if report.accepted else 1)], as_json)
+    return Answers([Answer(report, exit_code=0 if report.accepted else 1)], as_json)
 
 
 @examples(("ckptool spec net.py:build -o model.spec.json", "for warm-start --against, without torch"))
@@ -141,7 +141,7 @@ def spec(
 
     with redirect_stdout(sys.stderr):
         found = spec(target, out, at=at, part=part, overwrite=force, dry_run=dry_run)
-    return Answers([Answer("spec", found)], as_json)
+    return Answers([Answer(found)], as_json)
 
 
 Set = Annotated[
@@ -182,11 +182,11 @@ def train(
     from ckptool.verbs import train as verbs
 
     if init or schema:
-        return Answers([Answer("page", verbs.example() if init else verbs.schema())])
+        return Answers([Answer(verbs.example() if init else verbs.schema())])
     if config is None:
         raise UsageError("train was given no configuration", "", "Make one: ckptool train --init > run.yaml")
     if dry_run:
-        return Answers([Answer("training", verbs.dry_run(config, set or ()))], as_json)
+        return Answers([Answer(verbs.dry_run(config, set or ()))], as_json)
     return _trained(
         lambda progress: verbs.train(config, set or (), resume=resume.value, progress=progress, say=_say),
         quiet,
@@ -219,7 +219,7 @@ def prune(
     """Delete the checkpoints of a run that its configuration does not want to keep: never the newest, never the best."""
     from ckptool.verbs.prune import prune
 
-    return Answers([Answer("pruned", prune(run, set or (), dry_run=dry_run))], as_json)
+    return Answers([Answer(prune(run, set or (), dry_run=dry_run))], as_json)
 
 
 @examples(("ckptool prove run.yaml --steps 40 --kills 3", "does it end with the same bytes?"))
@@ -259,7 +259,7 @@ def prove(
             processes=processes,
             say=say,
         )
-    return Answers([Answer("proof", found, exit_code=0 if found.proved else 1)], as_json)
+    return Answers([Answer(found, exit_code=0 if found.proved else 1)], as_json)
 
 
 def _say(text: str) -> None:
@@ -274,5 +274,5 @@ def _trained(work: Callable[[Any], Outcome], quiet: bool, as_json: bool) -> Answ
     with nullcontext() if quiet else training_progress() as progress:
         done = work(progress)
     if os.environ.get("RANK", "0") != "0":  # under torchrun the first process tells
-        return Answers([Answer("page", "", exit_code=done.exit_code)])
-    return Answers([Answer("training", done, exit_code=done.exit_code)], as_json)
+        return Answers([Answer("", exit_code=done.exit_code)])
+    return Answers([Answer(done, exit_code=done.exit_code)], as_json)

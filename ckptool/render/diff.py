@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Composite, TensorEntry
+from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, listed, printable
 from ckptool.pickles.plain import to_json
 from ckptool.render.json import Json, finite, path_json, type_name
-from ckptool.render.style import PLAIN, Style, columns, number
-from ckptool.render.text import WHOLE, tensor_text, value_text
-
-if TYPE_CHECKING:
-    from ckptool.reports.diff import Change, Diff
+from ckptool.render.style import PLAIN, WHOLE, Style, columns, number, tensor_text, value_text
+from ckptool.reports.diff import Change, Diff
 
 
+@provides("text", Diff)
 def diff_text(found: Diff, *, stat: bool = False, name_only: bool = False, style: Style = PLAIN) -> str:
     """The verdict, then every difference in groups. stat: counts only.  name_only: nothing but the addresses that differ."""
     if name_only:
@@ -188,6 +187,7 @@ def _bare(path: Sequence[Any]) -> tuple[Any, ...]:
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
+@provides("json", Diff)
 def diff_json(found: Diff) -> Json:
     """`ckptool.diff/1`: the verdict, what it rests on, and every difference."""
     return {

@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Note, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path
-from ckptool.errors import CkptoolError, printable
+from ckptool.errors import printable
 from ckptool.pickles.plain import summary
-
-if TYPE_CHECKING:
-    pass
 
 Json = dict[str, Any]
 
@@ -88,9 +85,3 @@ def type_name(value: Any) -> str:
 def results_json(results: Sequence[Json]) -> Json:
     """One result as it is; several as `ckptool.results/1`."""
     return results[0] if len(results) == 1 else {"schema": "ckptool.results/1", "results": list(results)}
-
-
-def error_json(error: CkptoolError, done: Sequence[Json] = ()) -> Json:
-    """`ckptool.error/1`: the three parts and the code; `done`: what was finished before."""
-    facts = {"schema": "ckptool.error/1", "code": error.code, "what": error.what, "why": error.why, "fix": error.fix}
-    return facts | ({"done": list(done)} if done else {})

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
+from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
 from ckptool.render.json import Json, notes_json
-from ckptool.render.style import PLAIN, Style, columns, size
-from ckptool.render.text import notes_text
-
-if TYPE_CHECKING:
-    from ckptool.reports.recover import Recovery
+from ckptool.render.style import PLAIN, Style, columns, notes_text, size
+from ckptool.reports.recover import Recovery
 
 SHOWN = 20
 
 
+@provides("text", Recovery)
 def recover_text(done: Recovery, *, style: Style = PLAIN) -> str:
     """What came back, what is lost and why, and where it was written."""
     lines = [*_verdict(done, style)]
@@ -87,6 +85,7 @@ def _few(lines: list[str]) -> list[str]:
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
+@provides("json", Recovery)
 def recover_json(done: Recovery) -> Json:
     """`ckptool.recovery/1`: every tensor that is lost or filled in; places and sizes in bytes."""
     return {

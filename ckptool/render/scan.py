@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import time
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
 
+from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
 from ckptool.render.json import Json, part_json
 from ckptool.render.style import PLAIN, Style, columns, size
-from ckptool.reports.scan import MEMBER
-
-if TYPE_CHECKING:
-    from ckptool.reports.scan import Call, Scan, ScannedFile
+from ckptool.reports.scan import MEMBER, Call, Scan, ScannedFile
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
+@provides("text", Scan)
 def scan_text(found: Scan, *, latest_good: bool = False, quiet: bool = False, style: Style = PLAIN) -> str:
     """A folder: one line per checkpoint. A file: what its pickles would call.
 
@@ -148,6 +146,7 @@ def _places(call: Call) -> str:
 # JSON ----------------------------------------------------------------------------------------------------------------
 
 
+@provides("json", Scan)
 def scan_json(found: Scan) -> Json:
     """`ckptool.scan/1`: a row for each checkpoint; sizes in bytes, times in UTC."""
     return {

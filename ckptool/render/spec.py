@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable
 from ckptool.render.json import Json, dumps
 from ckptool.render.style import PLAIN, Style, short
-from ckptool.reports.spec import spec_of
+from ckptool.reports.spec import Spec, spec_of
 from ckptool.reports.targets import BUFFER, PARAMETER, tie_groups
 
-if TYPE_CHECKING:
-    from ckptool.reports.spec import Spec
 
-
+@provides("text", Spec)
 def spec_text(found: Spec, *, style: Style = PLAIN) -> str:
     """How much it is, and where it was written."""
     target = found.target
@@ -37,6 +34,7 @@ def spec_text(found: Spec, *, style: Style = PLAIN) -> str:
     return "\n".join(lines) + "\n"
 
 
+@provides("json", Spec)
 def spec_json(found: Spec) -> Json:
     """`ckptool.spec/1`: the spec itself, as it is written to a file."""
     return spec_of(found.target)

@@ -1,19 +1,19 @@
-"""How a run ended, or what a rehearsal of it showed, as text and JSON."""
+"""What the training harness reports, as text and JSON: runs, rehearsals, proofs, and checkpoints that were deleted."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, is_dataclass
-from typing import Any
+from dataclasses import asdict
 
+from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable, quoted
 from ckptool.render.json import Json, finite
-from ckptool.render.style import PLAIN, Style, short, size
+from ckptool.render.style import PLAIN, Style, columns, short, size
+from ckptool.reports.training import Outcome, Proof, Pruned, Rehearsal, RunCheckpoint, RunReport
 
 
-def training_text(found: Any, *, style: Style = PLAIN) -> str:
-    """One line of how it ended, and what to type next; of a rehearsal, what it showed."""
-    if hasattr(found, "activations"):
-        return _rehearsal(found, style)
+@provides("text", Outcome)
+def train_text(found: Outcome, *, style: Style = PLAIN) -> str:
+    """One line of how a run ended, and what to type next."""
     path = printable(found.path)
     if found.status == "done":
         return f"{style.green('done')}: {counted(found.step, 'step')} → {path}\n"
@@ -21,7 +21,15 @@ def training_text(found: Any, *, style: Style = PLAIN) -> str:
     return f"{style.yellow('stopped')} {where}\n  {style.cyan(f'ckptool resume {quoted(found.path)}')}\n"
 
 
-def _rehearsal(found: Any, style: Style) -> str:
+@provides("json", Outcome)
+def train_json(found: Outcome) -> Json:
+    """`ckptool.train/1`: how a run ended."""
+    return {"schema": "ckptool.train/1", **finite(asdict(found))}
+
+
+@provides("text", Rehearsal)
+def dry_run_text(found: Rehearsal, *, style: Style = PLAIN) -> str:
+    """What a rehearsal of a run showed."""
     models = ", ".join(
         f"{printable(name)} {counted(count, 'parameter', shown=short)}" for name, count in found.parameters.items()
     )
@@ -42,11 +50,141 @@ def _rehearsal(found: Any, style: Style) -> str:
     return "\n".join(lines) + "\n"
 
 
-# JSON ----------------------------------------------------------------------------------------------------------------
+@provides("json", Rehearsal)
+def dry_run_json(found: Rehearsal) -> Json:
+    """`ckptool.dry_run/1`: what a rehearsal of a run showed."""
+    return {"schema": "ckptool.dry_run/1", **finite(asdict(found))}
 
 
-def training_json(found: Any) -> Json:
-    """`ckptool.train/1`: how it ended; of a rehearsal, `ckptool.dry_run/1`."""
-    schema = "ckptool.dry_run/1" if hasattr(found, "activations") else "ckptool.train/1"
-    assert is_dataclass(found) and not isinstance(found, type)
-    return {"schema": schema, **finite(asdict(found))}
+@provides("text", Proof)
+def prove_text(found: Proof, *, style: Style = PLAIN) -> str:
+    """The reference, the kills, what was resumed from, the result, and what each part of the state is needed for."""
+    same = found.result == found.reference
+    kills = ", ".join(f"{kill.at} ({kill.signal})" for kill in found.kills)
+    resumed = ", ".join("the beginning" if kill.resumed is None else str(kill.resumed) for kill in found.kills)
+    rows = [("processes", f"{found.processes}, which train together (ddp)")] if found.processes > 1 else []
+    rows += [
+        ("reference", f"{counted(found.steps, 'step')}  sha256 {found.reference[:8]}…"),
+        ("killed at", kills or "it ended before it could be killed"),
+        ("resumed from", resumed or "nothing"),
+        (
+            "result",
+            f"{counted(found.steps, 'step')}  sha256 {found.result[:8]}…   {'identical file' if same else 'another file'}",
+        ),
+    ]
+    if found.events is not None:
+        rows.append(("every event", f"{counted(found.events, 'kill')}, each ended with the same bytes"))
+    for part, differs in found.without.items():
+        if differs is not None:
+            words = "differs (so it is needed)" if differs else "ends the same: it is saved, but has no effect"
+            rows.append((f"without {part}", words))
+    lines = [f"{name:<22}{value}" for name, value in rows]
+    if found.lost:
+        lines.append("a run went on from before a checkpoint that it had: it deletes old ones before new ones are safe")
+    if found.proved:
+        lines.append(style.green("proved: a run killed anywhere ends with the same bytes."))
+    else:
+        lines.append(style.red("disproved") + (f": {printable(found.differs)}" if found.differs else ""))
+        lines.append(f"  its runs are kept in {printable(found.kept)}")
+    return "\n".join(lines) + "\n"
+
+
+@provides("json", Proof)
+def prove_json(found: Proof) -> Json:
+    """`ckptool.prove/1`: digests, kills and ablations."""
+    return {"schema": "ckptool.prove/1", "proved": found.proved, **asdict(found)}
+
+
+@provides("text", Pruned)
+def prune_text(found: Pruned, *, style: Style = PLAIN) -> str:
+    """What goes, and what stays with why."""
+    freed = sum(nbytes for _, nbytes in found.deleted)
+    verb = "would delete" if found.dry_run else "deleted"
+    lines = [f"{style.bold(printable(found.run))}: {verb} {counted(len(found.deleted), 'checkpoint')}, {size(freed)}"]
+    rows = [(f"step {step:,}", "deleted" if not found.dry_run else "would go") for step, _ in found.deleted]
+    rows += [(f"step {step:,}", f"kept: {', '.join(why)}") for step, why in found.kept.items()]
+    return "\n".join([*lines, *columns(sorted(rows, key=lambda row: int(row[0][5:].replace(",", ""))))]) + "\n"
+
+
+@provides("json", Pruned)
+def prune_json(found: Pruned) -> Json:
+    """`ckptool.prune/1`: the steps that went, and those that stay."""
+    return {
+        "schema": "ckptool.prune/1",
+        "run": found.run,
+        "dry_run": found.dry_run,
+        "deleted": [{"step": step, "bytes": nbytes} for step, nbytes in found.deleted],
+        "kept": [{"step": step, "why": list(why)} for step, why in found.kept.items()],
+    }
+
+
+@provides("text", RunReport)
+def inspect_run_text(found: RunReport, *, style: Style = PLAIN) -> str:
+    """What happened to a run, where it goes on, and one line for each checkpoint."""
+    total = size(sum(one.bytes for one in found.checkpoints))
+    head = f"{style.bold(printable(found.path))}: a run, {counted(len(found.checkpoints), 'checkpoint')}, {total}"
+    if found.damaged:
+        head += f", {style.red(f'{found.damaged:,} damaged')}"
+    lines = [head, f"  {_state(found)}"]
+    if found.checkpoints:
+        lines += ["", *_table(found, style)]
+    return "\n".join(lines) + "\n"
+
+
+def _state(found: RunReport) -> str:
+    words = {
+        "stop": "stopped",
+        "start": "started",
+        "save": "saved",
+        "resume": "resumed",
+        "prune": "pruned",
+        "skip-damaged": "skipped",
+    }
+    event = printable(words.get(found.event, found.event) or "nothing happened yet")
+    when = f" at step {found.step:,}" if found.step is not None else ""
+    if not found.checkpoints:
+        return f"{event}{when}"
+    if found.event == "done" and found.resumes == found.step and found.step:
+        length = f"train.epochs={2 * found.epochs}" if found.epochs else f"train.steps={2 * found.step}"
+        return f"{event}{when}; make it longer: ckptool resume {quoted(found.path)} --set {length}"
+    goes = "none of them is whole" if found.resumes is None else f"goes on from step {found.resumes:,}"
+    return f"{event}{when}; {goes}: ckptool resume {quoted(found.path)}"
+
+
+def _table(found: RunReport, style: Style) -> list[str]:
+    metric = printable(found.metric)
+    rows: list[tuple[str, ...]] = [("step", "epoch", "loss", metric, "size", "kept")]
+    rows += [_row(one, found.metric) for one in found.checkpoints]
+    head, *lines = columns(rows, right=(0, 1, 2, 3, 4))
+    shown = zip(map(style.fit, lines), found.checkpoints, strict=True)
+    return [style.dim(head), *(style.red(line) if one.problem else line for line, one in shown)]
+
+
+def _row(one: RunCheckpoint, metric: str) -> tuple[str, ...]:
+    value = one.metrics.get(metric)
+    return (
+        f"{one.step:,}",
+        "" if one.epoch is None else f"{one.epoch:,}",
+        "" if one.loss is None else f"{one.loss:.5g}",
+        "" if value is None else f"{value:.5g}",
+        size(one.bytes),
+        printable(one.problem) if one.problem else ", ".join(one.kept) or "not: prune would delete it",
+    )
+
+
+@provides("json", RunReport)
+def inspect_run_json(found: RunReport) -> Json:
+    """`ckptool.run/1`: a row for each checkpoint; sizes in bytes."""
+    return {"schema": "ckptool.run/1", **finite(asdict(found))}
+
+
+@provides("text", str)
+def page_text(found: str, *, style: Style = PLAIN) -> str:
+    """A configuration or its schema, as it is."""
+    return found
+
+
+@provides("json", str)
+def page_json(found: str) -> Json:
+    """`ckptool.text/1`."""
+    return {"schema": "ckptool.text/1", "text": found}

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, form, printable
+from ckptool.render.html import page_html
 from ckptool.render.json import Json, finite, notes_json
 from ckptool.render.key_groups import grouped
 from ckptool.render.style import PLAIN, Style, short, size
 from ckptool.reports.targets import BUFFER
-from ckptool.reports.warm_start import AS_IT_IS, percent
-
-if TYPE_CHECKING:
-    from ckptool.reports.warm_start import Absent, DtypeChange, LoadReport, Mismatch, Suggestion
+from ckptool.reports.warm_start import AS_IT_IS, Absent, DtypeChange, LoadReport, Mismatch, Suggestion, percent
 
 _LINES = 16  # of one kind on a terminal; elsewhere, all
 
 Row = tuple[str, int, list[str]]  # what, how many, and which, a line each
 
 
+@provides("text", LoadReport)
 def warm_start_text(report: LoadReport, *, style: Style = PLAIN) -> str:
     """How much of the target is loaded, then each kind of name, grouped, then why the plan is not accepted or what was written."""
     lines = [_head(report, style)]
@@ -172,6 +172,7 @@ def _end(report: LoadReport, style: Style) -> list[str]:
 # JSON ----------------------------------------------------------------------------------------------------------------
 
 
+@provides("json", LoadReport)
 def warm_start_json(report: LoadReport) -> Json:
     """`ckptool.warm_start/1`: every name of both sides, and what becomes of it."""
     optimizer, output = report.optimizer, report.output
@@ -253,14 +254,10 @@ def _suggestion_json(suggestion: Suggestion) -> Json:
 # HTML ----------------------------------------------------------------------------------------------------------------
 
 
+@provides("html", LoadReport)
 def warm_start_html(report: LoadReport) -> str:
     """The report as a table for notebooks."""
-    cell = '<td style="text-align:left;vertical-align:top;padding:0 1em 0 0">'
-    body = "".join(
-        f"<tr>{cell}{escape(what)}</td>{cell}{count:,}</td>{cell}{'<br>'.join(map(escape, told))}</td></tr>"
-        for what, count, told in _rows(report)
-    )
+    rows = [(escape(what), f"{count:,}", "<br>".join(map(escape, lines))) for what, count, lines in _rows(report)]
     rest = [*(f"{note.code}: {printable(note.message)}" for note in report.normalised), *_suggestions(report, PLAIN)]
     rest += [*_optimizer(report), *_end(report, PLAIN)]
-    told = f"<pre>{escape(chr(10).join(rest))}</pre>" if rest else ""
-    return f"<div><b>{escape(_head(report, PLAIN))}</b><table>{body}</table>{told}</div>"
+    return page_html(_head(report, PLAIN), "", rows, "\n".join(rest))

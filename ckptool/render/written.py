@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
 from ckptool.render.json import Json, finite, notes_json
-from ckptool.render.style import PLAIN, Style, size
-from ckptool.render.text import notes_text
-
-if TYPE_CHECKING:
-    from ckptool.reports.written import Written
+from ckptool.render.style import PLAIN, Style, notes_text, size
+from ckptool.reports.written import Written
 
 
+@provides("text", Written)
 def written_text(written: Written, style: Style = PLAIN) -> str:
     """What a verb wrote, or would write: one line, then details and notes."""
     facts = [size(written.file_bytes), "in place" if written.how == "in place" else written.how]
@@ -35,6 +32,7 @@ def written_text(written: Written, style: Style = PLAIN) -> str:
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
+@provides("json", Written)
 def written_json(written: Written) -> Json:
     """`ckptool.written/1`: what a verb wrote, or would write."""
     return {

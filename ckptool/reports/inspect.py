@@ -11,6 +11,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, Tens
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, command
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.registry import provide
 from ckptool.checkpoint.state_dicts import (
     COUNTER,
     OPTIMIZER,
@@ -416,11 +417,9 @@ class Inspection:
     notes: tuple[Note, ...]
 
     def __str__(self) -> str:
-        from ckptool.render.inspection import inspection_text
-
-        return inspection_text(self)
+        text: str = provide("text", self)
+        return text
 
     def _repr_html_(self) -> str:
-        from ckptool.render.html import inspection_html
-
-        return inspection_html(self)
+        html: str = provide("html", self)
+        return html

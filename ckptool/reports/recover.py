@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptool.checkpoint import Note
+from ckptool.checkpoint.registry import provide
 from ckptool.formats.damaged import LostRecord
 
 
@@ -57,6 +58,5 @@ class Recovery:
         return not (self.lost or self.filled or self.raw)
 
     def __str__(self) -> str:
-        from ckptool.render.recover import recover_text
-
-        return recover_text(self)
+        text: str = provide("text", self)
+        return text

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptool.checkpoint.registry import provide
+
 if TYPE_CHECKING:
     import numpy
 
@@ -21,6 +23,5 @@ class Shown:
     edges: bool
 
     def __str__(self) -> str:
-        from ckptool.render.shown import shown_text
-
-        return shown_text(self)
+        text: str = provide("text", self)
+        return text

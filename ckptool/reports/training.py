@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +58,67 @@ class RunReport:
     def damaged(self) -> int:
         """How many of its checkpoints are not whole."""
         return sum(1 for one in self.checkpoints if one.state != GOOD)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended. status: `done` or `stopped`.  exit_code: 0, or 128 plus the signal that stopped it."""
+
+    status: str
+    step: int
+    exit_code: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What one step showed. Bytes; seconds.
+
+    activations: kept for the backward pass of one step.  without: the same without activation checkpointing, None where it is off.
+    """
+
+    parameters: dict[str, int]
+    train_samples: int
+    val_samples: int
+    steps: int
+    loss: float
+    step_seconds: float
+    save_seconds: float
+    checkpoint_bytes: int
+    activations: int
+    without: int | None
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill: the last step before it, the signal and where it came, and the step that was resumed from (None: from the beginning)."""
+
+    at: int
+    signal: str
+    resumed: int | None
+
+
+@dataclass(slots=True)
+class Proof:
+    """What was found.
+
+    processes: how many trained together.  without: part of the state -> whether the end differed without it (None: the run has none).
+    events: how many file-system events were swept, None where that was not asked for.  lost: True where a run went on from before a
+    checkpoint that it had.  differs: the first step and tensor that differ, where it was disproved.  kept: where the runs are then.
+    """
+
+    steps: int
+    processes: int = 1
+    reference: str = ""
+    kills: list[Kill] = field(default_factory=list)
+    result: str = ""
+    events: int | None = None
+    lost: bool = False
+    without: dict[str, bool | None] = field(default_factory=dict)
+    differs: str = ""
+    kept: str = ""
+
+    @property
+    def proved(self) -> bool:
+        return self.result == self.reference and not self.lost and False not in self.without.values()

@@ -12,6 +12,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, Par
 from ckptool.checkpoint.commands import Advice, command, input_of
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.numeric import has_numbers, numbers
+from ckptool.checkpoint.registry import provide
 from ckptool.checkpoint.strided import any_order, chunks
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, tensors, walk
 from ckptool.errors import CkptoolError, Corrupt, listed, printable
@@ -93,9 +94,8 @@ class Verification:
         return not (self.problems or self.non_finite or (self.compared is not None and not self.compared.same))
 
     def __str__(self) -> str:
-        from ckptool.render.verification import verification_text
-
-        return verification_text(self)
+        text: str = provide("text", self)
+        return text
 
 
 # Checksums ------------------------------------------------------------------------------------------------------------

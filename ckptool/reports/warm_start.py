@@ -9,6 +9,7 @@ from typing import Any
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.registry import provide
 from ckptool.errors import PlanRefused, UsageError, counted, listed, printable
 
 Shape = tuple[int, ...] | None
@@ -164,14 +165,12 @@ class LoadReport:
         return f"<{printable(self.source)} into {printable(self.target)}: {percent(self.share)} loaded>"
 
     def __str__(self) -> str:
-        from ckptool.render.warm_start import warm_start_text
-
-        return warm_start_text(self).rstrip("\n")
+        text: str = provide("text", self)
+        return text.rstrip("\n")
 
     def _repr_html_(self) -> str:
-        from ckptool.render.warm_start import warm_start_html
-
-        return warm_start_html(self)
+        html: str = provide("html", self)
+        return html
 
 
 def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanRefused:

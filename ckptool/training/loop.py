@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, NotFinite, UsageError, printable
+from ckptool.reports.training import Outcome
 from ckptool.training.config import Config, Stop
 from ckptool.training.data import Batch, seed_all
 from ckptool.training.extensions import called, numbers
@@ -30,16 +30,6 @@ from ckptool.training.parallel import World, unsynchronised
 from ckptool.training.runs import Run, environment
 from ckptool.training.tasks import Phase
 from ckptool.training.trainer import Trainer, gathered
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended. status: `done` or `stopped`.  exit_code: 0, or 128 plus the signal that stopped it."""
-
-    status: str
-    step: int
-    exit_code: int
-    path: str
 
 
 def train(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks) -> Outcome:

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ import torch
 from ckptool.checkpoint.files import absolute
 from ckptool.errors import CkptoolError, Conflict, Corrupt, UsageError, listed, printable
 from ckptool.reports.targets import names_code
+from ckptool.reports.training import Outcome, Rehearsal
 from ckptool.training import CHANGED, CONFIG, configfile
 from ckptool.training.config import Config, Stop, changes, refuse_fixed
 from ckptool.training.data import Samples
 from ckptool.training.extensions import blamed, is_theirs
 from ckptool.training.hooks import Hooks, Told
-from ckptool.training.loop import Outcome, Stopping, one_step, train
+from ckptool.training.loop import Stopping, one_step, train
 from ckptool.training.models import Say, kept_bytes
 from ckptool.training.parallel import World, world_of
 from ckptool.training.runs import Run, create, environment, is_run, read_config, reopen
@@ -226,26 +226,6 @@ def _digest(path: str) -> str:
 
 
 # Rehearsal -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """What one step showed. Bytes; seconds.
-
-    activations: kept for the backward pass of one step.  without: the same without activation checkpointing, None where it is off.
-    """
-
-    parameters: dict[str, int]
-    train_samples: int
-    val_samples: int
-    steps: int
-    loss: float
-    step_seconds: float
-    save_seconds: float
-    checkpoint_bytes: int
-    activations: int
-    without: int | None
-    device: str
 
 
 def rehearse(config: Config) -> Rehearsal:

@@ -9,8 +9,8 @@ from ckptool.checkpoint.commands import several
 from ckptool.verbs.training import PathLike, Say, configuration
 
 if TYPE_CHECKING:
+    from ckptool.reports.training import Proof
     from ckptool.training.config import Config
-    from ckptool.training.prove.proof import Proof
 
 
 def prove(

@@ -9,9 +9,8 @@ from ckptool.checkpoint.commands import several
 from ckptool.verbs.training import PathLike, Say, check_harness, configuration
 
 if TYPE_CHECKING:
+    from ckptool.reports.training import Outcome, Rehearsal
     from ckptool.training.config import Config
-    from ckptool.training.loop import Outcome
-    from ckptool.training.start import Rehearsal
 
 
 def train(

@@ -23,7 +23,7 @@ from ckptool.errors import CkptoolError
 from ckptool.formats import torch_zip
 from ckptool.pickles.calls import uses_of
 from ckptool.pickles.plain import jsons, summary
-from ckptool.render.html import inspection_html
+from ckptool.render.inspect import inspect_html
 from ckptool.render.json import dumps
 from ckptool.render.style import PLAIN
 from ckptool.reports.diff import diff
@@ -83,9 +83,9 @@ def _all(checkpoint: Checkpoint, path: str) -> None:
 def _inspected(checkpoint: Checkpoint, path: str) -> None:
     found = listing(checkpoint)
     report = Inspection(found, {}, found.notes)
-    _rendered("inspection", report, all=True, sort="size", depth=None)
-    _rendered("inspection", report, all=False, sort="name", depth=None)
-    inspection_html(report)
+    _rendered(report, all=True, sort="size", depth=None)
+    _rendered(report, all=False, sort="name", depth=None)
+    inspect_html(report)
 
 
 def _walked(checkpoint: Checkpoint, path: str) -> None:
@@ -108,22 +108,22 @@ def _values(checkpoint: Checkpoint, path: str) -> None:
 def _shown(checkpoint: Checkpoint, path: str) -> None:
     for node in [checkpoint.tree, *(node for _, node in islice(walk(checkpoint.tree), 3))]:
         if not isinstance(node, TensorEntry):
-            _rendered("shown", Shown(path, "", node, None, None, False))
+            _rendered(Shown(path, "", node, None, None, False))
 
 
 def _compared(checkpoint: Checkpoint, path: str) -> None:
     again = formats.read(path)
     found = diff(checkpoint, again, statistics=False)
     assert found.same, "a file differs from itself"
-    _rendered("diff", found)
+    _rendered(found)
 
 
 def _written(checkpoint: Checkpoint, path: str) -> None:
     torch_zip.write(checkpoint, keep_unknown=True)
 
 
-def _rendered(kind: str, report: Any, **options: Any) -> None:
-    answer = Answer(kind, report, options)
+def _rendered(report: Any, **options: Any) -> None:
+    answer = Answer(report, options)
     text = answer.text(PLAIN)
     assert all(c == "\n" or c.isprintable() for c in text), "a raw control byte is printed"
     dumps(answer.json())

@@ -11,10 +11,10 @@ import pytest
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.render.diff import diff_text
-from ckptool.render.inspection import inspection_text
+from ckptool.render.error import error_text
+from ckptool.render.inspect import inspect_text
 from ckptool.render.outline import outline
 from ckptool.render.style import PLAIN, Style, bar, columns, short, size
-from ckptool.render.text import error_text
 from ckptool.reports.diff import diff
 from ckptool.reports.inspect import Inspection, like_others, listing, parts
 
@@ -37,7 +37,7 @@ def checkpoint(tree: Any) -> Checkpoint:
 
 def text_of(tree: Any, **options: Any) -> str:
     found = listing(checkpoint(tree))
-    return inspection_text(Inspection(found, {}, found.notes), **options)
+    return inspect_text(Inspection(found, {}, found.notes), **options)
 
 
 def labels(tree: Mapping[str, Any], **options: Any) -> list[str]:
@@ -215,8 +215,8 @@ def test_errors_have_three_lines() -> None:
 
 def test_prose_is_cut_between_words_on_a_narrow_terminal() -> None:
     from ckptool.errors import CkptoolError
+    from ckptool.render.error import error_text
     from ckptool.render.style import Style
-    from ckptool.render.text import error_text
 
     error = CkptoolError(
         "nothing was found in /a/very/long/path/of/some/file.pt " * 3, "It means this. " * 12, "Type that."

@@ -89,7 +89,7 @@ def _stop(server: subprocess.Popen[str]) -> None:
 
 def _serve() -> None:
     from ckptool.formats import FORMATS  # imported once, before the forks
-    from ckptool.render import inspection as rendering
+    from ckptool.render import inspect as rendering
     from ckptool.verbs import inspect
 
     assert FORMATS and rendering and inspect and "torch" not in sys.modules
@@ -134,16 +134,16 @@ def _memory() -> float:
 
 def _look(path: str) -> tuple[str, str]:
     from ckptool.errors import CkptoolError
-    from ckptool.render.inspection import inspection_json, inspection_text
+    from ckptool.render.error import error_text
+    from ckptool.render.inspect import inspect_json, inspect_text
     from ckptool.render.json import dumps
     from ckptool.render.style import PLAIN
-    from ckptool.render.text import error_text
     from ckptool.verbs.inspect import inspect
 
     try:
         found = inspect(path)
-        text = inspection_text(found)
-        json.loads(dumps(inspection_json(found)))
+        text = inspect_text(found)
+        json.loads(dumps(inspect_json(found)))
     except CkptoolError as error:
         return error.code, error_text(error, PLAIN)
     except BaseException as error:  # noqa: BLE001 (it is told, and fails the test)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from ckptool.reports.training import Outcome
 from ckptool.training import configfile
 from ckptool.training.config import Config
 from ckptool.training.hooks import Hooks
-from ckptool.training.loop import Outcome, one_step
+from ckptool.training.loop import one_step
 from ckptool.training.parallel import World
 from ckptool.training.start import first_difference, start
 from ckptool.training.trainer import Trainer, build, gathered, restored

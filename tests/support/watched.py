@@ -207,7 +207,6 @@ def _run(command: str, file: str, other: str, out: str, stream: _Counting) -> No
     from ckptool.render.json import dumps
     from ckptool.render.style import PLAIN
 
-    kinds = {"inspect": "inspection", "show": "shown", "diff": "diff", "convert": "written", "remap": "written"}
     verb, _, option = command.partition(" ")
     options: dict[str, Any] = {}
     if verb in OPTIONAL:
@@ -229,7 +228,7 @@ def _run(command: str, file: str, other: str, out: str, stream: _Counting) -> No
         report = ckptool.convert(file, out + suffix, all=option == "--all")
     else:
         report = ckptool.remap(file, out + ".cpu.pt", to="cpu")
-    answer = Answer(kinds[verb], report, options)
+    answer = Answer(report, options)
     stream.write(answer.text(PLAIN))
     stream.write(dumps(answer.json()))
 

@@ -15,9 +15,10 @@ import yaml
 
 from ckptool import cli
 from ckptool.errors import RunFailed, UsageError
-from ckptool.render.proof import proof_json, proof_text
+from ckptool.render.training import prove_json, prove_text
+from ckptool.reports.training import Kill, Proof
 from ckptool.training.prove.fork_server import ForkServer, _end_of
-from ckptool.training.prove.proof import Kill, Proof, ProofRun, configured, processes_of, resumes
+from ckptool.training.prove.proof import ProofRun, configured, processes_of, resumes
 from ckptool.training.store import Lines
 from tests.support.small_runs import MLP, config
 
@@ -52,11 +53,11 @@ def test_a_run_is_proved(tmp_path: Path, nursery: ForkServer) -> None:
     assert all((kill.resumed or 0) <= kill.at for kill in proof.kills)
     assert proof.kills[2].resumed == proof.kills[2].at  # stopped by TERM, it had saved
     assert proof.without == {"optimizer": True, "scheduler": True, "scaler": True, "ema": True}
-    lines = proof_text(proof).splitlines()
+    lines = prove_text(proof).splitlines()
     assert lines[0] == f"reference             30 steps  sha256 {proof.reference[:8]}…"
     assert lines[3].endswith("identical file")
     assert lines[-1] == "proved: a run killed anywhere ends with the same bytes."
-    assert proof_json(proof)["proved"] is True
+    assert prove_json(proof)["proved"] is True
 
 
 def test_a_part_that_a_run_has_not_is_not_left_out(tmp_path: Path, nursery: ForkServer) -> None:
@@ -64,7 +65,7 @@ def test_a_part_that_a_run_has_not_is_not_left_out(tmp_path: Path, nursery: Fork
     proof = proved(tmp_path, nursery, steps=8, kills=1, optim={"main": {"name": "sgd", "lr": 0.01}})
     assert proof.proved
     assert proof.without == dict.fromkeys(("optimizer", "scheduler", "scaler", "ema"))
-    assert "without" not in proof_text(proof)
+    assert "without" not in prove_text(proof)
 
 
 def test_a_run_with_chance_in_it_is_disproved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +108,7 @@ def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
 
 def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> None:
     proof = Proof(9, 1, "a" * 64, [Kill(4, "KILL", None)], "a" * 64, None, True, {"scaler": False}, "", "/tmp/kept")
-    text = proof_text(proof)
+    text = prove_text(proof)
     assert "resumed from          the beginning" in text
     assert "went on from before a checkpoint that it had" in text
     assert "without scaler        ends the same" in text
@@ -133,7 +134,7 @@ def test_a_run_of_several_processes_is_proved(tmp_path: Path) -> None:
     assert proof.without["optimizer"] is True
     worlds = [fact["world"] for fact in Lines(str(tmp_path / "runs/killed/history.jsonl")).read() if "world" in fact]
     assert worlds == [2] * 4
-    assert proof_text(proof).splitlines()[0] == "processes             2, which train together (ddp)"
+    assert prove_text(proof).splitlines()[0] == "processes             2, which train together (ddp)"
 
 
 def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

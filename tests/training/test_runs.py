@@ -13,7 +13,7 @@ import pytest
 
 import ckptool
 from ckptool.errors import Conflict, Corrupt, FileProblem, UsageError
-from ckptool.render.run import run_json, run_text
+from ckptool.render.training import inspect_run_json, inspect_run_text
 from ckptool.training.runs import create, read_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
@@ -36,7 +36,7 @@ def test_what_a_run_says(run_folder: Path) -> None:
     assert newest.bytes == sidecar["bytes"]
     assert newest.kept[:2] == ("newest", "last")
     assert sum("best" in one.kept for one in found.checkpoints) == 1
-    assert run_json(found)["checkpoints"][-1]["step"] == 20
+    assert inspect_run_json(found)["checkpoints"][-1]["step"] == 20
 
 
 def test_what_is_damaged_is_found_by_its_size_or_in_full(run_folder: Path) -> None:
@@ -50,7 +50,7 @@ def test_what_is_damaged_is_found_by_its_size_or_in_full(run_folder: Path) -> No
         cut(path)
     found = ckptool.inspect_run(run_folder)
     assert (found.damaged, found.resumes) == (len(found.checkpoints), None)
-    assert "none of them is whole" in run_text(found)
+    assert "none of them is whole" in inspect_run_text(found)
 
 
 def test_a_change_of_retention_is_seen(run_folder: Path) -> None:
@@ -71,9 +71,9 @@ WEIRD: list[dict[str, Any]] = [
 def test_a_sidecar_of_anything(run_folder: Path, facts: dict[str, Any]) -> None:
     path = (run_folder / "checkpoints" / name_of(20)).with_suffix(".json")
     path.write_text(json.dumps(json.loads(path.read_text()) | facts))
-    text = run_text(ckptool.inspect_run(run_folder))
+    text = inspect_run_text(ckptool.inspect_run(run_folder))
     assert "\x1b" not in text
-    json.dumps(run_json(ckptool.inspect_run(run_folder)), allow_nan=False)
+    json.dumps(inspect_run_json(ckptool.inspect_run(run_folder)), allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_configuration_of_other_types(run_folder: Path, text: str) -> None:
     number = (run_folder / "run.yaml").read_text().partition("\n")[0]
     (run_folder / "run.yaml").write_text(f"{number}\n{text}")
     (run_folder / "history.jsonl").write_text('{"event": 3, "step": "x"}\nnull\n{"event": ["changed"], "config": 3}\n')
-    assert "20" in run_text(ckptool.inspect_run(run_folder))
+    assert "20" in inspect_run_text(ckptool.inspect_run(run_folder))
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ckptool
-from ckptool.render.health import health_text
+from ckptool.render.doctor import doctor_text
 from fixtures import lab
 from tests.support.lab_trial import Trial, trial
 
@@ -76,6 +76,6 @@ def test_the_share_of_what_is_named(trials: dict[tuple[str, bool], Trial], capsy
 def test_it_says_what_it_has_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.make(name, tmp_path)
     monkeypatch.chdir(tmp_path)
-    text = health_text(ckptool.doctor(name))
+    text = doctor_text(ckptool.doctor(name))
     (line,) = [line for line in text.splitlines() if "data was not" in line]
     assert re.search(r"ckptool verify (\./)?\S+$", line) and "None" not in text

@@ -25,7 +25,7 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
 )
-from ckptool.render.verification import verification_json, verification_text
+from ckptool.render.verify import verify_json, verify_text
 from ckptool.reports import verify as report
 from ckptool.reports.verify import NonFinite, Verification
 from ckptool.verbs.verify import verify
@@ -87,7 +87,7 @@ def test_a_format_without_checksums_says_so(tmp_path: Path) -> None:
         found = verify(written(bytes(data), path))
         assert found.fine and (found.checksums, found.checked, found.checked_bytes) == ("none", 0, 0)
         assert "no checksums stored: damage to the data cannot be noticed" in str(found)
-        assert verification_json(found)["checksums"] == "none"
+        assert verify_json(found)["checksums"] == "none"
 
 
 # Damaged --------------------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_the_command(tmp_path: Path, said: Said) -> None:
 
 def test_names_from_the_file_are_escaped(tmp_path: Path) -> None:
     path = damaged(saved({"\x1b[31mred.w": torch.ones(2), "b.w": torch.ones(2)}, tmp_path / "a.pt"), "archive/data/0")
-    text = verification_text(verify(path))
+    text = verify_text(verify(path))
     assert "\x1b" not in text and "\\x1b[31mred.w" in text
 
 

@@ -15,13 +15,14 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ckptool.errors import FileProblem, RunFailed, UsageError, counted, printable
+from ckptool.reports.training import Kill, Proof
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
 from ckptool.training.parallel import world_of
@@ -45,40 +46,6 @@ MAX_EVENTS = 5_000
 PAUSE = 0.0005  # seconds between two looks at how far a run is
 
 Say = Callable[[str], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """One kill: the last step before it, the signal and where it came, and the step that was resumed from (None: from the beginning)."""
-
-    at: int
-    signal: str
-    resumed: int | None
-
-
-@dataclass(slots=True)
-class Proof:
-    """What was found.
-
-    processes: how many trained together.  without: part of the state -> whether the end differed without it (None: the run has none).
-    events: how many file-system events were swept, None where that was not asked for.  lost: True where a run went on from before a
-    checkpoint that it had.  differs: the first step and tensor that differ, where it was disproved.  kept: where the runs are then.
-    """
-
-    steps: int
-    processes: int = 1
-    reference: str = ""
-    kills: list[Kill] = field(default_factory=list)
-    result: str = ""
-    events: int | None = None
-    lost: bool = False
-    without: dict[str, bool | None] = field(default_factory=dict)
-    differs: str = ""
-    kept: str = ""
-
-    @property
-    def proved(self) -> bool:
-        return self.result == self.reference and not self.lost and False not in self.without.values()
 
 
 def prove(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
 from ckptool.render.json import Json
 from ckptool.render.style import PLAIN, Style
-
-if TYPE_CHECKING:
-    from ckptool.reports.doctor import Diagnosis
-    from ckptool.reports.findings import Finding
+from ckptool.reports.doctor import Diagnosis
+from ckptool.reports.findings import Finding
 
 
-def health_text(found: Diagnosis, *, style: Style = PLAIN) -> str:
+@provides("text", Diagnosis)
+def doctor_text(found: Diagnosis, *, style: Style = PLAIN) -> str:
     """What the file is, then each finding: what is wrong, the message that people see, and the commands, in order."""
     head = printable(found.file)
     lines = [f"{style.bold(head)}: {printable(found.is_a)}"] if found.is_a else []
@@ -46,7 +44,8 @@ def _program(fix: str) -> str:
 # JSON ----------------------------------------------------------------------------------------------------------------
 
 
-def health_json(found: Diagnosis) -> Json:
+@provides("json", Diagnosis)
+def doctor_json(found: Diagnosis) -> Json:
     """`ckptool.doctor/1`: what the file is and every finding with its commands."""
     return {
         "schema": "ckptool.doctor/1",

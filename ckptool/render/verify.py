@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable, quoted
 from ckptool.render.json import Json, notes_json, part_json
-from ckptool.render.style import PLAIN, Style, columns, short, size
-from ckptool.render.text import WHOLE, notes_text
-from ckptool.reports.verify import ALL, NONE
-
-if TYPE_CHECKING:
-    from ckptool.reports.digests import Compared
-    from ckptool.reports.verify import Problem, Verification
+from ckptool.render.style import PLAIN, WHOLE, Style, columns, notes_text, short, size
+from ckptool.reports.digests import Compared
+from ckptool.reports.verify import ALL, NONE, Problem, Verification
 
 SHOWN = 20
 
 
-def verification_text(found: Verification, *, digests: bool = False, style: Style = PLAIN) -> str:
+@provides("text", Verification)
+def verify_text(found: Verification, *, digests: bool = False, style: Style = PLAIN) -> str:
     """The verdict in one line; below it what is wrong, with the tensors concerned; then the command that helps."""
     lines = [_verdict(found, style)]
     if found.checksums == NONE and found.container:
@@ -136,7 +132,8 @@ def _digests(found: Verification, style: Style) -> list[str]:
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def verification_json(found: Verification) -> Json:
+@provides("json", Verification)
+def verify_json(found: Verification) -> Json:
     """`ckptool.verification/1`: every problem with its place; offsets and sizes in bytes."""
     fact: Json = {
         "schema": "ckptool.verification/1",

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from html import escape
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Composite
+from ckptool.checkpoint import Checkpoint, Composite, Note
 from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.state_dicts import PLAIN as PLAIN_VALUES
 from ckptool.checkpoint.tree import children, segment_text
 from ckptool.errors import counted, listed, printable
 from ckptool.pickles.plain import to_json, to_jsons
+from ckptool.render.html import bar_html, page_html
 from ckptool.render.json import Json, finite, notes_json, part_json, path_json, tensor_json, type_name
 from ckptool.render.outline import SHOWN, Branch, outline
-from ckptool.render.style import BAR, PLAIN, Style, bar, columns, number, short, size
-from ckptool.render.text import WHOLE, notes_text, tensor_text, value_text
-from ckptool.reports.inspect import EntryRow, Listing, Part, TensorRow, like_others, parts
+from ckptool.render.style import (
+    BAR,
+    PLAIN,
+    WHOLE,
+    Style,
+    bar,
+    columns,
+    notes_text,
+    number,
+    short,
+    size,
+    tensor_text,
+    value_text,
+)
+from ckptool.reports.inspect import EntryRow, Inspection, Listing, Part, TensorRow, like_others, listing, parts
 
 if TYPE_CHECKING:
-    from ckptool.reports.inspect import Inspection
     from ckptool.reports.statistics import Statistics
 
 
@@ -30,7 +44,8 @@ MANY = 4  # repeated parts, from which on they share a line
 NAMES = 56  # columns for names; longer ones are cut on a terminal, and push their line to the right elsewhere
 
 
-def inspection_text(
+@provides("text", Inspection)
+def inspect_text(
     found: Inspection, *, all: bool = False, sort: str = "none", depth: int | None = None, style: Style = PLAIN
 ) -> str:
     """What is in a file: its parts with what they look like, an outline of their tensors, notes with the commands that fix them.
@@ -79,15 +94,21 @@ Line = tuple[str, int | None, int, str]
 def _overview(divided: Sequence[Part], order: str, depth: int | None, style: Style) -> str:
     if len(divided) == 1 and divided[0].root.path == () and not divided[0].rows:
         return _flat_entries(divided[0])
-    lines: list[Line] = []
     shown, hidden = overview(divided, order, depth)
-    for row in shown:
-        lines.append((row.name, row.bytes, 0, row.detail))
-        if row.outline is not None:
-            lines += _branches(row.outline, 1, row.part)
+    lines = _lines(shown, " (--all lists them)")
     if hidden:
         lines.append(("…", None, 0, f"{hidden:,} more (--all lists every tensor)"))
     return _aligned(lines, max((row.bytes or 0 for row in shown), default=0), style)
+
+
+def _lines(shown: Sequence[OverviewRow], hint: str = "") -> list[Line]:
+    """Each part and its outline.  hint: what to type for the branches that are left out."""
+    lines: list[Line] = []
+    for row in shown:
+        lines.append((row.name, row.bytes, 0, row.detail))
+        if row.outline is not None:
+            lines += _branches(row.outline, 1, row.part, hint)
+    return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +194,13 @@ def _kind(node: Any) -> str:
     )
 
 
-def _branches(branch: Branch, level: int, part: Part) -> Iterable[Line]:
+def _branches(branch: Branch, level: int, part: Part, hint: str) -> Iterable[Line]:
     for child in branch.expanded:
         tied = child.leaf is not None and child.times == 1 and child.leaf in part.tied
         yield "  " * level + child.label, None if tied else child.size, level, branch_detail(child, part)
-        yield from _branches(child, level + 1, part)
+        yield from _branches(child, level + 1, part, hint)
     if branch.hidden:
-        yield "  " * level + "…", None, level, f"{branch.hidden:,} more (--all lists them)"
+        yield "  " * level + "…", None, level, f"{branch.hidden:,} more{hint}"
 
 
 def branch_detail(branch: Branch, part: Part) -> str:
@@ -291,7 +312,8 @@ def _statistics(listing: Listing, found: dict[str, Statistics], order: str, styl
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def inspection_json(found: Inspection) -> Json:
+@provides("json", Inspection)
+def inspect_json(found: Inspection) -> Json:
     """`ckptool.inspect/1`: every tensor and entry with its path; sizes in bytes."""
     listing = found.listing
     some = next(iter((found.statistics or {}).values()), None)
@@ -333,3 +355,30 @@ def inspection_json(found: Inspection) -> Json:
         "entries_not_listed": listing.unlisted,
         "notes": notes_json(found.notes),
     }
+
+
+# HTML -----------------------------------------------------------------------------------------------------------------
+
+
+@provides("html", Checkpoint)
+def checkpoint_html(checkpoint: Checkpoint) -> str:
+    """An opened checkpoint: its parts and an outline of their tensors."""
+    return _listing_html(listing(checkpoint), ())
+
+
+@provides("html", Inspection)
+def inspect_html(found: Inspection) -> str:
+    """A listing and its notes, as a table for notebooks."""
+    return _listing_html(found.listing, found.notes)
+
+
+def _listing_html(found: Listing, notes: Sequence[Note]) -> str:
+    shown, hidden = overview(parts(found))
+    biggest = max((part.bytes or 0 for part in shown), default=0)
+    lines = [*_lines(shown), *([("…", None, 0, f"{hidden:,} more")] if hidden else [])]
+    rows = [
+        (escape(label), "" if nbytes is None else size(nbytes), bar_html(nbytes or 0, biggest), escape(detail))
+        for label, nbytes, _, detail in lines
+    ]
+    facts = f": {found.container}, {counted(len(found.tensors), 'tensor')}, {size(found.tensor_bytes)}"
+    return page_html(printable(found.file) or "checkpoint", facts, rows, notes_text(notes))

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.tree import segment_text, walk
 from ckptool.errors import counted, printable
 from ckptool.pickles.plain import to_json
 from ckptool.render.json import Json, finite, tensor_json, type_name
-from ckptool.render.style import PLAIN, Style, size
-from ckptool.render.text import tensor_text, value_text
-
-if TYPE_CHECKING:
-    from ckptool.reports.show import Shown
-
+from ckptool.render.style import PLAIN, Style, size, tensor_text, value_text
+from ckptool.reports.show import Shown
 
 SHOWN_LINES = 1_000
 WIDEST = 10_000  # characters of one value below the one that is shown
 
 
-def shown_text(shown: Shown, *, all: bool = False, style: Style = PLAIN) -> str:
+@provides("text", Shown)
+def show_text(shown: Shown, *, all: bool = False, style: Style = PLAIN) -> str:
     """One entry of a file: a tensor's type, shape and values, or a plain value, with everything below it."""
     entry = shown.entry
     name = printable(shown.address) or printable(shown.file)
@@ -103,7 +101,8 @@ def _inside_flat(value: Any, path: Sequence[Any]) -> bool:
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def shown_json(shown: Shown) -> Json:
+@provides("json", Shown)
+def show_json(shown: Shown) -> Json:
     """`ckptool.show/1`: a tensor with its values as nested lists (none where only the corners were read), or a value."""
     head: Json = {"schema": "ckptool.show/1", "file": shown.file, "address": shown.address}
     entry = shown.entry
