@@ -4,8 +4,8 @@
 rebuild functions do is looked up in tables of ours; no name of a file is ever imported or called.
 Source of what they do: torch/_utils.py, torch/_tensor.py and torch/serialization.py, torch 2.4 to 2.13.
 
-    names, devices, storages <- builder <- tensors, objects <- to_live
-                                           tensors          <- from_live
+    storages <- tensors <- objects <- to_live
+                tensors            <- from_live
 """
 
 from __future__ import annotations

@@ -7,15 +7,14 @@ from typing import Any, cast
 
 import torch
 
-from ckptool.bridge.names import GET_LAYOUT, TENSOR_CLASSES, untyped
-from ckptool.bridge.storages import data_of
-from ckptool.bridge.tensors import REBUILD, from_type
+from ckptool.bridge.storages import data_of, untyped
+from ckptool.bridge.tensors import GET_LAYOUT, REBUILD, TENSOR_CLASSES, from_type
 from ckptool.checkpoint import Composite, Storage, StorageRef
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
-from ckptool.checkpoint.graph import After, Done, Made
+from ckptool.checkpoint.graph import FromParts
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.errors import Conflict
-from ckptool.pickles.reduce import Reader
+from ckptool.pickles.reduce import LiveReader
 from ckptool.pickles.torch_objects import BUILDERS, SIZE
 
 
@@ -29,30 +28,30 @@ def from_torch(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool
     return _TorchReader(arrays_as_tensors, keep_unknown).read(tree)
 
 
-class _TorchReader(Reader):
+class _TorchReader(LiveReader):
     def __init__(self, arrays_as_tensors: bool, keep_unknown: bool) -> None:
         super().__init__(arrays_as_tensors, keep_unknown)
         self.storages: dict[int, Storage] = {}
         self.dtypes: dict[int, DType | None] = {}
 
-    def special(self, value: Any) -> Made:
+    def special(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, torch.storage.TypedStorage):
-            return Done(self._ref(value._untyped_storage, BY_TORCH[str(value.dtype).removeprefix("torch.")]))
+            return self._ref(value._untyped_storage, BY_TORCH[str(value.dtype).removeprefix("torch.")])
         if isinstance(value, torch.UntypedStorage):
-            return Done(self._ref(value, None))
+            return self._ref(value, None)
         if isinstance(value, torch.Size):
-            return After((tuple(value),), lambda parts: Object(SIZE, tuple(parts)))
+            return FromParts((tuple(value),), lambda parts: Object(SIZE, tuple(parts)))
         if isinstance(value, torch.layout):
-            return Done(Object(GET_LAYOUT, (str(value),)))
+            return Object(GET_LAYOUT, (str(value),))
         if isinstance(value, torch.device):
-            return Done(Object(Global("torch", "device"), value.__reduce__()[1]))
+            return Object(Global("torch", "device"), value.__reduce__()[1])
         if isinstance(value, torch.qscheme):
-            return Done(Global("torch", str(value).removeprefix("torch.")))
+            return Global("torch", str(value).removeprefix("torch."))
         return super().special(value)
 
-    def _tensor(self, tensor: torch.Tensor) -> Made:
+    def _tensor(self, tensor: torch.Tensor) -> Any:
         """What torch itself says of a tensor, as an entry or composite."""
         answer: tuple[Any, ...] = cast(Any, tensor).__reduce_ex__(2)
         function, args = answer[:2]
@@ -65,13 +64,13 @@ class _TorchReader(Reader):
             and self._builder(args[0]) is None
             and not self.keep_unknown
         ):
-            return Done(self._refused_tensor(tensor))  # its parts need not be looked at
+            return self._refused_tensor(tensor)  # its parts need not be looked at
 
         def make(parts: list[Any]) -> Any:
             made = builder(parts[0])
             return self._refused_tensor(tensor) if made is NotImplemented or not self._loadable(made) else made
 
-        return After((args,), make)
+        return FromParts((args,), make)
 
     def _builder(self, function: Any) -> Any:
         name = self.name_of(function)
@@ -86,9 +85,7 @@ class _TorchReader(Reader):
 
     def _refused_tensor(self, tensor: torch.Tensor) -> Any:
         cls = type(tensor)
-        made = self.refuse(tensor, f"a tensor of the class {cls.__module__}.{cls.__qualname__}", _AS_PLAIN)
-        assert isinstance(made, Done)
-        return made.value
+        return self.refuse(tensor, f"a tensor of the class {cls.__module__}.{cls.__qualname__}", _AS_PLAIN)
 
     def _ref(self, storage: torch.UntypedStorage, dtype: DType | None) -> StorageRef:
         """The storage, once for each of torch's. Files give a storage one element type for all its views, as torch does."""
@@ -96,7 +93,7 @@ class _TorchReader(Reader):
         found = self.storages.get(key)
         if found is None:
             found = self.storages[key] = Storage(data_of(storage), untyped.serialization.location_tag(storage))
-            self.remake.alive.append(storage)
+            self.mapper.alive.append(storage)
             self.dtypes[key] = dtype
         elif found.nbytes and (self.dtypes[key] or _BYTES) is not (dtype or _BYTES):
             names = [kind.torch if kind else "an untyped storage" for kind in (self.dtypes[key], dtype)]

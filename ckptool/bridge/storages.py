@@ -1,19 +1,79 @@
-"""The bytes of tensors: a file's as torch's storages, mapped or read, and torch's storages as data to write."""
+"""The bytes of tensors: a file's as torch's storages, mapped or read, where `map_location` says; and torch's as data to write."""
 
 from __future__ import annotations
 
 import mmap as mapping
 import zlib
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
-from ckptool.bridge.devices import Restorer
-from ckptool.bridge.names import untyped
 from ckptool.checkpoint import Computed, Data, FileRange, Storage
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.strided import fill
-from ckptool.errors import Corrupt, FileChanged, LimitExceeded, Unsupported, printable
+from ckptool.errors import Corrupt, FileChanged, LimitExceeded, Unsupported, UsageError, printable
+
+untyped: Any = torch  # for the functions that torch gives no types, or wrong ones
+
+# Locations ------------------------------------------------------------------------------------------------------------
+
+Restore = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
+
+
+class Restorer:
+    """Puts storages where `map_location` wants them. `meta`: then there are no bytes at all."""
+
+    def __init__(self, restore: Restore, meta: bool = False) -> None:
+        self.restore, self.meta = restore, meta
+
+
+def restorer(map_location: Any) -> Restorer:
+    """What `map_location` asks for; raises `UsageError` for what is no device, dictionary or function."""
+    if map_location is None:
+        return Restorer(_at_home)
+    if isinstance(map_location, dict):
+        return Restorer(lambda storage, location: _at_home(storage, str(map_location.get(location, location))))
+    if isinstance(map_location, (str, bytes, torch.device)):
+        device = _device(map_location)
+        return Restorer(lambda storage, location: _at_home(storage, str(device)), meta=device.type == "meta")
+    if not callable(map_location):
+        raise UsageError(
+            f"map_location={map_location!r} is no device, dictionary or function", "", "For example: map_location='cpu'"
+        )
+
+    def asked(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        found = map_location(storage, location)
+        found = getattr(found, "_untyped_storage", found)
+        return _at_home(storage, location) if found is None else found
+
+    return Restorer(asked)
+
+
+def _device(name: Any) -> torch.device:
+    try:
+        return torch.device(name.decode() if isinstance(name, bytes) else name)
+    except (RuntimeError, UnicodeDecodeError):
+        raise UsageError(
+            f"{printable(str(name))!r} is no device", "Devices are named cpu, cuda, cuda:1, mps, meta."
+        ) from None
+
+
+def _at_home(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    """The storage on the device that `location` names."""
+    if location == "cpu":
+        return storage
+    try:
+        return cast(torch.UntypedStorage, untyped.serialization.default_restore_location(storage, location))
+    except (RuntimeError, AttributeError, AssertionError) as error:
+        raise Unsupported(
+            f"tensors are tagged {printable(location)}, which this machine or this torch does not have",
+            printable(str(error).splitlines()[0])[:300] if str(error) else "",
+            "Put them elsewhere: map_location='cpu'; or change the file: ckptool remap FILE --to cpu -o OUT",
+        ) from error
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
 
 _PIECE = 4 << 20
 
@@ -43,9 +103,8 @@ class Storages:
         if is_faking():
             return self._fake(storage)
         data = storage.data
-        mapped = (
-            self.map_files and not storage.deduplicated
-        )  # twins have one place in the file, and each its own memory
+        # Deduplicated storages have one place in the file, and each its own memory.
+        mapped = self.map_files and not storage.deduplicated
         if mapped and isinstance(data, FileRange) and data.length and data.offset % min(itemsize, 8) == 0:
             data.ready()
             view = torch.frombuffer(self._map(data.file), dtype=torch.uint8, count=data.length, offset=data.offset)

@@ -5,25 +5,83 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ckptool.bridge.builder import Builder
-from ckptool.bridge.names import CONSTANTS, GET_LAYOUT, TENSOR_CLASSES, layout_of, torch_dtype, untyped
+from ckptool.bridge.storages import untyped
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
-from ckptool.checkpoint.graph import Done, Made, Of
-from ckptool.checkpoint.nodes import Object
-from ckptool.errors import BadTensor, Corrupt, counted
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.graph import Of
+from ckptool.checkpoint.nodes import Global, Object
+from ckptool.errors import BadTensor, Corrupt, Unsupported, counted, printable
+from ckptool.pickles.plain import expand
 from ckptool.pickles.torch_objects import BUILDERS, REBUILD_JAGGED, check_view
+
+if TYPE_CHECKING:
+    from ckptool.bridge.to_live import Builder
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+GET_LAYOUT = Global("torch.serialization", "_get_layout")
+_LAYOUTS = frozenset(
+    f"torch.{name}"
+    for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged", "_mkldnn")
+)
+
+TENSOR_CLASSES: dict[str, Any] = {
+    "torch.Tensor": torch.Tensor,
+    "torch._tensor.Tensor": torch.Tensor,
+    "torch.nn.parameter.Parameter": torch.nn.Parameter,
+}
+
+CONSTANTS: dict[str, Any] = {
+    **{
+        f"torch.{name}": getattr(torch, name)
+        for name in (
+            "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric", "per_channel_affine_float_qparams",
+            "contiguous_format", "channels_last", "channels_last_3d", "preserve_format",
+        )
+    },
+    "__builtin__.Ellipsis": ...,
+    "builtins.Ellipsis": ...,
+    "torch.Tensor": torch.Tensor,
+    "torch.nn.parameter.Parameter": torch.nn.Parameter,
+}  # fmt: skip
+
+
+@cache
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """Torch's own element type; raises `Unsupported` where this torch is too old for it."""
+    found = getattr(torch, dtype.torch, None)
+    if not isinstance(found, torch.dtype):
+        raise Unsupported(
+            f"this torch ({torch.__version__}) has no type {dtype.torch}",
+            "It came with a later version.",
+            "pip install --upgrade torch",
+        )
+    return found
+
+
+def layout_of(node: Any) -> torch.layout:
+    """The layout that a call of torch's `_get_layout` names; raises `Unsupported` for any other."""
+    name = expand(node) if isinstance(node, Object) else None
+    found = getattr(torch, name.removeprefix("torch."), None) if type(name) is str and name in _LAYOUTS else None
+    if not isinstance(found, torch.layout):
+        raise Unsupported(f"the tensor layout {printable(str(name))} is not known")
+    return found
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
 
 _JAGGED = "torch.nested._internal.nested_tensor.NestedTensor"
 _JAGGED_PARTS = {"values", "offsets", "lengths", "_ragged_idx", "_metadata_cache", "requires_grad"}
 
 
-def strided(builder: Builder, entry: TensorEntry) -> Made:
+def strided(builder: Builder, entry: TensorEntry) -> Any:
     """A plain tensor: a view of its storage."""
-    return Done(builder.guarded(entry, lambda: _strided(builder, entry)))
+    return builder.guarded(entry, lambda: _strided(builder, entry))
 
 
 def _strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
@@ -43,12 +101,12 @@ def _strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
     return made
 
 
-def composite(builder: Builder, node: Composite) -> Made:
+def composite(builder: Builder, node: Composite) -> Any:
     """A tensor that is made of other tensors: quantized, sparse, nested, of a subclass."""
     return _rebuild(builder, node, node.made.fn, node.made.args)
 
 
-def _rebuild(builder: Builder, node: Any, fn: Any, args: tuple[Any, ...]) -> Made:
+def _rebuild(builder: Builder, node: Any, fn: Any, args: tuple[Any, ...]) -> Any:
     """A call of one of torch's rebuild functions: its arguments are made first, then it is done as `REBUILD` says."""
     do = REBUILD.get(f"{fn}")
     if do is None:
@@ -56,7 +114,7 @@ def _rebuild(builder: Builder, node: Any, fn: Any, args: tuple[Any, ...]) -> Mad
     return do(builder, node, args)
 
 
-def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, viewed as a class of torch's, with attributes."""
     if args[0] is REBUILD_JAGGED and str(args[1]) == _JAGGED:
         return _jagged(builder, node, args[2][0])
@@ -73,7 +131,7 @@ def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
     return builder.parts(node, (inner,), make)
 
 
-def _jagged(builder: Builder, node: Any, given: dict[Any, Any]) -> Made:
+def _jagged(builder: Builder, node: Any, given: dict[Any, Any]) -> Any:
     """A nested tensor of the jagged layout: of its values, the offsets of its parts and what torch keeps beside them."""
     kept = given.get("_metadata_cache") or {}
     if not isinstance(kept, dict) or not set(given) <= _JAGGED_PARTS:
@@ -110,21 +168,21 @@ def _with_attributes(builder: Builder, made: Any, state: Any) -> Any:
         for key, value in attributes:
             builder.guarded(key, lambda key=key, value=value: setattr(made, key, of(value)))  # type: ignore[misc]
 
-    builder.remake.later(later)
+    builder.mapper.later(later)
     return made
 
 
-def _parameter(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+def _parameter(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     return builder.parts(node, (args[0],), lambda data: torch.nn.Parameter(data, args[1]))
 
 
-def _parameter_with_state(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+def _parameter_with_state(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     return builder.parts(
         node, (args[0],), lambda data: _with_attributes(builder, torch.nn.Parameter(data, args[1]), args[3])
     )
 
 
-def _quantized(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+def _quantized(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     ref, offset, shape, stride, params, requires_grad, _ = args
     scheme, *numbers = params
     _check_packed(ref, offset, shape, stride)
@@ -145,7 +203,7 @@ def _quantized(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
     return builder.parts(node, tuple(tensors), make)
 
 
-def _sparse(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+def _sparse(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     layout = layout_of(args[0])
     *tensors, size = args[1][:3] if layout is torch.sparse_coo else args[1]
     coalesced = args[1][3] if layout is torch.sparse_coo and len(args[1]) > 3 else None
@@ -161,11 +219,11 @@ def _sparse(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
     return builder.parts(node, tuple(tensors), make)
 
 
-def _sparse_csr(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+def _sparse_csr(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     return _sparse(builder, node, (Object(GET_LAYOUT, ("torch.sparse_csr",)), args[0]))
 
 
-def _nested(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+def _nested(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     def make(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor) -> Any:
         if not builder.storages.restorer.meta:
             _check_nested(buffer, sizes, strides, offsets)
@@ -174,7 +232,7 @@ def _nested(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
     return builder.parts(node, args, make)
 
 
-def _meta(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+def _meta(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     dtype, size, stride, requires_grad = args
     return builder.parts(
         node,
@@ -185,7 +243,7 @@ def _meta(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
     )
 
 
-def _device_tensor(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+def _device_tensor(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     """A tensor that was on a device without storages, saved as numbers and the name of the device."""
     data, dtype, location, requires_grad = args
 
@@ -202,7 +260,7 @@ def _device_tensor(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
     return builder.parts(node, (data, dtype), make)
 
 
-def _wrapper(builder: Builder, node: Any, args: tuple[Any, ...]) -> Made:
+def _wrapper(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     return builder.refuse(node, f"a tensor of the class {args[0]}")
 
 
@@ -212,9 +270,9 @@ def _typed(builder: Builder, ref: StorageRef) -> Any:
     return untyped.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def storage_ref(builder: Builder, ref: StorageRef) -> Made:
+def storage_ref(builder: Builder, ref: StorageRef) -> Any:
     """A storage by itself."""
-    return Done(_typed(builder, ref))
+    return _typed(builder, ref)
 
 
 def _check_packed(ref: StorageRef, offset: Any, shape: Any, stride: Any) -> None:
@@ -245,7 +303,7 @@ def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tens
             )
 
 
-Rebuild = Callable[[Builder, Any, tuple[Any, ...]], Made]
+Rebuild = Callable[["Builder", Any, tuple[Any, ...]], Any]
 
 REBUILD: dict[str, Rebuild] = {
     "torch._tensor._rebuild_from_type_v2": from_type,

@@ -1,19 +1,25 @@
-"""The way from a tree to live objects: one tensor, or all that `torch.load` would give."""
+"""From a tree to live objects: one tensor, or all that `torch.load` would give."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from ckptool.bridge import containers, objects, tensors
-from ckptool.bridge.builder import Builder, Kinds
-from ckptool.bridge.devices import restorer
+from ckptool.bridge import objects, tensors
+from ckptool.bridge.storages import Restorer, Storages, is_faking, restorer
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.graph import After, Done
+from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
+from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.registry import provides
+from ckptool.checkpoint.state_dicts import find_state_dicts
 from ckptool.checkpoint.strided import subrange, verify
+from ckptool.checkpoint.tree import address, walk
+from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed, printable
+from ckptool.pickles.calls import uses
 
 
 @provides("torch", TensorEntry, Composite)
@@ -27,7 +33,7 @@ def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tenso
         start, stop = entry.span()
         part = Storage(subrange(entry.storage.data, start, stop - start), entry.location)
         entry = TensorEntry(part, entry.dtype, entry.shape, entry.stride, 0, entry.flags)
-    made: torch.Tensor = Builder(Checkpoint(entry, ""), restorer(device), _KINDS, map_files=False).build()
+    made: torch.Tensor = Builder(Checkpoint(entry, ""), restorer(device), map_files=False).build()
     return made
 
 
@@ -35,24 +41,115 @@ def build(checkpoint: Checkpoint, map_location: Any = "cpu", *, mmap: bool = Tru
     """What `torch.load` would give for this tree, without running anything that the file names.
 
     map_location: as `torch.load` takes it (a device, a dictionary, a function; None: where the tensors were saved).
-    mmap: map the file (privately: writes to the tensors do not reach it) instead of reading it, as `torch.load(mmap=True)` does. Nothing is
-    read until it is used, checksums are not checked, and the file must not be cut short or overwritten while the tensors live.
+    mmap: map the file (privately: writes to the tensors do not reach it) instead of reading it, as `torch.load(mmap=True)` does.
+    Nothing is read until it is used, checksums are not checked, and the file must not be cut short or overwritten while
+    the tensors live.
     Raises `UnsafeObject` naming every object of an unknown class and where it is, `Unsupported` for a device that is not there.
     """
-    return Builder(checkpoint, restorer(map_location), _KINDS, map_files=mmap).build()
+    return Builder(checkpoint, restorer(map_location), map_files=mmap).build()
 
 
-_KINDS: Kinds = {
+class Builder:
+    """Makes the live objects of one tree. What it does not know is collected and named at the end, all at once."""
+
+    def __init__(self, checkpoint: Checkpoint, restorer: Restorer, map_files: bool) -> None:
+        self.checkpoint = checkpoint
+        self.storages = Storages(restorer, map_files)
+        handlers = {kind: partial(self._handle, handler) for kind, handler in _HANDLERS.items()}
+        self.mapper = GraphMapper({**COPY, **handlers})
+        self.unknown: list[tuple[Any, str]] = []
+
+    def build(self) -> Any:
+        made = self.mapper.map(self.checkpoint.tree)
+        self.unknown += [
+            (None, f"{use.name}, which is {use.how} and thrown away") for use in uses(self.checkpoint.discarded)
+        ]
+        if not self.unknown and (use := next(uses(self.checkpoint.tree), None)):
+            self.unknown.append((None, f"{use.name} at {address(use.path) or 'the top'}"))
+        if self.unknown:
+            raise self._refusal()
+        return made
+
+    def _refusal(self) -> UnsafeObject:
+        wanted = {id(node) for node, _ in self.unknown}
+        places: dict[int, str] = {}
+        for path, node in walk(self.checkpoint.tree):
+            if id(node) in wanted:
+                places.setdefault(id(node), address(path) or "the top")
+        names = [
+            f"{printable(name)}{' at ' + printable(places[id(node)]) if id(node) in places else ''}"
+            for node, name in self.unknown
+        ]
+        source = self.checkpoint.source
+        return UnsafeObject(
+            f"{source or 'the checkpoint'} holds {listed(names)}",
+            "Making these would run code that the file names; ckptool does not.",
+            Advice(*self._advice(places.values()), "See what is there: ", command("inspect", input_of(source))),
+        )
+
+    def _advice(self, bad: Iterable[str]) -> tuple[str | Command, ...]:
+        """How to load the first dictionary at the top that holds nothing unknown, if there is one."""
+        tops = {place.partition("/")[0] for place in bad}
+        tree, source = self.checkpoint.tree, self.checkpoint.source
+        for key, value in tree.items() if isinstance(tree, dict) and source else ():
+            if isinstance(value, dict) and value and address((key,)) not in tops:
+                return (f"Load a part that holds none: ckptool.load({f'{source}#{printable(address((key,)))}'!r}). ",)
+        if source and any(root.module is not None for root in find_state_dicts(self.checkpoint)):
+            return "Take its weights: ", command("convert", input_of(source), out=OUT_SAFETENSORS), ". "
+        return ()
+
+    def refuse(self, node: Any, name: str) -> Unknown:
+        """Stands something in for a node that is not made, and remembers what to call it."""
+        self.unknown.append((node, name))
+        return Unknown()
+
+    def _handle(self, handler: Callable[[Builder, Any], Any], node: Any) -> Any:
+        """What a handler gives for a node; its errors say the address of the node that they are about."""
+        try:
+            return handler(self, node)
+        except CkptoolError as error:
+            place = next((address(path) for path, found in walk(self.checkpoint.tree) if found is node), "")
+            where = ": ".join(part for part in (str(self.checkpoint.source or ""), printable(place)) if part)
+            raise (error.within(where) if where else error) from None
+
+    def guarded(self, node: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes of a tensor's description; raises `Corrupt` where torch will not have it."""
+        try:
+            return make()
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+            why = printable(str(error).splitlines()[0])[:300] if str(error) else ""
+            if is_faking():
+                raise Unsupported(
+                    f"torch cannot make {printable(repr(node))} under FakeTensorMode",
+                    why,
+                    "Load it outside of that mode.",
+                ) from error
+            raise Corrupt(f"torch cannot make {printable(repr(node))}", why) from error
+
+    def parts(self, node: Any, args: tuple[Any, ...], make: Callable[..., Any]) -> FromParts:
+        """`make` called with the live arguments of a tensor; where one of them is refused, so is the tensor."""
+
+        def whole(parts: list[Any]) -> Any:
+            if any(isinstance(part, Unknown) for part in parts):
+                return Unknown()
+            return self.guarded(node, lambda: make(*parts))
+
+        return FromParts(args, whole)
+
+
+class Unknown:
+    """Stands in for what is not made, until the refusal names it."""
+
+
+_HANDLERS: Mapping[type, Callable[[Builder, Any], Any]] = {
     TensorEntry: tensors.strided,
     Composite: tensors.composite,
     StorageRef: tensors.storage_ref,
-    dict: containers.dictionary,
-    OrderedDict: containers.ordered,
-    list: containers.list_of,
-    tuple: lambda _, node: After(node, tuple),
-    Set: containers.set_of,
-    bytearray: lambda _, node: Done(bytearray(node)),
-    ByteString: lambda _, node: Done(bytes(node)),
+    dict: objects.dictionary,
+    OrderedDict: objects.ordered,
+    Set: objects.set_of,
+    bytearray: lambda _, node: bytearray(node),
+    ByteString: lambda _, node: bytes(node),
     Global: objects.named,
     Object: objects.known,
 }

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
-from ckptool.checkpoint.graph import read_only
-from ckptool.checkpoint.nodes import Object, structural_parts
+from ckptool.checkpoint.graph import read_only, visit
+from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.registry import provide
-from ckptool.errors import printable
+from ckptool.errors import BadTensor, printable
 
 if TYPE_CHECKING:
     import numpy
@@ -274,28 +274,25 @@ class Composite:
 
     made: the rebuild call, kept whole and written back as it was.  kind: what it is, for people.
     `shape` and `dtype` are those of the tensor as a whole; None where only torch could say.
+    build: makes the composite of other arguments of that call; `NotImplemented` where they make none.
     """
 
     made: Object
     kind: str
     dtype: DType | None
     shape: tuple[int, ...] | None
+    build: Callable[[tuple[Any, ...]], Any]
 
     def parts(self) -> Iterator[TensorEntry | StorageRef]:
         """The entries and storages that it is made of."""
-        stack: list[Any] = [self.made]
-        seen: set[int] = set()
-        while stack:
-            node = stack.pop()
-            if id(node) in seen:
-                continue
-            seen.add(id(node))
-            if isinstance(node, (TensorEntry, StorageRef)):
-                yield node
-            elif isinstance(node, Composite):
-                stack.append(node.made)
-            else:
-                stack.extend(reversed(list(structural_parts(node))))
+        return (part for part in visit(self.made) if isinstance(part, (TensorEntry, StorageRef)))
+
+    def with_arguments(self, args: tuple[Any, ...]) -> Composite:
+        """The composite of the same call with other arguments (other storages, another device). Raises `BadTensor` if there is none."""
+        value = self.build(args)
+        if not isinstance(value, Composite):
+            raise BadTensor(f"{self.made.name}: its arguments no longer make a tensor")
+        return value
 
     @property
     def view(self) -> tuple[Any, ...]:

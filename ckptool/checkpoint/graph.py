@@ -1,57 +1,161 @@
-"""One graph of values into another: sharing, cycles and order are kept, and nothing recurses.
+"""Walking a graph of values, and mapping it to another; sharing, cycles and order are kept, and nothing recurses.
 
-Trees may hold one list twice and themselves; so do the trees that are made of them. What cannot be changed once it is made (a tuple, a
-date, a tensor) is made after its parts; what can (a dictionary, a list) is made empty, known by then to all that refer to it,
-and filled later.
+Trees may hold one list twice, and themselves; so do the trees that are made of them.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.errors import Corrupt
+from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
+from ckptool.errors import Corrupt, LimitExceeded, counted
+
+SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
+def structural_parts(node: Any) -> Iterable[Any]:
+    """Everything that `node` directly refers to, keys included, the call that makes a composite; nothing for scalars and tensors."""
+    if isinstance(node, dict):
+        parts = [*node.keys(), *node.values()]
+        if isinstance(node, OrderedDict) and node.attributes is not None:
+            parts.append(node.attributes)
+        return parts
+    if isinstance(node, (list, tuple)):
+        return node
+    if isinstance(node, Set):
+        return node.items
+    if isinstance(node, Object):
+        return node.fn, node.args, node.kwargs, node.items, node.elements, node.state
+    return (node.made,) if hasattr(node, "made") else ()  # a `Composite`
+
+
+def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -> Iterator[Any]:
+    """Every object that can be reached from `root`, once, in order and parents first; scalars are left out.
+
+    parts: what to go to from an object; it is asked after the object was given.
+    """
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if type(node) in SCALARS or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        stack.extend(reversed(tuple(parts(node))))
+
+
+# Limits ---------------------------------------------------------------------------------------------------------------
+
+MAX_DEPTH = 1_000
+
+# What the addresses of everything in a tree may come to, in characters, were they all written out: so much, and so much more for each node.
+FREE_TEXT = 16 << 20
+TEXT_PER_NODE = 256
+# How many containers a file may hold: so many, and one more for every so many bytes. Torch's own protocol takes at least that for each,
+# and twice that for an object.
+FREE_CONTAINERS = 50_000
+BYTES_PER_CONTAINER = 6
+_CONTAINERS = frozenset({dict, list, tuple, OrderedDict, Set, Object})
+
+
+def check_depth(root: Any, nbytes: int | None = None) -> None:
+    """Raises `LimitExceeded` for trees that would break their readers: too deep, of too many parts, or with addresses too long in all.
+
+    nbytes: of the file, which bounds the number of containers. Goes where `tree.walk` does when it comes somewhere for the first time;
+    nothing here recurses.
+    """
+    most = FREE_CONTAINERS + nbytes // BYTES_PER_CONTAINER if nbytes is not None else 1 << 62
+    seen: set[int] = set()
+    nodes = text = objects = 0
+    stack: list[tuple[Any, int, int]] = [(root, 0, 0)]  # a node, how deep it is, and the length of its address
+    while stack:
+        node, depth, length = stack.pop()
+        if id(node) in seen or type(node) not in _CONTAINERS:
+            continue
+        seen.add(id(node))
+        objects += type(node) is Object
+        if len(seen) + objects > most:
+            raise LimitExceeded(
+                f"more than {counted(most, 'container')} in {nbytes:,} bytes",
+                "Nothing writes them so tightly; it is built to exhaust its reader.",
+            )
+        if depth > MAX_DEPTH:
+            raise LimitExceeded(
+                f"values nested more than {MAX_DEPTH:,} deep",
+                "Real checkpoints are not nested this deep; it is built to break its reader.",
+            )
+        below, size, names = _contents(node, depth + 1, length + 8)
+        nodes += size
+        text += length * size + names
+        below.reverse()
+        stack += below
+    if text > FREE_TEXT + TEXT_PER_NODE * nodes:
+        raise LimitExceeded(
+            f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}",
+            "So much nested so deep, or under names so long, is built to exhaust its reader.",
+        )
+
+
+def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, int]], int, int]:
+    """The containers in a node, how many parts it has, and how long their names are."""
+    if isinstance(node, (list, tuple)):
+        return [(part, depth, length) for part in node if type(part) in _CONTAINERS], len(node), 0
+    if not isinstance(node, dict):
+        parts = list(structural_parts(node))
+        return [(part, depth, length) for part in parts if type(part) in _CONTAINERS], len(parts), 0
+    below = [
+        (value, depth, length + len(key) if type(key) is str else length)
+        for key, value in node.items()
+        if type(value) in _CONTAINERS
+    ]
+    if isinstance(node, OrderedDict) and node.attributes is not None:
+        below.append((node.attributes, depth, length))
+    # No address leads there.
+    below += [(key, depth, length) for key in node if type(key) is not str and type(key) in _CONTAINERS]
+    return below, len(node), sum([len(key) for key in node if type(key) is str])
+
+
+# Mapping ---------------------------------------------------------------------------------------------------------------
 
 Of = Callable[[Any], Any]
 
 
-class Done(NamedTuple):
-    """A value that is made at once."""
-
-    value: Any
-
-
-class After(NamedTuple):
-    """A value that is made of the results for its parts."""
+class FromParts(NamedTuple):
+    """A result that cannot be changed once it exists (a tuple, a date): `make` gets the results for its parts."""
 
     parts: Sequence[Any]
     make: Callable[[list[Any]], Any]
 
 
-class Empty(NamedTuple):
-    """A value that is made now and filled later; `fill` gets what gives the result for a part."""
+class FillLater(NamedTuple):
+    """A result that is empty now, and known by then to all that refer to it; `fill` gets what gives the result for a part."""
 
-    value: Any
+    result: Any
     fill: Callable[[Of], None]
 
 
-Made = Done | After | Empty
+Handler = Callable[[Any], Any]
+"""The result for a value of one type: the result itself, or `FromParts`, or `FillLater`."""
 
-SCALARS = frozenset({str, int, float, bool, type(None)})
 
+class GraphMapper:
+    """Maps a graph of values to another: each object is handed once to the handler of its type.
 
-class Remake:
-    """Makes the results for a graph of values; `begin` says how one is made, and is asked once for each object."""
+    handlers: by exact type; that of `object` is for all others.
+    replaced: id of an object -> the one to map in its place.
+    """
 
-    def __init__(self, begin: Callable[[Any], Made]) -> None:
-        self.begin = begin
+    def __init__(self, handlers: Mapping[type, Handler], replaced: Mapping[int, Any] | None = None) -> None:
+        self.handlers, self.default = handlers, handlers[object]
+        self.replaced = replaced or {}
         self.results: dict[int, Any] = {}
         self.alive: list[Any] = []  # whatever has an id in `results` keeps it
         self.unfilled: list[Callable[[Of], None]] = []
 
-    def run(self, root: Any) -> Any:
+    def map(self, root: Any) -> Any:
         """The result for `root`, filled to the bottom."""
         collecting = gc.isenabled()
         gc.disable()  # a million live objects make the collector run again and again, and find nothing
@@ -65,33 +169,35 @@ class Remake:
         return result
 
     def later(self, fill: Callable[[Of], None]) -> None:
-        """Has `fill` called when what is made after its parts is done."""
+        """Has `fill` called when all results that need their parts first exist."""
         self.unfilled.append(fill)
 
     def of(self, value: Any) -> Any:
         """The result for one value; it may not be filled yet."""
-        if type(value) in SCALARS:
+        kind = type(value)
+        if kind in SCALARS:
             return value
-        if id(value) in self.results:
-            return self.results[id(value)]
-        made = self._begin(value)
-        return self._after(value, made) if made is not None else self.results[id(value)]
+        key = id(value)
+        if key in self.results:
+            return self.results[key]
+        made = self.handled(value)
+        return self._from_parts(value, made) if type(made) is FromParts else self._keep(value, made)
 
-    def _begin(self, value: Any) -> After | None:
-        """Makes what can be made at once, and says what the rest is made of."""
-        made = self.begin(value)
-        if isinstance(made, After):
-            return made
-        self._keep(value, made.value)
-        if isinstance(made, Empty):
+    def handled(self, value: Any) -> Any:
+        """What the handler of its type gives for a value."""
+        if self.replaced:
+            value = self.replaced.get(id(value), value)
+        return self.handlers.get(type(value), self.default)(value)
+
+    def _keep(self, value: Any, made: Any) -> Any:
+        if type(made) is FillLater:
             self.unfilled.append(made.fill)
-        return None
-
-    def _keep(self, value: Any, result: Any) -> None:
-        self.results[id(value)] = result
+            made = made.result
+        self.results[id(value)] = made
         self.alive.append(value)
+        return made
 
-    def _after(self, value: Any, made: After) -> Any:
+    def _from_parts(self, value: Any, made: FromParts) -> Any:
         stack = [(value, made, iter(made.parts))]
         inside = {id(value)}
         while stack:
@@ -104,21 +210,84 @@ class Remake:
                         "a value that contains itself where it cannot",
                         "No program writes it; the file was made to mislead.",
                     )
-                below = self._begin(part)
-                if below is not None:
+                below = self.handled(part)
+                if type(below) is FromParts:
                     stack.append((part, below, iter(below.parts)))
                     inside.add(id(part))
                     break
+                self._keep(part, below)
             else:
                 stack.pop()
                 inside.discard(id(value))
-                self._keep(
-                    value, made.make([part if type(part) in SCALARS else self.results[id(part)] for part in made.parts])
-                )
+                self._keep(value, made.make(list(map(self.of, made.parts))))
         return self.results[id(value)]
 
 
-# Read-only copies ----------------------------------------------------------------------------------------------------
+# Copies ---------------------------------------------------------------------------------------------------------------
+
+
+def same(value: Any) -> Any:
+    """The value itself."""
+    return value
+
+
+def copy_dict(node: dict[Any, Any]) -> FillLater:
+    copy: dict[Any, Any] = {}
+    return FillLater(copy, lambda of: copy.update(_items(node, of)))
+
+
+def copy_ordered_dict(node: OrderedDict) -> FillLater:
+    copy = OrderedDict()
+
+    def fill(of: Of) -> None:
+        copy.update(_items(node, of))
+        copy.attributes = of(node.attributes)
+
+    return FillLater(copy, fill)
+
+
+def _items(node: dict[Any, Any], of: Of) -> Iterator[tuple[Any, Any]]:
+    return ((key if type(key) is str else of(key), of(value)) for key, value in node.items())
+
+
+def copy_list(node: list[Any]) -> FillLater:
+    copy: list[Any] = []
+    return FillLater(copy, lambda of: copy.extend(map(of, node)))
+
+
+def copy_tuple(node: tuple[Any, ...]) -> FromParts:
+    return FromParts(node, tuple)
+
+
+def copy_set(node: Set) -> FillLater:
+    copy = Set([], node.frozen)
+    return FillLater(copy, lambda of: copy.items.extend(map(of, node.items)))
+
+
+def copy_object(node: Object) -> FillLater:
+    # With the old arguments until it is filled: a composite that it is an argument of looks at them.
+    copy = Object(node.fn, node.args, node.how)
+    copy.adds = node.adds
+
+    def fill(of: Of) -> None:
+        for name in ("fn", "args", "kwargs", "items", "elements", "state"):
+            part = getattr(node, name)
+            setattr(copy, name, part if part is MISSING else of(part))
+
+    return FillLater(copy, fill)
+
+
+COPY: Mapping[type, Handler] = {
+    dict: copy_dict,
+    OrderedDict: copy_ordered_dict,
+    list: copy_list,
+    tuple: copy_tuple,
+    Set: copy_set,
+    Object: copy_object,
+    object: same,
+}
+
+# Read-only copies ------------------------------------------------------------------------------------------------------
 
 
 def _refuse(self: Any, *_: Any, **__: Any) -> Any:
@@ -169,15 +338,23 @@ for _cls, _changes in (
 
 def read_only(tree: Any) -> Any:
     """The tree with dictionaries and lists that refuse to be changed; tensors and objects are the same. Sharing and cycles stay."""
-    return Remake(_begin_read_only).run(tree)
+    return GraphMapper(_READ_ONLY).map(tree)
 
 
-def _begin_read_only(value: Any) -> Made:
-    kind = type(value)
-    if kind is dict or kind is OrderedDict:
-        made: dict[Any, Any] = ReadOnlyDict() if kind is dict else ReadOnlyOrderedDict((), value.attributes)
-        return Empty(made, lambda of: dict.update(made, ((key, of(item)) for key, item in value.items())))
-    if kind is list:
-        items = ReadOnlyList()
-        return Empty(items, lambda of: list.extend(items, map(of, value)))
-    return After(value, tuple) if kind is tuple else Done(value)
+def _read_only_dict(node: dict[Any, Any]) -> FillLater:
+    copy = ReadOnlyOrderedDict((), node.attributes) if isinstance(node, OrderedDict) else ReadOnlyDict()
+    return FillLater(copy, lambda of: dict.update(copy, ((key, of(item)) for key, item in node.items())))
+
+
+def _read_only_list(node: list[Any]) -> FillLater:
+    copy = ReadOnlyList()
+    return FillLater(copy, lambda of: list.extend(copy, map(of, node)))
+
+
+_READ_ONLY: Mapping[type, Handler] = {
+    dict: _read_only_dict,
+    OrderedDict: _read_only_dict,
+    list: _read_only_list,
+    tuple: copy_tuple,
+    object: same,
+}

@@ -7,7 +7,7 @@ Nodes are filled while a pickle is decoded (they may refer to themselves) and no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -162,99 +162,17 @@ class _Missing:
 MISSING = _Missing()
 
 
-def structural_parts(node: Any) -> Iterator[Any]:
-    """Everything that `node` directly refers to, keys included; nothing for scalars and tensors."""
-    if isinstance(node, dict):
-        yield from node.keys()
-        yield from node.values()
-        if isinstance(node, OrderedDict) and node.attributes is not None:
-            yield node.attributes
-    elif isinstance(node, (list, tuple)):
-        yield from node
-    elif isinstance(node, Set):
-        yield from node.items
-    elif isinstance(node, Object):
-        yield from (node.fn, node.args, node.kwargs, node.items, node.elements, node.state)
-
-
-MAX_DEPTH = 1_000
-
-# What the addresses of everything in a tree may come to, in characters, were they all written out: so much, and so much more for each node.
-FREE_TEXT = 16 << 20
-TEXT_PER_NODE = 256
-# How many containers a file may hold: so many, and one more for every so many bytes. Torch's own protocol takes at least that for each,
-# and twice that for an object.
-FREE_CONTAINERS = 50_000
-BYTES_PER_CONTAINER = 6
-_CONTAINERS = frozenset({dict, list, tuple, OrderedDict, Set, Object})
-
-
-def check_depth(root: Any, nbytes: int | None = None) -> None:
-    """Raises `LimitExceeded` for trees that would break their readers: too deep, of too many parts, or with addresses too long in all.
-
-    nbytes: of the file, which bounds the number of containers. Goes where `tree.walk` does when it comes somewhere for the first time;
-    nothing here recurses.
-    """
-    most = FREE_CONTAINERS + nbytes // BYTES_PER_CONTAINER if nbytes is not None else 1 << 62
-    seen: set[int] = set()
-    nodes = text = objects = 0
-    stack: list[tuple[Any, int, int]] = [(root, 0, 0)]  # a node, how deep it is, and the length of its address
-    while stack:
-        node, depth, length = stack.pop()
-        if id(node) in seen or type(node) not in _CONTAINERS:
-            continue
-        seen.add(id(node))
-        objects += type(node) is Object
-        if len(seen) + objects > most:
-            raise LimitExceeded(
-                f"more than {counted(most, 'container')} in {nbytes:,} bytes",
-                "Nothing writes them so tightly; it is built to exhaust its reader.",
-            )
-        if depth > MAX_DEPTH:
-            raise LimitExceeded(
-                f"values nested more than {MAX_DEPTH:,} deep",
-                "Real checkpoints are not nested this deep; it is built to break its reader.",
-            )
-        below, size, names = _contents(node, depth + 1, length + 8)
-        nodes += size
-        text += length * size + names
-        below.reverse()
-        stack += below
-    if text > FREE_TEXT + TEXT_PER_NODE * nodes:
-        raise LimitExceeded(
-            f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}",
-            "So much nested so deep, or under names so long, is built to exhaust its reader.",
-        )
-
-
-def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, int]], int, int]:
-    """The containers in a node, how many parts it has, and how long their names are."""
-    if isinstance(node, (list, tuple)):
-        return [(part, depth, length) for part in node if type(part) in _CONTAINERS], len(node), 0
-    if not isinstance(node, dict):
-        parts = list(structural_parts(node))
-        return [(part, depth, length) for part in parts if type(part) in _CONTAINERS], len(parts), 0
-    below = [
-        (value, depth, length + len(key) if type(key) is str else length)
-        for key, value in node.items()
-        if type(value) in _CONTAINERS
-    ]
-    if isinstance(node, OrderedDict) and node.attributes is not None:
-        below.append((node.attributes, depth, length))
-    # No address leads there.
-    below += [(key, depth, length) for key in node if type(key) is not str and type(key) in _CONTAINERS]
-    return below, len(node), sum([len(key) for key in node if type(key) is str])
-
-
-_HOMES = {
+HOMES = {
     "__builtin__": "builtins",
     "pathlib._local": "pathlib",
     "numpy._core.multiarray": "numpy.core.multiarray",
     "numpy.core._multiarray_umath": "numpy.core.multiarray",
     "numpy._core.numeric": "numpy.core.numeric",
+    "numpy._core.records": "numpy.core.records",
+    "numpy._core.defchararray": "numpy.core.defchararray",
 }
 
 
 def canonical(name: Any) -> str:
     """A name as the tables here spell it: one home for a module that moved; the empty text for what is no name."""
-    return f"{_HOMES.get(name.module, name.module)}.{name.name}" if type(name) is Global else ""
+    return f"{HOMES.get(name.module, name.module)}.{name.name}" if type(name) is Global else ""

@@ -7,9 +7,11 @@ its text, `state_dict/fc.weight`, with `/` and `~` in a key written `~1` and `~0
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from typing import Any
 
 from ckptool.checkpoint import Composite, Storage, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, same
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
 from ckptool.checkpoint.pickled_modules import module_state_dict
 from ckptool.errors import Ambiguous, LimitExceeded, UsageError, counted, listed, printable
@@ -237,9 +239,7 @@ def _with_item(items: Iterable[Any], index: int, item: Any) -> list[Any]:
 
 
 def _with_object_part(node: Object, segment: Any, part: Any) -> Object:
-    made: Object = _empty(node)
-    for name in ("kwargs", "items", "elements", "state"):
-        setattr(made, name, getattr(node, name))
+    made = copy(node)
     if segment in _CALL_PARTS:
         setattr(made, _CALL_PARTS[segment], part)
     elif segment in (node.items or {}):
@@ -264,102 +264,13 @@ def rebuild(tree: Any, leaf: Leaf | None = None, replaced: Mapping[int, Any] | N
     replaced: id of a container -> the container to copy in its place (its parts are parts of the old tree).
     Sharing, cycles, order and types stay as they are.
     """
-    return _Copier(leaf, replaced or {}).copy(tree)
+    of_tensor = same if leaf is None else leaf
+    handlers = {**COPY, TensorEntry: of_tensor, StorageRef: of_tensor, Composite: _copy_composite}
+    return GraphMapper(handlers, replaced).map(tree)
 
 
-class _Copier:
-    def __init__(self, leaf: Leaf | None, replaced: Mapping[int, Any]) -> None:
-        self.leaf, self.replaced = leaf, replaced
-        self.copies: dict[int, Any] = {}
-        self.alive: list[Any] = []  # replacements, so that no id is used twice
-        self.unfilled: list[tuple[Any, Any]] = []
-
-    def copy(self, tree: Any) -> Any:
-        result = self.of(tree)
-        while self.unfilled:
-            self._fill(*self.unfilled.pop())
-        return result
-
-    def of(self, node: Any) -> Any:
-        """The copy of a node. Containers that can be changed are made empty and filled later, so that cycles end."""
-        kind = type(node)
-        if kind is str or kind is int or node is None:
-            return node
-        known = self.copies.get(id(node))
-        if known is not None:
-            return known
-        source = self.replaced.get(id(node), node)
-        if isinstance(source, (TensorEntry, StorageRef)):
-            made = self.leaf(source) if self.leaf is not None else source
-        elif isinstance(source, (dict, list, Set, Object)):
-            made = _empty(source)
-            self.alive.append(source)
-            self.unfilled.append((source, made))
-        elif isinstance(source, (tuple, Composite)):
-            made = self._immutable(node)
-        else:
-            return source
-        self.copies[id(node)] = made
-        return made
-
-    def _immutable(self, node: Any) -> Any:
-        """Tuples and composites need their parts first: those below are made before those above, without recursion."""
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            if id(top) in self.copies:  # it was waiting twice: for two that hold it
-                stack.pop()
-                continue
-            source = self.replaced.get(id(top), top)
-            pending = [
-                part
-                for part in _parts(source)
-                if isinstance(part, (tuple, Composite)) and part != () and id(part) not in self.copies
-            ]
-            if pending:
-                stack += pending
-                continue
-            stack.pop()
-            if isinstance(source, Composite):
-                from ckptool.pickles.torch_objects import rebuilt
-
-                args = tuple(self.of(part) for part in source.made.args)
-                self.copies[id(top)] = rebuilt(Object(source.made.fn, args), source)
-            else:
-                self.copies[id(top)] = tuple(self.of(part) for part in source)
-        return self.copies[id(node)]
-
-    def _fill(self, old: Any, new: Any) -> None:
-        of = self.of
-        if isinstance(old, dict):
-            new.update((key if type(key) is str else of(key), of(value)) for key, value in old.items())
-            if isinstance(old, OrderedDict):
-                new.attributes = of(old.attributes)
-        elif isinstance(old, list):
-            new.extend(map(of, old))
-        elif isinstance(old, Set):
-            new.items.extend(map(of, old.items))
-        else:
-            for name in ("fn", "args", "kwargs", "items", "elements", "state"):
-                setattr(new, name, of(getattr(old, name)))
-
-
-def _parts(node: Any) -> Any:
-    return node if isinstance(node, tuple) else node.made.args
-
-
-def _empty(node: Any) -> Any:
-    if isinstance(node, OrderedDict):
-        return OrderedDict()
-    if isinstance(node, dict):
-        return {}
-    if isinstance(node, list):
-        return []
-    if isinstance(node, Set):
-        return Set([], node.frozen)
-    made = Object(node.fn, node.args, node.how)
-    made.adds = node.adds
-    return made
+def _copy_composite(node: Composite) -> FromParts:
+    return FromParts(node.made.args, lambda args: node.with_arguments(tuple(args)))
 
 
 def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:

@@ -12,12 +12,12 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global, Object
-from ckptool.checkpoint.numpy_arrays import LazyBytes, code_of, over_bytes
+from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array, array_type, code_of, over_bytes
 from ckptool.checkpoint.strided import resolved, subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
 from ckptool.formats.checksums import crc_of_rest
 from ckptool.pickles.decode import Decoded, decode
-from ckptool.pickles.plain import Array, array, array_type, summary
+from ckptool.pickles.plain import summary
 from ckptool.pickles.skeleton import decode_lazily, skeleton
 from ckptool.pickles.torch_objects import BUILDERS
 

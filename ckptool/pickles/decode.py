@@ -12,7 +12,8 @@ from typing import Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import FILE, OUT, command
-from ckptool.checkpoint.nodes import Global, check_depth
+from ckptool.checkpoint.graph import check_depth
+from ckptool.checkpoint.nodes import Global
 from ckptool.errors import CkptoolError, Corrupt, Truncated, counted, form, listed, printable
 from ckptool.pickles.builders import Builder, PerPickle, purse
 from ckptool.pickles.calls import is_inert

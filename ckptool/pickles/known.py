@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH
-from ckptool.checkpoint.nodes import Global, Object
+from ckptool.checkpoint.nodes import HOMES, Global, Object
 from ckptool.pickles import arguments as given
 from ckptool.pickles.names import MOVED, PYTHON_MODULES, TORCH_CLASSES
 
@@ -31,6 +31,8 @@ class Kind(NamedTuple):
     stands: it may stand by itself, as a value or a key.  state_at: the first argument that is a state.
     custom: an object whose class runs somebody's code, as of people's own classes (it is written on, and always mentioned).
     filled: whether the object with its state is one that may be, where that is more than each of its parts.
+    value: the word for what such an object is, by which `plain` makes its plain value and `bridge` the live object.
+    weights_only: `torch.load(weights_only=True)` calls it.
     """
 
     called: Callable[[Arguments], bool] | None = None
@@ -42,16 +44,19 @@ class Kind(NamedTuple):
     state_at: int = NOWHERE
     custom: bool = False
     filled: Callable[[Object], bool] | None = None
+    value: str = ""
+    weights_only: bool = False
 
 
 _NAME = Kind()  # a class, a function or a constant that is only referred to
 _OBJECT = Kind(empty=True, state=True)
 _CUSTOM = Kind(empty=True, state=True, items=True, elements=True, custom=True, stands=False)
-_MAPPING = Kind(given.nothing, empty=True, state=True, items=True)
+_MAPPING = Kind(given.mapping, empty=True, state=True, items=True)
 _CONTAINER = Kind(given.nothing, empty=True, state=True, items=True, elements=True)
+_PATH = Kind(given.texts, empty=True)
 _SCALARS = Kind(given.scalars, empty=True)
 _ENUM = Kind(given.one_scalar)
-_TENSOR = Kind(given.of_tensors)
+_TENSOR = Kind(given.of_tensors, weights_only=True)
 _STORAGE = Kind(given.sequence)  # with its numbers, as very old pickles have it
 
 _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
@@ -59,17 +64,25 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (
         _TENSOR,
         {
-            "torch._utils": "_rebuild_tensor _rebuild_sparse_tensor _rebuild_sparse_csr_tensor _rebuild_nested_tensor"
-            " _rebuild_meta_tensor_no_storage _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor"
-            " _rebuild_xla_tensor",
-            "torch.nested._internal.nested_tensor": "_rebuild_njt",
-            "torch.nn.parameter": "UninitializedParameter UninitializedBuffer",
+            "torch._utils": "_rebuild_tensor _rebuild_sparse_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage"
+            " _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor"
         },
     ),
-    (Kind(given.without_hooks(5)), {"torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3"}),
-    (Kind(given.without_hooks(2)), {"torch._utils": "_rebuild_parameter"}),
-    (Kind(given.without_hooks(2), state_at=3), {"torch._utils": "_rebuild_parameter_with_state"}),
-    (Kind(given.without_hooks(6)), {"torch._utils": "_rebuild_qtensor"}),
+    (
+        Kind(given.of_tensors),
+        {
+            "torch._utils": "_rebuild_sparse_csr_tensor _rebuild_xla_tensor",
+            "torch.nested._internal.nested_tensor": "_rebuild_njt",
+        },
+    ),
+    (
+        Kind(given.of_tensors, value="uninitialized"),
+        {"torch.nn.parameter": "UninitializedParameter UninitializedBuffer"},
+    ),
+    (Kind(given.without_hooks(5), weights_only=True), {"torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3"}),
+    (Kind(given.without_hooks(2), weights_only=True), {"torch._utils": "_rebuild_parameter"}),
+    (Kind(given.without_hooks(2), state_at=3, weights_only=True), {"torch._utils": "_rebuild_parameter_with_state"}),
+    (Kind(given.without_hooks(6), weights_only=True), {"torch._utils": "_rebuild_qtensor"}),
     (
         Kind(given.rebuild_and_class, state_at=3, stands=False),  # it sets any attribute of what any function gives
         {
@@ -77,11 +90,15 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "torch.tensor": "_rebuild_from_type _rebuild_from_type_v2",
         },
     ),
-    (Kind(given.class_first), {"torch._utils": "_rebuild_wrapper_subclass"}),
-    (Kind(given.of_tensors, empty=True, state=True), {"torch.nn.parameter": "Parameter Buffer"}),
-    (Kind(given.of_tensors, empty=True, state=True), {"torch.autograd.variable": "Variable"}),
-    (Kind(given.sequence, empty=True), {"torch": "Size"}),
-    (_SCALARS, {"torch": "device", "torch.serialization": "_get_layout", "torch.torch_version": "TorchVersion"}),
+    (Kind(given.class_first, weights_only=True), {"torch._utils": "_rebuild_wrapper_subclass"}),
+    (
+        Kind(given.of_tensors, empty=True, state=True),
+        {"torch.nn.parameter": "Parameter Buffer", "torch.autograd.variable": "Variable"},
+    ),
+    (Kind(given.sequence, empty=True, value="size", weights_only=True), {"torch": "Size"}),
+    (_SCALARS._replace(value="device", weights_only=True), {"torch": "device"}),
+    (_SCALARS._replace(value="layout", weights_only=True), {"torch.serialization": "_get_layout"}),
+    (_SCALARS._replace(value="str"), {"torch.torch_version": "TorchVersion"}),
     (Kind(given.anything, state=True), {"torch": "Generator", "torch._C": "Generator"}),
     (_OBJECT, {"torch": "ScriptObject"}),  # parameters packed by a backend: their state is set by its C++ code
     (Kind(given.getattr_of_known, stands=False), {"builtins": "getattr"}),
@@ -147,30 +164,43 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     ),
     (Kind(given.nothing), {"torch.nn.backends.thnn": "_get_thnn_function_backend"}),
     # Python
-    (_MAPPING, {"argparse": "Namespace", "types": "SimpleNamespace"}),
-    (Kind(given.mapping, empty=True, state=True, items=True), {"collections": "OrderedDict"}),
-    (Kind(given.factory, empty=True, state=True, items=True), {"collections": "defaultdict"}),
-    (Kind(given.bounded_sequence, empty=True, state=True, elements=True), {"collections": "deque"}),
-    (Kind(given.mapping, empty=True, state=True, items=True), {"collections": "Counter"}),
-    (Kind(given.mapping, empty=True, items=True), {"builtins": "dict"}),
-    (Kind(given.sequence, empty=True, elements=True), {"builtins": "list set"}),
-    (Kind(given.sequence, empty=True), {"builtins": "tuple frozenset"}),
+    (
+        Kind(given.nothing, empty=True, state=True, items=True, value="namespace"),
+        {"argparse": "Namespace", "types": "SimpleNamespace"},
+    ),
+    (_MAPPING, {"collections": "OrderedDict"}),
+    (Kind(given.factory, empty=True, state=True, items=True, value="defaultdict"), {"collections": "defaultdict"}),
+    (Kind(given.bounded_sequence, empty=True, state=True, elements=True, value="deque"), {"collections": "deque"}),
+    (_MAPPING._replace(value="counter", weights_only=True), {"collections": "Counter"}),
+    (Kind(given.mapping, empty=True, items=True, value="dict"), {"builtins": "dict"}),
+    (Kind(given.sequence, empty=True, elements=True, value="list"), {"builtins": "list"}),
+    (Kind(given.sequence, empty=True, elements=True), {"builtins": "set"}),
+    (Kind(given.sequence, empty=True, value="tuple"), {"builtins": "tuple"}),
+    (Kind(given.sequence, empty=True), {"builtins": "frozenset"}),
     (Kind(given.text_or_bytes, empty=True), {"builtins": "bytes bytearray"}),
-    (_SCALARS, {"builtins": "int long float bool complex slice range xrange object"}),
-    (Kind(given.decoded, empty=True), {"builtins": "str unicode"}),
+    (_SCALARS._replace(value="int"), {"builtins": "int long"}),
+    (_SCALARS._replace(value="float"), {"builtins": "float"}),
+    (_SCALARS._replace(value="bool"), {"builtins": "bool"}),
+    (_SCALARS._replace(weights_only=True), {"builtins": "complex"}),
+    (_SCALARS._replace(value="slice"), {"builtins": "slice"}),
+    (_SCALARS._replace(value="range"), {"builtins": "range xrange"}),
+    (_SCALARS, {"builtins": "object"}),
+    (Kind(given.decoded, empty=True, value="str"), {"builtins": "str unicode"}),
     (Kind(given.type_of_constant, stands=False), {"builtins": "type"}),
     (_NAME, {"builtins": "Ellipsis NotImplemented abs max min sum len round sorted"}),
-    (Kind(given.scalars_and_dates), {"datetime": "datetime date time timedelta timezone"}),
-    (_SCALARS, {"decimal": "Decimal", "fractions": "Fraction"}),
-    (Kind(given.nothing, empty=True, state=True), {"uuid": "UUID"}),
-    (_ENUM, {"uuid": "SafeUUID"}),
-    (
-        Kind(given.texts, empty=True),
-        {
-            "pathlib": "PosixPath WindowsPath PurePosixPath PureWindowsPath Path PurePath",
-            "pathlib._local": "PosixPath WindowsPath PurePosixPath PureWindowsPath Path PurePath",
-        },
+    *(
+        (Kind(given.scalars_and_dates, value=name), {"datetime": name})
+        for name in ("datetime", "date", "time", "timedelta", "timezone")
     ),
+    (_SCALARS._replace(value="decimal"), {"decimal": "Decimal"}),
+    (_SCALARS._replace(value="fraction"), {"fractions": "Fraction"}),
+    (Kind(given.nothing, empty=True, state=True, value="uuid"), {"uuid": "UUID"}),
+    (_ENUM, {"uuid": "SafeUUID"}),
+    (_PATH._replace(value="posix path"), {"pathlib": "PosixPath"}),
+    (_PATH._replace(value="windows path"), {"pathlib": "WindowsPath"}),
+    (_PATH._replace(value="pure posix path"), {"pathlib": "PurePosixPath"}),
+    (_PATH._replace(value="pure windows path"), {"pathlib": "PureWindowsPath"}),
+    (_PATH, {"pathlib": "Path PurePath"}),
     (Kind(given.nothing, empty=True, state=True), {"random": "Random"}),
     (Kind(given.texts, stands=False), {"logging": "getLogger"}),
     (Kind(given.pattern, stands=False), {"re": "_compile"}),
@@ -188,9 +218,10 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         },
     ),
     # numpy
-    (Kind(given.scalars, state=True, filled=given.says_if_it_has_objects), {"numpy": "dtype"}),
-    (Kind(given.array_class, state=True), {"numpy.core.multiarray": "_reconstruct"}),
-    (Kind(given.anything), {"numpy.core.multiarray": "scalar", "numpy.core.numeric": "_frombuffer"}),
+    (Kind(given.scalars, state=True, filled=given.says_if_it_has_objects, value="array type"), {"numpy": "dtype"}),
+    (Kind(given.array_class, state=True, value="array"), {"numpy.core.multiarray": "_reconstruct"}),
+    (Kind(given.anything, value="array"), {"numpy.core.numeric": "_frombuffer"}),
+    (Kind(given.anything, value="array scalar"), {"numpy.core.multiarray": "scalar"}),
     (
         Kind(given.of_numpy_random, state=True),
         {
@@ -232,26 +263,44 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     ),
     # Configuration: dictionaries and lists in disguise
     (
-        _CONTAINER,
+        _CONTAINER._replace(value="omegaconf"),
+        {"omegaconf.dictconfig": "DictConfig", "omegaconf.listconfig": "ListConfig"},
+    ),
+    (
+        _CONTAINER._replace(value="omegaconf node"),
         {
-            "omegaconf.dictconfig": "DictConfig",
-            "omegaconf.listconfig": "ListConfig",
-            "omegaconf.base": "ContainerMetadata Metadata",
             "omegaconf.nodes": "AnyNode StringNode IntegerNode FloatNode BooleanNode BytesNode PathNode EnumNode"
             " InterpolationResultNode",
+        },
+    ),
+    (_CONTAINER, {"omegaconf.base": "ContainerMetadata Metadata"}),
+    (
+        _CONTAINER._replace(value="items or attributes"),
+        {
             "pytorch_lightning.utilities.parsing": "AttributeDict",
             "lightning_fabric.utilities.data": "AttributeDict",
             "lightning.fabric.utilities.data": "AttributeDict",
             "lightning.pytorch.utilities.parsing": "AttributeDict",
-            "yacs.config": "CfgNode",
             "easydict": "EasyDict",
+        },
+    ),
+    (
+        _CONTAINER._replace(value="items"),
+        {
+            "yacs.config": "CfgNode",
             "addict": "Dict",
             "addict.addict": "Dict",
-            "box": "Box BoxList",
+            "box": "Box",
             "box.box": "Box",
-            "box.box_list": "BoxList",
-            "mmengine.logging.history_buffer": "HistoryBuffer",
-            "mmengine.config.config": "Config ConfigDict",
+            "mmengine.config.config": "ConfigDict",
+        },
+    ),
+    (_CONTAINER._replace(value="elements"), {"box": "BoxList", "box.box_list": "BoxList"}),
+    (_CONTAINER._replace(value="attributes"), {"mmengine.logging.history_buffer": "HistoryBuffer"}),
+    (_CONTAINER._replace(value="mmengine config"), {"mmengine.config.config": "Config"}),
+    (
+        _CONTAINER._replace(value="ml_collections"),
+        {
             "ml_collections.config_dict.config_dict": "ConfigDict FrozenConfigDict",
             "ml_collections.config_dict": "ConfigDict FrozenConfigDict",
         },
@@ -357,18 +406,9 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
 _MODEL_MODULES = ("transformers.models.",)
 _MODEL_FILES = ("modeling_", "configuration_")
 
-_HOMES = {
-    "__builtin__": "builtins",
-    "numpy._core.multiarray": "numpy.core.multiarray",
-    "numpy.core._multiarray_umath": "numpy.core.multiarray",
-    "numpy._core.numeric": "numpy.core.numeric",
-    "numpy._core.records": "numpy.core.records",
-    "numpy._core.defchararray": "numpy.core.defchararray",
-}
-
 
 def _lines() -> Iterator[tuple[str, str]]:
-    """The modules of `torch_classes` with their names."""
+    """The modules of `names.TORCH_CLASSES` with their names."""
     for line in TORCH_CLASSES.strip().replace("\n    ", " ").splitlines():
         module, _, names = line.partition(": ")
         yield module, names
@@ -401,6 +441,12 @@ _KINDS = _kinds()
 _LIBRARIES = frozenset(module.partition(".")[0] for module, _ in _KINDS) - PYTHON_MODULES
 
 
+def value_word(name: Any) -> str:
+    """The word for what objects of a name are (see `Kind`); empty where the table has none."""
+    kind = kind_of(name)
+    return kind.value if kind is not None else ""
+
+
 def kind_of(name: Any) -> Kind | None:
     """How a name may be used; None for one that is not listed, and for what is no name."""
     return _kind_of(name) if type(name) is Global else None
@@ -412,7 +458,7 @@ def _kind_of(name: Global) -> Kind | None:
 
 
 def _kind(module: str, name: str) -> Kind | None:
-    found = _KINDS.get((_HOMES.get(module, module), name))
+    found = _KINDS.get((HOMES.get(module, module), name))
     if found is None and module.startswith("torch."):
         old = next((old for old in MOVED if module == old or module.startswith(f"{old}.")), None)
         found = _KINDS.get((MOVED[old] + module.removeprefix(old), name)) if old is not None else None

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import (
     MISSING,
     Global,
@@ -15,7 +16,6 @@ from ckptool.checkpoint.nodes import (
     Set,
     check_collisions,
     is_hashable,
-    structural_parts,
 )
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded, UnsafeObject, counted, printable
 from ckptool.pickles.builders import Builder
@@ -201,13 +201,7 @@ class ObjectMaker:
         names = {name for name in self.names if not stands_alone(name) and name not in self.builders}
         if not names and not self.objects:
             return ()
-        seen: set[int] = set()
-        stack = [root]
-        while stack:
-            node = stack.pop()
-            if id(node) not in seen:
-                seen.add(id(node))
-                stack.extend(structural_parts(getattr(node, "made", node)))
+        seen = set(map(id, visit(root)))
         lost = [made for made in self.objects.values() if id(made) not in seen]
         names -= {made.fn for made in lost if type(made.fn) is Global}
         return (*lost, *sorted((name for name in names if id(name) not in seen), key=str))

@@ -18,15 +18,16 @@ from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, Storage
 from ckptool.checkpoint.dtypes import DTYPES, DType
 from ckptool.checkpoint.graph import (
     SCALARS,
-    After,
-    Done,
-    Empty,
-    Made,
+    FillLater,
+    GraphMapper,
     Of,
     ReadOnlyDict,
     ReadOnlyList,
     ReadOnlyOrderedDict,
-    Remake,
+    copy_list,
+    copy_object,
+    copy_tuple,
+    same,
 )
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
@@ -37,25 +38,7 @@ from ckptool.pickles.known import kind_of
 if TYPE_CHECKING:
     import numpy
 
-_AS_THEY_ARE = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    ByteString,
-    Global,
-    TensorEntry,
-    StorageRef,
-    Composite,
-    LazyBytes,
-)
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
-_IDENTITY = frozenset(_AS_THEY_ARE)
-_DICTS = frozenset({dict, OrderedDict, collections.OrderedDict, ReadOnlyDict, ReadOnlyOrderedDict})
 
 
 def from_live(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Any:
@@ -65,15 +48,15 @@ def from_live(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool 
     keep_unknown: objects of unknown classes are kept as `pickle` would write them.
     Raises `Unsupported`, naming every object that no checkpoint should hold and where it is.
     """
-    return Reader(arrays_as_tensors, keep_unknown).read(tree)
+    return LiveReader(arrays_as_tensors, keep_unknown).read(tree)
 
 
-class Reader:
+class LiveReader:
     """Reads one tree of live objects. `begin` says what one object becomes; a subclass knows more kinds."""
 
     def __init__(self, arrays_as_tensors: bool, keep_unknown: bool) -> None:
         self.arrays_as_tensors, self.keep_unknown = arrays_as_tensors, keep_unknown
-        self.remake = Remake(self.begin)
+        self.mapper = GraphMapper({**_HANDLERS, object: self.special})
         self.refused: list[
             tuple[Object, str, str]
         ] = []  # what stands in the tree for it, its name, how to save it after all
@@ -83,9 +66,9 @@ class Reader:
 
     def read(self, tree: Any) -> Any:
         try:
-            made = self.remake.run(tree.tree if isinstance(tree, Checkpoint) else tree)
+            made = self.mapper.map(tree.tree if isinstance(tree, Checkpoint) else tree)
         finally:
-            del self.remake  # which holds this object, and all that was read
+            del self.mapper  # which holds this object, and all that was read
         if self.refused:
             raise self._refusal(made)
         return made
@@ -104,43 +87,26 @@ class Reader:
             fix,
         )
 
-    def begin(self, value: Any) -> Made:
-        kind = type(value)
-        if kind in _IDENTITY:
-            return Done(value)
-        if isinstance(value, dict) and kind in _DICTS:
-            return _dict(value)
-        if kind is list or kind is ReadOnlyList:
-            made: list[Any] = []
-            return Empty(made, lambda of: made.extend(map(of, value)))
-        if kind is tuple:
-            return After(value, tuple)
-        if kind in (set, frozenset, Set):
-            return _set(value)
-        if kind is Object:
-            return _object(value)
-        return self.special(value)
-
-    def special(self, value: Any) -> Made:
-        """What is neither a scalar nor a container."""
+    def special(self, value: Any) -> Any:
+        """The result for what is neither a scalar nor a container."""
         if value is Ellipsis or value is NotImplemented:
-            return Done(Global("__builtin__", str(value)))
+            return Global("__builtin__", str(value))
         if isinstance(value, _NAMED):
             return self._named(value)
         if self.arrays_as_tensors and _is_array(value):
-            return Done(array_entry(value))
+            return array_entry(value)
         return self.reduced(value)
 
-    def _named(self, value: Any) -> Made:
+    def _named(self, value: Any) -> Any:
         name = self.name_of(value)
-        return Done(name) if name is not None else self.refuse(value, "a function or class that no module names")
+        return name if name is not None else self.refuse(value, "a function or class that no module names")
 
     def name_of(self, value: Any) -> Global | None:
         if value not in self.names:
             self.names[value] = name_of(value)
         return self.names[value]
 
-    def reduced(self, value: Any) -> Made:
+    def reduced(self, value: Any) -> Any:
         """The object as it says itself that it is to be pickled."""
         try:
             answer = value.__reduce_ex__(2)
@@ -148,7 +114,7 @@ class Reader:
             return self.refuse(value)
         if isinstance(answer, str):
             name = Global(getattr(value, "__module__", None) or type(value).__module__, answer)
-            return Done(name) if _found(name.module, name.name) is value else self.refuse(value)
+            return name if _found(name.module, name.name) is value else self.refuse(value)
         return self.called(value, *answer) if isinstance(answer, tuple) and len(answer) > 1 else self.refuse(value)
 
     def called(
@@ -160,7 +126,7 @@ class Reader:
         elements: Any = None,
         items: Any = None,
         *rest: Any,
-    ) -> Made:
+    ) -> Any:
         """A call of `function`, and what is done to its result; refused where the function is not known."""
         how, kwargs = "call", None
         if function.__name__ == "__newobj__":
@@ -181,7 +147,7 @@ class Reader:
             made.items = {of(key): of(item) for key, item in items} if items is not None else None
             made.state = of(state) if state is not None else MISSING
 
-        return Empty(made, fill)
+        return FillLater(made, fill)
 
     def _is_plain(self, name: Global, args: tuple[Any, ...]) -> bool:
         """True for a call of a function of the table, with no other classes or functions as its arguments."""
@@ -189,7 +155,7 @@ class Reader:
         given = [self.name_of(arg) for arg in args if isinstance(arg, _NAMED)]
         return kind is not None and kind.called is not None and not kind.custom and None not in map(kind_of, given)
 
-    def refuse(self, value: Any, name: str = "", fix: str = "") -> Made:
+    def refuse(self, value: Any, name: str = "", fix: str = "") -> Any:
         """Marks an object that cannot be saved; all of them are named at the end."""
         kind = type(value)
         name = name or f"a {kind.__module__}.{kind.__qualname__}"
@@ -197,45 +163,45 @@ class Reader:
         if not fix and callable(getattr(value, "state_dict", None)):
             fix = "Save its .state_dict() instead."
         self.refused.append((stand_in, printable(name), fix))
-        return Done(stand_in)
+        return stand_in
 
 
-def _dict(value: dict[Any, Any]) -> Made:
+def _dict(value: dict[Any, Any]) -> Any:
     plain = type(value) in (dict, ReadOnlyDict)
     made: dict[Any, Any] = {} if plain else OrderedDict()
     attributes = None if plain else value.attributes if isinstance(value, OrderedDict) else vars(value) or None
 
     if plain and len(value) <= 2 and all(type(part) in SCALARS for item in value.items() for part in item):
         made.update(value)  # complete at once: what is made of it (a tensor's `{"conj": True}`) may look inside
-        return Done(made)
+        return made
 
     def fill(of: Of) -> None:
         made.update((of(key), of(item)) for key, item in value.items())
         if isinstance(made, OrderedDict):
             made.attributes = of(attributes)
 
-    return Empty(made, fill)
+    return FillLater(made, fill)
 
 
-def _set(value: Any) -> Made:
+def _set(value: Any) -> Any:
     """Python orders texts in a set differently in each run; a file has them sorted, so that the same set is the same bytes."""
     items: Iterable[Any] = value.items if isinstance(value, Set) else value
     if not isinstance(value, Set) and all(type(item) in (str, int, float, bool, bytes, type(None)) for item in items):
         items = sorted(items, key=lambda item: (type(item).__name__, item))
     made = Set([], value.frozen if isinstance(value, Set) else isinstance(value, frozenset))
-    return Empty(made, lambda of: made.items.extend(map(of, items)))
+    return FillLater(made, lambda of: made.items.extend(map(of, items)))
 
 
-def _object(value: Object) -> Made:
-    made = Object(value.fn, (), value.how)
-    made.adds = value.adds
-
-    def fill(of: Of) -> None:
-        for name in ("fn", "args", "kwargs", "items", "elements", "state"):
-            part = getattr(value, name)
-            setattr(made, name, part if part is MISSING else of(part))
-
-    return Empty(made, fill)
+_HANDLERS: dict[type, Any] = {
+    **dict.fromkeys(
+        (complex, bytes, bytearray, ByteString, Global, TensorEntry, StorageRef, Composite, LazyBytes), same
+    ),
+    **dict.fromkeys((dict, OrderedDict, collections.OrderedDict, ReadOnlyDict, ReadOnlyOrderedDict), _dict),
+    **dict.fromkeys((list, ReadOnlyList), copy_list),
+    **dict.fromkeys((set, frozenset, Set), _set),
+    tuple: copy_tuple,
+    Object: copy_object,
+}
 
 
 # Names ---------------------------------------------------------------------------------------------------------------

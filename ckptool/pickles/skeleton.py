@@ -24,14 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckptool.checkpoint import Composite, Data
-from ckptool.checkpoint.nodes import Object, structural_parts
+from ckptool.checkpoint import Data
+from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.nodes import Object, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted
 from ckptool.pickles.decode import Decoded
 from ckptool.pickles.machine import BLOB, REFUSED
-from ckptool.pickles.plain import canonical
 from ckptool.pickles.reader import MAX_INTEGER_BITS
 from ckptool.pickles.strings import MAX_STRING, StubbedValue, check_size, whole
 
@@ -113,17 +113,7 @@ def _too_long(size: int) -> LimitExceeded:
 
 def leaves(root: Any, kind: type[Leaf]) -> set[Leaf]:
     """Every value of a kind (that refers to nothing) to which the values refer; also those inside what composites were made by."""
-    found: set[Leaf] = set()
-    seen: set[int] = set()
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, kind):
-            found.add(node)
-        elif not isinstance(node, (str, int, bytes)) and id(node) not in seen:
-            seen.add(id(node))
-            stack.extend((node.made,) if isinstance(node, Composite) else structural_parts(node))
-    return found
+    return {node for node in visit(root) if isinstance(node, kind)}
 
 
 # The lexer -----------------------------------------------------------------------------------------------------------
@@ -338,16 +328,9 @@ class _Lexer:
 
 def left_in_file(decoded: Decoded) -> Decoded:
     """What was decoded, with the data of large arrays as `LazyBytes` instead of the stubs that a skeleton has for them."""
-    seen: set[int] = set()
-    stack: list[Any] = [decoded.root, decoded.discarded]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, (str, bytes, int)) or id(node) in seen:
-            continue
-        seen.add(id(node))
+    for node in visit((decoded.root, decoded.discarded)):
         if isinstance(node, Object):
             _leave_data(node)
-        stack.extend((node.made,) if isinstance(node, Composite) else structural_parts(node))
     return decoded
 
 

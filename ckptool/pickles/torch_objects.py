@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite, prod
 from typing import Any
 
@@ -159,7 +160,8 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
         return NotImplemented
     data = args[0]
     if isinstance(data, Composite):
-        return Composite(Object(REBUILD_PARAMETER, args), data.kind, data.dtype, data.shape)
+        made = Object(REBUILD_PARAMETER, args)
+        return Composite(made, data.kind, data.dtype, data.shape, _rebuild_parameter)
     if not isinstance(data, TensorEntry) or data.flags.requires_grad or data.flags.parameter:
         return NotImplemented
     flags = Flags(args[1], True, data.flags.conj, data.flags.neg)
@@ -267,7 +269,9 @@ def _composite(
         if understood is None:
             return NotImplemented
         kind, dtype, shape = understood
-        return Composite(Object(fn, args), kind, dtype, _as_sizes(shape) if shape is not None else None)
+        if kind == JAGGED:
+            return jagged(fn, dtype, args)
+        return Composite(Object(fn, args), kind, dtype, _as_sizes(shape) if shape is not None else None, build)
 
     return fn, build
 
@@ -316,6 +320,11 @@ def _jagged(args: tuple[Any, ...]) -> Any:
     """`_rebuild_njt({"values": …, "offsets": …, …})`: a nested tensor of the jagged layout."""
     values = args[0].get("values") if len(args) == 1 and isinstance(args[0], dict) else None
     return (JAGGED, values.dtype, None) if isinstance(values, (TensorEntry, Composite)) else None
+
+
+def jagged(fn: Global, dtype: DType | None, args: tuple[Any, ...]) -> Composite:
+    """A nested tensor of the jagged layout. Its parts are in a dictionary, which may not be filled yet: none is looked at."""
+    return Composite(Object(fn, args), JAGGED, dtype, None, partial(jagged, fn, dtype))
 
 
 def _with_grad(args: tuple[Any, ...]) -> Any:
@@ -390,64 +399,9 @@ def _device_cpu_tensor(args: tuple[Any, ...]) -> Any:
     return ("device", args[0].dtype, args[0].shape) if len(args) == 4 and _tensor_like(args[0]) else None
 
 
-# All together --------------------------------------------------------------------------------------------------------
-
-
-def _reconstructor(args: tuple[Any, ...]) -> Any:
-    """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 make an object without calling its class."""
-    if (
-        len(args) == 3
-        and type(args[0]) is Global
-        and isinstance(args[1], Global)
-        and args[1].name == "object"
-        and args[2] is None
-    ):
-        return _made_new(args[0], ())
-    return NotImplemented
-
-
-_FROM_TYPE = _composite("_rebuild_from_type_v2", _from_type, "torch._tensor")
-
-BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
-    Global("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
-    REBUILD_TENSOR_V2: _rebuild_tensor_v2,
-    REBUILD_TENSOR_V3: _rebuild_tensor_v3,
-    REBUILD_PARAMETER: _rebuild_parameter,
-    **PLAIN_BUILDERS,
-    LOAD_FROM_BYTES: PerPickle(_nested_streams),
-    **_TENSOR_CLASSES,
-    **{Global(module, "__newobj__"): _newobj for module in ("copyreg", "copy_reg")},
-    **dict(
-        (
-            _composite("_rebuild_parameter_with_state", _parameter_with_state),
-            (_FROM_TYPE[0], _with_grad),
-            _composite("_rebuild_from_type_v2", _from_type, "torch.tensor"),
-            _composite("_rebuild_from_type", _from_type, "torch._tensor"),
-            _composite("_rebuild_from_type", _from_type, "torch.tensor"),
-            _composite("_rebuild_qtensor", _quantized),
-            _composite("_rebuild_sparse_tensor", _sparse),
-            _composite("_rebuild_sparse_csr_tensor", _sparse_csr),
-            _composite("_rebuild_nested_tensor", _nested),
-            _composite("_rebuild_meta_tensor_no_storage", _meta),
-            _composite("_rebuild_wrapper_subclass", _wrapper),
-            _composite("_rebuild_device_tensor_from_numpy", _device_numpy),
-            _composite("_rebuild_xla_tensor", _device_numpy),
-            _composite("_rebuild_device_tensor_from_cpu_tensor", _device_cpu_tensor),
-        )
-    ),
-    **{Global(module, "_reconstructor"): _reconstructor for module in ("copyreg", "copy_reg")},
-}
-
-
-def rebuilt(made: Object, before: Composite | None = None) -> Composite:
-    """The composite of a rebuild call whose arguments were replaced (other storages, another location); `before`: the one that it was."""
-    # Its parts are in a dictionary, which may not be filled yet.
-    if before is not None and made.args[0] is REBUILD_JAGGED:
-        return Composite(made, before.kind, before.dtype, before.shape)
-    value = BUILDERS[made.fn](made.args)
-    if not isinstance(value, Composite):
-        raise BadTensor(f"{made.name}: its arguments no longer make a tensor")
-    return value
+# What must hold between the parts of such tensors, as far as shapes and numbers say without the data. --------------------
+# Source: torch 2.13, aten/src/ATen/native/sparse/ValidateCompressedIndicesCommon.h and SparseTensor.cpp (`_validate_*_args`),
+# aten/src/ATen/quantized/Quantizer.cpp. The values of indices are not looked at: torch does when it builds one.
 
 
 def check_coordinates(indices: Any, values: Any, size: tuple[int, ...]) -> None:
@@ -506,3 +460,60 @@ def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
             f"a quantized tensor of shape {list(shape)} with scales of shape {list(scales)} and zero points of shape {list(zeros)} "
             f"along axis {axis!r:.20}"
         )
+
+
+# All together --------------------------------------------------------------------------------------------------------
+
+
+def _reconstructor(args: tuple[Any, ...]) -> Any:
+    """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 make an object without calling its class."""
+    if (
+        len(args) == 3
+        and type(args[0]) is Global
+        and isinstance(args[1], Global)
+        and args[1].name == "object"
+        and args[2] is None
+    ):
+        return _made_new(args[0], ())
+    return NotImplemented
+
+
+_FROM_TYPE = _composite("_rebuild_from_type_v2", _from_type, "torch._tensor")
+
+BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
+    Global("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    REBUILD_TENSOR_V2: _rebuild_tensor_v2,
+    REBUILD_TENSOR_V3: _rebuild_tensor_v3,
+    REBUILD_PARAMETER: _rebuild_parameter,
+    **PLAIN_BUILDERS,
+    LOAD_FROM_BYTES: PerPickle(_nested_streams),
+    **_TENSOR_CLASSES,
+    **{Global(module, "__newobj__"): _newobj for module in ("copyreg", "copy_reg")},
+    **dict(
+        (
+            _composite("_rebuild_parameter_with_state", _parameter_with_state),
+            (_FROM_TYPE[0], _with_grad),
+            _composite("_rebuild_from_type_v2", _from_type, "torch.tensor"),
+            _composite("_rebuild_from_type", _from_type, "torch._tensor"),
+            _composite("_rebuild_from_type", _from_type, "torch.tensor"),
+            _composite("_rebuild_qtensor", _quantized),
+            _composite("_rebuild_sparse_tensor", _sparse),
+            _composite("_rebuild_sparse_csr_tensor", _sparse_csr),
+            _composite("_rebuild_nested_tensor", _nested),
+            _composite("_rebuild_meta_tensor_no_storage", _meta),
+            _composite("_rebuild_wrapper_subclass", _wrapper),
+            _composite("_rebuild_device_tensor_from_numpy", _device_numpy),
+            _composite("_rebuild_xla_tensor", _device_numpy),
+            _composite("_rebuild_device_tensor_from_cpu_tensor", _device_cpu_tensor),
+        )
+    ),
+    **{Global(module, "_reconstructor"): _reconstructor for module in ("copyreg", "copy_reg")},
+}
+
+
+def rebuilt(made: Object) -> Composite:
+    """The composite of a rebuild call. Raises `BadTensor` where its arguments make no tensor."""
+    value = BUILDERS[made.fn](made.args)
+    if not isinstance(value, Composite):
+        raise BadTensor(f"{made.name}: its arguments make no tensor")
+    return value

@@ -45,7 +45,8 @@ def _array_text(shown: Shown, style: Style) -> str:
 
 
 def _value_lines(value: Any, limit: int | None) -> Iterable[str]:
-    from ckptool.pickles.plain import Array, plain
+    from ckptool.checkpoint.numpy_arrays import Array
+    from ckptool.pickles.plain import plain
 
     value = plain(value)
     if isinstance(value, str):

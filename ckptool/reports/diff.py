@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
 from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.checkpoint.strided import without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, walk
 from ckptool.errors import Conflict, UsageError, printable
 from ckptool.pickles.encode import in_python_3
-from ckptool.pickles.plain import canonical, summary
+from ckptool.pickles.plain import summary
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")

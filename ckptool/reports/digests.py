@@ -22,7 +22,8 @@ from functools import cached_property
 from typing import Any
 
 from ckptool.checkpoint import Composite, Data, FileRange, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.nodes import MISSING, Global, structural_parts
+from ckptool.checkpoint.graph import structural_parts
+from ckptool.checkpoint.nodes import MISSING, Global
 from ckptool.checkpoint.numeric import resolve
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import chunks, fill, row_major

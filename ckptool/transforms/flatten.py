@@ -9,13 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
-from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.nodes import Object, Set, canonical
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, quantized_outside, unnamed_tensors
 from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable
-from ckptool.pickles.plain import canonical
 
 
 @dataclass(frozen=True, slots=True)

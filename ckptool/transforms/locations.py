@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage
-from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import map_storages, rebuild, storages, walk
 from ckptool.errors import NoMatch, UsageError, printable
-from ckptool.pickles.torch_objects import rebuilt
 
 # The device types that torch knows a loader for (torch/serialization.py, _package_registry); those with an index write it.
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia|npu|xla|ipu|privateuseone)(?::([0-9]{1,3}))?")
@@ -98,4 +96,4 @@ def _device_calls(tree: Any) -> list[Composite]:
 
 def _with_device(call: Composite, device: str) -> Any:
     args = call.made.args
-    return rebuilt(Object(call.made.fn, (*args[:2], device, *args[3:])))
+    return call.with_arguments((*args[:2], device, *args[3:]))

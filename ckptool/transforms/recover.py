@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.nodes import OrderedDict, Set, structural_parts
+from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.nodes import OrderedDict, Set
 from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import Path, address, rebuild, stored_parts, walk
@@ -94,16 +95,8 @@ def without_lost(tree: Any, lost: Sequence[LostTensor], new: Mapping[int, Any]) 
 
 
 def _containers(tree: Any) -> Iterator[Any]:
-    """Every dictionary, list, tuple and set of a tree, once; inside of objects too."""
-    stack, seen = [tree], set()
-    while stack:
-        node = stack.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, (dict, list, tuple, Set)):
-            yield node
-        stack.extend(structural_parts(node))
+    """Every dictionary, list, tuple and set that a tree is made of, once; inside of objects too."""
+    return (node for node in visit(tree) if isinstance(node, (dict, list, tuple, Set)))
 
 
 def _broken_slots(tree: Any, gone: set[int]) -> tuple[set[tuple[int, Any]], list[str]]:

@@ -7,30 +7,22 @@ no plain form is left out. Everything that was changed is named; tensors and the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.commands import FILE, OUT, Advice, command
-from ckptool.checkpoint.graph import After, Done, Empty, Made, Of, Remake
-from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.numpy_arrays import array_tensor
+from ckptool.checkpoint.graph import SCALARS, FillLater, FromParts, GraphMapper, Of, same, structural_parts, visit
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, canonical
+from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.pickled_modules import module_state_dict
 from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Conflict, printable
 from ckptool.pickles.calls import DISCARDED, uses
-from ckptool.pickles.known import is_torch_name
-from ckptool.pickles.plain import Array, canonical, expand
+from ckptool.pickles.known import is_torch_name, kind_of
+from ckptool.pickles.plain import expand
 
-# Functions that `weights_only` calls, beside those that make tensors.
-_CALLS = frozenset(
-    {"collections.Counter", "torch.serialization._get_layout", "torch.Size", "torch.device", "builtins.complex"}
-)
-_REBUILDS = frozenset(
-    "_rebuild_parameter _rebuild_parameter_with_state _rebuild_qtensor _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3"
-    " _rebuild_sparse_tensor _rebuild_meta_tensor_no_storage _rebuild_nested_tensor _rebuild_wrapper_subclass"
-    " _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor".split()
-)
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 
@@ -56,15 +48,15 @@ def weights_only(checkpoint: Checkpoint) -> PlainValues:
 
     Raises `Conflict` where two keys of a dictionary would become one.
     """
-    made = _Plain()
-    tree = made.run(checkpoint.tree)
+    mapper = _Plain()
+    tree = mapper.map(checkpoint.tree)
     places: dict[int, str] = {}
     for path, node in walk(checkpoint.tree):
-        if id(node) in made.words:
+        if id(node) in mapper.words:
             places.setdefault(id(node), address(path))
     converted: list[tuple[str, str]] = []
     dropped: list[tuple[str, str]] = []
-    for number, (_, word, kept) in made.words.items():
+    for number, (_, word, kept) in mapper.words.items():
         (converted if kept else dropped).append((places.get(number, "(a key)"), word))
     dropped += [(DISCARDED, printable(use.name)) for use in uses(checkpoint.discarded)]
     return PlainValues(
@@ -73,47 +65,36 @@ def weights_only(checkpoint: Checkpoint) -> PlainValues:
 
 
 class _Plain:
+    """Maps one tree. words: id of a node -> it, what became of it, whether it was kept."""
+
     def __init__(self) -> None:
-        self.words: dict[int, tuple[Any, str, bool]] = {}  # id of a node -> it, what became of it, whether it was kept
+        self.words: dict[int, tuple[Any, str, bool]] = {}
+        self.mapper = GraphMapper(
+            {
+                **dict.fromkeys((TensorEntry, StorageRef, complex, bytearray), same),
+                dict: self._dict,
+                OrderedDict: self._dict,
+                list: _list,
+                tuple: lambda value: FromParts(value, lambda parts: tuple(map(_or_none, parts))),
+                Set: self._set,
+                bytes: lambda value: value or self._became(value, bytearray(), "an empty bytearray"),
+                ByteString: lambda value: self._became(value, bytes(value), "bytes"),
+                Global: lambda name: name if is_torch_name(name) else self._became(name, str(name), "its name"),
+                Composite: self._composite,
+                Object: self._object,
+                object: str,  # a date, a path, a fraction, as its text; its object was named already
+            }
+        )
 
-    def run(self, tree: Any) -> Any:
-        return Remake(self.begin).run(tree)
+    def map(self, tree: Any) -> Any:
+        return self.mapper.map(tree)
 
-    def begin(self, value: Any) -> Made:
-        if isinstance(value, (TensorEntry, StorageRef)):
-            return Done(value)
-        if isinstance(value, Composite):
-            return self._composite(value)
-        if isinstance(value, Object):
-            return self._object(value)
-        if isinstance(value, Global):
-            return Done(value) if is_torch_name(value) else self._became(value, str(value), "its name")
-        return self._container(value) or self._scalar(value)
+    def _set(self, value: Set) -> FromParts:
+        if value.frozen:
+            return FromParts(value.items, lambda parts: self._became(value, Set(list(parts)), "a set"))
+        return FromParts(value.items, lambda parts: Set(list(parts)))
 
-    def _container(self, value: Any) -> Made | None:
-        if isinstance(value, dict):
-            return self._dict(value)
-        if type(value) is list:
-            items: list[Any] = []
-            return Empty(items, lambda of: items.extend(map(_or_none, map(of, value))))
-        if type(value) is tuple:
-            return After(value, lambda parts: tuple(map(_or_none, parts)))
-        if isinstance(value, Set):
-            if value.frozen:
-                return After(value.items, lambda parts: self._became(value, Set(list(parts)), "a set").value)
-            return After(value.items, lambda parts: Set(list(parts)))
-        return None
-
-    def _scalar(self, value: Any) -> Done:
-        if type(value) is ByteString:
-            return self._became(value, bytes(value), "bytes")
-        if type(value) is bytes and not value:
-            return self._became(value, bytearray(), "an empty bytearray")
-        if isinstance(value, (complex, bytes, bytearray)):
-            return Done(value)
-        return Done(str(value))  # a date, a path, a fraction, as its text; its object was named already
-
-    def _dict(self, value: dict[Any, Any]) -> Empty:
+    def _dict(self, value: dict[Any, Any]) -> FillLater:
         made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
 
         def fill(of: Of) -> None:
@@ -133,22 +114,21 @@ class _Plain:
             if isinstance(value, OrderedDict) and isinstance(made, OrderedDict):
                 made.attributes = of(value.attributes)
 
-        return Empty(made, fill)
+        return FillLater(made, fill)
 
     # Tensors -----------------------------------------------------------------------------------------------------
 
-    def _composite(self, value: Composite) -> Made:
+    def _composite(self, value: Composite) -> Any:
         made = value.made
-        name = canonical(made.fn)
-        if name == _FROM_TYPE and len(made.args) == 4:
+        if canonical(made.fn) == _FROM_TYPE and len(made.args) == 4:
             if canonical(made.args[1]) in _TENSOR_TYPES and _is_plain(made.args[3]):
-                return Done(value)
+                return value
             return self._without_class(value)
-        if name.removeprefix("torch._utils.") in _REBUILDS and _is_plain(made.args):
-            return Done(value)
+        if _is_called(made.fn) and _is_plain(made.args):
+            return value
         return self._dropped(value, f"a {value.kind} tensor")
 
-    def _without_class(self, value: Composite) -> Made:
+    def _without_class(self, value: Composite) -> Any:
         """A tensor of a class of its own, or with attributes: the plain tensor that it was made from."""
         from ckptool.pickles.torch_objects import BUILDERS
 
@@ -160,10 +140,9 @@ class _Plain:
 
     # Objects -----------------------------------------------------------------------------------------------------
 
-    def _object(self, node: Object) -> Made:
-        name = canonical(node.fn)
-        if name in _CALLS and node.how == "call" and node.state is MISSING and not node.items:
-            return After([node.args], lambda parts: Object(node.fn, parts[0]))
+    def _object(self, node: Object) -> Any:
+        if _is_plain_call(node) and node.how == "call" and not node.items:
+            return FromParts([node.args], lambda parts: Object(node.fn, parts[0]))
         state_dict = module_state_dict(node)
         if state_dict is not None:
             return self._instead(node, state_dict, "its state dict")
@@ -181,24 +160,27 @@ class _Plain:
             return self._instead(node, dict(node.attributes), "a dictionary of its attributes")
         return self._dropped(node, "has no plain form")
 
-    def _instead(self, node: Object, value: Any, word: str) -> Made:
+    def _instead(self, node: Object, value: Any, word: str) -> Any:
         """What `value` becomes, in place of the object."""
         self._note(node, f"{printable(node.name)} → {word}", True)
-        if value is None or type(value) in (bool, int, float, str):
-            return Done(value)
-        return self.begin(value)
+        return value if type(value) in SCALARS else self.mapper.handled(value)
 
-    def _became(self, node: Any, value: Any, word: str) -> Done:
+    def _became(self, node: Any, value: Any, word: str) -> Any:
         self._note(node, f"{printable(_name(node))} → {word}", True)
-        return Done(value)
+        return value
 
-    def _dropped(self, node: Any, word: str) -> Done:
+    def _dropped(self, node: Any, word: str) -> Any:
         name = printable(_name(node))
         self._note(node, name if name == printable(word) else f"{name}: {printable(word)}", False)
-        return Done(DROPPED)
+        return DROPPED
 
     def _note(self, node: Any, word: str, kept: bool) -> None:
         self.words.setdefault(id(node), (node, word, kept))
+
+
+def _list(value: list[Any]) -> FillLater:
+    made: list[Any] = []
+    return FillLater(made, lambda of: made.extend(map(_or_none, map(of, value))))
 
 
 def _or_none(value: Any) -> Any:
@@ -219,24 +201,29 @@ def _word(value: Any) -> str:
     return "text"
 
 
+def _is_called(name: Any) -> bool:
+    """True for a function that `weights_only` calls."""
+    kind = kind_of(name)
+    return kind is not None and kind.weights_only
+
+
+def _is_plain_call(node: Object) -> bool:
+    """True for a call by which a value is made; a rebuild call of which no tensor came is none."""
+    return _is_called(node.fn) and not canonical(node.fn).startswith("torch._utils.") and node.state is MISSING
+
+
 def _is_plain(args: Any) -> bool:
     """True if the arguments of a rebuild call have nothing in them that `weights_only` refuses."""
-    stack, seen = [args], set()
-    while stack:
-        part = stack.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, (tuple, list)):
-            stack.extend(part)
-        elif isinstance(part, dict):
-            stack.extend((*part.keys(), *part.values()))
-        elif isinstance(part, Object):
-            if canonical(part.fn) not in _CALLS or part.state is not MISSING:
-                return False
-            stack.append(part.args)
-        elif isinstance(part, Composite):
-            stack.append(part.made.args)
-        elif isinstance(part, Global) and not is_torch_name(part) and canonical(part) not in _TENSOR_TYPES:
-            return False
-    return True
+    return all(_is_taken(part) for part in visit(args, _arguments))
+
+
+def _arguments(node: Any) -> Iterable[Any]:
+    """The parts of a value; of a call its arguments, as its name is judged with it."""
+    node = node.made if isinstance(node, Composite) else node
+    return (node.args,) if isinstance(node, Object) else structural_parts(node)
+
+
+def _is_taken(part: Any) -> bool:
+    if isinstance(part, Object):
+        return _is_plain_call(part)
+    return not isinstance(part, Global) or is_torch_name(part) or canonical(part) in _TENSOR_TYPES

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage
-from ckptool.checkpoint.nodes import structural_parts
+from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, walk
 from ckptool.errors import Conflict, UsageError, printable
 from ckptool.formats.opening import Opened, PathLike, open_to_change
@@ -115,16 +115,9 @@ def _refuse_extract(verb: str, opened: Opened, extract: bool, options: SaveOptio
 def _refuse_loop(tree: Any, part: Checkpoint) -> None:
     """Raises `UsageError` for a part that holds what it is in: no copy of it could be put back without changing the rest."""
     around = {id(holder) for holder in holders(tree, part.base)}
-    seen: set[int] = set()
-    stack = [part.tree]
-    while stack:
-        node = stack.pop()
-        if id(node) in around:
-            raise UsageError(
-                f"{printable(address(part.base))} holds what it is itself a part of",
-                "It cannot be changed without the rest.",
-                "Change the whole file, without the address.",
-            )
-        if id(node) not in seen:
-            seen.add(id(node))
-            stack += structural_parts(node)
+    if any(id(node) in around for node in visit(part.tree)):
+        raise UsageError(
+            f"{printable(address(part.base))} holds what it is itself a part of",
+            "It cannot be changed without the rest.",
+            "Change the whole file, without the address.",
+        )

@@ -18,11 +18,11 @@ import torch
 
 import ckptool
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry, with_tensors
+from ckptool.checkpoint.numpy_arrays import LazyBytes, array, array_entry, with_tensors
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, NotACheckpoint, Unsupported
 from ckptool.formats import pickle_file, read
-from ckptool.pickles.plain import array, plain
+from ckptool.pickles.plain import plain
 from tests.support.files import torch_bytes, written
 from tests.support.pickle_files import each, model, pickled, same
 

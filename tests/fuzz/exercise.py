@@ -22,7 +22,8 @@ from ckptool.cli.output import Answer
 from ckptool.errors import CkptoolError
 from ckptool.formats import torch_zip
 from ckptool.pickles.calls import uses_of
-from ckptool.pickles.plain import jsons, summary
+from ckptool.pickles.plain import summary
+from ckptool.pickles.plain import text as plain_text
 from ckptool.render.inspect import inspect_html
 from ckptool.render.json import dumps
 from ckptool.render.style import PLAIN
@@ -39,7 +40,7 @@ def cut_off_sooner() -> None:
     """What a file repeats again and again is cut off sooner: that it is cut off at all is tested elsewhere, and takes a
     second."""
     tree.REPEATED_NODES = 2_000
-    jsons.MAX_JSON_NODES = 2_000
+    plain_text.MAX_JSON_NODES = 2_000
 
 
 class TooMuch(Exception):

@@ -28,9 +28,12 @@ import torch
 from torch import nn
 
 import ckptool
+from ckptool.bridge import objects, tensors
+from ckptool.checkpoint.nodes import Global
 from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
 from ckptool.pickles.names import PYTHON_MODULES
+from ckptool.pickles.plain import values
 from tests.support.hostile_inputs import ONE, name, pickle_zip, program, state, tensor, text
 
 OLD = ("torch.nn.backends", "torch.nn.modules.dropout_")
@@ -67,6 +70,17 @@ def test_pythons_own_modules_are_in_the_closed_list() -> None:
         "urllib2",
     } <= PYTHON_MODULES
     assert not {"__main__", "models", "mmcv", "ultralytics", "detectron2", "torchvision", "timm"} & PYTHON_MODULES
+
+
+def test_every_word_for_a_value_is_one_that_a_value_is_made_for() -> None:
+    words = {kind.value for kind in known._KINDS.values()} - {""}
+    assert words == set(values._VALUES) | set(objects._OBJECTS)
+
+
+def test_what_bridge_takes_by_name_is_listed() -> None:
+    names = {*objects.FACTORIES, *tensors.CONSTANTS, *tensors.TENSOR_CLASSES, *tensors.REBUILD}
+    for each in names:
+        assert known.kind_of(Global(*each.rsplit(".", 1))) is not None, each
 
 
 # What is common and harmless ------------------------------------------------------------------------------------------

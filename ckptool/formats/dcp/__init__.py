@@ -19,7 +19,8 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note, PartKind, PartOf, St
 from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.files import Folder, Input, Source
-from ckptool.checkpoint.nodes import MAX_DEPTH, Global, Object
+from ckptool.checkpoint.graph import MAX_DEPTH
+from ckptool.checkpoint.nodes import Global, Object
 from ckptool.errors import (
     Ambiguous,
     Corrupt,

@@ -8,14 +8,15 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from ckptool.checkpoint import Composite, Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint import Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, check_depth
+from ckptool.checkpoint.graph import check_depth
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.strided import flipped, row_major
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, listed, printable
 from ckptool.formats.tree_record import KEY, SCHEMA, STAND_INS
-from ckptool.pickles.torch_objects import JAGGED, check_view, rebuilt
+from ckptool.pickles.torch_objects import REBUILD_JAGGED, check_view, jagged, rebuilt
 
 
 def unpack(source: Source, stored: dict[str, TensorEntry], metadata: dict[str, str]) -> Any:
@@ -95,8 +96,9 @@ class Unpacker:
             return tuple(self.value(part) for part in fields[1])
         if fields[0] == "composite":
             made = Object(self.value(fields[1]), tuple(self.value(part) for part in fields[2]))
-            jagged = Composite(made, JAGGED, by_name(fields[3]), None) if len(fields) > 3 else None
-            return rebuilt(made, jagged)
+            if len(fields) > 3 and made.args[0] is REBUILD_JAGGED:
+                return jagged(made.fn, by_name(fields[3]), made.args)
+            return rebuilt(made)
         fn, args, kwargs = (self.value(part) for part in fields[2:5])
         if fields[1] not in ("call", "new") or type(args) is not tuple or not isinstance(kwargs, (dict, type(None))):
             raise TypeError("an object")
