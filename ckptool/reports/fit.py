@@ -12,12 +12,11 @@ from typing import Any
 from ckptool.checkpoint import StorageRef, Tensor
 from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, Advice, Command, command
 from ckptool.checkpoint.nodes import Object, OrderedDict
-from ckptool.checkpoint.numpy_arrays import array_tensor
+from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.state_dicts import AVERAGE, COUNTER, WEIGHTS, StateDict, without_wrappers, wrappers
 from ckptool.checkpoint.tree import Path, address, item_at, walk
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats import named
-from ckptool.checkpoint.numpy_arrays import Array
 from ckptool.pickles.plain import expand
 from ckptool.reports.findings import Finding, Stage
 from ckptool.reports.inspect import Listing
