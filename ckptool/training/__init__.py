@@ -1,8 +1,8 @@
-"""The training harness: it makes checkpoints, resumes them, and proves that a run killed anywhere ends with the same bytes.
+"""The training harness: checkpoints, resuming them, and the proof that a run killed anywhere ends with the same bytes.
 
-Read `loop.py` first: it is what happens, in order. State is what the next step cannot compute again; everything else is a function of a
-seed and a place. The modules of this package import torch; the package itself imports nothing, since `inspect` and
-`scan` ask of every path whether it is a run.
+Read `loop.py` first: it is what happens, in order. State is what the next step cannot compute again; everything else is
+a function of a seed and a place. The modules of this package import torch; the package itself imports nothing, since
+`inspect` and `scan` ask of every path whether it is a run.
 """
 
 from __future__ import annotations

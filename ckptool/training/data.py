@@ -1,8 +1,9 @@
 """Samples, and the order in which a run goes through them.
 
-Which samples a step sees follows from the seed and the step alone: the order of an epoch is a permutation that its number gives, a step
-takes the next `batch` of them, a micro-step its slice, a process every `world`-th of these. So a run that is resumed, on any number of
-processes and with any number of workers, sees the samples that it would have seen.
+The samples of a step follow from the seed and the step alone: the order of an epoch is a permutation given by its
+number, a step takes the next `batch` of them, a micro-step its slice, a process every `world`-th of these. So a resumed
+run, on any number of processes and with any number of workers, sees the samples that it would have seen. Randomness is
+a function of the seed and a place in the same way: nothing of it is state, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ class Samples:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the data set says about itself for models that ask: sizes, classes."""
+        """The data set's facts for models that ask: sizes, classes."""
         found = getattr(self.dataset, "about", {})
         if not isinstance(found, dict):
+            name, kind = printable(self.settings.name), type(found).__name__
             raise UsageError(
-                f"data: the attribute about of {printable(self.settings.name)} is {type(found).__name__}, not a dictionary",
+                f"data: the attribute about of {name} is {kind}, not a dictionary",
                 "It gives models their sizes by name: {'inputs': [4], 'classes': 3}.",
             )
         return found
@@ -72,10 +74,10 @@ class Samples:
         return len(self.train) // batch if drop_last else -(-len(self.train) // batch)
 
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
-        """The micro-batches of each step, from the trainer's step to the end of the run. Close it, and its workers end."""
+        """The micro-batches of each step, from the trainer's step to the end of the run. Closing it ends its workers."""
         device, begin = trainer.world.device, trainer.step
         asked: deque[list[_Share]] = deque()  # the loader is some steps ahead
-        loader = self._loader(_Order(lambda: _places(self._shares(trainer, begin), asked)), device)
+        loader = self._loader(_Order(self._shares(trainer, begin), asked), device)
         try:
             for _ in range(begin, trainer.total_steps):
                 first = to_device(self._next(loader), device)
@@ -89,7 +91,7 @@ class Samples:
                 loader._shutdown_workers()  # left to the garbage collector, it takes ten seconds
 
     def _shares(self, trainer: Trainer, begin: int) -> Iterator[list[_Share]]:
-        """What this process takes of each step from `begin` on: a share of each micro-batch that has samples at all."""
+        """This process's shares of each step from `begin` on: one of each micro-batch that has samples at all."""
         world, parts = trainer.world, trainer.config.train.accumulate
         batch, per_epoch = self.settings.batch, self.batches(self.settings.batch, self.settings.drop_last)
         for step in range(begin, trainer.total_steps):
@@ -136,7 +138,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one process takes of a micro-batch: (epoch, index) of its samples; total: of all processes; counts: False for a stand-in."""
+    """One process's samples of a micro-batch, as (epoch, index). total: of all processes; counts: False for a stand-in."""
 
     places: list[tuple[int, int]]
     total: int
@@ -144,21 +146,16 @@ class _Share:
 
 
 class _Order:
-    """The batches of a run as a loader wants them: one after the other, made when they are asked for."""
+    """The samples of each micro-batch, for a loader. Each step is added to `asked` when its first one is."""
 
-    def __init__(self, made: Callable[[], Iterator[list[tuple[int, int]]]]) -> None:
-        self.made = made
+    def __init__(self, steps: Iterator[list[_Share]], asked: deque[list[_Share]]) -> None:
+        self.steps, self.asked = steps, asked
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self.made()
-
-
-def _places(steps: Iterator[list[_Share]], asked: deque[list[_Share]]) -> Iterator[list[tuple[int, int]]]:
-    """The samples of each micro-batch; `asked` is told of each step as it is begun."""
-    for step in steps:
-        asked.append(step)
-        for share in step:
-            yield share.places
+        for step in self.steps:
+            self.asked.append(step)
+            for share in step:
+                yield share.places
 
 
 class _Seeded(Dataset[Any]):
@@ -191,13 +188,19 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 
 def load_data(settings: Data, seed: int) -> Samples:
-    """The data that a configuration names. Raises `UsageError` for an unknown name, or arguments that it does not take."""
+    """The data that a configuration names. Raises `UsageError` for an unknown name, or arguments it does not take."""
     made = load_named(settings.name, BUILT_IN, "data", settings.args)
     if not hasattr(made, "__len__") or not hasattr(made, "__getitem__"):
         raise UsageError(
             f"data: {settings.name} made {type(made).__name__}, which is no Dataset", "It has no length, or no items."
         )
     samples: Samples = called(Samples, "data", settings.name, made, settings, seed)
+    if not samples.batches(settings.batch, settings.drop_last):
+        raise UsageError(
+            f"data.batch is {settings.batch}, but there are {samples.train_count} samples to train on",
+            "With drop_last there would be no step.",
+            "Make the batch smaller: --set data.batch=…",
+        )
     return samples
 
 
@@ -219,7 +222,7 @@ def default(samples: list[Any]) -> Any:
 
 
 def pad(samples: list[Any]) -> Any:
-    """Sequences of several lengths, padded with zeros to the longest; their lengths are the last part (`lengths`, in a dictionary)."""
+    """Sequences, padded with zeros to the longest; their lengths are the last part (`lengths`, in a dictionary)."""
     if isinstance(samples[0], dict):
         columns = {key: [sample[key] for sample in samples] for key in samples[0]}
         lengths = _lengths(next(iter(columns.values())))
@@ -253,13 +256,13 @@ def collate_of(name: str) -> Collate:
     return found
 
 
-_BITS = 63
+# Randomness as a function of a seed and a place ----------------------------------------------------------------------
 
 
 def derived(seed: int, *place: object) -> int:
-    """A number of 63 bits for a place: `derived(7, "order", epoch)`. The same on every machine and in every version of Python."""
+    """A number of 63 bits for a place, the same on every machine: `derived(7, "order", epoch)`."""
     text = "/".join(map(str, (seed, *place)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - _BITS)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(seed: int, *place: object) -> torch.Generator:
@@ -268,15 +271,12 @@ def generator(seed: int, *place: object) -> torch.Generator:
 
 
 def seed_all(device: torch.device, seed: int, *place: object) -> None:
-    """Seeds what a step may draw from: Python's generator, numpy's where it is imported, torch's on the CPU and on the devices in use.
+    """Seeds the generators that a step may draw from: Python's, numpy's where it is imported, torch's on CPU and device.
 
-    `torch.manual_seed` would visit every backend, which takes a hundred times as long.
+    `torch.manual_seed` would visit every backend, which takes a hundred times as long. Restoring captured generator
+    states would not do: `iter(DataLoader)` itself draws from the global one, and what a killed step drew is not known.
     """
-    seed_to(device, derived(seed, *place))
-
-
-def seed_to(device: torch.device, number: int) -> None:
-    """Seeds the generators of `seed_all` with a number that was derived already."""
+    number = derived(seed, *place)
     random.seed(number)
     torch.default_generator.manual_seed(number)
     if "numpy" in sys.modules:
@@ -295,8 +295,11 @@ def order(seed: int, epoch: int, count: int) -> list[int]:
     return found
 
 
+# Built-in data: small, made on the spot, the same on every machine ---------------------------------------------------
+
+
 class Arrays(Dataset[Any]):
-    """Tensors whose first dimension counts the samples. about: what a model may ask for (`inputs`, `classes`, `outputs`, `vocabulary`)."""
+    """Tensors whose first dimension counts the samples. about: sizes for models (`inputs`, `classes`, `vocabulary`)."""
 
     random = False  # nothing is drawn when a sample is taken
 
@@ -316,12 +319,8 @@ class Arrays(Dataset[Any]):
         return list(zip(*taken, strict=True)) if len(taken) > 1 else list(taken[0])
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def digits() -> Arrays:
-    """1,797 handwritten digits of 8 by 8 (scikit-learn's): inputs f32 [1, 8, 8] from 0 to 1, 10 classes. Needs the `examples` extra."""
+    """scikit-learn's 1,797 handwritten digits: inputs f32 [1, 8, 8] from 0 to 1, 10 classes. Needs the extra `examples`."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -337,7 +336,7 @@ def digits() -> Arrays:
 
 def blobs(samples: int = 512, classes: int = 4, inputs: int = 8, spread: float = 1.0, seed: int = 0) -> Arrays:
     """Points around as many centres as there are classes."""
-    g = _generator(seed)
+    g = torch.Generator().manual_seed(seed)
     centres = torch.randn(classes, inputs, generator=g) * 3
     labels = torch.arange(samples) % classes
     points = centres[labels] + torch.randn(samples, inputs, generator=g) * spread
@@ -348,7 +347,7 @@ def images(
     samples: int = 256, classes: int = 4, size: int = 8, channels: int = 1, noise: float = 0.5, seed: int = 0
 ) -> Arrays:
     """Noisy copies of one random image for each class."""
-    g = _generator(seed)
+    g = torch.Generator().manual_seed(seed)
     patterns = torch.randn(classes, channels, size, size, generator=g)
     labels = torch.arange(samples) % classes
     made = patterns[labels] + torch.randn(samples, channels, size, size, generator=g) * noise
@@ -357,7 +356,7 @@ def images(
 
 def spirals(samples: int = 512, classes: int = 3, noise: float = 0.1, seed: int = 0) -> Arrays:
     """Arms of a spiral in the plane, one for each class."""
-    g = _generator(seed)
+    g = torch.Generator().manual_seed(seed)
     labels = torch.arange(samples) % classes
     along = torch.rand(samples, generator=g)
     angle = along * 4 + labels * (2 * math.pi / classes) + torch.randn(samples, generator=g) * noise
@@ -367,7 +366,7 @@ def spirals(samples: int = 512, classes: int = 3, noise: float = 0.1, seed: int 
 
 def linear(samples: int = 512, inputs: int = 8, noise: float = 0.1, seed: int = 0) -> Arrays:
     """A linear function of the inputs, with noise: one number to predict."""
-    g = _generator(seed)
+    g = torch.Generator().manual_seed(seed)
     points = torch.randn(samples, inputs, generator=g)
     weights = torch.randn(inputs, generator=g)
     target = points @ weights + torch.randn(samples, generator=g) * noise
@@ -376,7 +375,7 @@ def linear(samples: int = 512, inputs: int = 8, noise: float = 0.1, seed: int = 
 
 def ring(samples: int = 512, modes: int = 8, noise: float = 0.05, seed: int = 0) -> Arrays:
     """Points near a circle, in clusters: what the GAN learns to make."""
-    g = _generator(seed)
+    g = torch.Generator().manual_seed(seed)
     angle = (torch.arange(samples) % modes) * (2 * math.pi / modes)
     points = torch.stack([torch.cos(angle), torch.sin(angle)], dim=1) + torch.randn(samples, 2, generator=g) * noise
     return Arrays(points, about={"inputs": [2]})
@@ -390,7 +389,8 @@ def modadd(modulus: int = 23) -> Arrays:
 
 _TEXT = (
     "a checkpoint is what the next step cannot compute again. a step is atomic. a file exists when its name exists, "
-    "and a name appears when everything behind it is safe. nothing is lost that was ever saved, and nothing is saved by halves. "
+    "and a name appears when everything behind it is safe. "
+    "nothing is lost that was ever saved, and nothing is saved by halves. "
 )
 
 
@@ -398,7 +398,7 @@ def text(length: int = 32, samples: int = 256, seed: int = 0) -> Arrays:
     """Windows of a short text as numbers of its characters: tokens, and the same one place on."""
     alphabet = sorted(set(_TEXT))
     codes = torch.tensor([alphabet.index(c) for c in _TEXT * 2])
-    starts = torch.randint(len(_TEXT), (samples,), generator=_generator(seed))
+    starts = torch.randint(len(_TEXT), (samples,), generator=torch.Generator().manual_seed(seed))
     windows = torch.stack([codes[s : s + length + 1] for s in starts.tolist()])
     return Arrays(
         windows[:, :-1],
@@ -413,7 +413,7 @@ class Sequences(Dataset[Any]):
     random = False
 
     def __init__(self, samples: int = 256, longest: int = 12, seed: int = 0) -> None:
-        g = _generator(seed)
+        g = torch.Generator().manual_seed(seed)
         lengths = torch.randint(2, longest + 1, (samples,), generator=g).tolist()
         self.items = [torch.randint(1, 5, (n,), generator=g) for n in lengths]
         self.about = {"inputs": [longest], "classes": 2, "vocabulary": 5}
@@ -444,7 +444,7 @@ _ALL = ("TERM", "INT", "USR1", "USR2", "HUP")
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Signals wait meanwhile. A process that is forked here begins deaf to them, before it can say that it ignores them."""
+    """Blocks signals, so that a process that is forked here cannot be stopped before it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[f"SIG{name}"] for name in _ALL])
     try:
         yield
@@ -453,6 +453,6 @@ def held_back() -> Iterator[None]:
 
 
 def ignore_in_worker(_: int = 0) -> None:
-    """What a loader's worker does: a signal to the whole process group is for the trainer, which still needs its workers."""
+    """Ignores signals in a loader's worker: one to the whole process group is for the trainer, which needs its workers."""
     for name in _ALL:
         signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)

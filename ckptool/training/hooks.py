@@ -1,4 +1,4 @@
-"""What looks on while a run trains: norms of gradients, statistics of activations, the user's own, the profiler, TensorBoard."""
+"""Hooks, which watch a run: norms of gradients, statistics of activations, the user's own, the profiler, TensorBoard."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Told = Callable[[dict[str, Any], float], None]
 class Hooks:
     """The hooks of a run, called in order between and within steps. None of them may change what is trained.
 
-    A hook is a class, or a function that makes one, with any of: attach(trainer), after_backward(trainer, model) and facts() that give
-    numbers for the next line, after_step(trainer), logged(trainer, fact), ended(trainer).
+    A hook is a class, or a function that makes one, with any of: attach(trainer), after_backward(trainer, model) and
+    facts() that give numbers for the next line, after_step(trainer), logged(trainer, fact), ended(trainer).
     """
 
     def __init__(self, names: list[str], told: Told | None = None) -> None:
@@ -48,7 +48,7 @@ class Hooks:
 
     @contextmanager
     def watching(self, trainer: Trainer, folder: str) -> Iterator[None]:
-        """While a run trains: with what its configuration wants to be written into its folder besides."""
+        """Attaches the hooks while a run trains, with the profiler and TensorBoard where its configuration wants them."""
         config = trainer.config
         if trainer.world.is_first and config.profile is not None:
             self.each.append(("profile", Profiler(config.profile, folder)))
@@ -151,7 +151,7 @@ class GradNorm:
 
 
 class ActivationStats:
-    """Mean and deviation of what the layers of the first model give, in the last forward pass before a line is written."""
+    """Mean and deviation of the outputs of the first model's layers, in the last forward pass before a line is written."""
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
@@ -185,7 +185,7 @@ class ActivationStats:
 
 
 class Profiler:
-    """`torch.profiler` over some steps, once; the trace goes into the run's folder, for chrome://tracing or Perfetto."""
+    """`torch.profiler` over some steps, once; the trace in the run's folder is for chrome://tracing or Perfetto."""
 
     def __init__(self, settings: Profile, folder: str) -> None:
         self.path = os.path.join(folder, settings.trace)
@@ -220,7 +220,7 @@ def _quietly() -> Iterator[None]:
 
 
 class Board:
-    """Event files for TensorBoard, in the folder `tensorboard` of a run. Raises `MissingExtra` where it is not installed."""
+    """Event files for TensorBoard, in a run's folder `tensorboard`. Raises `MissingExtra` where it is not installed."""
 
     def __init__(self, folder: str, step: int) -> None:
         try:

@@ -1,7 +1,7 @@
 """The training loop, in the order in which things happen.
 
-A step is atomic: signals, saves and evaluation come only between steps; an evaluation that a signal ends is done again by whoever goes on.
-`step` is the number of completed optimizer steps, and the file `step-N` is the state after N of them.
+A step is atomic: signals, saves and evaluation come only between steps; an evaluation that a signal ends is done again
+on resume. `step` is the number of completed optimizer steps, and the file `step-N` is the state after N of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckptool.training.trainer import Trainer, gathered
 
 
 def train(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks) -> Outcome:
-    """Trains from where the trainer is to the end of the run, or to where it is stopped. Saves on the way, and at the end."""
+    """Trains from where the trainer is to the end of the run, or to where it is stopped; saves on the way and then."""
     with (
         Saver(trainer, run) as saver,
         hooks.watching(trainer, run.folder),
@@ -71,7 +71,7 @@ def _steps(
 
 
 def _between(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks, saver: Saver, rate: float) -> None:
-    """Evaluates, logs and saves after a step; does none of it where the run is to stop and the evaluation was dropped."""
+    """Evaluates, logs and saves after a step; only the first where the run is to stop in the evaluation."""
     trainer.metrics = {}
     if trainer.pending:
         evaluate(trainer, stop)
@@ -85,23 +85,21 @@ def _between(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks, saver: Sa
 def _rescue(trainer: Trainer, run: Run, saver: Saver, error: Exception) -> None:
     """Saves the last whole step when something fails between two of them: in the data, an evaluation, a hook.
 
-    Not within a step, where the state is half of the next; not what could not be written; not with several processes, which all would
-    have to take part.
+    Not within a step, where the state is half of the next; not what could not be written; not with several processes,
+    all of which would have to take part.
     """
-    saved = False
     if trainer.whole and trainer.step and not trainer.world.distributed and not isinstance(error, FileProblem):
         with suppress(Exception):  # the first error is the news
             if saver.step != trainer.step:
                 saver.save()
                 saver.wait()
-            saved = True
-    if saved and isinstance(error, CkptoolError):
-        before = f"{error.fix} " if error.fix else ""
-        error.fix = Advice(f"{before}Step {trainer.step:,} is saved; go on: ", command("resume", run.folder))
+            if isinstance(error, CkptoolError):
+                before = f"{error.fix} " if error.fix else ""
+                error.fix = Advice(f"{before}Step {trainer.step:,} is saved; go on: ", command("resume", run.folder))
     if trainer.world.is_first:
-        told = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
+        words = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
         with suppress(CkptoolError):
-            run.note("failed", step=trainer.step, error=told.partition("\n")[0])
+            run.note("failed", step=trainer.step, error=words.partition("\n")[0])
 
 
 def is_due(trainer: Trainer, every: int) -> bool:
@@ -141,7 +139,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         seed_all(world.device, config.seed, "step", trainer.step, number, micro, world.rank)
         with unsynchronised(runners[phase.model], micro == len(batches) - 1), autocast(config, world.device):
             loss = _one_number(called(phase.loss, "task", config.task, runners, batch), config.task)
-        # Weighted by samples, so that a last, partial window counts as what it is; processes are averaged, hence their number.
+        # Weighted by samples, so that a last, partial window counts as what it is; processes are averaged.
         weight = batch.size * world.size / count
         scaled = loss if weight == 1 else loss * weight
         if scaled.requires_grad:  # else all that could learn is frozen
@@ -168,7 +166,7 @@ def _one_number(loss: Any, task: str) -> torch.Tensor:
 def _update(trainer: Trainer, name: str, mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> float:
     """Steps the optimizer, unless loss or gradients are not finite; returns the loss as a number."""
     optimizer, scaler, clip = trainer.optimizers[name], trainer.scaler, trainer.config.optim[name].clip
-    loss, finite = _looked_at(mean, gradients if scaler is None else ())  # overflows of fp16 are the scaler's
+    loss, finite = _checked(mean, gradients if scaler is None else ())  # overflows of fp16 are the scaler's
     if finite:
         kind = trainer.config.optim[name].name
         if clip is not None:
@@ -203,10 +201,10 @@ def _mean(parts: Sequence[tuple[torch.Tensor, int]], count: int, world: World) -
     return world.all_reduce(torch.stack([loss * size for loss, size in parts]).sum()) / count
 
 
-def _looked_at(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[float, bool]:
+def _checked(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[float, bool]:
     """The loss as a number, and whether it and all gradients are finite.
 
-    Gradients are gone through as `GradScaler` does it, one call for all of a kind; times one, they stay what they are.
+    One fused call per device and dtype, as `GradScaler` does; scaling by 1 leaves gradients unchanged.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -214,12 +212,12 @@ def _looked_at(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[f
         alike.setdefault((dense.device, dense.dtype), []).append(
             torch.view_as_real(dense) if dense.is_complex() else dense
         )
-    flaws = []
+    found = []
     for (device, _), each in alike.items():
-        flaws.append(torch.zeros((), device=device))
-        torch._amp_foreach_non_finite_check_and_unscale_(each, flaws[-1], _one(device))
+        found.append(torch.zeros((), device=device))
+        torch._amp_foreach_non_finite_check_and_unscale_(each, found[-1], _one(device))
     loss = mean.item()
-    return loss, math.isfinite(loss) and not any(flaw.item() for flaw in flaws)
+    return loss, math.isfinite(loss) and not any(infinite.item() for infinite in found)
 
 
 @functools.cache
@@ -277,7 +275,7 @@ class _UntilAsked:
 
 
 def evaluate(trainer: Trainer, stop: Stopping | None = None) -> None:
-    """Metrics over the validation samples, in evaluation mode; remembers the best. All processes go by what the first one found.
+    """Metrics over the validation samples, in evaluation mode, the same in all processes; remembers the best.
 
     It is dropped, and stays pending, when the run is asked to stop meanwhile.
     """
@@ -296,7 +294,7 @@ def evaluate(trainer: Trainer, stop: Stopping | None = None) -> None:
 
 @contextmanager
 def _evaluating(trainer: Trainer) -> Iterator[None]:
-    """Models in evaluation mode; afterwards each module is in the mode that it was in, which may be the user's own choice."""
+    """Puts models into evaluation mode; afterwards each module is in its own mode again, which the user may have set."""
     modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
     for model in trainer.models.values():
         model.eval()
@@ -310,8 +308,11 @@ def _evaluating(trainer: Trainer) -> Iterator[None]:
 
 
 def _remember(trainer: Trainer) -> None:
-    """The best so far, and the schedules that follow it. The evaluation at the end, between two multiples of `eval.every`, is only told:
-    a run that is made longer has none there, and ends with the same bytes."""
+    """Takes note of the best so far, and steps the schedules that follow it.
+
+    An evaluation at the end, between two multiples of `eval.every`, does neither: a run that is made longer has none
+    there, and ends with the same bytes.
+    """
     settings, metrics = trainer.config.eval, trainer.metrics
     if not metrics:
         return  # nothing is held out
@@ -335,23 +336,20 @@ def _remember(trainer: Trainer) -> None:
 def _log(trainer: Trainer, run: Run, hooks: Hooks, rate: float) -> None:
     if not trainer.world.is_first or not (is_due(trainer, trainer.config.log.every) or trainer.metrics):
         return
-    rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in trainer.optimizers.items()}
     place = {"step": trainer.step, "epoch": trainer.epoch}
     fact = {**place, "loss": trainer.loss, **trainer.metrics, **hooks.facts(), **place}
-    fact |= (
-        {"lr": float(next(iter(rates.values())))}
-        if len(rates) == 1
-        else {f"lr_{name}": float(rate) for name, rate in rates.items()}
-    )
+    for name, optimizer in trainer.optimizers.items():
+        key = "lr" if len(trainer.optimizers) == 1 else f"lr_{name}"
+        fact[key] = float(optimizer.param_groups[0]["lr"])
     run.metrics.add(fact)
     hooks.logged(trainer, fact, rate)
 
 
 class Saver:
-    """Commits the state after a step, then prunes. step: of the newest checkpoint that was committed, or is being written.
+    """Commits the state after a step, then prunes. step: of the newest checkpoint, committed or being written.
 
-    With `save.async` at most one is being written: the next save waits for it, and so does the end. What goes wrong in the thread is raised
-    there.
+    With `save.async` a thread writes a copy of the state: at most one at a time, and what goes wrong there is raised by
+    the next `wait`.
     """
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
@@ -376,14 +374,12 @@ class Saver:
         trainer = self.trainer
         if trainer.world.is_first:
             apart = trainer.config.save.async_
-            tree, facts = gathered(trainer, copied=apart), self._facts()
+            state = trainer.step, gathered(trainer, copied=apart), self._facts()
             if apart:
-                self._thread = threading.Thread(
-                    target=self._apart, args=(trainer.step, tree, facts), name="ckptool-save"
-                )
+                self._thread = threading.Thread(target=self._commit_apart, args=state, name="ckptool-save")
                 self._thread.start()
             else:
-                self._commit(trainer.step, tree, facts)
+                self._commit(*state)
         trainer.world.barrier()
         self.step = trainer.step
 
@@ -397,8 +393,7 @@ class Saver:
             raise error
 
     def _facts(self) -> dict[str, Any]:
-        trainer = self.trainer
-        loss = trainer.loss
+        trainer, loss = self.trainer, self.trainer.loss
         return {
             "epoch": trainer.epoch,
             "loss": loss if loss is None or loss - loss == 0 else str(loss),
@@ -410,7 +405,7 @@ class Saver:
             "environment": environment(trainer.world.size, trainer.world.device),
         }
 
-    def _apart(self, step: int, tree: dict[str, Any], facts: dict[str, Any]) -> None:
+    def _commit_apart(self, step: int, tree: dict[str, Any], facts: dict[str, Any]) -> None:
         try:
             self._commit(step, tree, facts)
         except Exception as error:  # noqa: BLE001  raised by the thread that waits
@@ -427,11 +422,8 @@ class Saver:
         self.run.note("save", step=saved.step, path=saved.path, pruned=[old.step for old in gone])
 
 
-DONE = 0
-
-
 class Stopping:
-    """Whether the run is to stop. `number`: of the signal that asked for it; `late`: the time that it was given is over."""
+    """The reasons for a run to stop. `number`: the signal that asked for it; `late`: the time for it is over."""
 
     def __init__(self, settings: Stop) -> None:
         self.number = 0
@@ -455,7 +447,7 @@ class Stopping:
     @property
     def exit_code(self) -> int:
         """128 plus the signal, as shells have it; 0 where the run's own time was over."""
-        return 128 + self.number if self.number else DONE
+        return 128 + self.number if self.number else 0
 
     def caught(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:  # a person who asks twice means at once

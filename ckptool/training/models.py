@@ -1,8 +1,9 @@
-"""Models in the box, and how a model is built, initialised and started from a checkpoint."""
+"""Built-in models; building, initialising and starting one from a checkpoint; activation checkpointing."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -23,15 +24,8 @@ if TYPE_CHECKING:
     from ckptool.training.data import Samples
 
 
-def _flat(inputs: list[int]) -> int:
-    count = 1
-    for size in inputs:
-        count *= size
-    return count
-
-
 class MLP(nn.Sequential):
-    """Linear layers with ReLU and dropout between them; takes inputs of any shape, and tokens where there is a vocabulary."""
+    """Linear layers with ReLU and dropout between them, for inputs of any shape, and tokens with a vocabulary."""
 
     def __init__(
         self,
@@ -43,11 +37,8 @@ class MLP(nn.Sequential):
         vocabulary: int = 0,
         width: int = 16,
     ) -> None:
-        sizes = [
-            _flat(inputs) * (width if vocabulary else 1),
-            *([64] if hidden is None else hidden),
-            outputs or classes,
-        ]
+        first = math.prod(inputs) * (width if vocabulary else 1)
+        sizes = [first, *([64] if hidden is None else hidden), outputs or classes]
         layers: list[nn.Module] = [nn.Embedding(vocabulary, width)] if vocabulary else []
         layers.append(nn.Flatten())
         for number, (before, after) in enumerate(pairwise(sizes)):
@@ -131,7 +122,8 @@ class Tagger(nn.Module):
 
     def forward(self, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         states, _ = self.body(self.tokens(codes))
-        return self.head(states[torch.arange(len(codes), device=codes.device), lengths - 1])  # type: ignore[no-any-return]
+        last = states[torch.arange(len(codes), device=codes.device), lengths - 1]
+        return self.head(last)  # type: ignore[no-any-return]
 
 
 class Generator(nn.Sequential):
@@ -139,7 +131,11 @@ class Generator(nn.Sequential):
 
     def __init__(self, inputs: list[int], noise: int = 4, hidden: int = 32) -> None:
         super().__init__(
-            nn.Linear(noise, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, _flat(inputs))
+            nn.Linear(noise, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, math.prod(inputs)),
         )
         self.noise = noise
 
@@ -150,7 +146,7 @@ class Discriminator(nn.Sequential):
     def __init__(self, inputs: list[int], hidden: int = 32, dropout: float = 0.1) -> None:
         super().__init__(
             nn.Flatten(),
-            nn.Linear(_flat(inputs), hidden),
+            nn.Linear(math.prod(inputs), hidden),
             nn.LeakyReLU(0.2),
             nn.Dropout(dropout),
             nn.Linear(hidden, hidden),
@@ -172,8 +168,8 @@ BUILT_IN: dict[str, Callable[..., nn.Module]] = {
 def build_model(settings: Model, data: Samples, *, fresh: bool = True, name: str = "main") -> nn.Module:
     """The model that a configuration names, initialised, and started from a checkpoint where it says so.
 
-    What the data says about itself (`inputs`, `classes`, …) is passed on where the model takes it and `args` does not give it.
-    fresh: False for a run that goes on, whose weights come from its own checkpoint.  name: of the model in the configuration.
+    Facts of the data (`inputs`, `classes`, …) are passed on where the model takes them and `args` does not give them.
+    fresh: False for a run that goes on, whose weights come from its own checkpoint.  name: its key in `models`.
     """
     found = find_named(settings.name, BUILT_IN, "models")
     takes = inspect.signature(found).parameters if callable(found) else ()
@@ -197,9 +193,9 @@ _SCHEMES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def initialise(model: nn.Module, scheme: str) -> None:
-    """Gives weights of two and more dimensions their first values; biases start at zero. Norms keep their own, `default` keeps all.
+    """Gives weights of two and more dimensions their first values, biases zeros; norms keep their own.
 
-    scheme: `default`, one of the table, or the user's own function of a model.
+    scheme: `default`, which keeps all, one of the table, or the user's own function of a model.
     """
     if scheme == "default":
         return
@@ -233,11 +229,13 @@ def start_from(model: nn.Module, path: str, strict: bool, name: str = "main") ->
         raise
 
 
+# Activation checkpointing --------------------------------------------------------------------------------------------
+
 Say = Callable[[str], Any]
 
 
 def checkpoint_activations(model: nn.Module, settings: ActivationCheckpoint, say: Say) -> None:
-    """Has the modules that match forget their activations. Names and state dict stay what they are: nothing is wrapped.
+    """Has the modules that match recompute their activations; nothing is wrapped, so names stay. Weights end the same.
 
     Raises `UsageError` where nothing matches, or `sequential` is no `nn.Sequential`.
     """
@@ -249,12 +247,10 @@ def checkpoint_activations(model: nn.Module, settings: ActivationCheckpoint, say
         chosen = _matching(model, settings.match or "")
         for module in chosen.values():
             _forgetting(module, options)
-    if not settings.preserve_rng_state and (
-        drops := [n for n, m in chosen.items() if _has(m, nn.modules.dropout._DropoutNd)]
-    ):
-        say(
-            f"note: preserve_rng_state is off, so dropout inside {listed(drops, 3)} draws anew, and weights end differently"
-        )
+    drops = [name for name, module in chosen.items() if _has(module, nn.modules.dropout._DropoutNd)]
+    if drops and not settings.preserve_rng_state:
+        within = f"dropout inside {listed(drops, 3)}"
+        say(f"note: preserve_rng_state is off, so {within} draws anew, and weights end differently")
     if norms := [name for name, module in chosen.items() if _has(module, nn.modules.batchnorm._BatchNorm)]:
         say(f"note: BatchNorm inside {listed(norms, 3)} sees its batch twice, and updates its running statistics twice")
 
@@ -298,7 +294,7 @@ def _checkpointed(kind: Any, module: nn.Module, args: Any, kwargs: dict[str, Any
     if not options["use_reentrant"]:
         return checkpoint(kind.forward, module, *args, **options, **kwargs)
 
-    # The older way looks at positional tensors only, and learns nothing where none of them asks for a gradient, as pictures do not.
+    # The older way looks at positional tensors only, and learns nothing where none of them asks for a gradient.
     given_all = (*args, *kwargs.values(), *module.parameters())
     if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in given_all):
         return kind.forward(module, *args, **kwargs)
@@ -319,7 +315,7 @@ def _in_segments(module: Any, segments: int, options: dict[str, Any]) -> None:
         if options["use_reentrant"] and not value.requires_grad:
             if not value.is_floating_point():
                 raise UsageError(
-                    "activation_checkpoint: use_reentrant needs inputs that can have a gradient, and these are whole numbers",
+                    "activation_checkpoint: use_reentrant needs inputs that can have a gradient, not whole numbers",
                     "The first segment would learn nothing.",
                     "Do without: --set train.activation_checkpoint.use_reentrant=false",
                 )
@@ -332,7 +328,7 @@ def _in_segments(module: Any, segments: int, options: dict[str, Any]) -> None:
 
 
 def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Gives one module another forward, as a class of its own: copies of it, as DataParallel makes, run on themselves."""
+    """Gives one module another forward, by a class of its own, so that DataParallel's copies run on themselves."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

@@ -1,4 +1,4 @@
-"""Optimizers from their names: parameter groups by pattern, schedules, clipping, freezing, the running average of the weights."""
+"""Optimizers by name: parameter groups by pattern, schedules, clipping, freezing, the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.Optimizer:
-    """The optimizer, with every parameter in exactly one group and its name beside it.
+    """The optimizer, with every parameter and its name in exactly one group.
 
     Raises `UsageError` for an unknown optimizer, an unmatched pattern or an argument that it does not take.
     """
@@ -66,7 +66,7 @@ def _check_options(kind: type, groups: Iterable[Group]) -> None:
 
 
 def _groups(parameters: Parameters, groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """The parameter groups: one for each pattern, in order, then the rest. A parameter goes to the first pattern that matches."""
+    """The parameter groups: one for each pattern, in order, then the rest. The first pattern that matches wins."""
     left = dict(parameters)
     made = []
     for group in groups:
@@ -150,7 +150,7 @@ _NO_SCHEDULE = {
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> torch.optim.lr_scheduler.LRScheduler:
-    """The schedule, at its beginning; its state is loaded afterwards. Raises `UsageError` for an unknown name or argument."""
+    """The schedule at its beginning, without state. Raises `UsageError` for an unknown name or argument."""
     from torch.optim import lr_scheduler
 
     try:
@@ -172,7 +172,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> torc
     return made
 
 
-# Schedules that have an end: the argument that says where, and the rate from there on, unless another argument keeps it above 0.
+# Schedules that have an end: the argument that says where, the rate from there on, and an argument that keeps it above 0.
 _ENDS = {
     "warmup_cosine": ("total", "0", "floor"),
     "warmup_linear": ("total", "0", "floor"),
@@ -183,15 +183,15 @@ _ENDS = {
 
 
 def ends_early(schedule: torch.optim.lr_scheduler.LRScheduler, settings: Schedule, length: int, key: str) -> str:
-    """A warning for a schedule that is shorter than the run; empty for all others. length: of the run, in its own units."""
+    """A warning for a schedule that is shorter than the run, else "". length: of the run, in the schedule's units."""
     name = settings.name if settings.name in _LAMBDAS else type(schedule).__name__
     argument, rate, floor = _ENDS.get(name, ("", "", ""))
     end = settings.args.get(argument)
     if not isinstance(end, (int, float)) or end >= length or settings.args.get(floor):
         return ""
     return (
-        f"the schedule {printable(settings.name)} ends after {end:g} of {length:,} {settings.per}s: the learning rate is {rate} "
-        f"from there on. Make it as long as the run: --set {key}.args.{argument}={length}"
+        f"the schedule {printable(settings.name)} ends after {end:g} of {length:,} {settings.per}s: the learning rate "
+        f"is {rate} from there on. Make it as long as the run: --set {key}.args.{argument}={length}"
     )
 
 
@@ -208,10 +208,10 @@ def clip_gradients(optimizer: torch.optim.Optimizer, clip: Clip) -> None:
 
 
 class Freezing:
-    """Which of the parameters that a rule names learn at a step. Groups are never rebuilt: what is frozen has no gradient, and no update.
+    """Freezes parameters for ever or until a step. Groups are never rebuilt: a frozen one has no gradient, and no update.
 
-    All others are as the model's own code left them, and those that thaw become so again. Raises `UsageError` for a pattern that matches
-    nothing.
+    Other parameters stay as the model's own code left them, and those that thaw become so again. Raises `UsageError` for
+    a pattern that matches nothing.
     """
 
     def __init__(self, model: nn.Module, rules: Iterable[str | FreezeUntil]) -> None:
@@ -230,7 +230,7 @@ class Freezing:
         self._next: float = 0  # the step at which something changes
 
     def apply(self, step: int) -> bool:
-        """Sets `requires_grad` for a step; True where that changed something. Steps are asked for in their order."""
+        """Sets `requires_grad` for a step, which is not before an earlier one; True where that changed something."""
         if step < self._next:
             return False
         changed = False
@@ -248,10 +248,9 @@ class Freezing:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str) -> None:
-    """Gives an optimizer its state back, matched by parameter name.
+    """Gives an optimizer its state back, matched by parameter name, whatever the order of modules.
 
-    Modules may stand in another order than they did. `Optimizer.load_state_dict` takes swapped groups and wrong shapes in silence; here
-    they are a `Conflict`.
+    `Optimizer.load_state_dict` takes swapped groups and wrong shapes in silence; here they are a `Conflict`.
     """
     names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
     given = [list(group.get("param_names", ())) for group in saved.get("param_groups", ())]
@@ -266,7 +265,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
     for index, slots in saved.get("state", {}).items():
         name = saved_names[index]
         _check_slots(slots, name, parameters[places[name]], where)
-        state[places[name]] = {slot: _own(value) for slot, value in slots.items()}
+        # Copies, which else would stay parts of the file that they were loaded from.
+        state[places[name]] = {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in slots.items()}
     numbers = iter(count())
     groups = [
         {**group, "params": [next(numbers) for _ in own], "param_names": own}
@@ -284,20 +284,15 @@ def _check_slots(slots: dict[str, Any], name: str, parameter: torch.Tensor, wher
             )
 
 
-def _own(value: Any) -> Any:
-    """A copy of a tensor, which would else stay a part of the file that it was loaded from."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
 def _is_of(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """True for a state of a parameter's shape, or with one row or column of it (Adafactor)."""
+    """True for state of a parameter's shape, or with one row or column of it (Adafactor)."""
     return value.dim() == parameter.dim() and all(
         a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)
     )
 
 
 def forward_to(schedule: torch.optim.lr_scheduler.LRScheduler, count: int) -> None:
-    """Takes a schedule that was just built to where it would be after `count` steps."""
+    """Advances a schedule that was just built by `count` steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer does not step meanwhile
         for _ in range(count):

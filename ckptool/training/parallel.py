@@ -1,7 +1,7 @@
-"""Where a run computes: one device, several by DataParallel or by parts of the model, several processes by DistributedDataParallel.
+"""Strategies: one device; several by DataParallel or by parts of the model; processes by DistributedDataParallel.
 
-A strategy wraps models for the forward pass. What is saved is always the model inside: no file carries a wrapper's prefix. The samples of a
-step are chosen before they are divided, so they are the same under every strategy and world size.
+A strategy wraps models for the forward pass. The model inside is what is saved: no file carries a wrapper's prefix. The
+samples of a step are chosen before they are divided, so they are the same under every strategy and world size.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _number(name: str, default: str) -> int:
 
 
 def _meet(device: torch.device, launched: bool) -> None:
-    """Joins the processes of a run; without torchrun it is one, which needs nobody. Raises `RunFailed` where they do not meet."""
+    """Joins the processes of a run, of which there is one without torchrun. Raises `RunFailed` where they do not meet."""
     store: Any = torch.distributed
     alone: dict[str, Any] = {} if launched else {"store": store.HashStore(), "rank": 0, "world_size": 1}
     try:
@@ -133,7 +133,8 @@ def _meet(device: torch.device, launched: bool) -> None:
             f"They meet at {printable(place)}, as torchrun sets it. Nothing was trained."
             if launched
             else "Nothing was trained.",
-            "Start all of them: torchrun --nproc-per-node 2 --no-python ckptool train run.yaml; or one: --set strategy=single",
+            "Start all of them: torchrun --nproc-per-node 2 --no-python ckptool train run.yaml; "
+            "or one: --set strategy=single",
         ) from error
 
 
@@ -156,8 +157,8 @@ def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
         return nn.DataParallel(made, [first, *(i for i in range(torch.cuda.device_count()) if i != first)])
     if config.strategy == "ddp" and learns:
         ids = [world.device.index] if world.device.type == "cuda" else None
-        # With it, gradients lie in the same buckets in every step. Without, they are put into others after the first one; so a run that
-        # was resumed added them in another order, and from three processes on the last bits differed.
+        # Without find_unused_parameters, gradients move to other buckets after the first step; a resumed run then
+        # adds them in another order, and from three processes on the last bits differ.
         return nn.parallel.DistributedDataParallel(made, device_ids=ids, find_unused_parameters=True)
     if config.split is not None:
         return Pipeline(made, config.split.microbatches)
@@ -165,7 +166,7 @@ def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
 
 
 def compiled(model: nn.Module, how: bool | str) -> Any:
-    """The model under `torch.compile`: by its usual backend, or by the one that is named. Raises `UsageError` for one that is not there."""
+    """The model under `torch.compile`, by its default backend or a named one. Raises `UsageError` for an unknown one."""
     if not how:
         return model
     if how is True:
@@ -184,10 +185,11 @@ def unsynchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
 
 
 def place(model: nn.Module, settings: Split, home: torch.device) -> None:
-    """Puts each part of a model on its device, and has tensors moved between them; the output comes back to `home`.
+    """Puts each part of a model on its device, and moves tensors between them; the output comes back to `home`.
 
-    Parts follow the order in which modules are defined. A module with weights that are tied to an earlier part's runs there. Raises
-    `UsageError` for a cut before something that is not there, out of order, or a device that is none.
+    Modules stay where they are in the model, so names and state dict do not change. Parts follow the order in which
+    modules are defined; a module with weights tied to an earlier part runs there. Raises `UsageError` for a cut that is
+    out of order or before no module, or a device that is none.
     """
     devices = [device_here("split.devices", name) for name in settings.devices]
     part_of = _parts(model, settings.at)
@@ -210,18 +212,18 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
 
 
 def device_here(key: str, name: str) -> torch.device:
-    """A device of this machine that a key of the configuration names. Raises `UsageError` for one that is none, or not here."""
+    """A device of this machine that a key of the configuration names. Raises `UsageError` where there is none."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        told = printable(str(error).partition("\n")[0])
+        reason = printable(str(error).partition("\n")[0])
         raise UsageError(
-            f"{key}: {printable(name)!r} is no device here: {told}", "", "For example: cpu, cuda, cuda:1, mps, auto"
+            f"{key}: {printable(name)!r} is no device here: {reason}", "", "For example: cpu, cuda, cuda:1, mps, auto"
         ) from None
 
 
 def _parts(model: nn.Module, cuts: list[str]) -> dict[str, int]:
-    """The part of each module, by its place in the order of definition; an outer module counts to that of its beginning."""
+    """The part of each module, in the order of definition; an outer module belongs to the part where it begins."""
     names = [name for name, _ in model.named_modules()]
     for cut in cuts:
         if cut not in names or not cut:
@@ -248,7 +250,8 @@ def _mover(device: torch.device) -> Callable[..., Any]:
 class Pipeline(nn.Module):
     """Runs a model on the parts of a batch one after the other, and puts their outputs together.
 
-    With one micro-batch it is the model itself. With more, BatchNorm sees each of them by itself, and dropout draws for each.
+    On GPUs the parts of the model work at the same time: a micro-batch is in the second while the next is in the first.
+    With several, BatchNorm sees each of them by itself, and dropout draws for each.
     """
 
     def __init__(self, model: nn.Module, microbatches: int) -> None:
@@ -259,13 +262,12 @@ class Pipeline(nn.Module):
         size = next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), 1)
         if min(self.microbatches, size) == 1:
             return self.module(*args, **kwargs)
-        bounds = [size * number // self.microbatches for number in range(self.microbatches + 1)]
+        bounds = sorted({size * number // self.microbatches for number in range(self.microbatches + 1)})
         outputs = []
         for begin, end in pairwise(bounds):
-            if begin < end:
-                part = [_slice(value, size, begin, end) for value in args]
-                named = {key: _slice(value, size, begin, end) for key, value in kwargs.items()}
-                outputs.append(self.module(*part, **named))
+            part = [_slice(value, size, begin, end) for value in args]
+            named = {key: _slice(value, size, begin, end) for key, value in kwargs.items()}
+            outputs.append(self.module(*part, **named))
         return _together(outputs)
 
 

@@ -1,15 +1,17 @@
-"""Everything that a run works with, built in the order that resuming needs: models, optimizers, schedules, then state."""
+"""The parts of a run, built in the order that resuming needs: models, optimizers, schedules, then state."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ckptool.errors import Conflict, UsageError, printable
-from ckptool.training.config import Config, Model, recorded
+from ckptool.training.config import Config, recorded
 from ckptool.training.data import Samples, load_data, seed_all
 from ckptool.training.extensions import took_part
 from ckptool.training.models import Say, build_model, checkpoint_activations
@@ -30,9 +32,9 @@ from ckptool.training.tasks import Task, load_task
 class Trainer:
     """The parts of a run, and how far it has come. `step` is the number of completed optimizer steps.
 
-    models: as they are saved.  runners: the same, wrapped as the strategy runs them.  loss: the mean over the samples of the last step.
-    best: metric, value and step of the best evaluation.  samples: how many were trained on.  pending: the evaluation that is due was not
-    done.  whole: False within a step.
+    models: as they are saved.  runners: the same, wrapped as the strategy runs them.  loss: the mean over the samples of
+    the last step.  best: metric, value and step of the best evaluation.  samples: how many were trained on.  pending: the
+    evaluation that is due was not done.  whole: False within a step.
     """
 
     config: Config
@@ -62,8 +64,12 @@ class Trainer:
                 self.runners[name] = wrapped(self.models[name], self.config, self.world)
 
     def runners_for(self, name: str) -> dict[str, nn.Module]:
-        """The models as the update of one of them runs them: under ddp the others as they are, since they have no gradients to exchange."""
+        """The models for the update of one of them: under ddp the others unwrapped, with no gradients to exchange."""
         return self.runners if self.config.strategy != "ddp" else {**self.models, name: self.runners[name]}
+
+    def key(self, kind: str, name: str) -> str:
+        """The key of a part of the state: `model_state_dict`; with several models `model_NAME_state_dict`."""
+        return f"{kind}_state_dict" if len(self.models) == 1 else f"{kind}_{name}_state_dict"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -86,18 +92,39 @@ class Trainer:
 
 
 def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: bool = True) -> Trainer:
-    """A trainer at step 0. Raises `UsageError` for what the configuration asks for and there is not.
+    """A trainer at step 0. Raises `UsageError` for what the configuration asks for and does not exist.
 
-    say: told what is worth a note.  fresh: False for one that is given a saved state next, and need not start from another.
+    say: called with each note.  fresh: False for one that gets a saved state next, and need not start from another.
     """
     deterministic(config)
-    data = load_data(config.data, config.seed)
-    if not data.batches(config.data.batch, config.data.drop_last):
-        raise UsageError(
-            f"data.batch is {config.data.batch}, but there are {data.train_count} samples to train on",
-            "With drop_last there would be no step.",
-            "Make the batch smaller: --set data.batch=…",
-        )
+    data, task = load_data(config.data, config.seed), _task(config)
+    models, freezing = {}, {}
+    for name, settings in config.models.items():
+        seed_all(torch.device("cpu"), config.seed, "init", name)
+        models[name] = placed(build_model(settings, data, fresh=fresh, name=name), config, world)
+        if config.train.activation_checkpoint is not None:
+            checkpoint_activations(models[name], config.train.activation_checkpoint, say)
+        freezing[name] = Freezing(models[name], settings.freeze)
+        freezing[name].apply(0)
+    optimizers = {name: build_optimizer(model, config.optim[name]) for name, model in models.items()}
+    trainer = Trainer(
+        config,
+        world,
+        data,
+        task,
+        models,
+        runners={name: wrapped(model, config, world) for name, model in models.items()},
+        optimizers=optimizers,
+        schedules={},
+        scaler=torch.amp.GradScaler(world.device.type) if config.train.precision == "fp16" else None,
+        averages={name: Average(model, config.train.ema) for name, model in models.items()} if config.train.ema else {},
+        freezing=freezing,
+    )
+    _build_schedules(trainer, say)
+    return trainer
+
+
+def _task(config: Config) -> Task:
     task = load_task(config.task)
     if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
         raise UsageError(
@@ -105,64 +132,28 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
             f"There are: {', '.join(map(printable, config.models))}.",
             f"Call it so: models: {{{printable(missing[0])}: …}}",
         )
-    models, freezing = {}, {}
-    for name, settings in config.models.items():
-        models[name] = _model(name, settings, config, data, world, say, fresh)
-        freezing[name] = Freezing(models[name], settings.freeze)
-        freezing[name].apply(0)
-    optimizers = {name: build_optimizer(models[name], config.optim[name]) for name in models}
-    schedules = _schedules(config, optimizers)
-    fp16 = config.train.precision == "fp16"
-    trainer = Trainer(
-        config,
-        world,
-        data,
-        task,
-        models,
-        {name: wrapped(model, config, world) for name, model in models.items()},
-        optimizers,
-        schedules,
-        torch.amp.GradScaler(world.device.type) if fp16 else None,
-        {name: Average(model, config.train.ema) for name, model in models.items()} if config.train.ema else {},
-        freezing,
-    )
-    for name, schedule in schedules.items():
-        wanted = config.optim[name].schedule
-        assert wanted is not None
-        length = trainer.total_steps if wanted.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
-        if words := ends_early(schedule, wanted, length, f"optim.{name}.schedule"):
+    return task
+
+
+def _build_schedules(trainer: Trainer, say: Say) -> None:
+    for name, optimizer in trainer.optimizers.items():
+        settings = trainer.config.optim[name].schedule
+        if settings is None:
+            continue
+        schedule = trainer.schedules[name] = build_schedule(optimizer, settings)
+        if isinstance(schedule, ReduceLROnPlateau) and not trainer.config.eval.every:
+            raise UsageError(
+                "schedule: ReduceLROnPlateau follows evaluation, and there is none",
+                "eval.every is 0.",
+                "--set eval.every=200",
+            )
+        length = trainer.total_steps if settings.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
+        if words := ends_early(schedule, settings, length, f"optim.{name}.schedule"):
             say(words)
-    return trainer
-
-
-def _model(name: str, settings: Model, config: Config, data: Samples, world: World, say: Say, fresh: bool) -> nn.Module:
-    seed_all(torch.device("cpu"), config.seed, "init", name)
-    model = placed(build_model(settings, data, fresh=fresh, name=name), config, world)
-    if config.train.activation_checkpoint is not None:
-        checkpoint_activations(model, config.train.activation_checkpoint, say)
-    return model
-
-
-def _schedules(
-    config: Config, optimizers: dict[str, torch.optim.Optimizer]
-) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
-    made = {}
-    for name, optimizer in optimizers.items():
-        if (wanted := config.optim[name].schedule) is not None:
-            made[name] = build_schedule(optimizer, wanted)
-            if isinstance(made[name], torch.optim.lr_scheduler.ReduceLROnPlateau) and not config.eval.every:
-                raise UsageError(
-                    "schedule: ReduceLROnPlateau follows evaluation, and there is none",
-                    "eval.every is 0.",
-                    "--set eval.every=200",
-                )
-    return made
 
 
 def deterministic(config: Config) -> None:
     """Sets torch's switches so that the same step gives the same bits."""
-    import os
-
     if config.deterministic is False:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -170,28 +161,22 @@ def deterministic(config: Config) -> None:
     torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "warn")
 
 
-def key_of(kind: str, name: str, alone: bool) -> str:
-    """`model_state_dict` for a run with one model; with several `model_NAME_state_dict`."""
-    return f"{kind}_state_dict" if alone else f"{kind}_{name}_state_dict"
-
-
 def gathered(trainer: Trainer, *, copied: bool = False) -> dict[str, Any]:
     """The state after the last step, as a tree of plain values and CPU tensors.
 
-    copied: False for one that is written before the next step, since tensors that are on the CPU already stay the model's own.
+    copied: False for one that is written before the next step: tensors that are on the CPU stay the model's own.
     """
-    alone = len(trainer.models) == 1
     tree: dict[str, Any] = {"epoch": trainer.epoch, "step": trainer.step, "loss": trainer.loss}
     for name, model in trainer.models.items():
-        tree[key_of("model", name, alone)] = model.state_dict()
+        tree[trainer.key("model", name)] = model.state_dict()
     for name, optimizer in trainer.optimizers.items():
-        tree[key_of("optimizer", name, alone)] = optimizer.state_dict()
+        tree[trainer.key("optimizer", name)] = optimizer.state_dict()
     for name, schedule in trainer.schedules.items():
-        tree[key_of("scheduler", name, alone)] = plain_state(schedule.state_dict())
+        tree[trainer.key("scheduler", name)] = plain_state(schedule.state_dict())
     if trainer.scaler is not None:
         tree["scaler_state_dict"] = trainer.scaler.state_dict()
     for name, average in trainer.averages.items():
-        tree[key_of("ema", name, alone)] = dict(average.values)
+        tree[trainer.key("ema", name)] = dict(average.values)
     tree["rng_state"] = {"seed": trainer.config.seed, "derived_from": "seed, step, micro-step, rank"}
     tree["data_state"] = {"epoch": trainer.epoch, "batch": trainer.batch_in_epoch, "samples": trainer.samples}
     tree["best"] = dict(trainer.best) if trainer.best else None
@@ -203,10 +188,9 @@ def gathered(trainer: Trainer, *, copied: bool = False) -> dict[str, Any]:
 
 def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     """Gives a trainer that was just built the state of a checkpoint. Raises `Conflict` naming what does not fit."""
-    alone = len(trainer.models) == 1
     for name, model in trainer.models.items():
         try:
-            model.load_state_dict(_part(tree, key_of("model", name, alone), where))
+            model.load_state_dict(_part(tree, trainer.key("model", name), where))
         except RuntimeError as error:
             if took_part(error):
                 raise
@@ -221,32 +205,31 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     if trainer.scaler is not None:
         trainer.scaler.load_state_dict(_part(tree, "scaler_state_dict", where))
     for name, average in trainer.averages.items():
-        average.load(_part(tree, key_of("ema", name, alone), where))
+        average.load(_part(tree, trainer.key("ema", name), where))
     trainer.step, trainer.loss, trainer.best = tree["step"], tree["loss"], tree["best"]
     trainer.samples, trainer.pending = tree["data_state"]["samples"], "pending" in tree
 
 
 def _as_it_was(trainer: Trainer, tree: dict[str, Any], name: str, where: str) -> None:
     """An optimizer and its schedule go on where they stopped."""
-    alone = len(trainer.models) == 1
-    load_optimizer(trainer.optimizers[name], _part(tree, key_of("optimizer", name, alone), where), where)
+    load_optimizer(trainer.optimizers[name], _part(tree, trainer.key("optimizer", name), where), where)
     if name in trainer.schedules:
-        trainer.schedules[name].load_state_dict(_part(tree, key_of("scheduler", name, alone), where))
+        trainer.schedules[name].load_state_dict(_part(tree, trainer.key("scheduler", name), where))
 
 
 def _as_declared(trainer: Trainer, tree: dict[str, Any], name: str, where: str) -> None:
-    """An optimizer goes on with a learning rate or a schedule that was changed since: as if the schedule had been so from the beginning."""
-    alone, optimizer = len(trainer.models) == 1, trainer.optimizers[name]
+    """An optimizer goes on with a changed learning rate or schedule, as if the schedule had always been so."""
+    optimizer = trainer.optimizers[name]
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    load_optimizer(optimizer, _part(tree, key_of("optimizer", name, alone), where), where)
+    load_optimizer(optimizer, _part(tree, trainer.key("optimizer", name), where), where)
     for group, given in zip(optimizer.param_groups, options, strict=True):
         group.update(given)
     schedule, settings = trainer.schedules.get(name), trainer.config.optim[name].schedule
-    if schedule is None or settings is None or isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if schedule is None or settings is None or isinstance(schedule, ReduceLROnPlateau):
         return
     before = tree["config"]["optim"][name]["schedule"]
-    if before is not None and before["per"] == settings.per and "last_epoch" in tree[key_of("scheduler", name, alone)]:
-        forward_to(schedule, tree[key_of("scheduler", name, alone)]["last_epoch"])
+    if before is not None and before["per"] == settings.per and "last_epoch" in tree[trainer.key("scheduler", name)]:
+        forward_to(schedule, tree[trainer.key("scheduler", name)]["last_epoch"])
     else:
         forward_to(schedule, tree["step"] // (1 if settings.per == "step" else trainer.steps_per_epoch))
 
@@ -270,7 +253,7 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_cpu(value: Any, *, copied: bool = False) -> Any:
-    """A copy of a tree with its tensors on the CPU; those that were one stay one. copied: tensors that are there already, too."""
+    """A copy of a tree with its tensors on the CPU, shared ones still shared. copied: copy those that are there, too."""
     return _moved(value, copied, {})
 
 
