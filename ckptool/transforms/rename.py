@@ -16,7 +16,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import COUNTER, PEELED, StateDict, optimizers, unwrapped_front, without_wrappers
 from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
-from ckptool.transforms.rules import Rule
+from ckptool.transforms.rules import WHOLE_KEY, Rule, refuse_idle
 
 Rename = Callable[[str], str]
 
@@ -271,17 +271,8 @@ def by_rules(checkpoint: Checkpoint, roots: Sequence[StateDict], rules: Sequence
     for root in roots:
         for key in _names(root):
             rename(key)
-    if idle := [rule for number, rule in enumerate(rules) if number not in used]:
-        hidden = [rule for rule in idle if any(rule(key) is not None for root in roots for key in _names(root))]
-        why = (
-            "Earlier rules took every key that it would match."
-            if hidden
-            else "Rules are for the whole key; `*` crosses dots."
-        )
-        place = f" ({idle[0].place})" if idle[0].place else ""
-        raise NoMatch(
-            f"the rule {printable(idle[0].text)!r}{place} matches no key",
-            why,
-            "See the keys: ckptool inspect FILE --all",
-        )
+    unused = [rule for number, rule in enumerate(rules) if number not in used]
+    hidden = any(rule(key) is not None for rule in unused for root in roots for key in _names(root))
+    why = "Earlier rules took every key that it would match." if hidden else WHOLE_KEY
+    refuse_idle(rules, used, "no key", why)
     return apply(checkpoint, roots, rename)

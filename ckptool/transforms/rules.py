@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint.patterns import match_within_limit
-from ckptool.errors import UsageError, printable
+from ckptool.errors import NoMatch, UsageError, printable
+
+MAX_RULES = 16 << 20  # bytes of a file of them
+RULES_LOOK = "A line of it: - 'blocks.{n}.* => layers.{n}.*'"
+WHOLE_KEY = "Rules are for the whole key; `*` crosses dots."
+_ARROW = re.compile(r"\s*=>\s*")
+_TOKEN = re.compile(r"\*|\{(\w+)(?:\s*([+-])\s*([0-9]{1,9}))?\}|\\(.)|(\{)")
+
+Sums = tuple[tuple[str, int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`old => new` for whole keys. `text` is the rule as given, `place` where it was read (`rules.yaml, line 3`).
+    """`old => new` for whole keys. `text`: the rule as given; `place`: where it was read (`rules.yaml, line 3`).
 
-    sums: what follows the template: a group whose number is changed by so much, and the template after it.
+    sums: a group whose number is changed by so much, and the template after it; they follow `template`.
     """
 
     text: str
     pattern: re.Pattern[str]
     template: str
     place: str = ""
-    sums: tuple[tuple[str, int, str], ...] = ()
+    sums: Sums = ()
 
     def __call__(self, key: str) -> str | None:
         """The new key, or None if the rule does not match. Raises `UsageError` where a number would be negative."""
@@ -35,26 +43,32 @@ class Rule:
 
 def _sum(key: str, number: str, by: int) -> str:
     """The number changed by so much, with as many digits as it had where it begins with a zero."""
-    made = int(number) + by
-    if made < 0:
+    total = int(number) + by
+    if total < 0:
         raise UsageError(
             f"{printable(key)}: {number}{by:+} is below zero", "No layer has such a number. Nothing was written."
         )
-    return str(made).zfill(len(number) if number.startswith("0") else 0)
+    return str(total).zfill(len(number) if number.startswith("0") else 0)
 
 
-MAX_RULES = 16 << 20  # bytes of a file of them
-RULES_LOOK = "A line of it: - 'blocks.{n}.* => layers.{n}.*'"
-_ARROW = re.compile(r"\s*=>\s*")
-_TOKEN = re.compile(r"\*|\{(\w+)(?:\s*([+-])\s*([0-9]{1,9}))?\}|\\(.)|(\{)")
+def refuse_idle(rules: Sequence[Rule], used: Collection[int], matches: str, why: str) -> None:
+    """Raises `NoMatch` for the first rule whose number is not in `used`: it matches no key."""
+    idle = next((rule for number, rule in enumerate(rules) if number not in used), None)
+    if idle is not None:
+        place = f" ({idle.place})" if idle.place else ""
+        raise NoMatch(
+            f"the rule {printable(idle.text)!r}{place} matches {matches}",
+            why,
+            "See the keys: ckptool inspect FILE --all",
+        )
 
 
 def parse_rule(text: str, place: str = "") -> Rule:
     """A rule from its text: `'blocks.{n}.attn.* => layers.{n}.self_attn.*'`, or `'re:^enc\\.(.*)$ => encoder.\\1'`.
 
-    `*` stands for anything, dots included; `{name}` for something without a dot. `{n+1}` on the right is a sum; `{n}` is then digits.
-    Raises `UsageError` for a rule without `=>`, with a variable on the right that the left does not have, with a brace that is no
-    variable (`\\{` is a brace), or a regular expression that is none.
+    `*` stands for anything, dots included; `{name}` for something without a dot. `{n+1}` on the right is a sum; `{n}` is
+    then digits. Raises `UsageError` for a rule without `=>`, with a variable on the right that the left does not have, with
+    a brace that is no variable (`\\{` is a brace), or an invalid regular expression.
     """
     where = f"{place}: " if place else ""
     sides = _ARROW.split(text.strip())
@@ -68,7 +82,7 @@ def parse_rule(text: str, place: str = "") -> Rule:
         )
     old, new = sides
     try:
-        pattern, template, sums = _of_expression(old[3:], new) if old.startswith("re:") else _compile_glob(old, new)
+        pattern, template, sums = _expression(old[3:], new) if old.startswith("re:") else _glob(old, new)
         for part in (template, *(after for _, _, after in sums)):
             _check_template(pattern, part)
     except (re.error, IndexError, UsageError) as error:
@@ -80,77 +94,79 @@ def parse_rule(text: str, place: str = "") -> Rule:
     return Rule(text, pattern, template, place, sums)
 
 
-Compiled = tuple[re.Pattern[str], str, tuple[tuple[str, int, str], ...]]
-
-
-def _of_expression(old: str, new: str) -> Compiled:
-    """A regular expression, and its template. Raises `UsageError` for a variable in that, which would become a part of the key."""
+def _expression(old: str, new: str) -> tuple[re.Pattern[str], str, Sums]:
+    """A regular expression, and its template. Raises `UsageError` for a variable in that, which would become text."""
     if found := re.search(r"(?<!\\)\{\w+\s*([+-]\s*\w+\s*)?\}", new):
         raise UsageError(f"{found[0]} is for rules without re:; what a regular expression matched is \\1 or \\g<name>")
     return re.compile(old), new, ()
 
 
-def _compile_glob(old: str, new: str) -> Compiled:
-    """The pattern for the left side, the template for the right, and for each sum on the right its group, number and the template after."""
-    summed = {match[1] for match in _TOKEN.finditer(new) if match[2]}
-    stars = 0
-    seen: set[str] = set()
+class _Variable(NamedTuple):
+    """A `*` (without a name) or `{name}` of a side of a rule. by: the number of a sum."""
 
-    def group(match: re.Match[str]) -> str:
-        nonlocal stars
-        _refuse_brace(match)
-        if match[4] is not None:
-            return re.escape(match[4])
-        if match[1] is None:
-            stars += 1
-            return f"(?P<star{stars}>.*)"
-        if match[2]:
-            raise UsageError(f"{match[0]} is a sum, which stands on the right side")
-        if match[1] in seen:
-            return f"(?P=v_{match[1]})"
-        seen.add(match[1])
-        return f"(?P<v_{match[1]}>{'[0-9]+' if match[1] in summed else '[^.]+'})"
-
-    pattern = re.compile("".join(_substituted(old, group, re.escape)), re.DOTALL)
-    bound, stars = stars, 0
-
-    def reference(match: re.Match[str]) -> str | tuple[str, int]:
-        nonlocal stars
-        _refuse_brace(match)
-        if match[4] is not None:
-            return match[4].replace("\\", "\\\\")
-        if match[1] is None:
-            stars += 1
-            if stars > bound:
-                raise UsageError(f"the right side has more * than the left ({bound})")
-            return f"\\g<star{stars}>"
-        if match[1] not in seen:
-            raise UsageError(f"{{{match[1]}}} is not on the left side")
-        return (f"v_{match[1]}", int(match[2] + match[3])) if match[2] else f"\\g<v_{match[1]}>"
-
-    template = ""
-    sums: list[tuple[str, int, str]] = []
-    for part in _substituted(new, reference, lambda text: text.replace("\\", "\\\\")):
-        if isinstance(part, tuple):
-            sums.append((*part, ""))
-        elif sums:
-            sums[-1] = (*sums[-1][:2], sums[-1][2] + part)
-        else:
-            template += part
-    return pattern, template, tuple(sums)
+    text: str
+    name: str
+    by: int | None
 
 
-def _refuse_brace(match: re.Match[str]) -> None:
-    if match[5] is not None:
-        raise UsageError("a { begins a variable, {n}, or a sum, {n+1}; a brace itself is \\{")
-
-
-def _substituted(text: str, special: Callable[[re.Match[str]], Any], literal: Callable[[str], str]) -> list[Any]:
-    parts, at = [], 0
-    for match in _TOKEN.finditer(text):
-        parts += [literal(text[at : match.start()]), special(match)]
+def _pieces(side: str) -> list[str | _Variable]:
+    """The literal texts of a side and its variables."""
+    pieces: list[str | _Variable] = []
+    at = 0
+    for match in _TOKEN.finditer(side):
+        name, sign, number, escaped, brace = match.groups()
+        if brace is not None:
+            raise UsageError("a { begins a variable, {n}, or a sum, {n+1}; a brace itself is \\{")
+        by = int(sign + number) if sign else None
+        pieces += [side[at : match.start()], _Variable(match[0], name or "", by) if escaped is None else escaped]
         at = match.end()
-    return [*parts, literal(text[at:])]
+    return [*pieces, side[at:]]
+
+
+def _glob(old: str, new: str) -> tuple[re.Pattern[str], str, Sums]:
+    """The pattern of the left side, the template of the right, and the sums in it."""
+    right = _pieces(new)
+    summed = {piece.name for piece in right if isinstance(piece, _Variable) and piece.by is not None}
+    groups: list[str] = []
+    pattern = ""
+    for piece in _pieces(old):
+        if isinstance(piece, str):
+            pattern += re.escape(piece)
+        elif piece.by is not None:
+            raise UsageError(f"{piece.text} is a sum, which stands on the right side")
+        elif piece.name and f"v_{piece.name}" in groups:
+            pattern += f"(?P=v_{piece.name})"
+        else:
+            groups.append(f"v_{piece.name}" if piece.name else f"star{_stars(groups) + 1}")
+            content = ".*" if not piece.name else "[0-9]+" if piece.name in summed else "[^.]+"
+            pattern += f"(?P<{groups[-1]}>{content})"
+    return re.compile(pattern, re.DOTALL), *_template(right, groups)
+
+
+def _stars(groups: Collection[str]) -> int:
+    return sum(group.startswith("star") for group in groups)
+
+
+def _template(pieces: Sequence[str | _Variable], groups: Collection[str]) -> tuple[str, Sums]:
+    """The template of the right side up to the first sum, and each sum with the template after it."""
+    templates, sums, stars = [""], list[tuple[str, int]](), 0
+    for piece in pieces:
+        if isinstance(piece, str):
+            templates[-1] += piece.replace("\\", "\\\\")
+        elif not piece.name:
+            stars += 1
+            if stars > _stars(groups):
+                raise UsageError(f"the right side has more * than the left ({_stars(groups)})")
+            templates[-1] += f"\\g<star{stars}>"
+        elif f"v_{piece.name}" not in groups:
+            raise UsageError(f"{{{piece.name}}} is not on the left side")
+        elif piece.by is None:
+            templates[-1] += f"\\g<v_{piece.name}>"
+        else:
+            sums.append((f"v_{piece.name}", piece.by))
+            templates.append("")
+    after = zip(sums, templates[1:], strict=True)
+    return templates[0], tuple((group, by, template) for (group, by), template in after)
 
 
 def _check_template(pattern: re.Pattern[str], template: str) -> None:
