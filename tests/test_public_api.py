@@ -19,7 +19,6 @@ from ckptool.checkpoint import registry
 VERBS = sorted(
     path.stem for path in (Path(ckptool.__file__).parent / "verbs").glob("*.py") if not path.stem.startswith("_")
 )
-HELPERS = {"changing", "opening", "saving", "training"}  # what several verbs share
 LIVE = {"load_into"}  # on a live module
 CLASSES = [
     value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CkptoolError)
@@ -86,7 +85,7 @@ print([name for name in ("torch", "pickle", "rich", "typer") if name in sys.modu
 # Verbs ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in VERBS if name not in HELPERS])
+@pytest.mark.parametrize("name", VERBS)
 def test_verb(name: str) -> None:
     function = getattr(import_module(f"ckptool.verbs.{name}"), name)
     assert inspect.isfunction(function) and function.__module__ == f"ckptool.verbs.{name}"
@@ -97,7 +96,7 @@ def test_verb(name: str) -> None:
 
 def test_every_public_function_is_a_verb() -> None:
     functions = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
-    assert sorted(functions) == sorted([*(name for name in VERBS if name not in HELPERS), *LIVE])
+    assert sorted(functions) == sorted([*VERBS, *LIVE])
 
 
 # Errors --------------------------------------------------------------------------------------------------------------

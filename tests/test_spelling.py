@@ -16,7 +16,7 @@ import torch
 import ckptool
 from ckptool.cli import COMMANDS, main
 from ckptool.errors import NAMES, VALUED, CkptoolError, in_python
-from ckptool.verbs import changing, saving
+from ckptool.verbs import _save
 from tests.support.command_options import options_of
 
 FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
@@ -44,7 +44,7 @@ def arguments_of(command: str) -> set[str]:
     more = re.search(r"Unpack\[(\w+)\]", str(known["options"].annotation)) if "options" in known else None
     return {
         *known,
-        *(getattr(changing if more[1] == "ChangeOptions" else saving, more[1]).__annotations__ if more else ()),
+        *(getattr(_save, more[1]).__annotations__ if more else ()),
     }
 
 

@@ -9,7 +9,7 @@ from ckptool.errors import UsageError
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms.rename import add
-from ckptool.verbs.changing import ChangeOptions, begin_change
+from ckptool.verbs._save import ChangeOptions, begin_change
 from ckptool.verbs.strip_module import renamed_file
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from ckptool.formats.parts import refuse_placeholders
 from ckptool.reports.written import Written
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around
-from ckptool.verbs.saving import SaveOptions, save, written
+from ckptool.verbs._save import SaveOptions, save, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

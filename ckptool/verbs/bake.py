@@ -11,8 +11,7 @@ from ckptool.errors import NoMatch, counted
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms import bake as folding
-from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.saving import written
+from ckptool.verbs._save import ChangeOptions, begin_change, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

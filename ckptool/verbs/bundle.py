@@ -28,7 +28,7 @@ from ckptool.transforms.bundles import (
     table,
 )
 from ckptool.transforms.slim import with_twins
-from ckptool.verbs.saving import SaveOptions, refuse_beside, save, written
+from ckptool.verbs._save import SaveOptions, refuse_beside, save, written
 from ckptool.verbs.slim import new_ties
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from ckptool.errors import NoMatch, counted, printable
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
-from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.saving import SaveOptions, written
+from ckptool.verbs._save import ChangeOptions, SaveOptions, begin_change, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -34,7 +34,7 @@ from ckptool.transforms.flatten import (
     transient,
 )
 from ckptool.transforms.weights_only import weights_only as plain_values
-from ckptool.verbs.saving import SaveOptions, check_options, save, written
+from ckptool.verbs._save import SaveOptions, check_options, save, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -10,8 +10,7 @@ from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms import edit as edits
-from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.saving import written
+from ckptool.verbs._save import ChangeOptions, begin_change, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.commands import several
-from ckptool.verbs.training import PathLike, Say, configuration
+from ckptool.verbs._training import PathLike, Say, configuration
 
 if TYPE_CHECKING:
     from ckptool.reports.training import Proof

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ckptool.checkpoint.commands import several
 from ckptool.formats.opening import refuse_address
 from ckptool.reports.training import Pruned
-from ckptool.verbs.training import PathLike, check_harness
+from ckptool.verbs._training import PathLike, check_harness
 
 
 def prune(run: PathLike, set: str | Sequence[str] = (), *, dry_run: bool = False) -> Pruned:

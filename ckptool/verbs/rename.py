@@ -12,7 +12,7 @@ from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
-from ckptool.verbs.changing import ChangeOptions, begin_change
+from ckptool.verbs._save import ChangeOptions, begin_change
 from ckptool.verbs.strip_module import renamed_file
 
 if TYPE_CHECKING:

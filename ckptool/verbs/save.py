@@ -12,7 +12,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import storages
 from ckptool.output import check_target
 from ckptool.pickles.reduce import from_live
-from ckptool.verbs.saving import put_in_place
+from ckptool.verbs._save import put_in_place
 
 
 def save(

@@ -10,8 +10,7 @@ from ckptool.formats import named
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms import slim as slimming
-from ckptool.verbs.changing import ChangeOptions, begin_change
-from ckptool.verbs.saving import written
+from ckptool.verbs._save import ChangeOptions, begin_change, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

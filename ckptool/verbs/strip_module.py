@@ -13,8 +13,7 @@ from ckptool.errors import counted, listed, printable
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms.rename import Renamed, strip
-from ckptool.verbs.changing import Change, ChangeOptions, begin_change
-from ckptool.verbs.saving import written
+from ckptool.verbs._save import Change, ChangeOptions, begin_change, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

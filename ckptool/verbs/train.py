@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.commands import several
-from ckptool.verbs.training import PathLike, Say, check_harness, configuration
+from ckptool.verbs._training import PathLike, Say, check_harness, configuration
 
 if TYPE_CHECKING:
     from ckptool.reports.training import Outcome, Rehearsal

@@ -20,8 +20,8 @@ from ckptool.output import check_folder, replace_folder
 from ckptool.reports.verify import refuse_damaged
 from ckptool.reports.written import Saved, Written
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
+from ckptool.verbs._save import SaveOptions, check_options, refuse_beside, verifier, written
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
-from ckptool.verbs.saving import SaveOptions, check_options, refuse_beside, verifier, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

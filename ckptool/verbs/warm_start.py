@@ -20,7 +20,7 @@ from ckptool.reports.warm_start import LoadReport
 from ckptool.transforms.optimizer_state import as_state_dict, carried
 from ckptool.transforms.warm_start import filled
 from ckptool.transforms.warm_start_plan import WarmStartPlan, match_options, plan_warm_start
-from ckptool.verbs.saving import SaveOptions, check_options, save
+from ckptool.verbs._save import SaveOptions, check_options, save
 from ckptool.verbs.spec import find_target
 
 if TYPE_CHECKING:
