@@ -13,10 +13,10 @@ from typing import Any
 
 from ckptool.bridge.user_code import called, own
 from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBytes, Note, Storage, TensorEntry
+from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
-from ckptool.checkpoint.strided import verify
 from ckptool.errors import Conflict, MissingExtra, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats.opening import open_whole, refuse_part
 from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups

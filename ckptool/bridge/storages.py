@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import mmap as mapping
-import zlib
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
 from ckptool.checkpoint import Computed, Data, FileRange, Storage
+from ckptool.checkpoint.blocks import Crc, blocks, name_of
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.strided import fill
-from ckptool.errors import Corrupt, FileChanged, LimitExceeded, Unsupported, UsageError, printable
+from ckptool.errors import FileChanged, LimitExceeded, Unsupported, UsageError, printable
 
 untyped: Any = torch  # for the functions that torch gives no types, or wrong ones
 
@@ -75,8 +74,6 @@ def _at_home(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
 
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
-_PIECE = 4 << 20
-
 
 def is_faking() -> bool:
     """True under torch's `FakeTensorMode`, where tensors have no bytes."""
@@ -133,7 +130,7 @@ class Storages:
 
 
 def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:
-    """The bytes in memory of their own; raises `Corrupt` where they do not match their checksum."""
+    """The bytes in memory of their own; raises `Corrupt` where they do not have the checksum `crc`."""
     try:
         storage: torch.UntypedStorage = untyped.UntypedStorage(data.length)
     except (RuntimeError, MemoryError) as error:
@@ -144,24 +141,11 @@ def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:
         ) from error
     if not data.length:
         return storage
-    if isinstance(data, FileRange):
-        data.ready()
-    buffer = memoryview(cast(Any, _bytes_of(storage).numpy()))
-    total = 0
-    for place in range(0, data.length, _PIECE):
-        piece = buffer[place : place + _PIECE]
-        fill(data, place, piece)
-        total = zlib.crc32(piece, total) if crc is not None else 0
-    if crc is not None and total != crc:
-        where = (
-            f"{data.file}: the {data.length:,} bytes from {data.offset:,}"
-            if isinstance(data, FileRange)
-            else f"a storage of {data.length:,} bytes"
-        )
-        raise Corrupt(
-            f"{where} do not match their checksum (stored {crc:08x}, found {total:08x})",
-            "They were damaged after the file was written.",
-        )
+    total = Crc(expected=crc, name=name_of(data))
+    for block in blocks(data, into=memoryview(cast(Any, _bytes_of(storage).numpy()))):
+        if crc is not None:
+            total.update(block)
+    total.check("")
     return storage
 
 

@@ -11,12 +11,13 @@ import torch
 from ckptool.bridge import objects, tensors
 from ckptool.bridge.storages import Restorer, Storages, is_faking, restorer
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.state_dicts import find_state_dicts
-from ckptool.checkpoint.strided import subrange, verify
+from ckptool.checkpoint.strided import subrange
 from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed, printable
 from ckptool.pickles.calls import uses

@@ -88,7 +88,7 @@ class Storage:
 
     location: torch's tag, `cpu` or `cuda:0`.  crc: CRC-32 of the bytes as the container recorded it; None if it did not.
     deduplicated: its bytes may be stored once with those of other twins on the same `data`; they stay storages of their own.
-    intact: the bytes were compared with the checksum and match; noted by `strided.verify` so that each storage is read once for that.
+    intact: the bytes were compared with the checksum and match; noted by `blocks.verify` so that each storage is read once for that.
     """
 
     data: Data
@@ -218,7 +218,7 @@ class TensorEntry:
 
         Raises `Corrupt` where they do not match the checksum that the container has for them, as `numpy` does.
         """
-        from ckptool.checkpoint.strided import verify
+        from ckptool.checkpoint.blocks import verify
 
         verify(self)
         data = self.row_major()

@@ -14,9 +14,9 @@ from functools import wraps
 from typing import Any
 
 from ckptool.checkpoint import MAX_RANK, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DTYPES, DType
 from ckptool.checkpoint.nodes import MISSING, Object, canonical
-from ckptool.checkpoint.plan import Crc
 from ckptool.checkpoint.strided import swapped
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted, printable
 

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage
-from ckptool.errors import Corrupt, printable
-
-
-class Crc:
-    """The running CRC-32 of bytes that pass through the sink; `expected` is what it must come to, `name` what the bytes are."""
-
-    __slots__ = ("expected", "name", "value")
-
-    def __init__(self, value: int = 0, expected: int | None = None, name: str = "") -> None:
-        self.value = value
-        self.expected = expected
-        self.name = name
-
-    def update(self, data: bytes | bytearray | memoryview) -> None:
-        self.value = zlib.crc32(data, self.value)
-
-    def check(self) -> None:
-        """Raises `Corrupt` when all bytes have passed and the sum is not the expected one."""
-        if self.expected is not None and self.value != self.expected:
-            raise Corrupt(
-                f"{printable(self.name)} does not match its checksum (stored {self.expected:08x}, found {self.value:08x})",
-                "Its bytes were damaged after the file was written. Nothing was written.",
-            )
+from ckptool.checkpoint.blocks import Crc
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,17 +7,17 @@ are read at once (the rest of the span is thrown away), the others run by run, a
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.blocks import blocks, verify
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import file_problem
-from ckptool.checkpoint.numeric import CHUNK, packed, resolve, scratch
-from ckptool.errors import BadTensor, Corrupt, LimitExceeded, Unsupported, UsageError, counted, printable
+from ckptool.checkpoint.numeric import packed, resolve
+from ckptool.errors import BadTensor, LimitExceeded, Unsupported, UsageError, counted, printable
 
 if TYPE_CHECKING:
     import numpy
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _BLOCK = 8 << 20  # bytes of output made at a time: long runs make few calls
 _PACK = 4 << 20  # bytes read for it at a time
-_PIECE = 1 << 20  # bytes per read of what lies in order already
-_CHECKED = 64 << 20  # bytes of a storage whose checksum is looked at for any part of it
 _KEPT = 2  # blocks kept for the next read, in all: two views can be read side by side
 
 # A gap that costs about as much to read through as another call costs. A computed storage pays more for each call.
@@ -64,50 +62,6 @@ def swapped(storage: Storage, dtype: DType) -> Computed:
         return bytes(turned[offset - begin : offset - begin + length])
 
     return Computed(data.length, read, (storage,))
-
-
-def verify(entry: TensorEntry) -> None:
-    """Raises `Corrupt` if the storage of a tensor, or one that it is computed from, does not match its checksum.
-
-    Each storage is read once for that; a large one of which the tensor is a small part is not.
-    """
-    for storage in entry.storage.below():
-        if storage.crc is None or storage.intact or storage.nbytes > max(_CHECKED, 4 * entry.nbytes):
-            continue
-        found = 0
-        for place in range(0, storage.nbytes, _PIECE):
-            found = zlib.crc32(storage.data.read(place, _PIECE), found)
-        if found != storage.crc:
-            data = storage.data
-            where = (
-                f"{data.file}: the {data.length:,} bytes from {data.offset:,}"
-                if isinstance(data, FileRange)
-                else "a storage"
-            )
-            raise Corrupt(
-                f"{where} do not match their checksum (stored {storage.crc:08x}, found {found:08x})",
-                "They were damaged after the file was written.",
-                "See what else is damaged: ckptool verify FILE",
-            )
-        storage.intact = True
-
-
-def fill(data: Data, offset: int, buffer: memoryview) -> None:
-    """Fills `buffer` (bytes) with what `data` holds from `offset`, without another copy where it is in a file."""
-    if isinstance(data, FileRange):
-        data.ready()
-        data.file.read_into(data.offset + offset, buffer)
-    else:
-        buffer[:] = data.read(offset, len(buffer))
-
-
-def chunks(data: Data, itemsize: int, name: str) -> Iterator[Array]:
-    """The bytes of `data`, front to back, CHUNK elements at a time, as uint8 in the scratch array called `name`."""
-    step = CHUNK * itemsize
-    for place in range(0, data.length, step):
-        raw = scratch(name, "u1", min(step, data.length - place))
-        fill(data, place, raw.data)
-        yield raw
 
 
 def row_major(entry: TensorEntry) -> Data:
@@ -174,8 +128,8 @@ def to_numpy(entry: TensorEntry) -> numpy.ndarray[tuple[int, ...], numpy.dtype[n
         ) from error
     raw = array.view(numpy.uint8)
     data = row_major(entry)
-    for place in range(0, len(raw), _PIECE):
-        fill(data, place, raw[place : place + _PIECE].data)
+    for _ in blocks(data, into=raw.data):
+        pass
     resolve(raw, entry.dtype, entry.flags)
     return array.reshape(entry.shape)
 

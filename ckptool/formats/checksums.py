@@ -13,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 
 from ckptool.checkpoint import Computed, Data
-from ckptool.checkpoint.strided import fill
+from ckptool.checkpoint.blocks import blocks
 from ckptool.errors import CkptoolError, Corrupt, FileChanged
 
 PIECE = 32 << 20  # at most so much of one stretch at a time
 BATCH = 8 << 20  # short ones are handed out together, up to so many bytes
 BATCHED = 512
 ALONE = 1 << 20  # not worth a thread
-BUFFER = 512 << 10  # stays in the processor's cache between reading and summing
 
 Sum = int | CkptoolError
 Piece = tuple[int, int, int]  # which stretch, from where, how many bytes
@@ -93,17 +92,14 @@ def _batches(stretches: Sequence[Data]) -> Iterator[list[Piece]]:
 
 
 def _sums(stretches: Sequence[Data], batch: list[Piece]) -> list[Sum]:
-    buffer = memoryview(bytearray(min(BUFFER, max(length for _, _, length in batch))))
-    return [_sum(stretches[index], at, length, buffer) for index, at, length in batch]
+    return [_sum(stretches[index], at, length) for index, at, length in batch]
 
 
-def _sum(data: Data, at: int, length: int, buffer: memoryview) -> Sum:
+def _sum(data: Data, at: int, length: int) -> Sum:
     value = 0
     try:
-        for place in range(at, at + length, len(buffer) or 1):
-            part = buffer[: min(len(buffer), at + length - place)]
-            fill(data, place, part)
-            value = zlib.crc32(part, value)
+        for block in blocks(data, at, at + length):
+            value = zlib.crc32(block, value)
     except FileChanged:
         raise
     except CkptoolError as error:

@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, FileRange, InlineBytes, Note, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, command
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Source
-from ckptool.checkpoint.plan import Checksummed, Crc, Plan, Segment
+from ckptool.checkpoint.plan import Checksummed, Plan, Segment
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import (
     Ambiguous,

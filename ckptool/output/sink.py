@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage
-from ckptool.checkpoint.plan import Checksummed, Crc, Deferred, Plan, Segment
+from ckptool.checkpoint.blocks import Crc, blocks, name_of
+from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.errors import Corrupt
 from ckptool.output.copying import copy_range, start_writeback, write_all
 from ckptool.output.hashing import StreamingSha256
@@ -24,7 +25,6 @@ GATHER = 1 << 20
 LARGE = 256 << 10  # written from where it is, without being gathered
 VIEW = 2 << 20  # of what is in memory
 COMPUTE = 512 << 10  # asked of a `Computed` at once: what it works on stays in the processor's cache
-SUM = 1 << 20
 
 
 class Sink:
@@ -176,7 +176,7 @@ class Sink:
             for below in storage.data.inputs:
                 self._check(below, checked)
         if storage.crc is not None:
-            self._sum(storage.data, Crc(expected=storage.crc, name=_place(storage.data)))
+            self._sum(storage.data, Crc(expected=storage.crc, name=name_of(storage.data)))
 
     def _sum(self, data: Data, crc: Crc) -> None:
         # What is computed may keep its place in a stream, so nobody else reads it; what is small is not worth a thread.
@@ -190,17 +190,10 @@ class Sink:
         self.jobs.append(self.pool.submit(self._sum_up, data, crc))
 
     def _sum_up(self, data: Data, crc: Crc) -> None:
-        buffer = memoryview(bytearray(min(SUM, data.length)))
-        for offset in range(0, data.length, SUM):
+        for block in blocks(data):
             if self.cancelled:
                 return
-            size = min(SUM, data.length - offset)
-            if isinstance(data, FileRange):
-                data.ready()
-                data.file.read_into(data.offset + offset, buffer[:size])
-                crc.update(buffer[:size])
-            else:
-                crc.update(data.read(offset, size))
+            crc.update(block)
         crc.check()
 
 
@@ -210,14 +203,6 @@ def made(late: Deferred) -> bytes:
     if len(data) != late.length:
         raise AssertionError(f"{len(data)} bytes where {late.length} were planned")
     return data
-
-
-def _place(data: Data) -> str:
-    return (
-        f"{data.file}: the data at byte {data.offset:,} ({data.length:,} bytes)"
-        if isinstance(data, FileRange)
-        else f"a record of {data.length:,} bytes"
-    )
 
 
 def segments_of(plan: Plan) -> Iterable[Segment]:

@@ -11,9 +11,10 @@ from math import inf, isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Data, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint.blocks import chunks, fill
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, dot, has_numbers, numbers, resolve, scratch
-from ckptool.checkpoint.strided import chunks, fill, in_storage_order, row_major, storage_axes
+from ckptool.checkpoint.strided import in_storage_order, row_major, storage_axes
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:

@@ -21,18 +21,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ckptool.checkpoint import Composite, Data, FileRange, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint import Composite, FileRange, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint.blocks import chunks, sha256_of
 from ckptool.checkpoint.graph import structural_parts
 from ckptool.checkpoint.nodes import MISSING, Global
 from ckptool.checkpoint.numeric import resolve
 from ckptool.checkpoint.numpy_arrays import LazyBytes
-from ckptool.checkpoint.strided import chunks, fill, row_major
+from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import Path, address, storages, tensors
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Unsupported, printable
 
 SCHEMA = "ckptool.digests/1"
 MAX_FILE = 512 << 20
-_READ = 512 << 10
 # Views may show a byte many times over: so much more than what is stored is read for their sake.
 _FREE_BYTES = 256 << 20
 _TIMES_STORED = 4
@@ -88,22 +88,12 @@ def tensor_digest(tensor: Tensor) -> str:
 def _entry_digest(entry: TensorEntry) -> str:
     data, flags = row_major(entry), entry.flags
     if not (flags.conj or flags.neg):
-        return _bytes_digest(data)
+        return sha256_of(data).hexdigest()
     if entry.dtype.kind not in ("float", "complex"):
         raise Unsupported(f"a negated view of type {entry.dtype} has no values", "torch makes no such view.")
     total = hashlib.sha256()
     for raw in chunks(data, entry.dtype.itemsize, "raw"):
         total.update(resolve(raw, entry.dtype, flags).data)
-    return total.hexdigest()
-
-
-def _bytes_digest(data: Data) -> str:
-    total = hashlib.sha256()
-    buffer = memoryview(bytearray(min(_READ, data.length)))
-    for place in range(0, data.length, _READ):
-        part = buffer[: min(_READ, data.length - place)]
-        fill(data, place, part)
-        total.update(part)
     return total.hexdigest()
 
 
@@ -129,9 +119,9 @@ def _made_of(node: Any, parts: int) -> str:
     if isinstance(node, TensorEntry):
         return _json(["tensor", node.dtype.name, node.shape, _entry_digest(node)])
     if isinstance(node, StorageRef):
-        return _json(["storage", node.dtype.name if node.dtype else None, _bytes_digest(node.storage.data)])
+        return _json(["storage", node.dtype.name if node.dtype else None, sha256_of(node.storage.data).hexdigest()])
     if isinstance(node, LazyBytes):
-        return _json(["bytes", _bytes_digest(node.data)])
+        return _json(["bytes", sha256_of(node.data).hexdigest()])
     if node is MISSING:
         return "missing"
     return _json([type(node).__name__, parts]) if parts else _json(_key(node))

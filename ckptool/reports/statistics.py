@@ -7,8 +7,9 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.blocks import chunks
 from ckptool.checkpoint.numeric import dot, numbers, resolve, scratch
-from ckptool.checkpoint.strided import any_order, chunks, without_repeats
+from ckptool.checkpoint.strided import any_order, without_repeats
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array

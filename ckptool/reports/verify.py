@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, PartOf, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, PartOf, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.blocks import chunks, mismatch
 from ckptool.checkpoint.commands import Advice, command, input_of
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.numeric import has_numbers, numbers
 from ckptool.checkpoint.registry import provide
-from ckptool.checkpoint.strided import any_order, chunks
+from ckptool.checkpoint.strided import any_order
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, tensors, walk
 from ckptool.errors import CkptoolError, Corrupt, listed, printable
 from ckptool.formats.checksums import checksums
@@ -137,14 +138,18 @@ def check_archive(archive: Archive, tree: Any, progress: Progress | None = None)
         about = (record.name, archive.source.start + record.data_at, tuple(owners.get(id(record), ())))
         if (problem := unconfirmed.get(id(record))) is not None:
             yield Problem(problem.code, problem.what, problem.why, *about)
-        if isinstance(found, CkptoolError):
-            yield Problem(found.code, found.what, found.why, *about)
-        elif found != record.crc:
-            what = f"the record {record} does not match its checksum (stored {record.crc:08x}, found {found:08x})"
-            yield Problem("checksum", what, _CHANGED, *about)
+        yield from _of_sum(found, record.crc, f"the record {record}", about)
 
 
-_CHANGED = "Its bytes changed after they were written, or its checksum did: a bad disk, memory or copy."
+def _of_sum(
+    found: int | CkptoolError, stored: int, name: str, about: tuple[str, int | None, tuple[str, ...]]
+) -> Iterator[Problem]:
+    """The problem of data that could not be read, or whose CRC-32 is not the stored one."""
+    if isinstance(found, CkptoolError):
+        yield Problem(found.code, found.what, found.why, *about)
+    elif found != stored:
+        why = "Its bytes changed after they were written, or its checksum did: a bad disk, memory or copy."
+        yield Problem("checksum", mismatch(name, stored, found), why, *about)
 
 
 def _unconfirmed(record: Record) -> CkptoolError | None:
@@ -166,38 +171,38 @@ def _owners(records: Sequence[Record], archive: Archive, tree: Any) -> dict[int,
     by_data = {id(record.data): id(record) for record in records if record.is_used}
     starts = [archive.source.start + record.data_at for record in records]
     owners: dict[int, list[str]] = defaultdict(list)
-    for path, node in walk(tree):
-        for part in stored_parts(node):
-            for below in part.storage.below():
-                data = below.data
-                place = by_data.get(id(data))
-                if place is None and isinstance(data, FileRange) and data.file is archive.source.file:
-                    at = bisect_right(starts, data.offset) - 1
-                    place = id(records[at]) if at >= 0 else None
-                if place is not None:
-                    owners[place].append(address(path))
+    for place, storage in _storages_by_address(tree):
+        data = storage.data
+        owner = by_data.get(id(data))
+        if owner is None and isinstance(data, FileRange) and data.file is archive.source.file:
+            at = bisect_right(starts, data.offset) - 1
+            owner = id(records[at]) if at >= 0 else None
+        if owner is not None:
+            owners[owner].append(place)
     return owners
 
 
+def _storages_by_address(tree: Any) -> Iterator[tuple[str, Storage]]:
+    """Every storage of every tensor, and those that it is computed from, with the tensor's address."""
+    for path, node in walk(tree):
+        for part in stored_parts(node):
+            for storage in part.storage.below():
+                yield address(path), storage
+
+
 def check_storages(tree: Any, progress: Progress | None = None) -> tuple[list[Problem], int, int]:
-    """The storages of a tree that have checksums of their own (of files in a folder): what is wrong, how many there are, their bytes."""
+    """The storages of a tree with checksums of their own (of files in a folder): problems, how many there are, their bytes."""
     found = {id(part): part for storage in storages(tree) for part in storage.below() if part.crc is not None}
     sums = checksums([part.data for part in found.values()], progress)
     names: dict[int, list[str]] = defaultdict(list)
-    problems: list[Problem] = []
     if any(total != part.crc for total, part in zip(sums, found.values(), strict=True)):
-        for path, node in walk(tree):
-            for stored in stored_parts(node):
-                for below in stored.storage.below():
-                    names[id(below)].append(address(path))
+        for place, storage in _storages_by_address(tree):
+            names[id(storage)].append(place)
+    problems: list[Problem] = []
     for total, part in zip(sums, found.values(), strict=True):
-        place = part.data.offset if isinstance(part.data, FileRange) else None
-        about = (str(part.data.file) if isinstance(part.data, FileRange) else "", place, tuple(names[id(part)]))
-        if isinstance(total, CkptoolError):
-            problems.append(Problem(total.code, total.what, total.why, *about))
-        elif total != part.crc:
-            what = f"{part.nbytes:,} bytes do not match their checksum (stored {part.crc:08x}, found {total:08x})"
-            problems.append(Problem("checksum", what, _CHANGED, *about))
+        file, offset = (str(part.data.file), part.data.offset) if isinstance(part.data, FileRange) else ("", None)
+        about = (file, offset, tuple(names[id(part)]))
+        problems += _of_sum(total, part.crc or 0, f"a stretch of {part.nbytes:,} bytes", about)
     return problems, len(found), sum(part.nbytes for part in found.values())
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, Computed, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.blocks import BlockReader, Prefetcher
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.numeric import CHUNK, numbers, resolve, scratch
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.transforms.casting import rounded
-from ckptool.transforms.prefetch import BlockReader, Prefetcher
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array

@@ -21,9 +21,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import NO_FLAGS, Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.blocks import blocks, fill
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, numbers, scratch
-from ckptool.checkpoint.strided import fill, row_major
+from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, UsageError
 
 if TYPE_CHECKING:
@@ -353,8 +354,8 @@ def losses(entry: TensorEntry, new: DType) -> CastTally:
     """What converting a tensor does to its values; reads all of them."""
     tally = CastTally()
     data = row_major(converted(compact(entry), new, tally))
-    for place in range(0, data.length, CHUNK * new.itemsize):
-        data.read(place, CHUNK * new.itemsize)
+    for _ in blocks(data):
+        pass
     return tally
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.checkpoint.strided import row_major, subrange
@@ -17,7 +17,6 @@ from ckptool.errors import UsageError, printable
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count on their own.
 MIN_TWIN = 1024
-_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +238,5 @@ def equal(candidates: Sequence[tuple[Any, Storage]]) -> Iterator[list[Storage]]:
         same: dict[bytes, list[Storage]] = defaultdict(list)
         for storage in group:
             if len(group) > 1 and (sums[storage.crc] > 1 or None in sums):
-                same[_digest(storage.data)].append(storage)
+                same[sha256_of(storage.data).digest()].append(storage)
         yield from (twins for twins in same.values() if len(twins) > 1)
-
-
-def _digest(data: Data) -> bytes:
-    total = hashlib.sha256()
-    for offset in range(0, data.length, _PIECE):
-        total.update(data.read(offset, min(_PIECE, data.length - offset)))
-    return total.digest()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.checkpoint import Computed, FileRange, InlineBytes
+from ckptool.checkpoint import Computed, FileRange, InlineBytes, blocks
 from ckptool.checkpoint.files import Source
 from ckptool.errors import Corrupt, FileChanged, Truncated
 from ckptool.formats import checksums as module
@@ -27,7 +27,7 @@ def test_joined(length: int) -> None:
 def test_of_files_and_of_what_is_computed(alone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ALONE", alone)
     monkeypatch.setattr(module, "PIECE", 1000)
-    monkeypatch.setattr(module, "BUFFER", 300)
+    monkeypatch.setattr(blocks, "BLOCK", 300)
     monkeypatch.setattr(module, "BATCH", 2000)
     data = random.Random(1).randbytes(100_000)
     path = tmp_path / "data"

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from ckptool.checkpoint import Computed, FileRange, InlineBytes
+from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.plan import Checksummed, Crc, Plan
+from ckptool.checkpoint.plan import Checksummed, Plan
 from ckptool.errors import CkptoolError, Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
 from ckptool.output import durable
 from ckptool.output.durable import replace_file

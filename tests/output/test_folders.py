@@ -14,8 +14,9 @@ import pytest
 
 import ckptool
 from ckptool.checkpoint import Computed, FileRange, InlineBytes
+from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.plan import Checksummed, Crc, Plan
+from ckptool.checkpoint.plan import Checksummed, Plan
 from ckptool.errors import Conflict, Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
 from ckptool.formats import read
 from ckptool.output import folders

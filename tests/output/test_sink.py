@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage
+from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.plan import Checksummed, Crc, Deferred, Plan, Segment
+from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.errors import Corrupt, FileChanged
 from ckptool.output import copying, sink
 from ckptool.output.sink import Sink, segments_of

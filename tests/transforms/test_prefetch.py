@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.blocks import BLOCK, ROOM, BlockReader, Prefetcher
 from ckptool.errors import Corrupt
 from ckptool.formats import read
-from ckptool.transforms.prefetch import BLOCK, ROOM, BlockReader, Prefetcher
 
 
 def tensors(folder: Path, count: int, length: int) -> list[TensorEntry]:

@@ -10,7 +10,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 from ckptool.checkpoint import Data, InlineBytes, Storage
-from ckptool.checkpoint.plan import Checksummed, Crc, Deferred, Plan, Segment
+from ckptool.checkpoint.blocks import Crc
+from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.formats.checksums import crc_combine
 from ckptool.formats.zip import writer
 from ckptool.formats.zip.record import (
