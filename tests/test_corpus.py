@@ -22,11 +22,8 @@ from ckptool.errors import CkptoolError, UnsafeObject, UsageError
 from ckptool.formats import read
 from ckptool.pickles.calls import CUSTOM, UNKNOWN, uses_of
 from ckptool.reports.written import Written
-from tests.support.files import load
+from tests.support.files import CORPUS, load
 from tests.support.same import assert_same_objects, assert_same_tree
-
-CORPUS = Path(__file__).resolve().parents[2] / "shared" / "corpus"
-
 
 CONTAINERS = {"zip": "torch-zip", "legacy": "torch-legacy", "raw-pickle": "pickle"}
 

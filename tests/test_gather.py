@@ -29,7 +29,7 @@ def data_of(raw: bytes, kind: str, folder: Path) -> Data:
     return FileRange(Source(path), 4, len(raw))
 
 
-def entry_of(tensor: torch.Tensor, kind: str, folder: Path) -> TensorEntry:
+def stored_entry(tensor: torch.Tensor, kind: str, folder: Path) -> TensorEntry:
     raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
     dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
     storage = Storage(data_of(raw, kind, folder))
@@ -65,7 +65,7 @@ def views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64", "complex128"])
 def test_row_major_is_what_torch_says(dtype: str, kind: str, tmp_path: Path) -> None:
     for name, view in views(getattr(torch, dtype)).items():
-        entry = entry_of(view, kind, tmp_path)
+        entry = stored_entry(view, kind, tmp_path)
         data = entry.row_major()
         assert data.length == entry.nbytes, name
         assert entry.bytes() == bytes_of(view), name
@@ -100,7 +100,7 @@ def test_any_byte_range_of_any_view(tmp_path_factory: pytest.TempPathFactory, da
 
 
 def test_contiguous_data_stays_a_range_of_the_file(tmp_path: Path) -> None:
-    entry = entry_of(torch.arange(100.0)[10:20], "file", tmp_path)
+    entry = stored_entry(torch.arange(100.0)[10:20], "file", tmp_path)
     data = entry.row_major()
     assert isinstance(data, FileRange)
     assert (data.offset, data.length) == (44, 40)
@@ -141,7 +141,7 @@ def test_large_transposed_tensor_in_bounded_memory(tmp_path: Path) -> None:
 
 def test_blocks_kept_are_few(tmp_path: Path) -> None:
     for _ in range(5):
-        entry_of(torch.ones(50, 40).t(), "file", tmp_path).row_major().read(0, 100)
+        stored_entry(torch.ones(50, 40).t(), "file", tmp_path).row_major().read(0, 100)
     assert len(strided._recent) <= 2
 
 
@@ -155,7 +155,7 @@ def test_conjugate_and_negative_bits_are_applied(dtype: str, tmp_path: Path) -> 
         torch._neg_view(base.conj()),
         base.conj().imag,
     ):
-        entry = entry_of(view, "file", tmp_path)
+        entry = stored_entry(view, "file", tmp_path)
         assert entry.flags.conj or entry.flags.neg
         assert entry.numpy().tobytes() == bytes_of(view)
 
@@ -204,7 +204,7 @@ SLICES = [
 @pytest.mark.parametrize("text", SLICES)
 def test_slice_view_is_numpy_indexing(text: str, tmp_path: Path) -> None:
     tensor = torch.arange(6 * 7 * 8).reshape(7, 6, 8).transpose(0, 1)
-    entry = entry_of(tensor, "file", tmp_path)
+    entry = stored_entry(tensor, "file", tmp_path)
     wanted = eval(f"array[{text}]", {"array": tensor.numpy()})
     found = strided.slice_view(entry, text)
     assert found.shape == numpy.shape(wanted)

@@ -21,13 +21,13 @@ from ckptool.cli import main
 from ckptool.errors import FileProblem
 from ckptool.output import copying
 from tests.support.files import load, saved
-from tests.support.hostile_system import FULL, PROGRAM, ROOT, clean, state, temporaries
+from tests.support.hostile_system import FULL, PROGRAM, ROOT, clean, temporaries, wrapped_state
 from tests.support.same import assert_same_objects
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return saved(state(), tmp_path / "in.pt")
+    return saved(wrapped_state(), tmp_path / "in.pt")
 
 
 # Full disks -----------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_short_and_interrupted_calls_are_completed(
 
 def test_signals_do_not_disturb_writing(tmp_path: Path) -> None:
     """EINTR: a timer that fires all the time changes nothing."""
-    file = saved(state(2_000), tmp_path / "in.pt")
+    file = saved(wrapped_state(2_000), tmp_path / "in.pt")
     ticks: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: ticks.append(number))
     signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)

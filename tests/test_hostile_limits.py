@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.support.files import load, saved
-from tests.support.hostile_system import FULL, PROGRAM, state, temporaries
+from tests.support.hostile_system import FULL, PROGRAM, temporaries, wrapped_state
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return saved(state(), tmp_path / "in.pt")
+    return saved(wrapped_state(), tmp_path / "in.pt")
 
 
 LOW_MEMORY = """
@@ -31,7 +31,7 @@ main()
 
 @pytest.mark.parametrize("words", [FULL[0], FULL[3], ["inspect", "in.pt", "--stats"]], ids=" ".join)
 def test_too_little_memory_is_an_error_and_writes_nothing(words: list[str], tmp_path: Path) -> None:
-    saved({"model": state(12_000), "text": "x" * 3_000_000}, tmp_path / "in.pt")
+    saved({"model": wrapped_state(12_000), "text": "x" * 3_000_000}, tmp_path / "in.pt")
     codes = set()
     for room in (1 << 18, 3 << 20, 12 << 20, 400 << 20):
         (tmp_path / "out.pt").write_bytes(b"old")

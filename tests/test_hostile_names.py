@@ -20,8 +20,8 @@ from ckptool.transforms.rules import parse_rule
 from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import contents, load, saved, weights
+from tests.support.memory import LIMIT, peak
 from tests.support.same import assert_same_objects
-from tests.test_memory import LIMIT, peak
 
 # Keys -----------------------------------------------------------------------------------------------------------------
 

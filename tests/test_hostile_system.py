@@ -26,14 +26,14 @@ import ckptool
 from ckptool.errors import CkptoolError, FileChanged, FileProblem
 from ckptool.output import durable
 from tests.support.files import load, saved
-from tests.support.hostile_system import PROGRAM, ROOT, clean, state, temporaries
+from tests.support.hostile_system import PROGRAM, ROOT, clean, temporaries, wrapped_state
 from tests.support.processes import default_signals
 from tests.support.same import assert_same_objects
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return saved(state(), tmp_path / "in.pt")
+    return saved(wrapped_state(), tmp_path / "in.pt")
 
 
 # Inputs that change ---------------------------------------------------------------------------------------------------
@@ -75,7 +75,11 @@ def test_an_input_that_changes_while_it_is_read_is_refused(
 ) -> None:
     """At the first read, in the middle, and at the last: never a result, a crash, or another error than that."""
     file, out = tmp_path / f"in.{container}", tmp_path / "out.pt"
-    data = safetensors.torch.save(state()) if container == "safetensors" else saved(state(), file).read_bytes()
+    data = (
+        safetensors.torch.save(wrapped_state())
+        if container == "safetensors"
+        else saved(wrapped_state(), file).read_bytes()
+    )
     file.with_name(f"copy.{container}").write_bytes(data)
     reads, at, lock = [0], [0], threading.Lock()  # checksums are read in threads
 
@@ -166,7 +170,7 @@ cli.main()
 
 def test_rows_158_and_159_two_writers_and_a_reader(tmp_path: Path) -> None:
     """One complete winner; a reader sees the file of one or the other, whole, all the time."""
-    file, target = saved(state(), tmp_path / "in.pt"), tmp_path / "out.pt"
+    file, target = saved(wrapped_state(), tmp_path / "in.pt"), tmp_path / "out.pt"
     ckptool.strip_module(file, target)
     writers = [
         subprocess.Popen(
@@ -190,7 +194,7 @@ def test_rows_158_and_159_two_writers_and_a_reader(tmp_path: Path) -> None:
 
 
 def test_of_several_edits_in_place_at_once_some_are_refused(tmp_path: Path) -> None:
-    file = saved(state(), tmp_path / "in.pt")
+    file = saved(wrapped_state(), tmp_path / "in.pt")
     codes: list[str] = []
 
     def edit() -> None:
@@ -208,7 +212,7 @@ def test_of_several_edits_in_place_at_once_some_are_refused(tmp_path: Path) -> N
         thread.join()
     assert set(codes) <= {"done", "conflict", "file-changed"} and "done" in codes
     prefix = "module." * codes.count("done")
-    assert_same_objects(load(file), {f"{prefix}{key}": value for key, value in state().items()})
+    assert_same_objects(load(file), {f"{prefix}{key}": value for key, value in wrapped_state().items()})
 
 
 # What others left -----------------------------------------------------------------------------------------------------

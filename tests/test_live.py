@@ -18,7 +18,7 @@ from ckptool.errors import PlanRefused, UsageError
 from fixtures.make import TiedLanguageModel, make, mlp, train
 from tests.support.errors import three_parts
 from tests.support.files import saved
-from tests.support.live_models import Classifier, bits, compiled, same, snapshot
+from tests.support.live_models import Classifier, assert_same_state, bits, compiled, snapshot
 
 # The cases of the tutorials ------------------------------------------------------------------------------------------
 
@@ -26,7 +26,7 @@ from tests.support.live_models import Classifier, bits, compiled, same, snapshot
 def test_a_prefix_on_all_keys(tmp_path: Path) -> None:
     trained, model = nn.DataParallel(mlp()), mlp()
     report = ckptool.load_into(model, saved(trained.state_dict(), tmp_path / "dp.pt"))
-    same(model, trained.module.state_dict())
+    assert_same_state(model, trained.module.state_dict())
     assert report.applied and report.share == 1 and not report.missing and not report.unexpected
     assert [note.code for note in report.normalised] == ["prefix"]
 
@@ -52,7 +52,7 @@ def test_a_renamed_backbone(tmp_path: Path) -> None:
     trained, model = Classifier(), Classifier()
     state = {name.replace("backbone", "encoder"): tensor for name, tensor in trained.state_dict().items()}
     report = ckptool.load_into(model, saved(state, tmp_path / "old.pt"), rename="encoder.* => backbone.*", strict=True)
-    same(model, trained.state_dict())
+    assert_same_state(model, trained.state_dict())
     assert report.share == 1
 
 
@@ -60,14 +60,14 @@ def test_a_rule_is_for_keys_without_wrappers_too(tmp_path: Path) -> None:
     trained, model = Classifier(), Classifier()
     state = {f"module.{name.replace('backbone', 'encoder')}": tensor for name, tensor in trained.state_dict().items()}
     ckptool.load_into(model, saved(state, tmp_path / "old.pt"), rename=["encoder.* => backbone.*"], strict=True)
-    same(model, trained.state_dict())
+    assert_same_state(model, trained.state_dict())
 
 
 def test_a_checkpoint_of_a_whole_training_state(tmp_path: Path) -> None:
     file = make("training.pt", tmp_path)
     model = mlp()
     report = ckptool.load_into(model, file)
-    same(model, torch.load(file)["model_state_dict"])
+    assert_same_state(model, torch.load(file)["model_state_dict"])
     assert report.root == "model_state_dict" and "ema_state_dict is its average" in str(report)
     ckptool.load_into(model, f"{file}#ema_state_dict")
     with pytest.raises(UsageError, match="2 sets of model weights"):
@@ -80,7 +80,7 @@ def test_a_cpu_model_from_a_cuda_checkpoint(tmp_path: Path) -> None:
     assert {tensor.location for tensor in checkpoint.tree.values()} == {"cuda:0"}
     model = mlp()
     assert ckptool.load_into(model, checkpoint).share == 1
-    same(model, torch.load(file, map_location="cpu"))
+    assert_same_state(model, torch.load(file, map_location="cpu"))
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
@@ -90,7 +90,9 @@ def test_a_half_checkpoint_into_a_float_model(tmp_path: Path, half: torch.dtype)
         name: tensor.to(half) if tensor.is_floating_point() else tensor for name, tensor in trained.state_dict().items()
     }
     report = ckptool.load_into(model, saved(state, tmp_path / "half.pt"))
-    same(model, {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()})
+    assert_same_state(
+        model, {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    )
     assert all(fact.exact for fact in report.dtype_changes) and len(report.dtype_changes) == 8
 
 
@@ -100,7 +102,7 @@ def test_a_float_checkpoint_into_a_half_model(tmp_path: Path) -> None:
         trained.fc2.bias.fill_(1e6)
         trained.fc1.bias.fill_(0.5)
     report = ckptool.load_into(model, saved(trained.state_dict(), tmp_path / "float.pt"))
-    same(
+    assert_same_state(
         model,
         {
             name: tensor.half() if tensor.is_floating_point() else tensor
@@ -132,7 +134,7 @@ def test_tied_weights_satisfied_through_their_alias(tmp_path: Path, left_out: st
     trained, model = TiedLanguageModel(), TiedLanguageModel()
     state = {name: tensor for name, tensor in trained.state_dict().items() if name != left_out}
     report = ckptool.load_into(model, saved(state, tmp_path / "hf.pt"), strict=True)
-    same(model, trained.state_dict())
+    assert_same_state(model, trained.state_dict())
     assert model.head.weight is model.embed.weight
     assert [name for name, _ in report.tied] == [left_out] and report.share == 1
 
@@ -141,7 +143,7 @@ def test_two_values_for_one_tied_tensor(tmp_path: Path) -> None:
     state = {name: tensor.clone() for name, tensor in TiedLanguageModel().state_dict().items()}
     model = TiedLanguageModel()
     ckptool.load_into(model, saved(state, tmp_path / "equal.pt"))  # two tensors, one value
-    same(model, state)
+    assert_same_state(model, state)
     state["head.weight"] += 1
     before, file = snapshot(model), saved(state, tmp_path / "untied.pt")
     with pytest.raises(PlanRefused, match="one tensor in the target"):
@@ -176,7 +178,7 @@ def test_a_meta_model(tmp_path: Path, tied: bool) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     ckptool.load_into(model, file, strict=True)
-    same(model, trained.state_dict())
+    assert_same_state(model, trained.state_dict())
     assert not any(parameter.requires_grad for parameter in model.parameters())
     if tied:
         assert model.head.weight is model.embed.weight
@@ -225,7 +227,7 @@ def test_wrapped_models(tmp_path: Path, wrap: Any) -> None:
     wrapped = wrap(model)
     report = ckptool.load_into(wrapped, saved(trained.state_dict(), tmp_path / "model.pt"))
     inner = wrapped.module if isinstance(wrapped, swa_utils.AveragedModel) else model
-    same(inner, trained.state_dict())
+    assert_same_state(inner, trained.state_dict())
     assert len(report.loaded) == 9
 
 
@@ -241,7 +243,7 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
         ckptool.save_for_cpu(wrapped, tmp_path / "cpu.pt")
     finally:
         torch.distributed.destroy_process_group()
-    same(model, trained.state_dict())
+    assert_same_state(model, trained.state_dict())
     assert list(torch.load(tmp_path / "cpu.pt", weights_only=True)) == list(model.state_dict())
 
 
@@ -258,7 +260,7 @@ def test_assigned_tensors_take_the_models_type_and_flags(tmp_path: Path) -> None
     model.fc1.weight.note = "kept"
     held = model.fc1.weight
     ckptool.load_into(model, saved(trained.state_dict(), tmp_path / "model.pt"), assign=True)
-    same(
+    assert_same_state(
         model,
         {
             name: tensor.double() if tensor.is_floating_point() else tensor
@@ -306,7 +308,7 @@ def test_the_harness_starts_from_a_checkpoint(tmp_path: Path) -> None:
 
     trained, model = mlp(), mlp()
     start_from(model, str(saved(trained.state_dict(), tmp_path / "model.pt")), strict=True)
-    same(model, trained.state_dict())
+    assert_same_state(model, trained.state_dict())
 
 
 def test_memory_of_a_large_file(tmp_path: Path) -> None:

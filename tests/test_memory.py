@@ -6,10 +6,6 @@ is the same.
 
 from __future__ import annotations
 
-import ast
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,32 +17,12 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.formats import read
-from ckptool.verbs.convert import convert
 from ckptool.verbs.save import save
 from fixtures.sparse import make_sparse
+from tests.support.memory import LIMIT, READING, REWRITING, peak
 
-LIMIT = 64_000_000
 EACH = 2_000
 
-REWRITING = {
-    "strip-module": "ckptool.strip_module(file, out)",
-    "strip-module, verified": "ckptool.strip_module(file, out, verify=True)",
-    "strip-module, in place": "ckptool.strip_module(file, in_place=True)",
-    "add-module": "ckptool.add_module(file, out)",
-    "rename": "ckptool.rename(file, ['module.* => net.*'], out)",
-    "remap": "ckptool.remap(file, out, to='cpu')",
-    "cast": "ckptool.cast(file, out, dtype='bf16')",
-    "edit": "ckptool.edit(file, out, drop=['module.layer0.*'], set={'epoch': 1})",
-    "convert to safetensors": "ckptool.convert(file, out + '.safetensors')",
-    "convert --all": "ckptool.convert(file, out + '.safetensors', all=True)",
-    "convert to a compact file": "ckptool.convert(file, out)",
-}
-READING = {
-    "inspect": "ckptool.inspect(file)",
-    "inspect --stats": "ckptool.inspect(file, stats=True)",
-    "diff": "assert ckptool.diff(file, file).same",
-    "convert back": "ckptool.convert(carried, out)",
-}
 # These hold the tables of two files.
 TWO = ("strip-module, verified", "diff")
 # Not yet within the promise: what lays out 50,000 new records keeps up to 4 KB for each.
@@ -57,30 +33,6 @@ ALIKE = {"add-module", "rename", "edit", "convert to a compact file", "inspect",
 verbs = pytest.mark.parametrize(
     "verb", [pytest.param(verb, marks=pytest.mark.soak if verb in ALIKE else ()) for verb in REWRITING | READING]
 )
-
-
-def peak(verb: str, file: Path, folder: Path) -> int:
-    """The most memory, in bytes, that a process took which ran `verb` on `file`; what it wrote is removed."""
-    folder = folder / "outputs"
-    folder.mkdir()
-    out, carried = folder / "out.pt", folder / "carried.safetensors"
-    if verb == "convert back":
-        convert(file, carried, all=True)
-    program = f"""
-import resource, sys, ckptool
-file, out, carried = {str(file)!r}, {str(out)!r}, {str(carried)!r}
-{(REWRITING | READING)[verb]}
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-"""
-    try:
-        # A shell between: a process begins with the peak of the one that it was forked from.
-        done = subprocess.run(
-            ["/bin/sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, program], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return int(ast.literal_eval(done.stdout))
-    finally:
-        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.files import CORPUS
 from tests.support.hostile_inputs import ORDINARY, everything, pickle_zip
 from tests.support.watched import OPTIONAL, Watched, watched
-from tests.test_corpus import CORPUS
 
 DECOYS = (
     "torch",

@@ -24,12 +24,12 @@ from tests.support.part_files import (
     accelerate_folder,
     megatron_folder,
     pipeline_folder,
-    save,
+    random_weights,
+    saved_below,
     saved_by_two_ranks,
     sharded_folder,
     trainer_folder,
     ungathered,
-    weights,
     zero_folder,
 )
 
@@ -91,7 +91,7 @@ def test_every_verb_on_every_kind_of_part(
 ) -> None:
     (tmp_path / "in").mkdir()
     part, label = made(kind, tmp_path / "in", ranks)
-    save(weights("fc.weight"), tmp_path / "whole.pt")
+    saved_below(random_weights("fc.weight"), tmp_path / "whole.pt")
     monkeypatch.chdir(tmp_path)
     before = state_of(tmp_path)
     file = str(part.relative_to(tmp_path))
@@ -190,23 +190,25 @@ def test_the_same_part_of_two_checkpoints_can_be_compared(tmp_path: Path, run: C
 
 HEALTHY: dict[str, Callable[[Path], Path]] = {
     "one shard of one": lambda f: _file(f / "model-00001-of-00001.safetensors"),
-    "numbers in a name": lambda f: save({"state_dict": weights("a.weight"), "epoch": 3}, f / "epoch-00003-of-00010.pt"),
-    "a rank's copy": lambda f: save(weights("a.weight", "a.bias"), f / "model_rank_0.pt"),
-    "an empty bias": lambda f: save({"a.weight": torch.ones(2, 2), "a.bias": torch.empty(0)}, f / "m.pt"),
-    "empty tables": lambda f: save(
+    "numbers in a name": lambda f: saved_below(
+        {"state_dict": random_weights("a.weight"), "epoch": 3}, f / "epoch-00003-of-00010.pt"
+    ),
+    "a rank's copy": lambda f: saved_below(random_weights("a.weight", "a.bias"), f / "model_rank_0.pt"),
+    "an empty bias": lambda f: saved_below({"a.weight": torch.ones(2, 2), "a.bias": torch.empty(0)}, f / "m.pt"),
+    "empty tables": lambda f: saved_below(
         {"a.weight": torch.ones(2, 2), "x": torch.empty(0), "y": torch.empty(0)}, f / "m.pt"
     ),
-    "a world of one": lambda f: save(weights("a.weight"), f / "model_world_size_1_rank_0.pt"),
+    "a world of one": lambda f: saved_below(random_weights("a.weight"), f / "model_world_size_1_rank_0.pt"),
     "no model parallelism": lambda f: megatron_folder(f, 1) / "mp_rank_00" / "model_optim_rng.pt",
     "zero-2 weights": lambda f: zero_folder(f, 2) / "mp_rank_00_model_states.pt",
-    "one consolidated": lambda f: save(weights("a.weight"), f / "consolidated.00.pth"),
+    "one consolidated": lambda f: saved_below(random_weights("a.weight"), f / "consolidated.00.pth"),
     "the folder of the shards": sharded_folder,
     "another index beside": lambda f: _file(sharded_folder(f) / "merged.safetensors"),
 }
 
 
 def _file(path: Path) -> Path:
-    save_file(weights("a.weight", "a.bias"), path, metadata={"format": "pt"})
+    save_file(random_weights("a.weight", "a.bias"), path, metadata={"format": "pt"})
     return path
 
 
@@ -295,13 +297,13 @@ def test_the_newest_complete_checkpoint_is_the_latest_good(tmp_path: Path, run: 
     for step in (100, 200, 300):
         trainer_folder(tmp_path / f"checkpoint-{step}", step=step)
     (tmp_path / "checkpoint-300" / "optimizer.pt").write_bytes(b"PK")
-    save({"model": weights("fc.weight"), "step": 200}, tmp_path / "step-200.pt")
+    saved_below({"model": random_weights("fc.weight"), "step": 200}, tmp_path / "step-200.pt")
     assert run("scan", str(tmp_path), "--latest-good", "-q").out == f"{tmp_path / 'checkpoint-200'}\n"
 
 
 def test_a_folder_that_is_a_checkpoint_holds_others_too(tmp_path: Path) -> None:
-    save_file(weights("fc.weight"), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    save(weights("fc.weight"), tmp_path / "best.pt")
+    save_file(random_weights("fc.weight"), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    saved_below(random_weights("fc.weight"), tmp_path / "best.pt")
     trainer_folder(tmp_path / "checkpoint-500")
     found = {file.path: file.state for file in ckptool.scan(tmp_path).files}
     assert found == dict.fromkeys(
@@ -318,7 +320,7 @@ def test_what_lies_beside_weights_is_never_the_latest_good(tmp_path: Path, run: 
     shutil.rmtree(tmp_path / "other")
     found = run("scan", str(tmp_path), "--latest-good", "-q")
     assert (found.code, found.out) == (1, "")
-    save(weights("fc.weight"), tmp_path / "model.pt")
+    saved_below(random_weights("fc.weight"), tmp_path / "model.pt")
     assert run("scan", str(tmp_path), "--latest-good", "-q").out == f"{tmp_path / 'model.pt'}\n"
 
 
@@ -332,8 +334,8 @@ def test_a_variant_is_read_where_there_is_nothing_else(tmp_path: Path, run: Call
 
 
 def test_two_formats_of_one_model_are_two_lines(tmp_path: Path) -> None:
-    save_file(weights("fc.weight"), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    save(weights("fc.weight"), tmp_path / "pytorch_model.bin")
+    save_file(random_weights("fc.weight"), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    saved_below(random_weights("fc.weight"), tmp_path / "pytorch_model.bin")
     assert [file.state for file in ckptool.scan(tmp_path).files] == ["good", "good"]
 
 
@@ -363,7 +365,7 @@ def engine_folder(kind: str, folder: Path, ranks: Path) -> tuple[Path, int]:
         return folder, 7 if kind == "fsdp" else 6
     shutil.rmtree(folder)
     shutil.copytree(ranks / "dcp", folder)  # Lightning, or Megatron's torch_dist
-    save({"epoch": 3, "global_step": 500}, folder / "meta.pt")
+    saved_below({"epoch": 3, "global_step": 500}, folder / "meta.pt")
     return folder, 2
 
 
@@ -395,7 +397,7 @@ def test_a_trainer_writes_nan_and_is_whole(tmp_path: Path) -> None:
 def test_folders_that_lead_back_to_themselves_end(tmp_path: Path, run: Callable[..., object]) -> None:
     folder = tmp_path / "loop"
     pipeline_folder(folder)
-    save(weights("a.weight"), folder / "x.bin")
+    saved_below(random_weights("a.weight"), folder / "x.bin")
     shutil.rmtree(folder / "unet")
     (folder / "unet").symlink_to(folder, target_is_directory=True)
     for verb in ("inspect", "verify", "scan"):

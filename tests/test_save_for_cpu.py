@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 import ckptool
 from ckptool.errors import OutputExists
 from fixtures.make import TiedLanguageModel, mlp
-from tests.support.live_models import compiled, same
+from tests.support.live_models import assert_same_state, compiled
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_save_for_cpu(tmp_path: Path, wrap: Any) -> None:
     state = torch.load(out, weights_only=True)
     fresh = mlp()
     fresh.load_state_dict(state, strict=True)
-    same(fresh, model.state_dict())
+    assert_same_state(fresh, model.state_dict())
     assert state._metadata["bn"] == {"version": 2}
     with pytest.raises(OutputExists):
         ckptool.save_for_cpu(model, out)

@@ -12,14 +12,10 @@ import pytest
 import torch
 
 from ckptool.cli import COMMANDS, main
-from tests.support.cli import Ran
+from tests.support.cli import Ran, done
+from tests.support.files import load
 
 Run = Callable[..., Ran]
-
-
-def done(ran: Ran) -> str:
-    assert (ran.code, ran.err) == (0, ""), ran
-    return ran.out
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -157,10 +153,6 @@ def test_diff_of_values(files: Path, run: Run) -> None:
 
 
 # Changing
-
-
-def load(name: str) -> Any:
-    return torch.load(name, weights_only=True)
 
 
 def test_strip_and_add(files: Path, run: Run) -> None:

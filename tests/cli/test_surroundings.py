@@ -20,7 +20,7 @@ import pytest
 
 from ckptool.cli import COMMANDS
 from tests.support.command_options import options_of
-from tests.support.small_files import HARNESS, kinds_and_bytes, words_of
+from tests.support.small_files import HARNESS, kinds_and_bytes, plain_words
 from tests.support.surroundings import ALL, FULL, MODULE, SCRIPT, Surroundings
 
 pytestmark = pytest.mark.skipif(not shutil.which("bash"), reason="the surroundings are made by bash")
@@ -56,7 +56,7 @@ def run_in(command: str, around: Surroundings, small: Path, folder: Path, progra
     _made_new(small, folder / "made")
     (place / "m.pt").rename(place / around.names("m.pt"))
     known = {option.flag for option in options_of(command)}
-    words = [around.names(word) for word in words_of(command)] + [flag for flag in around.options if flag in known]
+    words = [around.names(word) for word in plain_words(command)] + [flag for flag in around.options if flag in known]
     if command == "train":
         shutil.rmtree(place / "run")
     if around.absolute:

@@ -23,7 +23,7 @@ import pytest
 
 from ckptool.cli import COMMANDS, main
 from tests.support.command_options import Option, options_of
-from tests.support.small_files import HARNESS, PLAIN, kinds_and_bytes, words_of
+from tests.support.small_files import HARNESS, PLAIN, kinds_and_bytes, plain_words
 
 LONG = ("--exhaustive", "--processes", "--steps", "--kills")  # of `prove`: they take their time when all is well
 SECONDS, SECONDS_OF_RUNS = 10, 40
@@ -174,14 +174,14 @@ def tries(rng: random.Random | None = None, count: int = 0) -> Iterator[tuple[st
     for _ in range(count):
         command = rng.choice([name for name in COMMANDS if name not in HARNESS] * 3 + list(HARNESS))
         known = options(command)
-        words = words_of(command)
+        words = plain_words(command)
         for option in rng.sample(known, min(rng.choice((1, 1, 1, 2, 3)), len(known))):
             words = _with(command, option, rng.choice(option.choices or VALUES) if rng.random() < 0.9 else "", words)
         yield (command, *words)
 
 
 def _with(command: str, option: Option, value: str, words: list[str] | None = None) -> list[str]:
-    words = words_of(command) if words is None else words
+    words = plain_words(command) if words is None else words
     if option.flag:
         return without(words, option) + given(option, value)
     return [value if value[:1] != "-" or value == "-" else f"./{value}", *words[1:]]
@@ -277,4 +277,4 @@ def test_every_command_has_a_line_that_ends_well(small: Path, folder: Path, caps
             fresh(small, folder)
             if command == "train":
                 shutil.rmtree("run")
-            assert main([command, *words_of(command)]) in (0, 1), capsys.readouterr()
+            assert main([command, *plain_words(command)]) in (0, 1), capsys.readouterr()

@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint import row_major_strides
 from ckptool.errors import Unsupported
 from ckptool.formats.dcp.chunks import Chunk, assembled, boxes_between, covers
+from tests.support.entries import entry_of
 from tests.support.processes import quickest
-
-
-def entry_of(tensor: torch.Tensor) -> TensorEntry:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    shape = tuple(tensor.shape)
-    return TensorEntry(Storage(InlineBytes(data)), by_name(str(tensor.dtype)), shape, row_major_strides(shape))
 
 
 def cut(tensor: torch.Tensor, boxes: list[Any]) -> list[Chunk]:

@@ -37,13 +37,13 @@ from ckptool.errors import (
 )
 from ckptool.formats import dcp, read
 from tests.support.errors import three_parts
+from tests.support.files import CORPUS
 from tests.support.same import assert_same_objects
-from tests.test_corpus import CORPUS
 
 ROOT = Path(__file__).parents[2]
 
 
-def state() -> dict[str, Any]:
+def training_state() -> dict[str, Any]:
     """What a training run saves: a model, an optimizer, lists, objects, and types of all sorts."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
@@ -69,7 +69,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def save(value: dict[str, Any], folder: Path) -> Path:
+def save_dcp(value: dict[str, Any], folder: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save_state(value, checkpoint_id=folder, no_dist=True)
@@ -85,7 +85,7 @@ def as_torch_reads(folder: Path, out: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(state(), tmp_path_factory.mktemp("dcp") / "saved")
+    return save_dcp(training_state(), tmp_path_factory.mktemp("dcp") / "saved")
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_names_stay_flat_where_no_paths_are_recorded(folder: Path) -> None:
 
 
 def test_requires_grad_is_as_recorded(tmp_path: Path) -> None:
-    found = read(save({"w": torch.nn.Parameter(torch.ones(2)), "x": torch.ones(2)}, tmp_path / "saved"))
+    found = read(save_dcp({"w": torch.nn.Parameter(torch.ones(2)), "x": torch.ones(2)}, tmp_path / "saved"))
     assert found["w"].flags.requires_grad and not found["x"].flags.requires_grad
 
 
@@ -356,9 +356,9 @@ def test_two_places_for_one_name(folder: Path) -> None:
 
 
 def test_files_of_two_checkpoints(folder: Path, tmp_path: Path) -> None:
-    other = state()
+    other = training_state()
     other["half"] = torch.zeros(3, 5).bfloat16()
-    save(other, tmp_path / "other")
+    save_dcp(other, tmp_path / "other")
     shutil.copy(tmp_path / "other/.metadata", folder / ".metadata")
     with pytest.raises(CkptoolError) as caught:
         read(folder)
@@ -453,7 +453,7 @@ def test_what_nothing_uses_is_noted(folder: Path) -> None:
 
 
 def test_a_dcp_folder_with_another_checkpoint_in_it(folder: Path) -> None:
-    torch.save(state()["model"], folder / "pytorch_model.bin")
+    torch.save(training_state()["model"], folder / "pytorch_model.bin")
     with pytest.raises(Ambiguous, match="holds 2 checkpoints"):
         read(folder)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.budget import meets_budget
-from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, block, floats, pickled, storage, stream
+from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, block, floats, pickle_bytes, storage_id, stream
 
 LOAD = torch.storage._load_from_bytes
 CALL = b"\x80\x02cos\nmkdir\n(X\x09\0\0\0/tmp/evilt R".replace(b" ", b"")
@@ -26,7 +26,7 @@ def of_bytes(*levels: bytes) -> bytes:
 
 def again_and_again(content: bytes, times: int) -> bytes:
     """One pickle that opens the same bytes many times."""
-    head = b"\x80\x04" + pickled(LOAD)[2:-1] + b"B" + struct.pack("<I", len(content)) + content + b"\x9400("
+    head = b"\x80\x04" + pickle_bytes(LOAD)[2:-1] + b"B" + struct.pack("<I", len(content)) + content + b"\x9400("
     return stream(head + b"h\x00h\x01\x85R" * times + b"t.", {})
 
 
@@ -46,20 +46,20 @@ def again(fn: bytes, value: bytes) -> bytes:
 
 def many_storages(count: int) -> bytes:
     """Tensors of one element, each with a storage of its own."""
-    value = [Rebuilt(storage(str(i), 1), (1,)) for i in range(count)]
+    value = [Rebuilt(storage_id(str(i), 1), (1,)) for i in range(count)]
     return stream(value, {str(i): floats(i) for i in range(count)})
 
 
 def many_views(count: int) -> bytes:
-    value = [Rebuilt(storage("1", 4, (str(i + 2), 0, 1)), (1,)) for i in range(count)]
+    value = [Rebuilt(storage_id("1", 4, (str(i + 2), 0, 1)), (1,)) for i in range(count)]
     return stream(value)
 
 
 def views_alone(count: int) -> bytes:
-    return stream([Pid(storage("1", 4, (str(i + 2), 0, 1))) for i in range(count)])
+    return stream([Pid(storage_id("1", 4, (str(i + 2), 0, 1))) for i in range(count)])
 
 
-ONE = Rebuilt(storage(), (4,))
+ONE = Rebuilt(storage_id(), (4,))
 SMALL = stream(ONE)
 
 INPUTS: dict[str, bytes | Callable[[], bytes]] = {
@@ -68,7 +68,7 @@ INPUTS: dict[str, bytes | Callable[[], bytes]] = {
         "another magic number": stream({}, {}, magic=1),
         "a magic number that is a list within lists": stream({}, {}, magic=b"(" * 400 + b"l" * 400 + b"."),
         "a computed magic number": stream({}, {}, magic=CALL + b"."),
-        "a call before the magic number": stream({}, {}, magic=CALL + b"0" + pickled(0x1950A86A20F9469CFC6C)[2:]),
+        "a call before the magic number": stream({}, {}, magic=CALL + b"0" + pickle_bytes(0x1950A86A20F9469CFC6C)[2:]),
         "a computed version": stream({}, {}, version=CALL + b"."),
         "computed words about the machine": stream({}, {}, info=CALL + b"."),
         "computed keys": stream({}, {}, keys=CALL + b"."),
@@ -76,20 +76,20 @@ INPUTS: dict[str, bytes | Callable[[], bytes]] = {
         "an escape in a key": stream(ONE, keys=["\x1b[2J\n"]),
         "an escape in a class": stream(Made(LOAD, (b"",))).replace(b"_load_from_bytes", b"_load\x1b[31m_bytes"),
         "a key that leads elsewhere": stream(
-            Rebuilt(storage("../../etc/passwd"), (4,)), {"../../etc/passwd": floats(0, 1, 2, 3)}
+            Rebuilt(storage_id("../../etc/passwd"), (4,)), {"../../etc/passwd": floats(0, 1, 2, 3)}
         ),
-        "a key of a megabyte": lambda: stream(Rebuilt(storage("k" * 500_000), (4,)), {"k" * 400_000: floats(0)}),
-        "a place of a megabyte": lambda: stream(Rebuilt(storage(location="x" * 1_000_000), (4,))),
-        "elements beyond all files": stream(Rebuilt(storage(numel=1 << 62), (1,)), {"1": block(b"", 1 << 62)}),
-        "elements of a negative number": stream(Rebuilt(storage(numel=-1), (0,)), {"1": block(b"", -1)}),
+        "a key of a megabyte": lambda: stream(Rebuilt(storage_id("k" * 500_000), (4,)), {"k" * 400_000: floats(0)}),
+        "a place of a megabyte": lambda: stream(Rebuilt(storage_id(location="x" * 1_000_000), (4,))),
+        "elements beyond all files": stream(Rebuilt(storage_id(numel=1 << 62), (1,)), {"1": block(b"", 1 << 62)}),
+        "elements of a negative number": stream(Rebuilt(storage_id(numel=-1), (0,)), {"1": block(b"", -1)}),
         "a number that disagrees": stream(ONE, {"1": block(bytes(16), 5)}),
         "the largest number": stream(ONE, {"1": b"\xff" * 24}),
-        "a view of itself": stream(Rebuilt(storage(view=("1", 0, 4)), (1,))),
+        "a view of itself": stream(Rebuilt(storage_id(view=("1", 0, 4)), (1,))),
         "a view of a view": stream(
-            [Rebuilt(storage(view=("2", 0, 4)), (1,)), Rebuilt(storage("2", view=("1", 0, 4)), (1,))]
+            [Rebuilt(storage_id(view=("2", 0, 4)), (1,)), Rebuilt(storage_id("2", view=("1", 0, 4)), (1,))]
         ),
-        "a view beyond its root": stream(Rebuilt(storage(view=("2", 3, 1 << 62)), (1,))),
-        "an expanded tensor": stream(Rebuilt(storage(), (1 << 40,), (0,))),
+        "a view beyond its root": stream(Rebuilt(storage_id(view=("2", 3, 1 << 62)), (1,))),
+        "an expanded tensor": stream(Rebuilt(storage_id(), (1 << 40,), (0,))),
         "source text with escapes": stream(
             {"m": Pid(("module", torch.nn.Linear, "\x1b]0;x\x07", "import os\n\x1b[2J"))}, {}
         ),
@@ -118,9 +118,11 @@ INPUTS: dict[str, bytes | Callable[[], bytes]] = {
             + b"t.",
             {},
         ),
-        "one set again and again": lambda: stream(again(b"cbuiltins\nset\n", pickled(list(range(50_000)))[2:-1]), {}),
+        "one set again and again": lambda: stream(
+            again(b"cbuiltins\nset\n", pickle_bytes(list(range(50_000)))[2:-1]), {}
+        ),
         "pairs again and again": lambda: stream(
-            again(b"ccollections\nOrderedDict\n", pickled([(f"k{i}", 0) for i in range(20_000)], 3)[2:-1]), {}
+            again(b"ccollections\nOrderedDict\n", pickle_bytes([(f"k{i}", 0) for i in range(20_000)], 3)[2:-1]), {}
         ),
         "a bytearray again and again": lambda: stream(
             again(b"cbuiltins\nbytearray\n", b"B" + struct.pack("<I", 60_000) + bytes(60_000)), {}

@@ -20,7 +20,7 @@ from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint,
 from ckptool.formats import read
 from ckptool.pickles.calls import uses_of
 from tests.support.files import torch_bytes, written
-from tests.support.pickle_files import each, pickled
+from tests.support.pickle_files import each, pickle_to
 
 
 class Traced:
@@ -63,7 +63,7 @@ def test_streams_nested_in_streams_are_refused_beyond_a_depth(tmp_path: Path) ->
     data = stream(torch.arange(3.0).untyped_storage())
     refused = 0
     for _ in range(6):
-        file = pickled({"w": Nested(data)}, tmp_path / "a.pkl")
+        file = pickle_to({"w": Nested(data)}, tmp_path / "a.pkl")
         start = time.perf_counter()
         try:
             read(file)
@@ -81,7 +81,7 @@ def test_a_pickle_inside_a_value_stays_a_value(kind: str, tmp_path: Path) -> Non
 
     inner = pickle.dumps(Traced.__new__(Traced))
     value = {"bytes": inner, "hex": inner.hex(), "base64": base64.b64encode(inner)}[kind]
-    checkpoint = read(pickled({"payload": value}, tmp_path / "a.pkl"))
+    checkpoint = read(pickle_to({"payload": value}, tmp_path / "a.pkl"))
     assert checkpoint.tree == {"payload": value} and not list(uses_of(checkpoint)) and not Traced.traces
 
 
@@ -129,7 +129,7 @@ PLAIN_STATE = (3, "<", None, None, None, -1, -1, 0)
     ids=lambda value: f"{type(value).__name__}",
 )
 def test_object_arrays_and_odd_arrays_stay_opaque(value: Any, tmp_path: Path) -> None:
-    file = pickled({"model": {"a.weight": value}}, tmp_path / "a.pkl")
+    file = pickle_to({"model": {"a.weight": value}}, tmp_path / "a.pkl")
     start = time.perf_counter()
     node = read(file).tree["model"]["a.weight"]
     assert isinstance(node, Object) and node.state is not MISSING and array_entry(node) is None

@@ -39,9 +39,9 @@ from tests.support.zips import (
     W,
     accepted,
     at,
+    bytes_by_name,
     python_sees,
     torch_sees,
-    values,
 )
 
 Put = Callable[..., Path]
@@ -241,7 +241,7 @@ def test_damaged_deflated_data_is_corrupt(put: Put) -> None:
         for bit in range(8):
             path = put(at(data, place + offset, bytes([data[place + offset] ^ 1 << bit])))
             try:
-                assert values(read(path)) == EXPECTED  # a bit of the padding at the end
+                assert bytes_by_name(read(path)) == EXPECTED  # a bit of the padding at the end
             except Corrupt:
                 refused_bits += 1
     assert refused_bits > 8 * len(raw) - 8
@@ -287,7 +287,7 @@ def test_a_local_header_that_is_elsewhere_is_refused(record: str, put: Put) -> N
     directory = struct.unpack_from("<I", data, len(data) - 6)[0]
     for place in (len(data), len(data) + 10_000, 0xFFFFFFFE, directory, directory + 4, directory - 1, len(data) - 22):
         with pytest.raises((Corrupt, Ambiguous)) as caught:
-            values(read(put(with_entry(record, at=place))))
+            bytes_by_name(read(put(with_entry(record, at=place))))
         assert type(caught.value) is Corrupt or "before its first record" in caught.value.what
 
 
@@ -303,7 +303,7 @@ def test_a_local_header_without_its_signature_is_corrupt(record: str, put: Put) 
     for offset in range(4):
         path = put(at(FILE, place + offset, bytes([FILE[place + offset] ^ 0x20])))
         with pytest.raises(CkptoolError) as caught:
-            values(read(path))
+            bytes_by_name(read(path))
         assert type(caught.value) is Corrupt
 
 

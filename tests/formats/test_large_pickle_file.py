@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.pickle_files import pickled
+from tests.support.pickle_files import pickle_to
 
 LIMIT = 64_000_000
 
@@ -83,7 +83,7 @@ def test_a_large_pickle_takes_little_memory(verb: str, nbytes: int, tmp_path: Pa
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_pickles_of_20_mb_take_little_memory(protocol: int, tmp_path: Path) -> None:
     given = {"model": {f"{n}.w": np.full(1_250_000, n, "f4") for n in range(4)}}
-    file = pickled(given, tmp_path / "a.pkl", protocol)
+    file = pickle_to(given, tmp_path / "a.pkl", protocol)
     assert peak(f"ckptool.inspect({str(file)!r})") <= LIMIT
     assert peak(f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.npz')!r})") <= LIMIT
     with np.load(tmp_path / "a.npz") as again:
@@ -94,6 +94,6 @@ def test_pickles_of_20_mb_take_little_memory(protocol: int, tmp_path: Path) -> N
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_pickles_of_300_mb_take_little_memory(protocol: int, tmp_path: Path) -> None:
     given = {"model": {f"{n}.w": np.zeros(25_000_000, "f4") for n in range(3)}}
-    file = pickled(given, tmp_path / "a.pkl", protocol)
+    file = pickle_to(given, tmp_path / "a.pkl", protocol)
     assert peak(f"ckptool.inspect({str(file)!r})") <= LIMIT
     assert peak(f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.npz')!r})") <= LIMIT

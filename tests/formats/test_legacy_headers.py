@@ -26,8 +26,8 @@ from ckptool.errors import (
 from ckptool.formats import read
 from ckptool.pickles import legacy
 from tests.support.files import torch_bytes, written
-from tests.support.legacy_files import LEGACY, SMALL, legacy_refused, opened_legacy, values
-from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickled, storage, stream
+from tests.support.legacy_files import LEGACY, SMALL, elements, legacy_refused, opened_legacy
+from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickle_bytes, storage_id, stream
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickled, storage, s
         ("module", torch.nn.Linear, 5, None),
         ("module", torch.nn.Linear),
         ("weights", torch.FloatStorage, "1", "cpu", 4, None),
-        storage(kind="FloatStorage"),
-        storage(key=1),
-        storage(location=None),
-        storage(numel=4.0),
-        storage()[:5],
+        storage_id(kind="FloatStorage"),
+        storage_id(key=1),
+        storage_id(location=None),
+        storage_id(numel=4.0),
+        storage_id()[:5],
     ],
     ids=str,
 )
@@ -59,22 +59,22 @@ def test_a_persistent_id_of_protocol_0_is_corrupt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, torch.FloatTensor])
 def test_an_unknown_storage_type_is_unsupported_by_name(kind: Any, tmp_path: Path) -> None:
-    error = legacy_refused(stream(Rebuilt(storage(kind=kind), (4,))), tmp_path)
+    error = legacy_refused(stream(Rebuilt(storage_id(kind=kind), (4,))), tmp_path)
     assert isinstance(error, Unsupported) and kind.__name__ in error.what
 
 
 @pytest.mark.parametrize(
-    "other", [storage(kind=torch.DoubleStorage), storage(numel=5), storage(location="cuda:0")], ids=str
+    "other", [storage_id(kind=torch.DoubleStorage), storage_id(numel=5), storage_id(location="cuda:0")], ids=str
 )
 def test_a_storage_described_in_two_ways_is_corrupt(other: Any, tmp_path: Path) -> None:
-    value = [Rebuilt(storage(), (1,)), Rebuilt(other, (1,))]
+    value = [Rebuilt(storage_id(), (1,)), Rebuilt(other, (1,))]
     assert isinstance(legacy_refused(stream(value), tmp_path), Corrupt)
 
 
 def test_impossible_numbers_of_elements_are_refused(tmp_path: Path) -> None:
-    assert isinstance(legacy_refused(stream(Rebuilt(storage(numel=-1), (0,))), tmp_path), BadTensor)
-    assert isinstance(legacy_refused(stream(Rebuilt(storage(numel=1 << 62), (1,))), tmp_path), (Truncated, Corrupt))
-    assert isinstance(legacy_refused(stream(Rebuilt(storage(), (5,))), tmp_path), BadTensor)
+    assert isinstance(legacy_refused(stream(Rebuilt(storage_id(numel=-1), (0,))), tmp_path), BadTensor)
+    assert isinstance(legacy_refused(stream(Rebuilt(storage_id(numel=1 << 62), (1,))), tmp_path), (Truncated, Corrupt))
+    assert isinstance(legacy_refused(stream(Rebuilt(storage_id(), (5,))), tmp_path), BadTensor)
 
 
 @pytest.mark.parametrize("magic", [0, -1, 1 << 77, "magic", None, [0x1950A86A20F9469CFC6C]], ids=str)
@@ -86,7 +86,7 @@ def test_another_magic_number_is_no_checkpoint(magic: Any, tmp_path: Path) -> No
 def test_a_magic_number_computed_by_a_call_is_refused_and_not_called(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     call = b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR"
-    right = pickled(0x1950A86A20F9469CFC6C)[2:]
+    right = pickle_bytes(0x1950A86A20F9469CFC6C)[2:]
     for magic in (call + b".", call + b"0" + right):  # its result taken as the number, or thrown away
         error = legacy_refused(stream({}, {}, magic=magic), tmp_path)
         assert isinstance(error, UnsafeObject) and "os.mkdir" in error.what
@@ -100,7 +100,7 @@ def test_the_magic_number_in_every_protocol(protocol: int, tmp_path: Path) -> No
 
 def test_what_torch_writes_in_front_is_known_at_sight() -> None:
     data = torch_bytes(SMALL, **LEGACY)
-    assert data.startswith(legacy._USUAL) and b"".join(map(pickled, (legacy.MAGIC, 1001, INFO))) == legacy._USUAL
+    assert data.startswith(legacy._USUAL) and b"".join(map(pickle_bytes, (legacy.MAGIC, 1001, INFO))) == legacy._USUAL
 
 
 @pytest.mark.parametrize("version", [1000, 1002, -1, None, "1001", True, 1001.0, [1001]], ids=repr)
@@ -135,28 +135,28 @@ def test_odd_system_information_is_corrupt(info: Any, tmp_path: Path) -> None:
     "keys", [["1", "2"], [], ["1", "1"], ["2"], None, "1", {"1": 1}, [1], [["1"]], [None]], ids=repr
 )
 def test_a_list_of_storage_keys_that_disagrees_is_corrupt(keys: Any, tmp_path: Path) -> None:
-    data = stream(Rebuilt(storage(), (4,)), keys=b"N." if keys is None else keys)
+    data = stream(Rebuilt(storage_id(), (4,)), keys=b"N." if keys is None else keys)
     error = legacy_refused(data, tmp_path)
     assert isinstance(error, Corrupt) and "list of storages" in error.what
 
 
 def test_twenty_thousand_extra_keys_are_refused_within_a_second(tmp_path: Path) -> None:
     begin = time.process_time()
-    legacy_refused(stream(Rebuilt(storage(), (4,)), keys=["1", *map(str, range(20_000)), "7"] * 2), tmp_path)
+    legacy_refused(stream(Rebuilt(storage_id(), (4,)), keys=["1", *map(str, range(20_000)), "7"] * 2), tmp_path)
     assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize("numel", [3, 5, 0, -4, 1 << 40, 4 << 56])
 def test_an_element_count_before_the_data_that_disagrees_is_corrupt(numel: int, tmp_path: Path) -> None:
-    data = stream(Rebuilt(storage(), (4,)), {"1": struct.pack("<q", numel) + bytes(16)})
+    data = stream(Rebuilt(storage_id(), (4,)), {"1": struct.pack("<q", numel) + bytes(16)})
     error = legacy_refused(data, tmp_path)
     assert isinstance(error, Corrupt) and "4 elements" in error.what
 
 
 def test_bytes_after_the_last_storage_are_noted(tmp_path: Path) -> None:
-    checkpoint = opened_legacy(stream(Rebuilt(storage(), (4,))) + b"more bytes", tmp_path)
+    checkpoint = opened_legacy(stream(Rebuilt(storage_id(), (4,))) + b"more bytes", tmp_path)
     note = next(note for note in checkpoint.notes if note.code == "trailing-bytes")
-    assert "10 bytes" in note.message and values(checkpoint.tree) == [0, 1, 2, 3]
+    assert "10 bytes" in note.message and elements(checkpoint.tree) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -175,19 +175,19 @@ def test_bytes_after_the_last_storage_are_noted(tmp_path: Path) -> None:
     ids=repr,
 )
 def test_a_view_outside_its_storage_is_a_bad_tensor(view: Any, tmp_path: Path) -> None:
-    assert isinstance(legacy_refused(stream(Rebuilt(storage(view=view), (1,))), tmp_path), BadTensor)
+    assert isinstance(legacy_refused(stream(Rebuilt(storage_id(view=view), (1,))), tmp_path), BadTensor)
 
 
 def test_views_in_a_cycle_or_in_two_ways_are_refused(tmp_path: Path) -> None:
-    cycle = [Rebuilt(storage("1", 4, ("2", 0, 4)), (1,)), Rebuilt(storage("2", 4, ("1", 0, 4)), (1,))]
+    cycle = [Rebuilt(storage_id("1", 4, ("2", 0, 4)), (1,)), Rebuilt(storage_id("2", 4, ("1", 0, 4)), (1,))]
     assert isinstance(legacy_refused(stream(cycle), tmp_path), BadTensor)
-    two_ways = [Rebuilt(storage("1", 4, ("2", 0, 3)), (1,)), Rebuilt(storage("1", 4, ("2", 1, 3)), (1,))]
+    two_ways = [Rebuilt(storage_id("1", 4, ("2", 0, 3)), (1,)), Rebuilt(storage_id("1", 4, ("2", 1, 3)), (1,))]
     assert isinstance(legacy_refused(stream(two_ways), tmp_path), Corrupt)
 
 
 def test_a_tensor_larger_than_its_view_is_a_bad_tensor(tmp_path: Path) -> None:
     """It would lie inside of the root, but not of the part that the file gives it."""
-    value = Rebuilt(storage("1", 4, ("2", 0, 2)), (3,))
+    value = Rebuilt(storage_id("1", 4, ("2", 0, 2)), (3,))
     assert isinstance(legacy_refused(stream(value), tmp_path), BadTensor)
 
 

@@ -17,8 +17,8 @@ from ckptool.errors import Corrupt, LimitExceeded, Truncated
 from ckptool.formats import read, torch_zip
 from ckptool.pickles.calls import uses_of
 from tests.support.files import carry_out, load, torch_bytes, written
-from tests.support.legacy_files import legacy_refused, opened_legacy, values
-from tests.support.legacy_streams import Made, Rebuilt, pickled, storage, stream
+from tests.support.legacy_files import elements, legacy_refused, opened_legacy
+from tests.support.legacy_streams import Made, Rebuilt, pickle_bytes, storage_id, stream
 
 
 def nested(value: Any, levels: int) -> Any:
@@ -52,17 +52,17 @@ def test_tensors_in_bytes_in_a_zip(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return pickle.loads, (b"",)
 
-    data = stream({"a": Rebuilt(storage(), (4,))})
+    data = stream({"a": Rebuilt(storage_id(), (4,))})
     inner = Made(torch.storage._load_from_bytes, (data,))
     file = written(torch_bytes({"inner": inner}), tmp_path / "a.pt")
     checkpoint = read(file)
-    assert checkpoint.container == "torch-zip" and values(checkpoint.tree["inner"]["a"]) == [0, 1, 2, 3]
+    assert checkpoint.container == "torch-zip" and elements(checkpoint.tree["inner"]["a"]) == [0, 1, 2, 3]
 
 
 def test_streams_nested_three_deep_exceed_the_limit(tmp_path: Path) -> None:
-    inner = stream(Rebuilt(storage(), (4,)))
+    inner = stream(Rebuilt(storage_id(), (4,)))
     tree = opened_legacy(stream(nested(inner, 2), {}), tmp_path).tree
-    assert values(tree) == [0, 1, 2, 3]
+    assert elements(tree) == [0, 1, 2, 3]
     error = legacy_refused(stream(nested(inner, 3), {}), tmp_path)
     assert isinstance(error, LimitExceeded) and "nested" in error.what
 
@@ -84,7 +84,7 @@ def test_a_call_hidden_in_a_nested_stream_is_named(tmp_path: Path) -> None:
 
 
 def test_a_damaged_nested_stream_is_refused(tmp_path: Path) -> None:
-    inner = stream(Rebuilt(storage(), (4,)))
+    inner = stream(Rebuilt(storage_id(), (4,)))
     for content in (inner[:-1], inner + b"x"):
         error = legacy_refused(stream(Made(torch.storage._load_from_bytes, (content,)), {}), tmp_path)
         assert isinstance(error, (Truncated, Corrupt))
@@ -92,7 +92,7 @@ def test_a_damaged_nested_stream_is_refused(tmp_path: Path) -> None:
 
 def test_one_nested_stream_used_many_times_exceeds_the_limit_quickly(tmp_path: Path) -> None:
     content = stream([None] * 1000, {})
-    call = pickled(torch.storage._load_from_bytes)[2:-1]
+    call = pickle_bytes(torch.storage._load_from_bytes)[2:-1]
     value = (
         b"\x80\x04"
         + call

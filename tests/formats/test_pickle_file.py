@@ -23,25 +23,22 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, NotACheckpoint, Unsupported
 from ckptool.formats import pickle_file, read
 from ckptool.pickles.plain import plain
-from tests.support.files import torch_bytes, written
-from tests.support.pickle_files import each, model, pickled, same
-
-CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
-
+from tests.support.files import CORPUS, torch_bytes, written
+from tests.support.pickle_files import arrays_model, each, pickle_to, same_array
 
 # Every protocol ------------------------------------------------------------------------------------------------------
 
 
 @each
 def test_arrays_bit_for_bit(protocol: int, tmp_path: Path) -> None:
-    given = {"model": model(), "author": "me", "step": 3}
-    file = pickled(given, tmp_path / "a.pkl", protocol)
+    given = {"model": arrays_model(), "author": "me", "step": 3}
+    file = pickle_to(given, tmp_path / "a.pkl", protocol)
     checkpoint = read(file)
     assert checkpoint.container == "pickle" and not checkpoint.tensors_only and not checkpoint.discarded
     assert list(checkpoint.tree) == list(given) and not list(tensors(checkpoint.tree))
     found = with_tensors(checkpoint.tree["model"])
     assert list(found) == list(given["model"])
-    assert all(same(found[name].numpy(), expected) for name, expected in given["model"].items())
+    assert all(same_array(found[name].numpy(), expected) for name, expected in given["model"].items())
     assert found["tied.weight"] is found["bytes.weight"]
     assert found["fortran.weight"].stride == (1, 200)
     if protocol:  # texts of protocol 0 end with their line: they have to be read to know where
@@ -51,8 +48,8 @@ def test_arrays_bit_for_bit(protocol: int, tmp_path: Path) -> None:
 
 @each
 def test_arrays_come_back_from_a_torch_file(protocol: int, tmp_path: Path) -> None:
-    given = model()
-    file, out = pickled({"model": given}, tmp_path / "a.pkl", protocol), tmp_path / "a.pt"
+    given = arrays_model()
+    file, out = pickle_to({"model": given}, tmp_path / "a.pkl", protocol), tmp_path / "a.pt"
     ckptool.convert(file, out, verify=True)
     again = torch.load(out, weights_only=False)["model"]  # a file of our own
     for name, expected in given.items():
@@ -75,7 +72,7 @@ def test_tensors_are_streams_inside_of_the_pickle(protocol: int, tmp_path: Path)
         "e": torch.zeros(0),
         "p": torch.nn.Parameter(torch.ones(2)),
     }
-    file = pickled(given, tmp_path / "a.pkl", protocol)
+    file = pickle_to(given, tmp_path / "a.pkl", protocol)
     tree = read(file).tree
     assert list(tree) == list(given) and all(isinstance(value, TensorEntry) for value in tree.values())
     for name, expected in given.items():
@@ -95,8 +92,8 @@ def test_all_protocols_give_one_tree(protocol: int, tmp_path: Path) -> None:
         "bytearray": bytearray(b"ab"), "complex": 1 + 2j, "range": range(3), 7: "seven", (1, "x"): "pair",
         "counter": collections.Counter("abca"), "scalar": np.float64(2.5), "labels": np.array(["a", "bc"]),
     }  # fmt: skip
-    found = plain(read(pickled(given, tmp_path / "a.pkl", protocol)).tree)
-    expected = plain(read(pickled(given, tmp_path / "b.pkl", 2)).tree)
+    found = plain(read(pickle_to(given, tmp_path / "a.pkl", protocol)).tree)
+    expected = plain(read(pickle_to(given, tmp_path / "b.pkl", 2)).tree)
     assert list(found) == list(given) == list(expected)
     assert repr(found) == repr(expected)
     assert found["int"] == given["int"] and found["text"] == given["text"] and found["bytes"] == given["bytes"]

@@ -26,7 +26,7 @@ from ckptool.formats.zip.record import LOCAL
 from ckptool.verbs.convert import convert
 from ckptool.verbs.edit import edit
 from fixtures.make import make
-from tests.support.damaged import PLAIN, state
+from tests.support.damaged import PLAIN, block_state
 from tests.support.files import torch_bytes, written
 
 Values = dict[str, bytes]
@@ -322,7 +322,7 @@ def test_a_lost_pickle_leaves_records_as_bytes(tmp_path: Path) -> None:
     found = salvaged(bytes(data), tmp_path / "flip.pt")
     assert found.raw and "archive/data.pkl" not in found.checkpoint.tree
     tensor = found.checkpoint.tree["archive/data/3"]
-    assert tensor.dtype.name == "u8" and tensor.bytes() == state()["l3.w"].numpy().tobytes()
+    assert tensor.dtype.name == "u8" and tensor.bytes() == block_state()["l3.w"].numpy().tobytes()
 
 
 def test_the_byte_order(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.checkpoint import Checkpoint
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -28,67 +27,7 @@ from ckptool.errors import (
 from ckptool.formats import read, sharded
 from tests.support.errors import three_parts
 from tests.support.files import saved, written
-
-INDEX = "model.safetensors.index.json"
-
-
-def state(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Twelve tensors in an order of their own, of several types."""
-    torch.manual_seed(seed)
-    tensors = {f"layers.{i}.weight": torch.randn(10, 25) for i in range(9)}
-    return {
-        **tensors,
-        "norm": torch.randn(50).bfloat16(),
-        "a.first": torch.arange(7),
-        "scalar": torch.tensor(1.5, dtype=torch.float64),
-        "empty": torch.empty(0, 3),
-    }
-
-
-def index_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / INDEX).read_text())  # type: ignore[no-any-return]
-
-
-def hub(folder: Path, tensors: dict[str, torch.Tensor] | None = None, shards: int = 3, **metadata: Any) -> Path:
-    """A folder as the hub's savers write it: names sorted in the index, ties named in its metadata."""
-    tensors = tensors if tensors is not None else state()
-    folder.mkdir(parents=True, exist_ok=True)
-    names, places = list(tensors), {}
-    for number in range(shards):
-        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        part = names[number * len(names) // shards : (number + 1) * len(names) // shards]
-        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
-        places.update(dict.fromkeys(part, file))
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    write_index(folder, places, {"total_size": total, **metadata})
-    return folder
-
-
-def write_index(folder: Path, places: dict[str, str], metadata: Any = None, name: str = INDEX) -> None:
-    index = {"metadata": metadata or {}, "weight_map": places}
-    (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def bins(folder: Path, parts: list[Any], **options: Any) -> Path:
-    """Shards as torch.save writes them, and their index."""
-    folder.mkdir()
-    places = {}
-    for number, part in enumerate(parts, 1):
-        file = f"pytorch_model-{number:05d}-of-{len(parts):05d}.bin"
-        torch.save(part, folder / file, **options)
-        places.update(dict.fromkeys(part, file))
-    total = sum(tensor.nbytes for part in parts for tensor in part.values())
-    write_index(folder, places, {"total_size": total}, "pytorch_model.bin.index.json")
-    return folder
-
-
-def assert_values(found: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
-    assert set(found.tree) == set(tensors)
-    for name, tensor in tensors.items():
-        entry = found[name]
-        assert entry.shape == tuple(tensor.shape) and entry.dtype.torch == str(tensor.dtype).removeprefix("torch.")
-        assert entry.bytes() == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
-
+from tests.support.sharded_folders import INDEX, assert_values, bins, hub, index_of, sharded_state, write_index
 
 # Reading -------------------------------------------------------------------------------------------------------------
 
@@ -98,9 +37,9 @@ def test_the_index_or_its_folder_is_enough(tmp_path: Path) -> None:
     for path in (folder, folder / INDEX):
         found = read(path)
         assert found.container == "sharded" and found.tensors_only and found.notes == ()
-        assert found.metadata == {"total_size": sum(t.nbytes for t in state().values())}
-        assert_values(found, state())
-        assert list(found.tree) == sorted(state())  # the order of the index
+        assert found.metadata == {"total_size": sum(t.nbytes for t in sharded_state().values())}
+        assert_values(found, sharded_state())
+        assert list(found.tree) == sorted(sharded_state())  # the order of the index
         assert found.source is not None and found.source.size == sum(p.stat().st_size for p in folder.iterdir())
     listing = ckptool.inspect(folder).listing
     assert len(listing.tensors) == 13 and listing.container == "sharded"
@@ -108,8 +47,8 @@ def test_the_index_or_its_folder_is_enough(tmp_path: Path) -> None:
 
 def test_a_relative_index_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(hub(tmp_path / "model"))
-    assert_values(read(INDEX), state())
-    assert_values(read("."), state())
+    assert_values(read(INDEX), sharded_state())
+    assert_values(read("."), sharded_state())
 
 
 def test_shards_that_are_links_into_a_cache(tmp_path: Path) -> None:
@@ -117,12 +56,12 @@ def test_shards_that_are_links_into_a_cache(tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     for file in (tmp_path / "blobs").iterdir():
         (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
-    assert_values(read(tmp_path / "snapshot" / INDEX), state())
+    assert_values(read(tmp_path / "snapshot" / INDEX), sharded_state())
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_torch_shards(zipped: bool, tmp_path: Path) -> None:
-    tensors = state()
+    tensors = sharded_state()
     names = list(tensors)
     parts = [{n: tensors[n] for n in names[:5]}, {n: tensors[n] for n in names[5:]}]
     folder = bins(tmp_path / "model", parts, _use_new_zipfile_serialization=zipped)
@@ -135,14 +74,14 @@ def test_torch_shards(zipped: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"])
 def test_a_folder_with_a_single_file_reads_as_that_file(name: str, tmp_path: Path) -> None:
     if name.endswith(".bin"):
-        saved(state(), tmp_path / name)
+        saved(sharded_state(), tmp_path / name)
     else:
-        save_file(state(), tmp_path / name)
+        save_file(sharded_state(), tmp_path / name)
     (tmp_path / "config.json").write_text("{}")
     found = read(tmp_path)
     assert found.container == read(tmp_path / name).container != "sharded"
     assert found.source is not None and found.source.path == str(tmp_path / name)
-    assert_values(found, state())
+    assert_values(found, sharded_state())
 
 
 def test_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path) -> None:
@@ -158,14 +97,14 @@ def test_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path) -> Non
 
 def test_a_folder_of_two_checkpoints(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model")
-    save_file(state(), folder / "model.safetensors")
-    assert_values(read(folder), state())  # an index is worth more than a file beside it
+    save_file(sharded_state(), folder / "model.safetensors")
+    assert_values(read(folder), sharded_state())  # an index is worth more than a file beside it
     shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
     with pytest.raises(Ambiguous, match="holds 2 checkpoints"):
         read(folder)
-    assert_values(read(folder / INDEX), state())
-    save_file(state(), tmp_path / "model.safetensors")
-    saved(state(), tmp_path / "pytorch_model.bin")
+    assert_values(read(folder / INDEX), sharded_state())
+    save_file(sharded_state(), tmp_path / "model.safetensors")
+    saved(sharded_state(), tmp_path / "pytorch_model.bin")
     with pytest.raises(Ambiguous, match=r"pytorch_model\.bin"):
         read(tmp_path)
 
@@ -194,10 +133,10 @@ def test_ties_within_a_shard(tmp_path: Path) -> None:
     first = folder / "model-00001-of-00003.safetensors"
     names = [n for n, f in index_of(folder)["weight_map"].items() if f == first.name]
     tied = {"format": "pt", "head": names[0]}
-    save_file({name: state()[name] for name in names}, first, metadata=tied)
+    save_file({name: sharded_state()[name] for name in names}, first, metadata=tied)
     found = read(folder)
     assert found["head"].storage is found[names[0]].storage and found.notes[0].code == "ties-recorded"
-    assert_values(found, {**state(), "head": state()[names[0]]})
+    assert_values(found, {**sharded_state(), "head": sharded_state()[names[0]]})
 
 
 # Index and shards against each other ----------------------------------------------------------------------------------
@@ -255,7 +194,7 @@ def test_a_wrong_total_size_is_only_noted(said: Any, tmp_path: Path) -> None:
     folder = changed(hub(tmp_path / "model"), lambda index: index["metadata"].update({"total_size": said}))
     found = read(folder)
     assert [note.code for note in found.notes] == ["total-size"]
-    assert_values(found, state())
+    assert_values(found, sharded_state())
 
 
 def test_a_missing_total_size_is_fine(tmp_path: Path) -> None:
@@ -341,7 +280,7 @@ def test_one_tensor_name_in_two_shards_is_a_conflict(tmp_path: Path) -> None:
 
 def test_a_shard_of_another_run_is_a_conflict(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model")
-    other = hub(tmp_path / "other", {f"other.{name}": tensor for name, tensor in state().items()})
+    other = hub(tmp_path / "other", {f"other.{name}": tensor for name, tensor in sharded_state().items()})
     shutil.copy(other / "model-00002-of-00003.safetensors", folder / "model-00002-of-00003.safetensors")
     with pytest.raises(Conflict, match="do not belong together"):
         read(folder)
@@ -417,7 +356,7 @@ def test_shards_that_hold_no_dictionary_or_a_whole_tree(tmp_path: Path) -> None:
     write_index(tmp_path, {"x": "a.bin"}, name="pytorch_model.bin.index.json")
     with pytest.raises(Corrupt, match="no dictionary of names"):
         read(tmp_path)
-    saved({"state_dict": state(), "epoch": 3}, tmp_path / "tree.pt")
+    saved({"state_dict": sharded_state(), "epoch": 3}, tmp_path / "tree.pt")
     ckptool.convert(tmp_path / "tree.pt", tmp_path / "tree.safetensors", all=True)
     write_index(tmp_path, {"x": "tree.safetensors"}, name="whole.safetensors.index.json")
     with pytest.raises(Unsupported, match="a whole tree"):

@@ -18,9 +18,9 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.errors import OutputExists, Unsupported, UsageError
 from ckptool.formats import by_name, read, sharded
 from ckptool.formats.sharded.writing import NUMBERED, _split, _Unit, size_in_bytes
-from tests.formats.test_sharded import INDEX, assert_values, bins, hub, index_of, state
 from tests.support.files import carry_out, opened, saved
 from tests.support.same import assert_same_tree
+from tests.support.sharded_folders import INDEX, assert_values, bins, hub, index_of, sharded_state
 
 
 def carried_out(plan: Plan, folder: Path) -> Path:
@@ -56,12 +56,12 @@ def same_values(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("size", [1, 1000, 2500, 3333, 6000])
 def test_what_is_written_stock_safetensors_reads(size: int, tmp_path: Path) -> None:
-    model = saved({"state_dict": state(), "epoch": 3}, tmp_path / "model.pt")
+    model = saved({"state_dict": sharded_state(), "epoch": 3}, tmp_path / "model.pt")
     done = ckptool.convert(model, tmp_path / "out", shard_size=f"{size}B", verify=True)
     assert done.container == "sharded" and done.verified and done.facts["left_behind"] == ["epoch"]
-    same_values(stock(tmp_path / "out"), state())
+    same_values(stock(tmp_path / "out"), sharded_state())
     found = read(tmp_path / "out")
-    assert list(found.tree) == list(state()) and found.notes == ()
+    assert list(found.tree) == list(sharded_state()) and found.notes == ()
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     for number, shard in enumerate(shards, 1):
         assert shard.name == f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -71,7 +71,7 @@ def test_what_is_written_stock_safetensors_reads(size: int, tmp_path: Path) -> N
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    model = saved(state(), tmp_path / "model.pt")
+    model = saved(sharded_state(), tmp_path / "model.pt")
     for out in ("one", "two"):
         ckptool.convert(model, tmp_path / out, shard_size="2kB")
     files = [{p.name: p.read_bytes() for p in (tmp_path / out).iterdir()} for out in ("one", "two")]
@@ -79,10 +79,10 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_one_shard_is_a_file_without_an_index(tmp_path: Path) -> None:
-    model = saved(state(), tmp_path / "model.pt")
+    model = saved(sharded_state(), tmp_path / "model.pt")
     ckptool.convert(model, tmp_path / "out", container="sharded", verify=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    assert_values(read(tmp_path / "out"), state())
+    assert_values(read(tmp_path / "out"), sharded_state())
     ckptool.convert(opened_empty(tmp_path), tmp_path / "empty", container="sharded")
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["model.safetensors"]
 
@@ -107,7 +107,7 @@ def test_the_division_is_the_hubs() -> None:
 
 def test_ties_across_shards_are_kept(tmp_path: Path) -> None:
     shared = torch.randn(10, 25)
-    tensors = {"embed": shared, **state(), "head": shared, "transposed": shared.t()}
+    tensors = {"embed": shared, **sharded_state(), "head": shared, "transposed": shared.t()}
     ckptool.convert(saved(tensors, tmp_path / "model.pt"), tmp_path / "out", shard_size="2kB", verify=True)
     index = index_of(tmp_path / "out")
     assert "head" not in index["weight_map"]
@@ -150,18 +150,22 @@ def test_shards_that_become_empty_are_numbered_anew(tmp_path: Path) -> None:
         "model-00002-of-00002.safetensors",
         INDEX,
     ]
-    assert_values(read(tmp_path / "out"), {n: t for n, t in state().items() if n not in gone})
+    assert_values(read(tmp_path / "out"), {n: t for n, t in sharded_state().items() if n not in gone})
 
 
 def test_the_metadata_of_shards_and_index_is_kept(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model", total_parameters=1, note="text")
     first = folder / "model-00001-of-00003.safetensors"
     save_file(
-        {n: e for n, e in state().items() if n in read(first).tree}, first, metadata={"format": "pt", "step": "7"}
+        {n: e for n, e in sharded_state().items() if n in read(first).tree},
+        first,
+        metadata={"format": "pt", "step": "7"},
     )
     ckptool.add_module(folder, tmp_path / "out")
     metadata = index_of(tmp_path / "out")["metadata"]
-    assert metadata["note"] == "text" and metadata["total_parameters"] == sum(t.numel() for t in state().values())
+    assert metadata["note"] == "text" and metadata["total_parameters"] == sum(
+        t.numel() for t in sharded_state().values()
+    )
     with safetensors.safe_open(tmp_path / "out" / first.name, "pt") as shard:
         assert shard.metadata() == {"format": "pt", "step": "7"}
 
@@ -221,10 +225,10 @@ def test_a_sharded_checkpoint_is_divided_anew_and_merged(tmp_path: Path) -> None
     assert len(index_of(tmp_path / "out")["weight_map"]) == 13 and len(list((tmp_path / "out").iterdir())) == 12
     ckptool.convert(tmp_path / "out", tmp_path / "one.safetensors", verify=True)
     ckptool.convert(tmp_path / "out", tmp_path / "one.pt", verify=True)
-    assert_values(read(tmp_path / "one.safetensors"), state())
-    same_values(torch.load(tmp_path / "one.pt", weights_only=True), state())
+    assert_values(read(tmp_path / "one.safetensors"), sharded_state())
+    same_values(torch.load(tmp_path / "one.pt", weights_only=True), sharded_state())
     ckptool.add_module(folder, tmp_path / "module.safetensors")
-    assert_values(read(tmp_path / "module.safetensors"), {f"module.{n}": t for n, t in state().items()})
+    assert_values(read(tmp_path / "module.safetensors"), {f"module.{n}": t for n, t in sharded_state().items()})
 
 
 def test_the_contract(tmp_path: Path) -> None:
@@ -241,7 +245,7 @@ def test_the_contract(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="epoch"):
         sharded.write(opened({"a": torch.ones(2), "epoch": 3}, tmp_path))
-    model = saved({"state_dict": state(), "epoch": 3}, tmp_path / "model.pt")
+    model = saved({"state_dict": sharded_state(), "epoch": 3}, tmp_path / "model.pt")
     with pytest.raises(UsageError, match="all=True"):
         ckptool.convert(model, tmp_path / "out", all=True, shard_size="1MB")
     ckptool.convert(model, tmp_path / "all.safetensors", all=True)
@@ -249,13 +253,13 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
 
 
 def test_saved_from_python(tmp_path: Path) -> None:
-    ckptool.save(state(), tmp_path / "out", container="sharded")
-    assert_values(read(tmp_path / "out"), state())
+    ckptool.save(sharded_state(), tmp_path / "out", container="sharded")
+    assert_values(read(tmp_path / "out"), sharded_state())
     with pytest.raises(OutputExists):
-        ckptool.save(state(), tmp_path / "out", container="sharded")
+        ckptool.save(sharded_state(), tmp_path / "out", container="sharded")
     found = read(hub(tmp_path / "model"))
     ckptool.save(found, tmp_path / "out", container="sharded", overwrite=True)
-    assert_values(read(tmp_path / "out"), state())
+    assert_values(read(tmp_path / "out"), sharded_state())
     assert index_of(tmp_path / "out")["weight_map"] == index_of(tmp_path / "model")["weight_map"]
 
 
@@ -316,7 +320,7 @@ def test_what_is_no_size(text: Any) -> None:
 
 @pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out.npz"])
 def test_a_size_of_shards_for_a_file_is_refused(out: str, tmp_path: Path) -> None:
-    model = saved(state(), tmp_path / "model.pt")
+    model = saved(sharded_state(), tmp_path / "model.pt")
     with pytest.raises(UsageError, match="shard_size writes a folder"):
         ckptool.convert(model, tmp_path / out, shard_size="1MB")
     with pytest.raises(UsageError, match="shard_size writes a folder"):
@@ -335,7 +339,7 @@ def test_from_the_command_line(
     from ckptool.cli import main
 
     monkeypatch.chdir(tmp_path)
-    saved({"state_dict": state()}, tmp_path / "model.pt")
+    saved({"state_dict": sharded_state()}, tmp_path / "model.pt")
     assert main(["convert", "model.pt", "-o", "out", "--shard-size", "2kB", "--verify"]) == 0
     assert main(["convert", "model.pt", "-o", "out", "--shard-size", "2kB"]) == 2
     assert main(["convert", "model.pt", "-d", "many", "--to", "sharded", "--shard-size", "2kB"]) == 0

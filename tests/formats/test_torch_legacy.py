@@ -22,8 +22,8 @@ from ckptool.formats import read, torch_zip
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
 from tests.support.files import carry_out, load, torch_bytes, written
-from tests.support.legacy_files import LEGACY, SMALL, legacy_refused, opened_legacy, values
-from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, block, floats, pickled, storage, stream
+from tests.support.legacy_files import LEGACY, SMALL, elements, legacy_refused, opened_legacy
+from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, block, floats, pickle_bytes, storage_id, stream
 from tests.support.same import assert_same_objects, assert_same_tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -105,17 +105,17 @@ def test_many_tensors_in_linear_time(tmp_path: Path) -> None:
 def test_tensors_made_empty_and_given_a_state(tmp_path: Path) -> None:
     """TRAPS 33: `torch.cuda.FloatTensor()` and a state, as pickles of torch 0.1 have them, in each of the ways to make
     an object."""
-    place = storage("1", 6, location="cuda:0", kind=torch.cuda.FloatStorage)
+    place = storage_id("1", 6, location="cuda:0", kind=torch.cuda.FloatStorage)
     state = (Pid(place), 2, torch.Size([2, 2]), (2, 1))
     made = {
-        "call": Made(torch.FloatTensor, (), (Pid(storage("2", 2)), 1, (1,), (1,))),
+        "call": Made(torch.FloatTensor, (), (Pid(storage_id("2", 2)), 1, (1,), (1,))),
         "cuda": Made(torch.cuda.FloatTensor, (), state),
         "without": Made(torch.FloatTensor, ()),
     }
-    value = pickled(made).replace(b"ctorch._C\nFloatTensor", b"ctorch\nFloatTensor")
+    value = pickle_bytes(made).replace(b"ctorch._C\nFloatTensor", b"ctorch\nFloatTensor")
     tree = opened_legacy(stream(value, {"1": floats(0, 1, 2, 3, 4, 5), "2": floats(7, 8)}), tmp_path).tree
-    assert values(tree["cuda"]) == [2, 3, 4, 5] and tree["cuda"].shape == (2, 2) and tree["cuda"].location == "cuda:0"
-    assert values(tree["call"]) == [8] and values(tree["without"]) == [] and tree["without"].shape == (0,)
+    assert elements(tree["cuda"]) == [2, 3, 4, 5] and tree["cuda"].shape == (2, 2) and tree["cuda"].location == "cuda:0"
+    assert elements(tree["call"]) == [8] and elements(tree["without"]) == [] and tree["without"].shape == (0,)
 
 
 RECONSTRUCTED = b"ccopy_reg\n_reconstructor\n(ctorch\nFloatTensor\nc__builtin__\nobject\nNtR"
@@ -126,15 +126,18 @@ NEWOBJ = b"ccopy_reg\n__newobj__\n(ctorch\nFloatTensor\ntR"
 
 @pytest.mark.parametrize("spelled", [RECONSTRUCTED, NEWOBJ, b"ctorch\nFloatTensor\n)\x81", b"(ctorch\nFloatTensor\no"])
 def test_tensors_given_a_state_in_other_spellings(spelled: bytes, tmp_path: Path) -> None:
-    head, state = pickled((Pid(storage()), 1, (3,), (1,)))[:2], pickled((Pid(storage()), 1, (3,), (1,)))[2:-1]
+    head, state = (
+        pickle_bytes((Pid(storage_id()), 1, (3,), (1,)))[:2],
+        pickle_bytes((Pid(storage_id()), 1, (3,), (1,)))[2:-1],
+    )
     # The same tensor twice: it was stored before its state.
     value = head + b"]q\xf0(" + spelled + b"q\xf1" + state + b"bh\xf1e."
     first, second = opened_legacy(stream(value), tmp_path).tree
-    assert first is second and values(first) == [1, 2, 3]
+    assert first is second and elements(first) == [1, 2, 3]
 
 
 def test_parameters_and_variables_of_0_3(tmp_path: Path) -> None:
-    data = Made(torch._utils._rebuild_tensor, (Pid(storage()), 0, (4,), (1,)))
+    data = Made(torch._utils._rebuild_tensor, (Pid(storage_id()), 0, (4,), (1,)))
     value = {
         "parameter": Made(torch.nn.Parameter, (data,), (True, False, OrderedDict())),
         "frozen": Made(torch.nn.Parameter, (data,), (False, False, None)),
@@ -149,12 +152,12 @@ def test_parameters_and_variables_of_0_3(tmp_path: Path) -> None:
         "with its tensor": (True, True),
         "variable": (False, False),
     }
-    assert all(values(entry) == [0, 1, 2, 3] for entry in tree.values())
+    assert all(elements(entry) == [0, 1, 2, 3] for entry in tree.values())
 
 
 def test_gradients_inside_of_parameters_are_told(tmp_path: Path) -> None:
     """Later torches do not read them either; whoever rewrites the file is told."""
-    data, gradient = (Made(torch._utils._rebuild_tensor, (Pid(storage()), 0, (4,), (1,))) for _ in range(2))
+    data, gradient = (Made(torch._utils._rebuild_tensor, (Pid(storage_id()), 0, (4,), (1,))) for _ in range(2))
     value = {name: Made(torch.nn.Parameter, (), (data, gradient, OrderedDict(), True, False)) for name in ("a", "b")}
     path = written(stream(value), tmp_path / "old.pt")
     assert [note.message.split(",")[0] for note in read(path).notes if note.code == "old-gradients"] == [
@@ -167,25 +170,32 @@ def test_gradients_inside_of_parameters_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [(True, False), (True, False, {"hook": 1}), ("yes", False, None), (Pid(storage()), 3, (4,), (1,)), 5, {"data": 1}],
+    [
+        (True, False),
+        (True, False, {"hook": 1}),
+        ("yes", False, None),
+        (Pid(storage_id()), 3, (4,), (1,)),
+        5,
+        {"data": 1},
+    ],
     ids=str,
 )
 def test_a_parameter_with_an_odd_state_is_corrupt(state: Any, tmp_path: Path) -> None:
-    data = Made(torch._utils._rebuild_tensor, (Pid(storage()), 0, (4,), (1,)))
+    data = Made(torch._utils._rebuild_tensor, (Pid(storage_id()), 0, (4,), (1,)))
     assert isinstance(legacy_refused(stream(Made(torch.nn.Parameter, (data,), state)), tmp_path), Corrupt)
 
 
 def test_views_share_the_storage_that_they_are_of(tmp_path: Path) -> None:
-    pids = {name: storage("1", 8, (name, begin, size)) for name, begin, size in (("2", 2, 4), ("3", 4, 4))}
+    pids = {name: storage_id("1", 8, (name, begin, size)) for name, begin, size in (("2", 2, 4), ("3", 4, 4))}
     value = {
-        "whole": Rebuilt(storage("1", 8), (8,)),
+        "whole": Rebuilt(storage_id("1", 8), (8,)),
         "front": Rebuilt(pids["2"], (2, 2), (2, 1)),
         "back": Rebuilt(pids["3"], (3,), (1,), 1),
         "again": Rebuilt(pids["3"], (3,), (1,), 1),
     }
     tree = opened_legacy(stream(value, {"1": floats(*range(8))}), tmp_path).tree
     assert len({id(entry.storage) for entry in tree.values()}) == 1
-    assert {name: values(entry) for name, entry in tree.items()} == {
+    assert {name: elements(entry) for name, entry in tree.items()} == {
         "whole": [0, 1, 2, 3, 4, 5, 6, 7],
         "front": [2, 3, 4, 5],
         "back": [5, 6, 7],
@@ -193,17 +203,17 @@ def test_views_share_the_storage_that_they_are_of(tmp_path: Path) -> None:
     }
     real = load(tmp_path / "legacy.pt", weights_only=False)
     assert {name: tensor.flatten().tolist() for name, tensor in real.items()} == {
-        name: values(entry) for name, entry in tree.items()
+        name: elements(entry) for name, entry in tree.items()
     }
 
 
 def test_a_view_that_stands_by_itself_is_a_storage_of_its_own(tmp_path: Path) -> None:
-    view = storage("1", 8, ("2", 2, 4))
-    value = {"storage": Pid(view), "tensor": Rebuilt(storage("1", 8), (8,)), "part": Rebuilt(view, (4,))}
+    view = storage_id("1", 8, ("2", 2, 4))
+    value = {"storage": Pid(view), "tensor": Rebuilt(storage_id("1", 8), (8,)), "part": Rebuilt(view, (4,))}
     checkpoint = opened_legacy(stream(value, {"1": floats(*range(8))}), tmp_path)
     ref = checkpoint.tree["storage"]
     assert isinstance(ref, StorageRef) and ref.storage.data.read(0, 16) == struct.pack("<4f", 2, 3, 4, 5)
-    assert values(checkpoint.tree["part"]) == [2, 3, 4, 5]
+    assert elements(checkpoint.tree["part"]) == [2, 3, 4, 5]
     assert "views-apart" in {note.code for note in checkpoint.notes}
 
 
@@ -216,8 +226,8 @@ def test_files_of_python_2_are_read(protocol: int) -> None:
     checkpoint = read(FIXTURES / f"python-2.7-protocol-{protocol}.pt")
     tree = checkpoint.tree
     assert list(tree) == ["weight", "bias", "epoch", "big", "caf\xe9", "text", "utf-8", "names", "nested"]
-    assert values(tree["weight"]) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5] and tree["weight"].shape == (2, 3)
-    assert values(tree["bias"]) == [0.5, 1.0] and tree["bias"].storage is tree["weight"].storage
+    assert elements(tree["weight"]) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5] and tree["weight"].shape == (2, 3)
+    assert elements(tree["bias"]) == [0.5, 1.0] and tree["bias"].storage is tree["weight"].storage
     assert tree["epoch"] == 7 and tree["big"] == 1 << 70
     assert tree["text"] == ByteString(b"na\xefve") and tree["utf-8"] == "na\xefve" and tree["names"] == ["a", "b"]
     assert tree["nested"] == {"lr": 0.1, "on": True}
@@ -229,9 +239,9 @@ def test_files_of_python_2_are_read(protocol: int) -> None:
 
 def test_a_persistent_id_in_bytes(tmp_path: Path) -> None:
     """What `encoding="bytes"` and Python 2 leave: the words of a persistent id are bytes."""
-    pid = storage(tag=b"storage", key=b"1", location=b"cpu")
+    pid = storage_id(tag=b"storage", key=b"1", location=b"cpu")
     entry = opened_legacy(stream(Rebuilt(pid, (4,)), keys=[b"1"], protocol=3), tmp_path).tree
-    assert values(entry) == [0, 1, 2, 3] and entry.location == "cpu"
+    assert elements(entry) == [0, 1, 2, 3] and entry.location == "cpu"
 
 
 # Whole modules --------------------------------------------------------------------------------------------------------
@@ -240,7 +250,7 @@ def test_a_persistent_id_in_bytes(tmp_path: Path) -> None:
 def test_the_source_of_a_class_is_kept_as_text(tmp_path: Path) -> None:
     source = "class Net(Module):\n    raise SystemExit\n"
     cls = Pid(("module", torch.nn.Linear, "/home/me/net.py", source))
-    value = pickled({"model": cls, "other": Pid(("module", torch.nn.ReLU, None, None))})
+    value = pickle_bytes({"model": cls, "other": Pid(("module", torch.nn.ReLU, None, None))})
     checkpoint = opened_legacy(stream(value, {}), tmp_path)
     assert checkpoint.tree["model"] is Global("torch.nn.modules.linear", "Linear")
     assert checkpoint.metadata["sources"] == {
@@ -267,9 +277,9 @@ BIG = {**INFO, "little_endian": False}
 def test_a_big_endian_file_is_byte_swapped(tmp_path: Path) -> None:
     """All numbers big-endian, as they lay in memory: elements, and the count in front of them."""
     value = {
-        "f": Rebuilt(storage("1", 3), (3,)),
-        "c": Rebuilt(storage("2", 1, kind=torch.ComplexFloatStorage), (1,)),
-        "b": Rebuilt(storage("3", 2, kind=torch.ByteStorage), (2,)),
+        "f": Rebuilt(storage_id("1", 3), (3,)),
+        "c": Rebuilt(storage_id("2", 1, kind=torch.ComplexFloatStorage), (1,)),
+        "b": Rebuilt(storage_id("3", 2, kind=torch.ByteStorage), (2,)),
     }
     blocks = {
         "1": floats(1, 2.5, -3, order=">"),
@@ -277,8 +287,8 @@ def test_a_big_endian_file_is_byte_swapped(tmp_path: Path) -> None:
         "3": block(b"\1\2", 2, ">"),
     }
     checkpoint = opened_legacy(stream(value, blocks, info=BIG), tmp_path)
-    assert values(checkpoint.tree["f"]) == [1, 2.5, -3]
-    assert values(checkpoint.tree["c"]) == [1 + 2j] and values(checkpoint.tree["b"]) == [1, 2]
+    assert elements(checkpoint.tree["f"]) == [1, 2.5, -3]
+    assert elements(checkpoint.tree["c"]) == [1 + 2j] and elements(checkpoint.tree["b"]) == [1, 2]
     assert checkpoint.metadata["byteorder"] == "big" and "big-endian" in {note.code for note in checkpoint.notes}
     ckptool.convert(tmp_path / "legacy.pt", tmp_path / "out.pt")
     assert load(tmp_path / "out.pt")["f"].tolist() == [1, 2.5, -3]
@@ -286,25 +296,25 @@ def test_a_big_endian_file_is_byte_swapped(tmp_path: Path) -> None:
 
 def test_what_torch_writes_on_a_big_endian_machine_is_little_endian(tmp_path: Path) -> None:
     """torch/csrc/serialization.cpp turns elements and counts when it writes there; torch here reads the same values."""
-    checkpoint = opened_legacy(stream(Rebuilt(storage(), (4,)), info=BIG), tmp_path)
-    assert values(checkpoint.tree) == [0, 1, 2, 3] == load(tmp_path / "legacy.pt").tolist()
+    checkpoint = opened_legacy(stream(Rebuilt(storage_id(), (4,)), info=BIG), tmp_path)
+    assert elements(checkpoint.tree) == [0, 1, 2, 3] == load(tmp_path / "legacy.pt").tolist()
     assert "little-endian" in next(note.message for note in checkpoint.notes if note.code == "big-endian")
 
 
 def test_big_endian_counts_in_a_little_endian_file_are_corrupt(tmp_path: Path) -> None:
-    data = stream(Rebuilt(storage(), (4,)), {"1": floats(0, 1, 2, 3, order=">")})
+    data = stream(Rebuilt(storage_id(), (4,)), {"1": floats(0, 1, 2, 3, order=">")})
     assert isinstance(legacy_refused(data, tmp_path), Corrupt)
 
 
 def test_both_byte_orders_in_one_file_are_corrupt(tmp_path: Path) -> None:
-    value = [Rebuilt(storage("1", 2), (2,)), Rebuilt(storage("2", 2), (2,))]
+    value = [Rebuilt(storage_id("1", 2), (2,)), Rebuilt(storage_id("2", 2), (2,))]
     for first, second in ("<>", "><"):
         data = stream(value, {"1": floats(1, 2, order=first), "2": floats(3, 4, order=second)}, info=BIG)
         assert isinstance(legacy_refused(data, tmp_path), Corrupt)
 
 
 def test_untyped_storages_of_a_big_endian_file_are_unsupported(tmp_path: Path) -> None:
-    value = Pid(storage("1", 8, kind=torch.UntypedStorage))
+    value = Pid(storage_id("1", 8, kind=torch.UntypedStorage))
     data = stream(value, {"1": block(bytes(8), 8, ">")}, info=BIG)
     assert isinstance(legacy_refused(data, tmp_path), Unsupported)
 
@@ -321,7 +331,7 @@ def test_long_values_that_belong_to_no_tensor_stay_values(protocol: int, tmp_pat
 
 def test_a_place_of_a_megabyte(tmp_path: Path) -> None:
     """HOSTILE 96: a location is a label, whatever its length."""
-    entry = opened_legacy(stream(Rebuilt(storage(location="x" * 1_000_000), (4,))), tmp_path).tree
+    entry = opened_legacy(stream(Rebuilt(storage_id(location="x" * 1_000_000), (4,))), tmp_path).tree
     assert entry.location == "x" * 1_000_000
 
 

@@ -16,16 +16,27 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.checkpoint import Checkpoint, FileRange, TensorEntry
+from ckptool.checkpoint import FileRange, TensorEntry
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import read, torch_zip
 from fixtures.torch_tar import SYS_INFO, save_tar, tar_bytes, tar_members
-from tests.support.errors import three_parts, unreadable
 from tests.support.files import carry_out, load, written
-from tests.support.legacy_streams import Made, Pid, block, pickled
+from tests.support.legacy_streams import Made, Pid, block, pickle_bytes
 from tests.support.same import assert_same_objects
+from tests.support.tar_files import (
+    EVIL,
+    WRONG,
+    by_hand,
+    count,
+    four,
+    opened_tar,
+    place,
+    tar_refused,
+    triple,
+    with_member,
+)
 
 
 def values() -> dict[str, Any]:
@@ -50,18 +61,6 @@ def values() -> dict[str, Any]:
 @pytest.fixture
 def members() -> dict[str, bytes]:
     return tar_members({"w": torch.arange(6.0).reshape(2, 3), "b": torch.arange(2)})
-
-
-def opened_tar(data: bytes, folder: Path) -> Checkpoint:
-    checkpoint = read(written(data, folder / "old.pth.tar"))
-    assert checkpoint.container == "torch-tar"
-    return checkpoint
-
-
-def tar_refused(data: bytes, folder: Path) -> CkptoolError:
-    error = unreadable(written(data, folder / "old.pth.tar"))
-    three_parts(error)
-    return error
 
 
 # Against torch --------------------------------------------------------------------------------------------------------
@@ -127,46 +126,7 @@ def test_the_order_of_the_files_does_not_matter(members: dict[str, bytes], tmp_p
 # Older than any torch that installs -----------------------------------------------------------------------------------
 
 
-def by_hand(**changes: bytes) -> bytes:
-    """An archive with one float storage 7 of four elements and a tensor 8 on it."""
-    parts = {
-        "sys_info": pickled(SYS_INFO),
-        "pickle": pickled({"w": Pid("8")}),
-        "tensors": count(1) + triple(8, 7, "FloatTensor") + place((4,), (1,), 0),
-        "storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([]),
-    }
-    return tar_bytes(parts | changes)
-
-
-def count(number: Any) -> bytes:
-    return pickled(number)
-
-
-def triple(*parts: Any) -> bytes:
-    """The pickle of a tuple, its last part being the name of a class of torch."""
-    head = b"\x80\x02(" + b"".join(pickled(part)[2:-1].replace(b"q\x00", b"") for part in parts[:-1])
-    return (
-        head
-        + b"ctorch"
-        + (b".cuda" if parts[-1].startswith("cuda.") else b"")
-        + b"\n"
-        + parts[-1].removeprefix("cuda.").encode()
-        + b"\nt."
-    )
-
-
-def four(order: str = "<") -> bytes:
-    return block(struct.pack(f"{order}4f", 0, 1, 2, 3), 4, order)
-
-
-def place(
-    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, order: str = "<", rank: int | None = None
-) -> bytes:
-    dimensions = len(shape) if rank is None else rank
-    return struct.pack(f"{order}i4x{len(shape) + len(stride) + 1}q", dimensions, *shape, *stride, offset)
-
-
-def entry_of(data: bytes, folder: Path) -> TensorEntry:
+def tar_entry(data: bytes, folder: Path) -> TensorEntry:
     entry = opened_tar(data, folder).tree["w"]
     assert isinstance(entry, TensorEntry)
     return entry
@@ -174,23 +134,23 @@ def entry_of(data: bytes, folder: Path) -> TensorEntry:
 
 def test_storages_without_locations_and_views(tmp_path: Path) -> None:
     """As the first versions wrote them."""
-    entry = entry_of(by_hand(storages=count(1) + triple(7, "FloatStorage") + four()), tmp_path)
+    entry = tar_entry(by_hand(storages=count(1) + triple(7, "FloatStorage") + four()), tmp_path)
     assert entry.location == "cpu" and entry.numpy().tolist() == [0, 1, 2, 3]
     cuda = count(1) + triple(7, "cuda.FloatStorage") + four()
-    assert entry_of(by_hand(storages=cuda), tmp_path).location == "cuda:0"
+    assert tar_entry(by_hand(storages=cuda), tmp_path).location == "cuda:0"
 
 
 def test_what_had_no_dimensions_was_empty(tmp_path: Path) -> None:
     nothing = count(1) + triple(8, 7, "FloatTensor") + place((), (), 0)
-    empty = count(1) + triple(7, "cpu", "FloatStorage") + block(b"", 0) + pickled([])
-    assert entry_of(by_hand(tensors=nothing, storages=empty), tmp_path).shape == (0,)
+    empty = count(1) + triple(7, "cpu", "FloatStorage") + block(b"", 0) + pickle_bytes([])
+    assert tar_entry(by_hand(tensors=nothing, storages=empty), tmp_path).shape == (0,)
     without = count(1) + triple(8, None, "DoubleTensor") + place((), (), 0)
-    entry = entry_of(by_hand(tensors=without), tmp_path)
+    entry = tar_entry(by_hand(tensors=without), tmp_path)
     assert entry.shape == (0,) and entry.dtype.name == "f64"
 
 
 def test_a_module_pickled_whole(tmp_path: Path) -> None:
-    module = pickled({"net": Pid((torch.nn.Linear, "net.py", "class Linear: ...\n")), "w": Pid("8")})
+    module = pickle_bytes({"net": Pid((torch.nn.Linear, "net.py", "class Linear: ...\n")), "w": Pid("8")})
     checkpoint = opened_tar(by_hand(pickle=module), tmp_path)
     assert checkpoint.tree["net"] is Global("torch.nn.modules.linear", "Linear")
     assert checkpoint.metadata["sources"]["torch.nn.modules.linear.Linear"]["source"] == "class Linear: ...\n"
@@ -198,60 +158,23 @@ def test_a_module_pickled_whole(tmp_path: Path) -> None:
 
 def test_variables_of_that_time(tmp_path: Path) -> None:
     value = {"w": Made(torch.nn.Parameter, (), (Pid("8"), None, OrderedDict(), True, False))}
-    entry = entry_of(by_hand(pickle=pickled(value)), tmp_path)
+    entry = tar_entry(by_hand(pickle=pickle_bytes(value)), tmp_path)
     assert entry.flags.parameter and entry.flags.requires_grad and entry.numpy().tolist() == [0, 1, 2, 3]
 
 
 def test_a_big_endian_archive_is_byte_swapped(tmp_path: Path) -> None:
     big = by_hand(
-        sys_info=pickled({**SYS_INFO, "little_endian": False}),
+        sys_info=pickle_bytes({**SYS_INFO, "little_endian": False}),
         tensors=count(1) + triple(8, 7, "FloatTensor") + place((2,), (2,), 1, ">"),
-        storages=count(1) + triple(7, "cpu", "FloatStorage") + four(">") + pickled([]),
+        storages=count(1) + triple(7, "cpu", "FloatStorage") + four(">") + pickle_bytes([]),
     )
     checkpoint = opened_tar(big, tmp_path)
     assert checkpoint.tree["w"].numpy().tolist() == [1, 3] and "big-endian" in {note.code for note in checkpoint.notes}
-    little = by_hand(sys_info=pickled({**SYS_INFO, "little_endian": False}))
-    assert entry_of(little, tmp_path).numpy().tolist() == [0, 1, 2, 3]
+    little = by_hand(sys_info=pickle_bytes({**SYS_INFO, "little_endian": False}))
+    assert tar_entry(little, tmp_path).numpy().tolist() == [0, 1, 2, 3]
 
 
 # Hostile archives -----------------------------------------------------------------------------------------------------
-
-
-def with_entry(members: dict[str, bytes], **fields: Any) -> bytes:
-    """The archive with one more entry in it."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:", format=fields.pop("format", tarfile.PAX_FORMAT)) as tar:
-        for name, content in members.items():
-            header = tarfile.TarInfo(name)
-            header.size = len(content)
-            tar.addfile(header, io.BytesIO(content))
-        header = tarfile.TarInfo("evil")
-        for name, value in fields.items():
-            setattr(header, name, value)
-        tar.addfile(header, io.BytesIO(b"x" * header.size))
-    return out.getvalue()
-
-
-EVIL: dict[str, dict[str, Any]] = {
-    "up": {"name": "../../evil"},
-    "absolute": {"name": "/tmp/evil"},
-    "up to a member": {"name": "../pickle"},
-    "hard link": {"type": tarfile.LNKTYPE, "linkname": "pickle"},
-    "symbolic link": {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
-    "link called pickle": {"name": "pickle", "type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
-    "device": {"type": tarfile.CHRTYPE},
-    "block device": {"type": tarfile.BLKTYPE},
-    "pipe": {"type": tarfile.FIFOTYPE},
-    "folder": {"type": tarfile.DIRTYPE},
-    "sparse": {"type": tarfile.GNUTYPE_SPARSE},
-    "another file": {"size": 10},
-    "a member twice": {"name": "pickle", "size": 3},
-    "a long name": {"name": "x" * 300, "format": tarfile.GNU_FORMAT},
-    "a long name in attributes": {"name": "é" * 300},
-    "attributes that name": {"pax_headers": {"path": "storages"}},
-    "attributes of a sparse file": {"pax_headers": {"GNU.sparse.major": "1"}},
-    "a bomb of attributes": {"pax_headers": {"comment": "x" * 1_000_000}},
-}
 
 
 @pytest.mark.parametrize("fields", EVIL.values(), ids=EVIL)
@@ -260,7 +183,7 @@ def test_an_archive_with_other_members_is_corrupt_and_nothing_is_extracted(
 ) -> None:
     (tmp_path / "in").mkdir()
     monkeypatch.chdir(tmp_path / "in")
-    error = tar_refused(with_entry(members, **fields), tmp_path)
+    error = tar_refused(with_member(members, **fields), tmp_path)
     assert isinstance(error, Corrupt)
     assert os.listdir(tmp_path / "in") == [] and sorted(os.listdir(tmp_path)) == ["in", "old.pth.tar"]
 
@@ -298,48 +221,6 @@ def test_another_number_of_dimensions_is_refused(rank: int, tmp_path: Path) -> N
     assert isinstance(error, Corrupt) and "dimensions" in error.what
 
 
-WRONG: dict[str, dict[str, Any]] = {
-    "rank beyond the file": {"tensors": count(1) + triple(8, 7, "FloatTensor") + place((4,), (1,), 0, rank=60)},
-    "beyond the storage": {"tensors": count(1) + triple(8, 7, "FloatTensor") + place((5,), (1,), 0)},
-    "negative offset": {"tensors": count(1) + triple(8, 7, "FloatTensor") + place((1,), (1,), -1)},
-    "negative size": {"tensors": count(1) + triple(8, 7, "FloatTensor") + place((-4,), (1,), 0)},
-    "negative stride": {"tensors": count(1) + triple(8, 7, "FloatTensor") + place((4,), (-1,), 0)},
-    "no such storage": {"tensors": count(1) + triple(8, 9, "FloatTensor") + place((4,), (1,), 0)},
-    "no storage, no type": {"tensors": count(1) + triple(8, None, "Linear") + place((), (), 0)},
-    "no place": {"tensors": count(1) + triple(8, 7, "FloatTensor")},
-    "too many tensors": {"tensors": count(2) + triple(8, 7, "FloatTensor") + place((4,), (1,), 0)},
-    "as many as atoms": {"tensors": count(1 << 80)},
-    "minus one": {"tensors": count(-1)},
-    "a count that is text": {"storages": count("1")},
-    "not a triple": {"tensors": count(1) + pickled([8, 7]) + place((4,), (1,), 0)},
-    "a key twice": {"tensors": count(2) + 2 * (triple(8, 7, "FloatTensor") + place((4,), (1,), 0))},
-    "a tensor with a storage's key": {"tensors": count(1) + triple(7, 7, "FloatTensor") + place((4,), (1,), 0)},
-    "elements beyond the file": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + block(b"", 1 << 40)},
-    "negative elements": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + block(b"", -1)},
-    "a storage of floats": {"storages": count(1) + triple(7, "cpu", "FloatTensor") + four() + pickled([])},
-    "a place that is a number": {"storages": count(1) + triple(7, 3, "FloatStorage") + four() + pickled([])},
-    "no views": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four()},
-    "views are a number": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled(3)},
-    "view outside": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([(5, 7, 2, 3)])},
-    "view before": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([(5, 7, -1, 3)])},
-    "view of nothing": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([(5, 6, 0, 3)])},
-    "view of itself": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([(7, 7, 0, 3)])},
-    "view of a view": {
-        "storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([(5, 7, 0, 3), (6, 5, 0, 1)])
-    },
-    "no such tensor": {"pickle": pickled({"w": Pid("11")})},
-    "an id that is no number": {"pickle": pickled({"w": Pid("../../x")})},
-    "an id that is a list": {"pickle": pickled({"w": Pid([8])})},
-    "an id of a million digits": {"pickle": pickled({"w": Pid("8" * 1_000_000)})},
-    "a module that is none": {"pickle": pickled({"w": Pid(("Net", None, None))})},
-    "a second value": {"pickle": pickled({"w": Pid("8")}) + pickled(1)},
-    "no value": {"pickle": b""},
-    "no sys_info": {"sys_info": b""},
-    "sys_info is a list": {"sys_info": pickled([])},
-    "another version": {"sys_info": pickled({**SYS_INFO, "protocol_version": 1001})},
-}
-
-
 @pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
 def test_members_that_contradict_each_other_are_refused(changes: dict[str, bytes], tmp_path: Path) -> None:
     assert isinstance(tar_refused(by_hand(**changes), tmp_path), (Corrupt, Truncated, Unsupported))
@@ -351,7 +232,7 @@ def test_views_outside_their_storage_are_bad_tensors(tmp_path: Path) -> None:
 
 
 def test_what_is_hidden_behind_the_tables_is_noted(tmp_path: Path) -> None:
-    storages = count(1) + triple(7, "cpu", "FloatStorage") + four() + pickled([]) + b"hidden"
+    storages = count(1) + triple(7, "cpu", "FloatStorage") + four() + pickle_bytes([]) + b"hidden"
     notes = {note.code: note.message for note in opened_tar(by_hand(storages=storages), tmp_path).notes}
     assert "6 bytes" in notes["unused-bytes"] and "no-checksums" in notes
     notes = {note.code: note.message for note in opened_tar(by_hand() + b"\0" * 511 + b"x", tmp_path).notes}
@@ -431,7 +312,7 @@ def test_many_tiny_tensors_in_bounded_time(tmp_path: Path) -> None:
         b"\x80\x02(M" + struct.pack("<H", 100 + i) + b"K\x07Nt." + place((4,), (1,), 0) for i in range(number)
     )
     begin = time.process_time()
-    checkpoint = opened_tar(by_hand(tensors=count(number) + tensor, pickle=pickled(Pid(100))), tmp_path)
+    checkpoint = opened_tar(by_hand(tensors=count(number) + tensor, pickle=pickle_bytes(Pid(100))), tmp_path)
     assert isinstance(checkpoint.tree, TensorEntry) and time.process_time() - begin < 1
 
 
@@ -439,7 +320,7 @@ def test_calls_in_the_pickles_are_not_made(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     call = b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR"
     data = by_hand(
-        storages=b"\x80\x02" + call + b"0" + count(1)[2:] + triple(7, "cpu", "FloatStorage") + four() + pickled([])
+        storages=b"\x80\x02" + call + b"0" + count(1)[2:] + triple(7, "cpu", "FloatStorage") + four() + pickle_bytes([])
     )
     assert [node.name for node in opened_tar(data, tmp_path).discarded] == ["os.mkdir"]
     assert isinstance(tar_refused(by_hand(storages=b"\x80\x02" + call + b"."), tmp_path), Corrupt)
@@ -448,7 +329,7 @@ def test_calls_in_the_pickles_are_not_made(tmp_path: Path) -> None:
 
 def test_a_pickle_of_a_long_value(tmp_path: Path) -> None:
     value = {"w": Pid("8"), "b": b"\xff" * 100_000}
-    assert opened_tar(by_hand(pickle=pickled(value, 4)), tmp_path).tree["b"] == b"\xff" * 100_000
+    assert opened_tar(by_hand(pickle=pickle_bytes(value, 4)), tmp_path).tree["b"] == b"\xff" * 100_000
     assert isinstance(
         tar_refused(by_hand(pickle=b"\x80\x02\x8b\x00\x00\x00\x10."), tmp_path), (LimitExceeded, Truncated)
     )

@@ -12,25 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.tree import map_storages, tensors
 from ckptool.formats import read, torch_zip
 from fixtures.traps import TRAPS
 from tests.formats import contract
+from tests.support.entries import entry_of
 from tests.support.files import carry_out, load, rewritten, torch_bytes, written
 from tests.support.same import assert_same_objects
-from tests.support.small_zips import small
+from tests.support.small_zips import tied_state
 from tests.support.zips import record_starts
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-
-
-def entry_of(values: torch.Tensor) -> TensorEntry:
-    data = values.contiguous().view(torch.uint8).numpy().tobytes()
-    return TensorEntry(
-        Storage(InlineBytes(data)), by_name(str(values.dtype)), tuple(values.shape), values.contiguous().stride()
-    )
 
 
 # The law --------------------------------------------------------------------------------------------------------------
@@ -107,7 +100,7 @@ def test_any_views_of_any_storages(data: st.DataObject, tmp_path_factory: pytest
 
 @pytest.mark.parametrize("length", [0, 1, 17, 63, 64, 65, 300, 70_000])
 def test_data_stays_aligned_when_the_pickle_changes_its_length(length: int, tmp_path: Path) -> None:
-    original = written(torch_bytes(small() | {"note": "x" * 1000}), tmp_path / "a.pt")
+    original = written(torch_bytes(tied_state() | {"note": "x" * 1000}), tmp_path / "a.pt")
     checkpoint = read(original)
     changed = Checkpoint(
         {**checkpoint.tree, "note": "x" * length},
@@ -118,7 +111,7 @@ def test_data_stays_aligned_when_the_pickle_changes_its_length(length: int, tmp_
     )
     contract.round_trip(torch_zip, changed, tmp_path / "b.pt")
     assert all(start % 64 == 0 for start in record_starts(tmp_path / "b.pt").values())
-    assert_same_objects(load(tmp_path / "b.pt", mmap=True), small() | {"note": "x" * length})
+    assert_same_objects(load(tmp_path / "b.pt", mmap=True), tied_state() | {"note": "x" * length})
     with zipfile.ZipFile(tmp_path / "b.pt") as archive:
         assert archive.testzip() is None
 
@@ -147,27 +140,27 @@ def test_the_files_own_alignment_is_kept(alignment: str, tmp_path: Path) -> None
     )
     carry_out(torch_zip.write(changed), tmp_path / "c.pt")
     assert all(start % int(alignment) == 0 for start in record_starts(tmp_path / "c.pt").values())
-    assert_same_objects(load(tmp_path / "c.pt"), small() | {"more": 1})
+    assert_same_objects(load(tmp_path / "c.pt"), tied_state() | {"more": 1})
 
 
 def _aligned(alignment: int) -> bytes:
     config = torch.utils.serialization.config.save
     before, config.storage_alignment = config.storage_alignment, alignment
     try:
-        return torch_bytes(small())
+        return torch_bytes(tied_state())
     finally:
         config.storage_alignment = before
 
 
 def test_a_root_folder_of_another_name_is_kept(tmp_path: Path) -> None:
-    torch.save(small(), tmp_path / "my model.pt")
+    torch.save(tied_state(), tmp_path / "my model.pt")
     again = rewritten(tmp_path / "my model.pt", tmp_path / "b.pt")
     assert again.origin.root == "my model/"
     assert (tmp_path / "b.pt").read_bytes() == (tmp_path / "my model.pt").read_bytes()
 
 
 def test_storages_that_nothing_uses_are_left_out(tmp_path: Path) -> None:
-    original = written(torch_bytes(small()), tmp_path / "a.pt")
+    original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
     checkpoint = read(original)
     kept = Checkpoint(
         {"c": checkpoint.tree["state_dict"]["c"]}, torch_zip.NAME, {}, checkpoint.source, checkpoint.origin
@@ -175,11 +168,11 @@ def test_storages_that_nothing_uses_are_left_out(tmp_path: Path) -> None:
     contract.round_trip(torch_zip, kept, tmp_path / "b.pt")
     with zipfile.ZipFile(tmp_path / "b.pt") as archive:
         assert [n for n in archive.namelist() if "/data/" in n] == ["archive/data/1"]
-    assert_same_objects(load(tmp_path / "b.pt"), {"c": small()["state_dict"]["c"]})
+    assert_same_objects(load(tmp_path / "b.pt"), {"c": tied_state()["state_dict"]["c"]})
 
 
 def test_new_storages_beside_old_ones(tmp_path: Path) -> None:
-    checkpoint = read(written(torch_bytes(small()), tmp_path / "a.pt"))
+    checkpoint = read(written(torch_bytes(tied_state()), tmp_path / "a.pt"))
     tree = {
         "old": checkpoint.tree["state_dict"],
         "new": entry_of(torch.arange(3)),
@@ -188,7 +181,7 @@ def test_new_storages_beside_old_ones(tmp_path: Path) -> None:
     contract.round_trip(
         torch_zip, Checkpoint(tree, torch_zip.NAME, {}, checkpoint.source, checkpoint.origin), tmp_path / "b.pt"
     )
-    expected = {"old": small()["state_dict"], "new": torch.arange(3), "other": torch.ones(2).bfloat16()}
+    expected = {"old": tied_state()["state_dict"], "new": torch.arange(3), "other": torch.ones(2).bfloat16()}
     assert_same_objects(load(tmp_path / "b.pt", mmap=True), expected)
 
 
@@ -205,10 +198,10 @@ def test_one_record_claimed_by_two_storages_is_written_twice(tmp_path: Path) -> 
 
 
 def test_locations_can_be_changed_without_touching_the_data(tmp_path: Path) -> None:
-    checkpoint = read(written(torch_bytes(small()), tmp_path / "a.pt"))
+    checkpoint = read(written(torch_bytes(tied_state()), tmp_path / "a.pt"))
     there = map_storages(checkpoint.tree, lambda s: Storage(s.data, "cuda:3", s.crc))
     again = contract.round_trip(
         torch_zip, Checkpoint(there, torch_zip.NAME, {}, checkpoint.source, checkpoint.origin), tmp_path / "b.pt"
     )
     assert {entry.location for _, entry in tensors(again.tree)} == {"cuda:3"}
-    assert_same_objects(load(tmp_path / "b.pt"), small())  # map_location="cpu"
+    assert_same_objects(load(tmp_path / "b.pt"), tied_state())  # map_location="cpu"

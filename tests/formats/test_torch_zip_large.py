@@ -16,7 +16,7 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.formats import read, torch_zip
 from tests.support.files import load, rewritten, torch_bytes, written
 from tests.support.same import assert_same_objects
-from tests.support.small_zips import small
+from tests.support.small_zips import tied_state
 
 
 def sparse(path: Path, sizes: list[int]) -> Checkpoint:
@@ -137,5 +137,5 @@ def _places(plan: Any) -> dict[str, int]:
 
 
 def test_stock_torch_loads_from_memory_what_is_written(tmp_path: Path) -> None:
-    rewritten(written(torch_bytes(small()), tmp_path / "a.pt"), tmp_path / "b.pt")
-    assert_same_objects(torch.load(io.BytesIO((tmp_path / "b.pt").read_bytes()), weights_only=True), small())
+    rewritten(written(torch_bytes(tied_state()), tmp_path / "a.pt"), tmp_path / "b.pt")
+    assert_same_objects(torch.load(io.BytesIO((tmp_path / "b.pt").read_bytes()), weights_only=True), tied_state())

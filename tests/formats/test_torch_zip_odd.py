@@ -18,7 +18,7 @@ from ckptool.formats import read, safetensors, torch_zip
 from tests.formats import contract
 from tests.support.files import carry_out, load, torch_bytes, written
 from tests.support.same import assert_same_objects, assert_same_tree
-from tests.support.small_zips import small
+from tests.support.small_zips import tied_state
 from tests.support.zips import record_starts, rezipped, with_record
 
 # Odd archives ---------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_a_long_deflated_record_is_read_in_pieces(tmp_path: Path) -> None:
 def test_a_file_without_checksums_is_read_and_noted(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
-        original = written(torch_bytes(small()), tmp_path / "a.pt")
+        original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
     finally:
         torch.serialization.set_crc32_options(True)
     checkpoint = read(original)
@@ -66,7 +66,7 @@ def test_a_file_without_checksums_is_read_and_noted(tmp_path: Path) -> None:
     assert all(entry.storage.crc is None for _, entry in tensors(checkpoint.tree))
     contract.round_trip(torch_zip, checkpoint, tmp_path / "b.pt")
     assert "no-checksums" not in [note.code for note in read(tmp_path / "b.pt").notes]
-    assert_same_objects(load(tmp_path / "b.pt", mmap=True), small())
+    assert_same_objects(load(tmp_path / "b.pt", mmap=True), tied_state())
 
 
 def test_threads_read_a_deflated_record_side_by_side(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_damaged_data_is_noticed_when_it_is_converted(tmp_path: Path) -> None:
 
 
 def test_a_damaged_pickle_is_noticed_on_opening(tmp_path: Path) -> None:
-    original = written(torch_bytes(small()), tmp_path / "a.pt")
+    original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
     at = original.read_bytes().index(b"a.weight")
     data = bytearray(original.read_bytes())
     data[at] ^= 1
@@ -162,14 +162,14 @@ def test_a_damaged_pickle_is_noticed_on_opening(tmp_path: Path) -> None:
 def test_rows_45_51_52_64_87_88_odd_records(
     record: str, contents: bytes | None, error: type[CkptoolError], tmp_path: Path
 ) -> None:
-    original = written(torch_bytes(small()), tmp_path / "a.pt")
+    original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
     with pytest.raises(error) as caught:
         read(with_record(original, tmp_path / "b.pt", record, contents))
     assert str(tmp_path) in caught.value.what
 
 
 def test_a_record_that_no_tensor_uses_is_noted(tmp_path: Path) -> None:
-    original = written(torch_bytes(small()), tmp_path / "a.pt")
+    original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
     checkpoint = read(with_record(original, tmp_path / "b.pt", "archive/data/77", b"smuggled"))
     assert [note.message for note in checkpoint.notes if note.code == "unused-record"] == [
         "1 record with 8 bytes is used by no tensor"
@@ -177,7 +177,7 @@ def test_a_record_that_no_tensor_uses_is_noted(tmp_path: Path) -> None:
 
 
 def test_a_pickle_that_inflates_without_bounds_is_refused(tmp_path: Path) -> None:
-    original = written(torch_bytes(small()), tmp_path / "a.pt")
+    original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
     bomb = b"\x80\x02" + b"(" * (64 << 20)
     with pytest.raises(CkptoolError) as caught:
         read(rezipped(original, tmp_path / "b.pt", zipfile.ZIP_DEFLATED, {"archive/data.pkl": bomb}))

@@ -316,7 +316,7 @@ while True:
 """
 
 
-def killed_at_random(folder: Path, times: int) -> None:
+def kill_editors(folder: Path, times: int) -> None:
     chosen = random.Random(times)
     original = ARCHIVES["by torch"](90_000, folder)
     path = folder / "b.pt"
@@ -338,12 +338,12 @@ def killed_at_random(folder: Path, times: int) -> None:
 
 @pytest.mark.parametrize("times", [9, 11])
 def test_killed_at_any_time_the_file_is_old_or_new(times: int, tmp_path: Path) -> None:
-    killed_at_random(tmp_path, times)
+    kill_editors(tmp_path, times)
 
 
 @pytest.mark.soak
 def test_killed_at_any_time_five_hundred_times(tmp_path: Path) -> None:
-    killed_at_random(tmp_path, 500)
+    kill_editors(tmp_path, 500)
 
 
 # When something goes wrong --------------------------------------------------------------------------------------------

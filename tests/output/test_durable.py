@@ -9,8 +9,6 @@ import resource
 import signal
 import stat
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -26,38 +24,30 @@ from ckptool.checkpoint.plan import Checksummed, Plan
 from ckptool.errors import CkptoolError, Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
 from ckptool.output import durable
 from ckptool.output.durable import replace_file
-from tests.support.processes import default_signals
+from tests.support.folder_plans import names
+from tests.support.hostile_system import temporaries
+from tests.support.processes import python_process
 
 ROOT = Path(__file__).parents[2]
 
 
-def plan(data: bytes = b"new") -> Plan:
+def file_plan(data: bytes = b"new") -> Plan:
     return Plan({"": [InlineBytes(data)]})
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+HEAD = """
+    import os, sys, time
+    from pathlib import Path
+    from ckptool.checkpoint import Computed, InlineBytes
+    from ckptool.checkpoint.plan import Plan
+    from ckptool.output.durable import replace_file
+    target = Path(sys.argv[1])
+    """
 
 
-def run(code: str, *args: object, **options: Any) -> subprocess.Popen[bytes]:
-    """A process that has `target` and `plan` of `argv[1]` and does what `code` says."""
-    head = """
-        import os, sys, time
-        from pathlib import Path
-        from ckptool.checkpoint import Computed, InlineBytes
-        from ckptool.checkpoint.plan import Plan
-        from ckptool.output.durable import replace_file
-        target = Path(sys.argv[1])
-        """
-    text = textwrap.dedent(head) + textwrap.dedent(code)
-    options.setdefault("preexec_fn", default_signals)
-    return subprocess.Popen(
-        [sys.executable, "-c", text, *map(str, args)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **options,
-    )
+def started(code: str, *args: object, **options: Any) -> subprocess.Popen[bytes]:
+    """A process that has `target` of `argv[1]` and does what `code` says."""
+    return python_process(HEAD, code, *args, **options)
 
 
 def finished(process: subprocess.Popen[bytes]) -> tuple[int, str]:
@@ -69,7 +59,7 @@ def finished(process: subprocess.Popen[bytes]) -> tuple[int, str]:
 
 
 def test_a_new_file(tmp_path: Path) -> None:
-    replace_file(plan(), tmp_path / "out")
+    replace_file(file_plan(), tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
     mask = os.umask(0)
     os.umask(mask)
@@ -80,7 +70,7 @@ def test_a_new_file(tmp_path: Path) -> None:
 def test_an_existing_file_is_not_replaced_unasked(tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"old")
     with pytest.raises(OutputExists, match="exists already"):
-        replace_file(plan(), tmp_path / "out")
+        replace_file(file_plan(), tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == b"old" and names(tmp_path) == ["out"]
 
 
@@ -88,7 +78,7 @@ def test_an_existing_file_is_not_replaced_unasked(tmp_path: Path) -> None:
 def test_overwriting_keeps_the_mode(mode: int, tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"old")
     (tmp_path / "out").chmod(mode)
-    replace_file(plan(), tmp_path / "out", overwrite=True)
+    replace_file(file_plan(), tmp_path / "out", overwrite=True)
     assert (tmp_path / "out").read_bytes() == b"new"
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == mode
 
@@ -98,15 +88,15 @@ def test_the_target_of_a_symlink_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "there/real").write_bytes(b"old")
     (tmp_path / "link").symlink_to("there/real")
     with pytest.raises(OutputExists):
-        replace_file(plan(), tmp_path / "link")
-    replace_file(plan(), tmp_path / "link", overwrite=True)
+        replace_file(file_plan(), tmp_path / "link")
+    replace_file(file_plan(), tmp_path / "link", overwrite=True)
     assert (tmp_path / "link").is_symlink() and (tmp_path / "there/real").read_bytes() == b"new"
     assert names(tmp_path / "there") == ["real"] and names(tmp_path) == ["link", "there"]
 
 
 def test_a_dangling_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real")
-    replace_file(plan(), tmp_path / "link")
+    replace_file(file_plan(), tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_bytes() == b"new"
 
 
@@ -117,26 +107,26 @@ def test_impossible_targets_are_refused(tmp_path: Path) -> None:
     targets = ["missing/out", "file/out", ".", "fifo", "loop", "x" * 300, "nul\0"]
     for target in targets:
         with pytest.raises(FileProblem) as caught:
-            replace_file(plan(), tmp_path / target, overwrite=True)
+            replace_file(file_plan(), tmp_path / target, overwrite=True)
         assert caught.value.code == "io"
     assert names(tmp_path) == ["fifo", "file", "loop"] and (tmp_path / "file").read_bytes() == b"old"
 
 
 def test_a_name_as_long_as_the_system_allows(tmp_path: Path) -> None:
-    replace_file(plan(), tmp_path / ("é" * 127))
+    replace_file(file_plan(), tmp_path / ("é" * 127))
     assert names(tmp_path) == ["é" * 127]
 
 
 def test_a_relative_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    replace_file(plan(), "out")
+    replace_file(file_plan(), "out")
     assert names(tmp_path) == ["out"]
 
 
 def test_someone_else_makes_the_target_meanwhile(tmp_path: Path) -> None:
     target = tmp_path / "out"
     with pytest.raises(OutputExists, match="made by another process"):
-        replace_file(plan(), target, verify=lambda path: target.write_bytes(b"theirs") and None)
+        replace_file(file_plan(), target, verify=lambda path: target.write_bytes(b"theirs") and None)
     assert target.read_bytes() == b"theirs" and names(tmp_path) == ["out"]
 
 
@@ -145,10 +135,12 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.EPERM, "no links here")
 
     monkeypatch.setattr(os, "link", refused)
-    replace_file(plan(), tmp_path / "out")
+    replace_file(file_plan(), tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
     with pytest.raises(OutputExists):
-        replace_file(plan(), tmp_path / "two", verify=lambda path: (tmp_path / "two").write_bytes(b"theirs") and None)
+        replace_file(
+            file_plan(), tmp_path / "two", verify=lambda path: (tmp_path / "two").write_bytes(b"theirs") and None
+        )
     assert (tmp_path / "two").read_bytes() == b"theirs" and names(tmp_path) == ["out", "two"]
 
 
@@ -205,11 +197,11 @@ def test_rows_152_and_154_a_system_call_that_fails(call: str, tmp_path: Path, mo
     monkeypatch.setattr(os, call, failing)
     if call == "link":
         target.unlink()
-        replace_file(plan(), target)  # falls back to a rename
+        replace_file(file_plan(), target)  # falls back to a rename
         assert target.read_bytes() == b"new"
     else:
         with pytest.raises(FileProblem) as caught:
-            replace_file(plan(), target, overwrite=True)
+            replace_file(file_plan(), target, overwrite=True)
         assert "Input/output error" in caught.value.what and f"{target} is as it was" in caught.value.why
         assert target.read_bytes() == b"old"
     assert names(tmp_path) == ["out"]
@@ -224,7 +216,7 @@ def test_a_folder_that_cannot_be_synced_is_noted(tmp_path: Path, monkeypatch: py
         real(fd)
 
     monkeypatch.setattr(os, "fsync", failing)
-    (note,) = replace_file(plan(), tmp_path / "out")
+    (note,) = replace_file(file_plan(), tmp_path / "out")
     assert note.code == "not-synced" and "complete and visible, but its durability is uncertain" in note.message
     assert (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
 
@@ -239,10 +231,10 @@ def test_everything_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch:
             return real(*args, **options)
 
         monkeypatch.setattr(os, name, seen)
-    replace_file(plan(), tmp_path / "out")
+    replace_file(file_plan(), tmp_path / "out")
     assert events == ["pwrite", "fsync", "link", "unlink", "sync folder"]
     events.clear()
-    replace_file(plan(), tmp_path / "out", overwrite=True)
+    replace_file(file_plan(), tmp_path / "out", overwrite=True)
     assert events == ["pwrite", "fsync", "replace", "sync folder"]
 
 
@@ -254,7 +246,7 @@ def test_what_verify_refuses_is_not_put_in_place(tmp_path: Path) -> None:
         raise VerifyFailed("differs", "why")
 
     with pytest.raises(VerifyFailed):
-        replace_file(plan(), tmp_path / "out", overwrite=True, verify=refuse)
+        replace_file(file_plan(), tmp_path / "out", overwrite=True, verify=refuse)
     assert (tmp_path / "out").read_bytes() == b"old" and names(tmp_path) == ["out"]
 
 
@@ -315,7 +307,7 @@ def test_the_limit_on_file_sizes_leaves_the_old_file(tmp_path: Path) -> None:
             print(error.code, error)
     """
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # noqa: E731
-    status, text = finished(run(code, tmp_path / "out", preexec_fn=limit))
+    status, text = finished(started(code, tmp_path / "out", preexec_fn=limit))
     assert status == 0 and text.startswith("disk-full cannot write") and "files may not grow so large" in text
     assert (tmp_path / "out").read_bytes() == b"old" and names(tmp_path) == ["out"]
 
@@ -332,7 +324,7 @@ def waiting(target: Path, mark: Path) -> subprocess.Popen[bytes]:
             return b"y" * n
         replace_file(Plan({"": [InlineBytes(b"x" * 2_000_000), Computed(5, wait)]}), target, overwrite=True)
     """
-    process = run(code, target, mark)
+    process = started(code, target, mark)
     deadline = time.monotonic() + 30
     while not mark.exists():
         assert time.monotonic() < deadline and process.poll() is None
@@ -348,18 +340,14 @@ def live(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def temporaries(folder: Path) -> list[str]:
-    return [name for name in names(folder) if name.endswith(".tmp")]
-
-
 def test_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
     assert len(temporaries(tmp_path)) == 1
     live.kill()
     live.wait()
     assert len(temporaries(tmp_path)) == 1 and not (tmp_path / "out").exists()
-    replace_file(plan(), tmp_path / "another")
+    replace_file(file_plan(), tmp_path / "another")
     assert len(temporaries(tmp_path)) == 1  # another target's is none of its business
-    replace_file(plan(), tmp_path / "out")
+    replace_file(file_plan(), tmp_path / "out")
     assert temporaries(tmp_path) == [] and (tmp_path / "out").read_bytes() == b"new"
 
 
@@ -368,16 +356,16 @@ def test_a_refused_run_sweeps_too(live: subprocess.Popen[bytes], tmp_path: Path)
     live.wait()
     (tmp_path / "out").write_bytes(b"old")
     with pytest.raises(OutputExists):
-        replace_file(plan(), tmp_path / "out")
+        replace_file(file_plan(), tmp_path / "out")
     assert temporaries(tmp_path) == []
 
 
 def test_a_living_writers_temporary_file_is_left_alone(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    replace_file(plan(), tmp_path / "out")
+    replace_file(file_plan(), tmp_path / "out")
     assert len(temporaries(tmp_path)) == 1 and (tmp_path / "out").read_bytes() == b"new"
     live.kill()
     live.wait()
-    replace_file(plan(b"newer"), tmp_path / "out", overwrite=True)
+    replace_file(file_plan(b"newer"), tmp_path / "out", overwrite=True)
     assert temporaries(tmp_path) == [] and (tmp_path / "out").read_bytes() == b"newer"
 
 
@@ -385,7 +373,7 @@ def test_a_file_that_only_looks_like_ours_is_left_alone(tmp_path: Path) -> None:
     for name in (".ckptool-notes.tmp", ".ckptool-0123456789abcdef-x.tmp", durable._prefix("out") + "x"):
         (tmp_path / name).write_bytes(b"theirs")
     before = names(tmp_path)
-    replace_file(plan(), tmp_path / "out")
+    replace_file(file_plan(), tmp_path / "out")
     assert names(tmp_path) == sorted([*before, "out"])
 
 
@@ -403,7 +391,7 @@ def test_a_new_temporary_file_is_not_taken_for_one_that_was_left(
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", slow)
-    replace_file(plan(), tmp_path / "out")
+    replace_file(file_plan(), tmp_path / "out")
     assert swept and (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
 
 
@@ -437,7 +425,7 @@ def test_of_several_first_writers_one_wins(tmp_path: Path) -> None:
 
     def write(letter: bytes) -> None:
         try:
-            replace_file(plan(letter * 1000), tmp_path / "out")
+            replace_file(file_plan(letter * 1000), tmp_path / "out")
             results.append(letter.decode())
         except OutputExists:
             results.append("refused")
@@ -459,13 +447,13 @@ KILLED = """
 """
 
 
-def killed_at_random(folder: Path, times: int) -> None:
+def kill_file_writers(folder: Path, times: int) -> None:
     import random
 
     chosen = random.Random(times)
     target = folder / "out"
     for _ in range(times):
-        process = run(KILLED, target)
+        process = started(KILLED, target)
         assert process.stdout is not None
         last = int(process.stdout.readline())
         time.sleep(chosen.uniform(0, 0.02))
@@ -476,17 +464,17 @@ def killed_at_random(folder: Path, times: int) -> None:
         data = target.read_bytes()
         assert len(data) == 300_008 and data == data[:8] * 37_501 and int(data[:8]) in (last, last + 1)
         assert len(names(folder)) <= 2
-    replace_file(plan(), target, overwrite=True)
+    replace_file(file_plan(), target, overwrite=True)
     assert names(folder) == ["out"]
 
 
 def test_killed_at_any_time_the_file_is_old_or_new(tmp_path: Path) -> None:
-    killed_at_random(tmp_path, 8)
+    kill_file_writers(tmp_path, 8)
 
 
 @pytest.mark.soak
 def test_killed_at_any_time_three_hundred_times(tmp_path: Path) -> None:
-    killed_at_random(tmp_path, 300)
+    kill_file_writers(tmp_path, 300)
 
 
 def test_an_interrupted_process_leaves_nothing_behind(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -497,5 +485,5 @@ def test_an_interrupted_process_leaves_nothing_behind(live: subprocess.Popen[byt
 
 def test_an_error_tells_its_three_parts(tmp_path: Path) -> None:
     with pytest.raises(CkptoolError) as caught:
-        replace_file(plan(), tmp_path / "a/b/out")
+        replace_file(file_plan(), tmp_path / "a/b/out")
     assert caught.value.what.startswith("cannot write") and "mkdir -p" in caught.value.fix

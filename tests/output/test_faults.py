@@ -26,7 +26,7 @@ from tests.support.faults import (
     TEMPORARY,
     Bench,
     Ended,
-    Point,
+    FaultPoint,
     after_power_loss,
     error_points,
     kill_points,
@@ -182,7 +182,7 @@ class Trial:
         assert ended.code == case.code, ended
         self.events, self.trace = bench.recorded()
         self.after = self.found()
-        assert not temporaries(self.after) and set(case.changes) <= set(self.after)
+        assert not temporaries_among(self.after) and set(case.changes) <= set(self.after)
         assert self.others(self.after) == self.others(self.before)
         for name, data in [*self.before.items(), *self.after.items()]:
             if data != OLD and (self.case.code == 0 or name != "in.pt"):
@@ -204,7 +204,7 @@ class Trial:
         files = [path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink()]
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
 
-    def run(self, point: Point) -> Ended:
+    def run(self, point: FaultPoint) -> Ended:
         self.reset()
         return self.bench.run(self.folder, self.words, point.how, point.at, point.number)
 
@@ -248,14 +248,14 @@ class Trial:
         ended = self.bench.run(self.folder, [*self.words, *self.case.again.split()])
         assert ended.code == self.case.code, ended
         files = self.found()
-        assert not temporaries(files) and self.states(files) == {"new"}
+        assert not temporaries_among(files) and self.states(files) == {"new"}
 
 
 def is_temporary(name: str) -> bool:
     return any(part.startswith(TEMPORARY) for part in name.split("/"))
 
 
-def temporaries(files: Files) -> set[str]:
+def temporaries_among(files: Files) -> set[str]:
     """The temporary files and folders."""
     return {name[: name.find("/", name.index(TEMPORARY)) + 1] or name for name in files if is_temporary(name)}
 
@@ -286,19 +286,19 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     bench.close()
 
 
-def killed(trial: Trial, point: Point) -> None:
+def killed(trial: Trial, point: FaultPoint) -> None:
     ended = trial.run(point)
     files = trial.found()
     if ended.code == trial.case.code:  # threads of checksums were quicker this time: that event was one too far
         assert trial.states(files) == {"new"}
         return
     assert ended.code == -signal.SIGKILL, ended
-    assert len(temporaries(files)) <= 1
+    assert len(temporaries_among(files)) <= 1
     trial.states(files)
     trial.finish()
 
 
-def failed(trial: Trial, point: Point) -> None:
+def failed(trial: Trial, point: FaultPoint) -> None:
     ended = trial.run(point)
     files = trial.found()
     states = trial.states(files)
@@ -309,7 +309,7 @@ def failed(trial: Trial, point: Point) -> None:
         events, _ = trial.bench.recorded()  # of this run: sums in threads let it write earlier or later
         event = events[point.at] if point.at < len(events) else point.event
         sweeping = event.startswith(("unlink", "remove", "flock", "listdir", "open TEMPORARY"))
-        assert sweeping or not temporaries(files), "a temporary file was left"
+        assert sweeping or not temporaries_among(files), "a temporary file was left"
     assert "Traceback" not in ended.err and "error[bug]" not in ended.err, ended
     if ended.code == 2:
         assert ended.err.startswith("error["), ended
@@ -325,11 +325,11 @@ FULL_WORDS = {
 }
 
 
-def stopped(trial: Trial, point: Point) -> None:
+def stopped(trial: Trial, point: FaultPoint) -> None:
     ended = trial.run(point)
     files = trial.found()
     (state,) = trial.states(files)
-    assert not temporaries(files) and "Traceback" not in ended.err, ended
+    assert not temporaries_among(files) and "Traceback" not in ended.err, ended
     assert ended.code in (128 + point.number, trial.case.code), ended
     if ended.code == trial.case.code:
         assert state == "new"
@@ -364,7 +364,7 @@ def test_rows_149_to_157_a_sample_of_points(case: str, bench: Bench, tmp_path: P
     for kind in KINDS:
         sweep(kind, trial, 1)
     power_lost(trial, 10)
-    assert trial.run(Point("short", -1, "")).code == trial.case.code and trial.found() == trial.after
+    assert trial.run(FaultPoint("short", -1, "")).code == trial.case.code and trial.found() == trial.after
 
 
 @pytest.mark.soak
@@ -404,7 +404,7 @@ def test_a_thousand_kills_at_random_leave_old_or_new(bench: Bench, tmp_path: Pat
         landed += ended.code == -signal.SIGKILL
         assert ended.code in (trial.case.code, -signal.SIGKILL), ended
         files = trial.found()
-        assert len(temporaries(files)) <= 1
+        assert len(temporaries_among(files)) <= 1
         trial.states(files)
         trial.finish()
     print(f"{landed} of 1000 kills landed before the end")

@@ -6,8 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +21,8 @@ from ckptool.output import durable, folders
 from ckptool.output.folders import replace_folder
 from tests.support.files import contents
 from tests.support.folder_plans import NEW, OLD, names, plan
-from tests.support.processes import default_signals
+from tests.support.hostile_system import temporaries
+from tests.support.processes import python_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,18 +60,10 @@ KILLED = """
     """
 
 
-def run(code: str, *args: object) -> subprocess.Popen[bytes]:
-    text = textwrap.dedent(HEAD) + textwrap.dedent(code)
-    command = [sys.executable, "-c", text, *map(str, args)]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_signals
-    )
-
-
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A writer that has its temporary folder, and waits in the middle."""
-    process = run(WAITING, tmp_path / "out", "exchanged", tmp_path / "mark")
+    process = python_process(HEAD, WAITING, tmp_path / "out", "exchanged", tmp_path / "mark")
     deadline = time.monotonic() + 30
     while not (tmp_path / "mark").exists():
         assert time.monotonic() < deadline and process.poll() is None
@@ -80,10 +71,6 @@ def live(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.communicate()
-
-
-def temporaries(folder: Path) -> list[str]:
-    return [name for name in names(folder) if name.startswith(".ckptool-")]
 
 
 def test_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -120,10 +107,10 @@ def test_an_interrupted_process_leaves_nothing_behind(live: subprocess.Popen[byt
     assert temporaries(tmp_path) == [] and not (tmp_path / "out").exists()
 
 
-def killed_at_random(folder: Path, times: int, way: str) -> None:
+def kill_folder_writers(folder: Path, times: int, way: str) -> None:
     chosen, target, last = random.Random(times), folder / "out", 0
     for _ in range(times):
-        process = run(KILLED, target, way, last)
+        process = python_process(HEAD, KILLED, target, way, last)
         assert process.stdout is not None
         last = int(process.stdout.readline())
         time.sleep(chosen.uniform(0, 0.02))
@@ -145,13 +132,13 @@ def killed_at_random(folder: Path, times: int, way: str) -> None:
 
 @pytest.mark.parametrize("how", ["exchanged", "put aside"])
 def test_killed_at_any_time_the_folder_is_old_or_new(how: str, tmp_path: Path) -> None:
-    killed_at_random(tmp_path, 5, how)
+    kill_folder_writers(tmp_path, 5, how)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["exchanged", "put aside"])
 def test_killed_at_any_time_two_hundred_times(how: str, tmp_path: Path) -> None:
-    killed_at_random(tmp_path, 200, how)
+    kill_folder_writers(tmp_path, 200, how)
 
 
 def test_a_folder_put_aside_by_a_killed_run_is_put_back(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import torch
 
 import ckptool
 from ckptool.errors import CkptoolError
-from tests.support.hidden_calls import UNKNOWN, Case, cases, combinations, known_names
+from tests.support.hidden_calls import UNKNOWN, HiddenCall, combinations, hidden_calls, known_names
 from tests.support.hostile_inputs import pickle_zip
 
 SEEDED, SOAKED = 200, 4_000
@@ -70,7 +70,7 @@ class _Watch:
 _WATCH = _Watch()
 
 
-def check(case: Case, verb: str, folder: Path) -> None:
+def check(case: HiddenCall, verb: str, folder: Path) -> None:
     """One case with one verb: refused, or written without what was hidden; mentioned; nothing ran."""
     folder.mkdir()
     file, out = folder / "in.pt", folder / "out.pt"
@@ -94,7 +94,7 @@ def check(case: Case, verb: str, folder: Path) -> None:
             assert not any(case.word in found for found in names_in(written)), (case.title, verb)
 
 
-def _mentions(file: Path, case: Case) -> bool:
+def _mentions(file: Path, case: HiddenCall) -> bool:
     """Whether `inspect` and `scan` name what is hidden, and `load` refuses; also where the file cannot be opened at
     all."""
     try:
@@ -128,13 +128,13 @@ def names_in(path: Path) -> Iterator[str]:
                         texts.append(argument)
 
 
-def sampled(count: int, seed: int) -> list[tuple[Case, str]]:
+def sampled(count: int, seed: int) -> list[tuple[HiddenCall, str]]:
     """So many different combinations of a case and a verb."""
     verbs = itertools.cycle(VERBS)
-    return [(case, next(verbs)) for case in itertools.islice(cases(random.Random(seed)), count)]
+    return [(case, next(verbs)) for case in itertools.islice(hidden_calls(random.Random(seed)), count)]
 
 
-def sweep(chosen: list[tuple[Case, str]], folder: Path, patch: pytest.MonkeyPatch) -> None:
+def sweep(chosen: list[tuple[HiddenCall, str]], folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Every combination in a folder of its own, with modules on the path that would leave a trace if they were
     imported."""
     for module in DECOYS:

@@ -18,7 +18,7 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Trunc
 from ckptool.formats import read
 from tests.support.decoys import CALL, MARKER, opened_pickle
 from tests.support.files import load, torch_bytes
-from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state, storage, tensor, text
+from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state_pickle, storage, tensor, text
 from tests.support.same import assert_same_tree
 from tests.support.watched import LOOKING, Seen
 
@@ -30,7 +30,7 @@ LONG = b"1" * 1_000_000
 REFUSED: dict[str, tuple[bytes, type[CkptoolError]]] = {
     "57-ordered-dict-with-numbers": (program(HOOKS + b"}K\x01Nsb"), Corrupt),
     "57-ordered-dict-with-a-list": (program(HOOKS + b"](K\x01eb"), Corrupt),
-    "57-build-of-a-parameter": (state({"x": name("torch.nn.parameter", "Parameter") + b")\x81}" + text("data") + CALL
+    "57-build-of-a-parameter": (state_pickle({"x": name("torch.nn.parameter", "Parameter") + b")\x81}" + text("data") + CALL
         + b"sb"}), Corrupt),
     "57-state-of-a-tensor": (program(tensor((4,), (1,)) + b"}" + text("a") + b"K\x01sb"), Corrupt),
     "57-state-of-a-storage": (program(storage() + b"}" + text("a") + b"K\x01sb"), Corrupt),
@@ -143,7 +143,7 @@ def test_wrong_arguments_make_no_tensor(
     name_of: str, arguments: bytes, see: Callable[..., Seen], tmp_path: Path
 ) -> None:
     """The call is shown as one; only torch could say what it makes."""
-    pickle = state({"x": name("torch._utils", name_of) + arguments + b"R"})
+    pickle = state_pickle({"x": name("torch._utils", name_of) + arguments + b"R"})
     assert set(see(pickle_zip(pickle), *LOOKING).codes().values()) == {"ok"}
     found = opened_pickle(pickle, tmp_path)["x"]
     assert isinstance(found, Object) and found.name == f"torch._utils.{name_of}"
@@ -235,7 +235,7 @@ def test_what_torch_writes_with_any_protocol_is_read(protocol: int, tmp_path: Pa
 
 def test_control_characters_in_names_are_escaped(see: Callable[..., Seen], tmp_path: Path) -> None:
     keys = ["\x1b[31mred", "new\nline", "zero\0", "half\ud800", "turned\u202e", "\x9b31m", ""]
-    pickle = state({key: tensor((4,), (1,)) for key in keys})
+    pickle = state_pickle({key: tensor((4,), (1,)) for key in keys})
     found = see(pickle_zip(pickle))
     assert {found.codes()[command] for command in LOOKING} == {"ok"}
     assert list(opened_pickle(pickle, tmp_path).tree) == keys

@@ -34,7 +34,7 @@ from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
 from ckptool.pickles.names import PYTHON_MODULES
 from ckptool.pickles.plain import values
-from tests.support.hostile_inputs import ONE, name, pickle_zip, program, state, tensor, text
+from tests.support.hostile_inputs import ONE, name, pickle_zip, program, state_pickle, tensor, text
 
 OLD = ("torch.nn.backends", "torch.nn.modules.dropout_")
 
@@ -186,7 +186,7 @@ def lightning(home: str, hyper_parameters: Any) -> bytes:
     """A checkpoint as Lightning 1 (with callbacks as keys) and 2 write it; the names are not imported."""
     weights = b"}(" + text("model.a.weight") + tensor((2, 2), (2, 1)) + b"u"
     callback = name(f"{home}.callbacks.model_checkpoint", "ModelCheckpoint")
-    return state({
+    return state_pickle({
         "epoch": b"K\x01",
         "pytorch-lightning_version": text("1.5.0"),
         "state_dict": weights,
@@ -229,8 +229,8 @@ TRAINERS: dict[str, bytes] = {
         "lightning.pytorch",
         name("lightning.fabric.utilities.data", "AttributeDict") + b")\x81" + text("cfg") + _CONFIG + b"s",
     ),
-    "training_args": state({"state_dict": _WEIGHTS, "args": _ARGUMENTS}),
-    "fairseq": state(
+    "training_args": state_pickle({"state_dict": _WEIGHTS, "args": _ARGUMENTS}),
+    "fairseq": state_pickle(
         {
             "state_dict": _WEIGHTS,
             "args": made("argparse", "Namespace", arch=text("wav2vec2")),
@@ -238,10 +238,10 @@ TRAINERS: dict[str, bytes] = {
             "ddp": called("fairseq.dataclass.constants", "DDP_BACKEND_CHOICES", "c10d"),
         }
     ),
-    "detectron2": state(
+    "detectron2": state_pickle(
         {"state_dict": _WEIGHTS, "cfg": made("detectron2.config.config", "CfgNode") + text("LR") + b"K\x01s"}
     ),
-    "YOLO": state(
+    "YOLO": state_pickle(
         {"state_dict": _WEIGHTS, "model": made("ultralytics.nn.tasks", "DetectionModel", yaml=b"}", names=b"}")}
     ),
 }

@@ -29,7 +29,7 @@ from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import Skeleton, decode_lazily, leaves, skeleton
 from ckptool.pickles.strings import StubbedValue, encoded, whole
 from ckptool.pickles.torch_objects import BUILDERS
-from tests.pickles.test_frames import TORN_FRAMES, WHOLE_FRAMES, frame
+from tests.support.pickle_frames import TORN_FRAMES, WHOLE_FRAMES, frame
 from tests.support.pickled_graphs import as_tree, graphs
 from tests.support.same import assert_same_tree
 

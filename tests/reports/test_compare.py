@@ -12,17 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, strided
-from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name
+from ckptool.checkpoint.dtypes import DTYPES, by_name
 from ckptool.checkpoint.files import Source
 from ckptool.errors import UsageError
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
-
-
-def entry_of(tensor: torch.Tensor) -> TensorEntry:
-    dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
-    storage = Storage(InlineBytes(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()))
-    flags = Flags(conj=tensor.is_conj(), neg=tensor.is_neg())
-    return TensorEntry(storage, dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), flags)
+from tests.support.entries import entry_of
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, atol: float = 0.0, rtol: float = 0.0) -> ValueDifference:

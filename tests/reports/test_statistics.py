@@ -10,18 +10,12 @@ import numpy
 import pytest
 import torch
 
-from ckptool.checkpoint import FileRange, Flags, InlineBytes, Storage, TensorEntry, strided
-from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name
+from ckptool.checkpoint import FileRange, InlineBytes, Storage, TensorEntry, strided
+from ckptool.checkpoint.dtypes import DTYPES, by_name
 from ckptool.checkpoint.files import Source
 from ckptool.errors import Unsupported
 from ckptool.reports.statistics import Statistics, statistics
-
-
-def entry_of(tensor: torch.Tensor) -> TensorEntry:
-    dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
-    storage = Storage(InlineBytes(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()))
-    flags = Flags(conj=tensor.is_conj(), neg=tensor.is_neg())
-    return TensorEntry(storage, dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), flags)
+from tests.support.entries import entry_of
 
 
 def assert_as_torch_says(tensor: torch.Tensor) -> None:

@@ -15,3 +15,8 @@ class Ran(NamedTuple):
 
 
 Run = Callable[..., Ran]
+
+
+def done(ran: Ran) -> str:
+    assert (ran.code, ran.err) == (0, ""), ran
+    return ran.out

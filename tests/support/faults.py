@@ -263,7 +263,7 @@ def child(job: dict[str, Any]) -> None:
     main()
 
 
-def serve() -> None:
+def serve_faults() -> None:
     """Takes jobs, one a line, and answers each with how it ended."""
     warm()
     print("ready", flush=True)
@@ -357,7 +357,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Point:
+class FaultPoint:
     """One thing that goes wrong, at one event of a command."""
 
     how: str
@@ -372,27 +372,27 @@ class Point:
         return f"{self.how} {what or ''} at event {self.at} ({self.event})"
 
 
-def kill_points(events: list[str]) -> list[Point]:
+def kill_points(events: list[str]) -> list[FaultPoint]:
     """Before every event, after the last, and in the middle of those that can be half done."""
-    points = [Point("kill", at, event) for at, event in enumerate(events)]
-    points += [Point("half", at, event) for at, event in enumerate(events) if event.split()[0] in HALVES]
-    return [*points, Point("after", len(events) - 1, events[-1])]
+    points = [FaultPoint("kill", at, event) for at, event in enumerate(events)]
+    points += [FaultPoint("half", at, event) for at, event in enumerate(events) if event.split()[0] in HALVES]
+    return [*points, FaultPoint("after", len(events) - 1, events[-1])]
 
 
-def error_points(events: list[str]) -> list[Point]:
+def error_points(events: list[str]) -> list[FaultPoint]:
     """Every error at every event: once; and, for what writes, from there on."""
     points = []
     for at, event in enumerate(events):
         name = event.split()[0]
-        points += [Point("error", at, event, number) for number in ERRORS[name]]
-        points += [Point("broken", at, event, number) for number in ERRORS[name][:2] if name in WRITES]
+        points += [FaultPoint("error", at, event, number) for number in ERRORS[name]]
+        points += [FaultPoint("broken", at, event, number) for number in ERRORS[name][:2] if name in WRITES]
     return points
 
 
-def signal_points(events: list[str]) -> list[Point]:
+def signal_points(events: list[str]) -> list[FaultPoint]:
     """Every signal that asks a program to stop, during every event."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    return [Point("signal", at, event, number) for at, event in enumerate(events) for number in numbers]
+    return [FaultPoint("signal", at, event, number) for at, event in enumerate(events) for number in numbers]
 
 
 # Power loss ----------------------------------------------------------------------------------------------------------
@@ -502,4 +502,4 @@ def _apply(data: bytearray, operation: tuple[Any, ...]) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve_faults()

@@ -72,3 +72,6 @@ def rewritten(path: Path, out: Path, **options: Any) -> Checkpoint:
     """`path` read, written to `out` as a torch zip, and read again."""
     carry_out(torch_zip.write(read(path), **options), out)
     return read(out)
+
+
+CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"

@@ -120,7 +120,7 @@ _ALONE: dict[str, tuple[bytes, ...]] = {
 }
 
 
-class Case(NamedTuple):
+class HiddenCall(NamedTuple):
     """A pickle of `{"state_dict": {"a.weight": …}, "x": …}` whose last entry hides something; `word` is in its name."""
 
     title: str
@@ -138,7 +138,7 @@ def combinations() -> int:
     return (len(_ALONE) + len(_WAYS) * len(known_names())) * len(UNKNOWN)
 
 
-def cases(rng: random.Random) -> Iterator[Case]:
+def hidden_calls(rng: random.Random) -> Iterator[HiddenCall]:
     """Cases without end. Every way comes as often as any other, and so does every kind of known name, whatever their
     numbers."""
     kinds: dict[known.Kind, list[tuple[str, str]]] = {}
@@ -156,8 +156,10 @@ def cases(rng: random.Random) -> Iterator[Case]:
             yield _case(title, _WAYS[way], name(module, attribute), hidden, word, (module, attribute))
 
 
-def _case(title: str, parts: tuple[bytes, ...], listed: bytes, hidden: bytes, word: str, of: tuple[str, str]) -> Case:
+def _case(
+    title: str, parts: tuple[bytes, ...], listed: bytes, hidden: bytes, word: str, of: tuple[str, str]
+) -> HiddenCall:
     inst = b"i" + "\n".join(of).encode() + b"\n"
     body = b"".join({b"{0}": listed, b"{1}": hidden, b"{2}": inst}.get(part, part) for part in parts)
     weights = name("collections", "OrderedDict") + b")R" + text("a.weight") + tensor((4,), (1,)) + b"s"
-    return Case(title, program(b"}(" + text("state_dict") + weights + text("x") + body + b"u", 4), word)
+    return HiddenCall(title, program(b"}(" + text("state_dict") + weights + text("x") + body + b"u", 4), word)

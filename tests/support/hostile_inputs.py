@@ -92,7 +92,7 @@ def program(body: bytes, protocol: int = 2) -> bytes:
     return b"\x80" + bytes([protocol]) + body + b"."
 
 
-def state(items: Mapping[str, bytes]) -> bytes:
+def state_pickle(items: Mapping[str, bytes]) -> bytes:
     """A pickle of a dictionary."""
     return program(b"}(" + b"".join(text(key) + value for key, value in items.items()) + b"u")
 
@@ -125,5 +125,5 @@ _ENTRIES = {
     "path": name("pathlib", "PosixPath") + text("a") + b"\x85R",
     "scalar": _NUMPY,
 }
-KNOWN = (state(_ENTRIES), ONE)
-ORDINARY = (state(_ENTRIES | {"unknown": name("models", "Net") + b")R"}), ONE)
+KNOWN = (state_pickle(_ENTRIES), ONE)
+ORDINARY = (state_pickle(_ENTRIES | {"unknown": name("models", "Net") + b")R"}), ONE)

@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from ckptool.cli import main; main()"]
 
 
-def state(rows: int = 300) -> dict[str, Any]:
+def wrapped_state(rows: int = 300) -> dict[str, Any]:
     w = torch.arange(rows * 200, dtype=torch.float32).reshape(rows, 200)
     return {"module.fc.weight": w, "module.fc.bias": torch.ones(200).half(), "module.more": torch.ones(9_000)}
 
 
 def clean(rows: int = 300) -> dict[str, Any]:
-    return {key.removeprefix("module."): value for key, value in state(rows).items()}
+    return {key.removeprefix("module."): value for key, value in wrapped_state(rows).items()}
 
 
 def temporaries(folder: Path) -> list[str]:

@@ -56,7 +56,7 @@ def stock_loads(path: str, model: str) -> bool:
     return True
 
 
-def words_of(line: str) -> list[str]:
+def shell_words(line: str) -> list[str]:
     """A printed command as bash reads it."""
     said = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
     return said.stdout.split("\0")[:-1]
@@ -65,7 +65,7 @@ def words_of(line: str) -> list[str]:
 def run_line(line: str) -> int:
     """Runs a printed command as it stands; ours in this process, after a shell has read it."""
     if line.startswith("ckptool "):
-        return main(words_of(line)[1:])
+        return main(shell_words(line)[1:])
     program = line.split()[0]
     if program == "git" or shutil.which(program) is None:
         return 0
@@ -73,13 +73,13 @@ def run_line(line: str) -> int:
 
 
 def written_by(line: str, before: set[str]) -> str:
-    words = words_of(line.replace(" > ", " -o "))
+    words = shell_words(line.replace(" > ", " -o "))
     if "-o" in words:
         return words[words.index("-o") + 1]
-    return next(iter(sorted(everything() - before)), "")
+    return next(iter(sorted(files_below() - before)), "")
 
 
-def everything() -> set[str]:
+def files_below() -> set[str]:
     return {os.path.join(folder, name) for folder, _, names in os.walk(".") for name in names}
 
 
@@ -112,7 +112,7 @@ def _follow(found: Diagnosis, made: Trial, out: str) -> str:
     """Runs every command that was printed; the last file that one of them wrote."""
     for finding in found.findings:
         for fix in finding.fixes:
-            before = everything()
+            before = files_below()
             made.ran += 1
             code = run_line(fix)
             if code not in (0, 1 if fix.startswith("ckptool recover") else 0):

@@ -28,7 +28,7 @@ def legacy_refused(data: bytes, folder: Path) -> CkptoolError:
     return error
 
 
-def values(entry: Any) -> list[Any]:
+def elements(entry: Any) -> list[Any]:
     assert isinstance(entry, TensorEntry)
     return list(entry.numpy().reshape(-1).tolist())
 

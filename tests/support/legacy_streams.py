@@ -53,13 +53,13 @@ class Writer(pickle.Pickler):
         return value.pid if isinstance(value, Pid) else None
 
 
-def pickled(value: Any, protocol: int = 2) -> bytes:
+def pickle_bytes(value: Any, protocol: int = 2) -> bytes:
     out = io.BytesIO()
     Writer(out, protocol).dump(value)
     return out.getvalue()
 
 
-def storage(key: str = "1", numel: int = 4, view: Any = None, **changes: Any) -> tuple[Any, ...]:
+def storage_id(key: str = "1", numel: int = 4, view: Any = None, **changes: Any) -> tuple[Any, ...]:
     """A persistent id as torch writes it."""
     parts = {"tag": "storage", "kind": torch.FloatStorage, "key": key, "location": "cpu", "numel": numel, "view": view}
     return tuple((parts | changes).values())
@@ -87,5 +87,7 @@ def stream(
     """A stream of a value and its storages. What is given as bytes is taken as a pickle."""
     blocks = {"1": floats(0, 1, 2, 3)} if blocks is None else blocks
     keys = list(blocks) if keys is None else keys
-    parts = [part if type(part) is bytes else pickled(part, protocol) for part in (magic, version, info, value, keys)]
+    parts = [
+        part if type(part) is bytes else pickle_bytes(part, protocol) for part in (magic, version, info, value, keys)
+    ]
     return b"".join((*parts, *blocks.values()))

@@ -23,7 +23,7 @@ def snapshot(model: nn.Module) -> dict[str, tuple[int, bytes]]:
     return {name: (id(tensor), bits(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def same(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+def assert_same_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     assert {name: bits(tensor) for name, tensor in model.state_dict().items()} == {
         name: bits(tensor) for name, tensor in state.items()
     }

@@ -77,11 +77,11 @@ def saved_by_two_ranks(folder: Path) -> Path:
     return folder
 
 
-def weights(*names: str) -> dict[str, torch.Tensor]:
+def random_weights(*names: str) -> dict[str, torch.Tensor]:
     return {name: torch.randn(3, 4) for name in names}
 
 
-def save(value: Any, path: Path) -> Path:
+def saved_below(value: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(value, path)
     return path
@@ -93,7 +93,7 @@ def sharded_folder(folder: Path, count: int = 3, variant: str = "") -> Path:
     table = {}
     for number in range(1, count + 1):
         file = f"model{'.' + variant if variant else ''}-{number:05}-of-{count:05}.safetensors"
-        part = weights(f"layers.{number}.weight", f"layers.{number}.bias")
+        part = random_weights(f"layers.{number}.weight", f"layers.{number}.bias")
         save_file(part, folder / file, metadata={"format": "pt"})
         table |= dict.fromkeys(part, file)
     size = sum(48 for _ in table)
@@ -104,7 +104,7 @@ def sharded_folder(folder: Path, count: int = 3, variant: str = "") -> Path:
 
 def zero_folder(folder: Path, stage: int = 3, ranks: int = 2) -> Path:
     """The files of one tag of DeepSpeed's, of so many ranks: `global_step2/*.pt`."""
-    model = weights("fc.weight", "fc.bias", "out.weight") | {"running_mean": torch.zeros(4)}
+    model = random_weights("fc.weight", "fc.bias", "out.weight") | {"running_mean": torch.zeros(4)}
     shapes = [{name: value.shape for name, value in model.items() if name != "running_mean"}]
     empty = {name: torch.empty(0) if name in shapes[0] else value for name, value in model.items()}
     for rank in range(ranks):
@@ -117,12 +117,12 @@ def zero_folder(folder: Path, stage: int = 3, ranks: int = 2) -> Path:
             "optimizer": None,
         }
         if stage == 3:
-            save(state, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+            saved_below(state, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         elif rank == 0:
-            save(state, folder / "mp_rank_00_model_states.pt")
+            saved_below(state, folder / "mp_rank_00_model_states.pt")
         flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         share = {"zero_stage": stage, "partition_count": ranks if stage == 3 else [ranks], flat: [torch.randn(18)]}
-        save({"optimizer_state_dict": share}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        saved_below({"optimizer_state_dict": share}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     return folder
 
 
@@ -130,8 +130,10 @@ def megatron_folder(folder: Path, ranks: int = 2) -> Path:
     """Megatron's legacy layout: `iter_0000500/mp_rank_00/model_optim_rng.pt`."""
     args = Namespace(tensor_model_parallel_size=ranks, pipeline_model_parallel_size=1)
     for rank in range(ranks):
-        model = {"language_model": {"encoder": weights("layers.0.weight", "layers.0.bias")}}
-        save({"args": args, "iteration": 500, "model": model}, folder / f"mp_rank_{rank:02}" / "model_optim_rng.pt")
+        model = {"language_model": {"encoder": random_weights("layers.0.weight", "layers.0.bias")}}
+        saved_below(
+            {"args": args, "iteration": 500, "model": model}, folder / f"mp_rank_{rank:02}" / "model_optim_rng.pt"
+        )
     return folder
 
 
@@ -144,12 +146,12 @@ def lone_shard(folder: Path) -> Path:
 def ungathered(folder: Path) -> Path:
     """What a script saves of a model under ZeRO stage 3 without gathering it first."""
     model = {"fc.weight": torch.empty(0), "fc.bias": torch.empty(0), "mean": torch.zeros(3)}
-    return save(model, folder / "pytorch_model.bin")
+    return saved_below(model, folder / "pytorch_model.bin")
 
 
 def flattened(folder: Path) -> Path:
     """One rank's file of FSDP1's LOCAL_STATE_DICT."""
-    return save(
+    return saved_below(
         {"_flat_param": torch.randn(35), "0.weight": torch.randn(35), "1.weight": torch.empty(0)}, folder / "local.pt"
     )
 
@@ -161,15 +163,17 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "zero-3 optimizer": (lambda f: zero_folder(f) / "zero_pp_rank_0_mp_rank_00_optim_states.pt", "rank 0 of 2"),
     "zero-2 optimizer": (lambda f: zero_folder(f, 2) / "zero_pp_rank_1_mp_rank_00_optim_states.pt", "rank 1 of 2"),
     "a layer of a pipeline": (
-        lambda f: save(weights("attention.weight"), f / "layer_03-model_00-model_states.pt"),
+        lambda f: saved_below(random_weights("attention.weight"), f / "layer_03-model_00-model_states.pt"),
         "layer 3",
     ),
     "an expert": (
-        lambda f: save(weights("deepspeed_moe.weight"), f / "layer_1_expert_2_mp_rank_00_model_states.pt"),
+        lambda f: saved_below(
+            random_weights("deepspeed_moe.weight"), f / "layer_1_expert_2_mp_rank_00_model_states.pt"
+        ),
         "layer 1, expert 2",
     ),
     "one of two consolidated": (
-        lambda f: save(weights("tok_embeddings.weight"), f / "consolidated.01.pth"),
+        lambda f: saved_below(random_weights("tok_embeddings.weight"), f / "consolidated.01.pth"),
         "rank 1 of 2",
     ),
     "megatron": (lambda f: megatron_folder(f) / "mp_rank_01" / "model_optim_rng.pt", "rank 1 of 2"),
@@ -183,18 +187,18 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
 def trainer_folder(folder: Path, ranks: int = 1, step: int = 500) -> Path:
     """What transformers' Trainer saves at a step."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = weights("fc.weight", "fc.bias")
+    model = random_weights("fc.weight", "fc.bias")
     save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
     state = {
         number: {"step": torch.tensor(3.0), "exp_avg": value, "exp_avg_sq": value}
         for number, value in enumerate(model.values())
     }
-    save({"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, folder / "optimizer.pt")
-    save({"last_epoch": step, "_step_count": step + 1}, folder / "scheduler.pt")
+    saved_below({"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, folder / "optimizer.pt")
+    saved_below({"last_epoch": step, "_step_count": step + 1}, folder / "scheduler.pt")
     for rank in range(ranks):
         name = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
-        save({"cpu": torch.get_rng_state(), "python": (3, (1, 2, 3), None)}, folder / name)
-    save({"output_dir": "runs"}, folder / "training_args.bin")
+        saved_below({"cpu": torch.get_rng_state(), "python": (3, (1, 2, 3), None)}, folder / name)
+    saved_below({"output_dir": "runs"}, folder / "training_args.bin")
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": 1.0, "log_history": []}))
     (folder / "config.json").write_text("{}")
     return folder
@@ -203,11 +207,11 @@ def trainer_folder(folder: Path, ranks: int = 1, step: int = 500) -> Path:
 def accelerate_folder(folder: Path) -> Path:
     """What `Accelerator.save_state` saves of one model on one process."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights("fc.weight"), folder / "model.safetensors", metadata={"format": "pt"})
-    save({"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "optimizer.bin")
-    save({"last_epoch": 3}, folder / "scheduler.bin")
-    save({"generator": torch.get_rng_state()}, folder / "sampler.bin")
-    save({"step": 3, "torch_manual_seed": torch.get_rng_state()}, folder / "random_states_0.pkl")
+    save_file(random_weights("fc.weight"), folder / "model.safetensors", metadata={"format": "pt"})
+    saved_below({"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "optimizer.bin")
+    saved_below({"last_epoch": 3}, folder / "scheduler.bin")
+    saved_below({"generator": torch.get_rng_state()}, folder / "sampler.bin")
+    saved_below({"step": 3, "torch_manual_seed": torch.get_rng_state()}, folder / "random_states_0.pkl")
     return folder
 
 
@@ -224,7 +228,9 @@ def pipeline_folder(folder: Path) -> Path:
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text("{}")
         save_file(
-            weights(f"{name}.weight"), folder / name / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"}
+            random_weights(f"{name}.weight"),
+            folder / name / "diffusion_pytorch_model.safetensors",
+            metadata={"format": "pt"},
         )
     for name in ("scheduler", "tokenizer"):
         (folder / name).mkdir()
@@ -237,9 +243,9 @@ def sentence_folder(folder: Path) -> Path:
     """A model of sentence-transformers: a transformer, its pooling, and a dense layer."""
     (folder / "1_Pooling").mkdir(parents=True)
     (folder / "2_Dense").mkdir()
-    save_file(weights("embeddings.weight"), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(random_weights("embeddings.weight"), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "1_Pooling" / "config.json").write_text("{}")
-    save_file(weights("linear.weight"), folder / "2_Dense" / "model.safetensors", metadata={"format": "pt"})
+    save_file(random_weights("linear.weight"), folder / "2_Dense" / "model.safetensors", metadata={"format": "pt"})
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": "m"} for i, path in enumerate(("", "1_Pooling", "2_Dense"))
     ]
@@ -250,8 +256,8 @@ def sentence_folder(folder: Path) -> Path:
 def ranks_folder(folder: Path) -> Path:
     """Each of two ranks' file, by the names that say so."""
     for rank in range(2):
-        save({"lr_scheduler": {"last_epoch": 3}}, folder / f"extra_state_world_size_2_rank_{rank}.pt")
-        save(weights("fc.weight"), folder / f"model_world_size_2_rank_{rank}.pt")
+        saved_below({"lr_scheduler": {"last_epoch": 3}}, folder / f"extra_state_world_size_2_rank_{rank}.pt")
+        saved_below(random_weights("fc.weight"), folder / f"model_world_size_2_rank_{rank}.pt")
     return folder
 
 

@@ -15,12 +15,12 @@ PROTOCOLS = range(6)
 each = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 
-def pickled(value: Any, path: Path, protocol: int = 4) -> Path:
+def pickle_to(value: Any, path: Path, protocol: int = 4) -> Path:
     path.write_bytes(pickle.dumps(value, protocol))
     return path
 
 
-def model() -> dict[str, np.ndarray[Any, Any]]:
+def arrays_model() -> dict[str, np.ndarray[Any, Any]]:
     """Arrays below and above the size from which they stay in the file, of several kinds."""
     rng = np.random.default_rng(0)
     large = rng.integers(0, 256, 300_000, dtype="u1")
@@ -39,6 +39,6 @@ def model() -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def same(found: Any, expected: Any) -> bool:
+def same_array(found: Any, expected: Any) -> bool:
     native = expected.astype(expected.dtype.newbyteorder("="))
     return found.dtype == native.dtype and found.shape == native.shape and found.tobytes() == native.tobytes()

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import gc
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
 
 
 def default_signals() -> None:
@@ -31,3 +38,11 @@ def quickest(work: Callable[[], object], times: int = 3) -> float:
     finally:
         gc.enable()
     return min(taken)
+
+
+def python_process(head: str, code: str, *args: object, **options: Any) -> subprocess.Popen[bytes]:
+    """A process that does what `head` and then `code` say, with `args` in `sys.argv`."""
+    text = textwrap.dedent(head) + textwrap.dedent(code)
+    command = [sys.executable, "-c", text, *map(str, args)]
+    options.setdefault("preexec_fn", default_signals)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)

@@ -71,7 +71,7 @@ def make_small_files(folder: Path) -> None:
         os.chdir(here)
 
 
-def words_of(command: str) -> list[str]:
+def plain_words(command: str) -> list[str]:
     text = PLAIN[command]
     return text.split("," if "," in text else None)
 

@@ -3,6 +3,7 @@ bit."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
 from ckptool.training.parallel import World
 from ckptool.training.start import first_difference, start
+from ckptool.training.store import Lines
 from ckptool.training.trainer import Trainer, build, gathered, restored
 
 MLP: dict[str, Any] = {
@@ -62,7 +64,7 @@ def take(made: Trainer, steps: int, hooks: Hooks | None = None) -> list[float]:
     return losses
 
 
-def same(one: Trainer, other: Trainer) -> None:
+def assert_same_trainers(one: Trainer, other: Trainer) -> None:
     """Asserts that two trainers have the very same state."""
     assert first_difference(gathered(one), gathered(other)) == ""
 
@@ -84,7 +86,7 @@ def resumes(path: Path, *changes: str, middle: int = 5, steps: int = 9, **sectio
     take(first, middle)
     second = again(first, path / "state.pt")
     take(second, steps - middle)
-    same(whole, second)
+    assert_same_trainers(whole, second)
     return whole
 
 
@@ -103,3 +105,43 @@ def module(path: Path, text: str) -> Iterator[str]:
     """A module of the user's own; its path."""
     path.write_text(text)
     yield str(path)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def forget_record(path: Path) -> None:
+    path.with_suffix(".json").unlink()
+
+
+ARGS: dict[str, dict[str, Any]] = {
+    "StepLR": {"step_size": 3, "gamma": 0.5},
+    "MultiStepLR": {"milestones": [2, 2, 6]},
+    "ConstantLR": {"factor": 0.5, "total_iters": 4},
+    "LinearLR": {"total_iters": 6},
+    "ExponentialLR": {"gamma": 0.9},
+    "PolynomialLR": {"total_iters": 8, "power": 2},
+    "CosineAnnealingLR": {"T_max": 6},
+    "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.001, "max_lr": 0.1, "step_size_up": 3, "cycle_momentum": False},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 20},
+    "ReduceLROnPlateau": {"patience": 0, "factor": 0.5},
+    "warmup_cosine": {"warmup": 3, "total": 12, "floor": 0.1},
+    "warmup_linear": {"warmup": 3, "total": 12},
+    "inverse_sqrt": {"warmup": 3},
+}
+
+
+def scheduled(name: str, **more: Any) -> dict[str, Any]:
+    return {"main": {"name": "adamw", "lr": 0.01, "schedule": {"name": name, "args": ARGS[name], **more}}}
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return list(Lines(str(run / "history.jsonl")).read())

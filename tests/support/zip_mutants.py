@@ -77,7 +77,7 @@ class _Pipe:
         pass
 
 
-def rezipped(data: bytes, compression: int, *, streamed: bool = False, wide: bool = False) -> bytes:
+def rezipped_mutant(data: bytes, compression: int, *, streamed: bool = False, wide: bool = False) -> bytes:
     """The same records as Python's `zipfile` writes them."""
     out: Any = _Pipe() if streamed else io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(out, "w", compression) as again:
@@ -145,19 +145,19 @@ def benign(folder: Path) -> tuple[bytes, ...]:
     made = []
     for tensors in range(5):
         plain = by_torch(tree(tensors, 1))
-        made += [plain, rezipped(plain, zipfile.ZIP_STORED), rezipped(plain, zipfile.ZIP_DEFLATED)]
+        made += [plain, rezipped_mutant(plain, zipfile.ZIP_STORED), rezipped_mutant(plain, zipfile.ZIP_DEFLATED)]
     plain = by_torch(tree(2, 1))
     made += [
         by_torch(tree(3, 2), "m"),
         without_checksums(tree(2, 3)),
-        rezipped(plain, zipfile.ZIP_STORED, streamed=True),
-        rezipped(plain, zipfile.ZIP_DEFLATED, streamed=True),
-        rezipped(plain, zipfile.ZIP_STORED, wide=True),
-        rezipped(plain, zipfile.ZIP_DEFLATED, streamed=True, wide=True),
+        rezipped_mutant(plain, zipfile.ZIP_STORED, streamed=True),
+        rezipped_mutant(plain, zipfile.ZIP_DEFLATED, streamed=True),
+        rezipped_mutant(plain, zipfile.ZIP_STORED, wide=True),
+        rezipped_mutant(plain, zipfile.ZIP_DEFLATED, streamed=True, wide=True),
         edited(plain, folder),
         edited(plain, folder, 3),
-        edited(rezipped(plain, zipfile.ZIP_STORED), folder, 2),
-        edited(rezipped(plain, zipfile.ZIP_DEFLATED), folder),
+        edited(rezipped_mutant(plain, zipfile.ZIP_STORED), folder, 2),
+        edited(rezipped_mutant(plain, zipfile.ZIP_DEFLATED), folder),
         by_torch({"inner": torch.frombuffer(bytearray(plain), dtype=torch.uint8), "w": torch.ones(2)}),
     ]
     return tuple(made)
@@ -451,7 +451,7 @@ def _others() -> tuple[bytes, ...]:
         made
         for tensors in range(5)
         for plain in (by_torch(tree(tensors, 50)),)
-        for made in (plain, rezipped(plain, zipfile.ZIP_STORED), rezipped(plain, zipfile.ZIP_DEFLATED))
+        for made in (plain, rezipped_mutant(plain, zipfile.ZIP_STORED), rezipped_mutant(plain, zipfile.ZIP_DEFLATED))
     )
 
 

@@ -56,14 +56,14 @@ W = bytes(TENSORS["w"].numpy())
 EXPECTED = {name: bytes(tensor.numpy()) for name, tensor in TENSORS.items()}
 
 
-def values(checkpoint: Checkpoint) -> dict[str, bytes]:
+def bytes_by_name(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {name: entry.bytes() for name, entry in checkpoint.tree.items()}
 
 
 def accepted(path: Path, *codes: str) -> Checkpoint:
     """The checkpoint, which has the right values and these notes."""
     checkpoint = read(path)
-    assert values(checkpoint) == EXPECTED
+    assert bytes_by_name(checkpoint) == EXPECTED
     assert {note.code for note in checkpoint.notes} == set(codes)
     return checkpoint
 

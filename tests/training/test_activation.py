@@ -48,7 +48,7 @@ class Model(nn.Module):
 """
 
 
-def weights(made: Trainer) -> dict[str, torch.Tensor]:
+def state_of_main(made: Trainer) -> dict[str, torch.Tensor]:
     return made.models["main"].state_dict()
 
 
@@ -58,11 +58,12 @@ def ends_alike(train: dict[str, Any], wanted: dict[str, Any], *changes: str, but
     saving = trainer(*changes, **{**sections, "train": {**train, "activation_checkpoint": wanted}})
     take(plain, 6)
     take(saving, 6)
-    assert list(weights(plain)) == list(weights(saving))
-    for name, value in weights(plain).items():
-        assert but in name or name.endswith("tracked") or torch.equal(value, weights(saving)[name]), name
+    assert list(state_of_main(plain)) == list(state_of_main(saving))
+    for name, value in state_of_main(plain).items():
+        assert but in name or name.endswith("tracked") or torch.equal(value, state_of_main(saving)[name]), name
     assert any(
-        not torch.equal(value, weights(trainer(*changes, **sections))[name]) for name, value in weights(plain).items()
+        not torch.equal(value, state_of_main(trainer(*changes, **sections))[name])
+        for name, value in state_of_main(plain).items()
     )
 
 

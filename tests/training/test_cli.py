@@ -21,8 +21,7 @@ from ckptool import cli
 from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.store import name_of
 from tests.support.files import contents
-from tests.support.small_runs import MLP
-from tests.training.test_store import cut, flip, forget
+from tests.support.small_runs import MLP, cut_short, flip_a_bit, forget_record
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -126,7 +125,7 @@ def test_a_run_is_inspected_and_scanned(typed: Typed) -> None:
     assert newest["bytes"] == os.path.getsize(newest["path"])
 
 
-@pytest.mark.parametrize("damage", [flip, cut, forget], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, forget_record], ids=lambda made: made.__name__)
 def test_a_damaged_checkpoint_is_shown(typed: Typed, damage: Any) -> None:
     train(typed)
     path = Path("runs/x/checkpoints") / name_of(20)
@@ -283,7 +282,7 @@ def test_a_folder_that_cannot_be_written_to(typed: Typed, monkeypatch: pytest.Mo
 def test_all_are_damaged(typed: Typed) -> None:
     train(typed)
     for path in Path("runs/x/checkpoints").glob("*.pt"):
-        flip(path)
+        flip_a_bit(path)
     before = contents_but_lock("runs/x/checkpoints")
     for words in (("resume", "runs/x"), ("train", "run.yaml", "--resume", "auto")):
         code, _, err = typed(*words)

@@ -13,8 +13,7 @@ import torch
 
 from ckptool.training import loop
 from ckptool.training.trainer import Trainer
-from tests.support.small_runs import CONV, GAN, IMAGES, run_to_end
-from tests.training.test_optim import scheduled
+from tests.support.small_runs import CONV, GAN, IMAGES, run_to_end, scheduled
 
 SEVERAL: dict[str, dict[str, Any]] = {
     "mlp": {"optim": scheduled("warmup_cosine"), "train": {"steps": 50, "ema": 0.9}},

@@ -9,8 +9,7 @@ import pytest
 
 from ckptool.errors import Conflict
 from ckptool.training.start import resume, start
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run_to_end
-from tests.training.test_optim import ARGS, scheduled
+from tests.support.small_runs import ARGS, CONV, GAN, IMAGES, config, last, run_to_end, scheduled
 
 FIRST, STEPS = 10, 20
 

@@ -13,7 +13,7 @@ import torch
 
 from ckptool.errors import MissingExtra, UsageError, UserCodeFailed
 from ckptool.training.hooks import Hooks
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run_to_end, same, take, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, assert_same_trainers, config, last, run_to_end, take, trainer
 
 
 def logged(path: Path) -> list[dict[str, Any]]:
@@ -159,4 +159,4 @@ def test_two_trainers_with_and_without_hooks_are_one() -> None:
     hooks.attach(other)
     take(one, 4)
     take(other, 4, hooks)
-    same(one, other)
+    assert_same_trainers(one, other)

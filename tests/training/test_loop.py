@@ -19,7 +19,18 @@ from ckptool.training.loop import one_step
 from ckptool.training.start import start
 from ckptool.training.store import Store
 from ckptool.training.trainer import Trainer
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, resumes, run_to_end, same, take, trainer
+from tests.support.small_runs import (
+    CONV,
+    GAN,
+    IMAGES,
+    assert_same_trainers,
+    config,
+    last,
+    resumes,
+    run_to_end,
+    take,
+    trainer,
+)
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
 
@@ -295,4 +306,4 @@ def test_two_trainers_of_one_configuration_are_one() -> None:
     one, other = trainer(), trainer()
     take(one, 4)
     take(other, 4)
-    same(one, other)
+    assert_same_trainers(one, other)

@@ -20,7 +20,18 @@ from ckptool.training.optim import build_optimizer, build_schedule, load_optimiz
 from ckptool.training.parallel import World
 from ckptool.training.start import resume
 from ckptool.training.trainer import Trainer, build, restored
-from tests.support.small_runs import again, config, last, resumes, run_to_end, same, take, trainer
+from tests.support.small_runs import (
+    ARGS,
+    again,
+    assert_same_trainers,
+    config,
+    last,
+    resumes,
+    run_to_end,
+    scheduled,
+    take,
+    trainer,
+)
 
 
 def names(base: type, module: Any) -> list[str]:
@@ -105,27 +116,7 @@ def test_a_tied_parameter_is_in_one_group() -> None:
 
 # Schedules -----------------------------------------------------------------------------------------------------------
 
-ARGS: dict[str, dict[str, Any]] = {
-    "StepLR": {"step_size": 3, "gamma": 0.5},
-    "MultiStepLR": {"milestones": [2, 2, 6]},
-    "ConstantLR": {"factor": 0.5, "total_iters": 4},
-    "LinearLR": {"total_iters": 6},
-    "ExponentialLR": {"gamma": 0.9},
-    "PolynomialLR": {"total_iters": 8, "power": 2},
-    "CosineAnnealingLR": {"T_max": 6},
-    "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2},
-    "CyclicLR": {"base_lr": 0.001, "max_lr": 0.1, "step_size_up": 3, "cycle_momentum": False},
-    "OneCycleLR": {"max_lr": 0.1, "total_steps": 20},
-    "ReduceLROnPlateau": {"patience": 0, "factor": 0.5},
-    "warmup_cosine": {"warmup": 3, "total": 12, "floor": 0.1},
-    "warmup_linear": {"warmup": 3, "total": 12},
-    "inverse_sqrt": {"warmup": 3},
-}
 REFUSED = {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"}
-
-
-def scheduled(name: str, **more: Any) -> dict[str, Any]:
-    return {"main": {"name": "adamw", "lr": 0.01, "schedule": {"name": name, "args": ARGS[name], **more}}}
 
 
 def test_every_schedule_of_torch_is_tried_or_refused() -> None:
@@ -346,7 +337,7 @@ def test_what_is_loaded_is_no_part_of_the_file(tmp_path: Path) -> None:
     take(made, 2)
     new = again(made, tmp_path / "a.pt")
     (tmp_path / "a.pt").write_bytes(b"")
-    same(made, new)
+    assert_same_trainers(made, new)
     take(new, 1)
 
 

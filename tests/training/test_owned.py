@@ -17,8 +17,7 @@ from ckptool.errors import CkptoolError, Conflict
 from ckptool.training.runs import create
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
-from tests.support.small_runs import MLP, config, last
-from tests.training.test_resume import events
+from tests.support.small_runs import MLP, config, events, last
 
 NAMES = (
     "run.yaml",

@@ -15,8 +15,7 @@ from ckptool.reports.training import Outcome
 from ckptool.training.models import MLP
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
-from tests.support.small_runs import GAN, config, last
-from tests.training.test_store import cut, flip, forget
+from tests.support.small_runs import GAN, config, cut_short, events, flip_a_bit, forget_record, last
 
 
 def begun(path: Path, *changes: str, steps: int = 10, **sections: Any) -> Path:
@@ -35,14 +34,10 @@ def whole(path: Path, *changes: str) -> bytes:
     return (path / "whole" / "checkpoints" / name_of(20)).read_bytes()
 
 
-def events(run: Path) -> list[dict[str, Any]]:
-    return list(Lines(str(run / "history.jsonl")).read())
-
-
 # From which checkpoint ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", [flip, cut, forget], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, forget_record], ids=lambda made: made.__name__)
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path: Path, damage: Any) -> None:
     run = begun(tmp_path)
     damage(run / "checkpoints" / name_of(10))
@@ -60,7 +55,7 @@ def test_all_are_damaged(tmp_path: Path) -> None:
     """Exit 3; nothing is deleted, nothing is begun again."""
     run = begun(tmp_path)
     for path in (run / "checkpoints").glob("*.pt"):
-        flip(path)
+        flip_a_bit(path)
     before = {path.name: path.read_bytes() for path in (run / "checkpoints").iterdir()}
     for how in (lambda: on(run), lambda: start(config(run=run), resume="auto")):
         with pytest.raises(NoneValid) as raised:
@@ -72,14 +67,14 @@ def test_all_are_damaged(tmp_path: Path) -> None:
 def test_a_damaged_one_is_written_again(tmp_path: Path) -> None:
     run = begun(tmp_path)
     good = (run / "checkpoints" / name_of(10)).read_bytes()
-    flip(run / "checkpoints" / name_of(10))
+    flip_a_bit(run / "checkpoints" / name_of(10))
     resume(str(run))
     assert (run / "checkpoints" / name_of(10)).read_bytes() == good
 
 
 def test_metrics_are_cut_back_to_where_it_goes_on(tmp_path: Path) -> None:
     run = begun(tmp_path, "log.every=1")
-    flip(run / "checkpoints" / name_of(10))
+    flip_a_bit(run / "checkpoints" / name_of(10))
     on(run)
     assert [fact["step"] for fact in Lines(str(run / "metrics.jsonl")).read()] == list(range(1, 21))
 

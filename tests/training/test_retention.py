@@ -10,7 +10,7 @@ import pytest
 from ckptool.training.store import Retention, Saved
 
 
-def saved(step: int, value: float | None) -> Saved:
+def kept_steps(step: int, value: float | None) -> Saved:
     return Saved(step, "", {"metrics": {} if value is None else {"acc": value}})
 
 
@@ -20,7 +20,7 @@ def rules(last: int = 0, best: int = 0, every: int = 0, metric: str = "acc", mod
 
 def kept(rule: Retention, name: str, *values: float | None) -> set[int]:
     """The steps that a rule wants, of checkpoints at 10, 20, …"""
-    reasons = rule.reasons([saved(10 * (i + 1), value) for i, value in enumerate(values)])
+    reasons = rule.reasons([kept_steps(10 * (i + 1), value) for i, value in enumerate(values)])
     return {step for step, names in reasons.items() if name in names}
 
 
@@ -53,7 +53,7 @@ def test_every_so_many_steps() -> None:
 
 
 def test_a_union_with_the_reasons() -> None:
-    there = [saved(10, 0.9), saved(20, 0.1), saved(30, 0.5)]
+    there = [kept_steps(10, 0.9), kept_steps(20, 0.1), kept_steps(30, 0.5)]
     assert rules(1, 1, 20).reasons(there) == {10: ["best"], 20: ["every"], 30: ["newest", "last"]}
     assert rules(1, 1, 20).reasons([]) == {}
 
@@ -66,7 +66,7 @@ def test_the_newest_and_the_best_always_stay(seed: int) -> None:
     left: list[Saved] = []
     values = [dice.choice((0.0, 0.5, 1.0, math.nan, dice.random())) for _ in range(12)]
     for number, value in enumerate(values):
-        left.append(saved(10 * (number + 1), value))
+        left.append(kept_steps(10 * (number + 1), value))
         stay = rule.reasons(left)
         left = [one for one in left if one.step in stay]
         assert left[-1].step == 10 * (number + 1)

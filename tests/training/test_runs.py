@@ -17,8 +17,7 @@ from ckptool.render.training import inspect_run_json, inspect_run_text
 from ckptool.training.runs import create, read_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
-from tests.support.small_runs import config
-from tests.training.test_store import cut, flip
+from tests.support.small_runs import config, cut_short, flip_a_bit
 
 
 @pytest.fixture
@@ -40,14 +39,14 @@ def test_what_a_run_says(run_folder: Path) -> None:
 
 
 def test_what_is_damaged_is_found_by_its_size_or_in_full(run_folder: Path) -> None:
-    flip(run_folder / "checkpoints" / name_of(20))
+    flip_a_bit(run_folder / "checkpoints" / name_of(20))
     assert ckptool.inspect_run(run_folder).damaged == 0
     full = ckptool.inspect_run(run_folder, full=True)
     assert (full.damaged, full.resumes) == (1, 15)
     assert full.checkpoints[-1].kept == ("damaged",)
-    cut(run_folder / "checkpoints" / name_of(15))
+    cut_short(run_folder / "checkpoints" / name_of(15))
     for path in (run_folder / "checkpoints").glob("*.pt"):
-        cut(path)
+        cut_short(path)
     found = ckptool.inspect_run(run_folder)
     assert (found.damaged, found.resumes) == (len(found.checkpoints), None)
     assert "none of them is whole" in inspect_run_text(found)

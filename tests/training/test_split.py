@@ -14,7 +14,18 @@ from ckptool.training.config import Split
 from ckptool.training.parallel import Pipeline, place
 from ckptool.training.start import first_difference
 from ckptool.training.trainer import gathered
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, resumes, run_to_end, same, take, trainer
+from tests.support.small_runs import (
+    CONV,
+    GAN,
+    IMAGES,
+    assert_same_trainers,
+    config,
+    last,
+    resumes,
+    run_to_end,
+    take,
+    trainer,
+)
 
 CPU = torch.device("cpu")
 GPT: dict[str, Any] = {
@@ -44,7 +55,7 @@ def test_a_split_model_trains_as_the_whole_does(at: list[str], sections: dict[st
     take(whole, 5)
     take(split, 5)
     assert list(whole.models["main"].state_dict()) == list(split.models["main"].state_dict())
-    same(whole, split)
+    assert_same_trainers(whole, split)
 
 
 def test_micro_batches_give_the_gradient_of_the_batch() -> None:
@@ -71,7 +82,7 @@ def test_it_works_with_activation_checkpointing_and_half_precision(tmp_path: Pat
         whole = trainer(**{**GPT, "train": train})
         split = resumes(tmp_path, **{**GPT, "train": train}, **cut("blocks.1"))
         take(whole, 9)
-        same(whole, split)
+        assert_same_trainers(whole, split)
 
 
 # Where parts go ------------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import torch
 from ckptool.errors import NotFinite, UserCodeFailed
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
-from tests.support.small_runs import config, last
-from tests.training.test_optim import scheduled
+from tests.support.small_runs import config, last, scheduled
 
 # A task that counts the batches of its evaluations, and does something in the second batch of one, as often as it is
 # told.

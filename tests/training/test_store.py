@@ -21,6 +21,7 @@ from ckptool.output import hashing as running_module
 from ckptool.training import store as store_module
 from ckptool.training.runs import Lock
 from ckptool.training.store import Lines, Saved, Store, check, name_of, read_json, sidecar_of
+from tests.support.small_runs import cut_short, flip_a_bit, forget_record
 
 STATE = {"model_state_dict": {"w": torch.arange(6.0)}, "step": 3}
 
@@ -137,20 +138,6 @@ def test_the_order_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # What is whole --------------------------------------------------------------------------------------------------------
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def forget(path: Path) -> None:
-    path.with_suffix(".json").unlink()
-
-
 def garble(path: Path) -> None:
     path.with_suffix(".json").write_text('{"run": ')
 
@@ -165,7 +152,9 @@ def gone(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [flip, cut, forget, garble, rename, gone], ids=lambda made: made.__name__)
+@pytest.mark.parametrize(
+    "damage", [flip_a_bit, cut_short, forget_record, garble, rename, gone], ids=lambda made: made.__name__
+)
 def test_a_damaged_one_is_passed_over_and_kept(tmp_path: Path, damage: Any) -> None:
     store = made(tmp_path, 1, 2, 3)
     damage(tmp_path / "checkpoints" / name_of(3))
@@ -176,7 +165,7 @@ def test_a_damaged_one_is_passed_over_and_kept(tmp_path: Path, damage: Any) -> N
 
 def test_only_the_size_is_looked_at_where_that_is_wanted(tmp_path: Path) -> None:
     store = made(tmp_path, 1, 2)
-    flip(tmp_path / "checkpoints" / name_of(2))
+    flip_a_bit(tmp_path / "checkpoints" / name_of(2))
     assert newest(store, "size") == (2, [])
     assert newest(store, "full") == (1, [2])
 
@@ -184,7 +173,7 @@ def test_only_the_size_is_looked_at_where_that_is_wanted(tmp_path: Path) -> None
 def test_none_is_whole(tmp_path: Path) -> None:
     store = made(tmp_path, 1, 2)
     for step in (1, 2):
-        flip(tmp_path / "checkpoints" / name_of(step))
+        flip_a_bit(tmp_path / "checkpoints" / name_of(step))
     with pytest.raises(NoneValid, match="2 checkpoints, and none of them is whole") as raised:
         newest(store)
     assert raised.value.exit_code == 3
@@ -220,7 +209,7 @@ def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
     made(tmp_path, 3)
     path = tmp_path / "checkpoints" / name_of(3)
     size = path.stat().st_size
-    cut(path)
+    cut_short(path)
     with pytest.raises(Corrupt, match=f"has {size - 1:,} bytes; its sidecar says {size}"):
         check(Saved(3, str(path), read_json(sidecar_of(str(path)))), "size")
 
@@ -242,7 +231,7 @@ def test_a_checkpoint_is_whole_while_it_is_replaced(tmp_path: Path) -> None:
     assert newest(store) == (2, [])
     path.write_bytes(old)
     assert newest(store) == (2, [])
-    flip(path)
+    flip_a_bit(path)
     assert newest(store) == (1, [2])
 
 

@@ -20,7 +20,7 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import Conflict, UsageError
 from fixtures.sparse import make_sparse
-from tests.support.files import torch_bytes, written
+from tests.support.files import load, torch_bytes, written
 from tests.support.same import assert_same_objects
 from tests.support.zips import rezipped
 
@@ -30,10 +30,6 @@ def numbered_files(folder: Path, trees: list[Any]) -> list[Path]:
     for path, tree in zip(paths, trees, strict=True):
         torch.save(tree, path)
     return paths
-
-
-def stock(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
 
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
@@ -47,7 +43,7 @@ def test_the_mean_is_the_one_of_a_wider_type(tmp_path: Path, dtype: torch.dtype,
     ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.itemsize >= 4 else torch.float32
     total = sum(tree["layer.weight"].to(wide) * (1 / count) for tree in trees)
-    found = stock(tmp_path / "mean.pt")["layer.weight"]
+    found = load(tmp_path / "mean.pt")["layer.weight"]
     assert found.dtype == dtype and torch.equal(found, total.to(dtype))
 
 
@@ -55,13 +51,13 @@ def test_weights_and_ema(tmp_path: Path) -> None:
     trees = [{"w.weight": torch.full((4,), float(value))} for value in (1, 2, 4)]
     files = numbered_files(tmp_path, trees)
     ckptool.average(files, tmp_path / "a.pt", weights=[0.5, 0.25, 0.25])
-    assert stock(tmp_path / "a.pt")["w.weight"].tolist() == [2.0] * 4
+    assert load(tmp_path / "a.pt")["w.weight"].tolist() == [2.0] * 4
     done = ckptool.average(files, tmp_path / "b.pt", ema=0.5)  # ((1 + 2) / 2 + 4) / 2
-    assert stock(tmp_path / "b.pt")["w.weight"].tolist() == [2.75] * 4
+    assert load(tmp_path / "b.pt")["w.weight"].tolist() == [2.75] * 4
     assert done.facts["weights"] == [0.25, 0.25, 0.5] and done.notes == ()
     heavy = ckptool.average(files, tmp_path / "c.pt", weights=[1, 1, 1])
     assert [note.code for note in heavy.notes] == ["weights-sum"]
-    assert stock(tmp_path / "c.pt")["w.weight"].tolist() == [7.0] * 4
+    assert load(tmp_path / "c.pt")["w.weight"].tolist() == [7.0] * 4
 
 
 def test_counters_and_booleans_are_the_last_files(tmp_path: Path) -> None:
@@ -70,7 +66,7 @@ def test_counters_and_booleans_are_the_last_files(tmp_path: Path) -> None:
         for n in (1, 3)
     ]
     done = ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
-    found = stock(tmp_path / "mean.pt")
+    found = load(tmp_path / "mean.pt")
     assert (
         found["bn.weight"].tolist() == [2.0, 2.0]
         and found["bn.num_batches_tracked"] == 3
@@ -87,7 +83,7 @@ def test_ties_metadata_and_layout_stay_sane(tmp_path: Path) -> None:
         torch.nn.init.constant_(model[0].weight, value)
         trees.append({"state_dict": model.state_dict(), "epoch": int(value)})
     ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
-    found = stock(tmp_path / "mean.pt")
+    found = load(tmp_path / "mean.pt")
     assert list(found) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
     assert found["0.weight"].eq(2).all() and found._metadata == trees[0]["state_dict"]._metadata
@@ -101,7 +97,7 @@ def test_views_of_any_stride_and_conjugates(tmp_path: Path) -> None:
         {"t.weight": base.t().contiguous() + 2, "s.weight": base[:, :3], "z.weight": z},
     ]
     ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
-    found = stock(tmp_path / "mean.pt")
+    found = load(tmp_path / "mean.pt")
     assert torch.equal(found["t.weight"], base.t() + 1)
     assert torch.equal(found["s.weight"], (base[:, ::2] + base[:, :3]) / 2)
     assert torch.allclose(found["z.weight"], torch.complex(z.real, torch.zeros(5)))
@@ -110,7 +106,7 @@ def test_views_of_any_stride_and_conjugates(tmp_path: Path) -> None:
 def test_one_file_against_itself_is_itself(tmp_path: Path) -> None:
     (path,) = numbered_files(tmp_path, [{"a.weight": torch.randn(33), "b.bias": torch.randn(3).half()}])
     ckptool.average([path, path], tmp_path / "mean.pt")
-    assert_same_objects(stock(path), stock(tmp_path / "mean.pt"))
+    assert_same_objects(load(path), load(tmp_path / "mean.pt"))
 
 
 @given(st.data())
@@ -125,7 +121,7 @@ def test_random_files_and_weights(tmp_path_factory: pytest.TempPathFactory, data
     total = np.zeros(shape)
     for tree, weight in zip(trees, weights, strict=True):
         total = total + tree["a.weight"].double().numpy() * weight
-    assert np.array_equal(stock(folder / "mean.pt")["a.weight"].numpy(), total.astype(np.float32))
+    assert np.array_equal(load(folder / "mean.pt")["a.weight"].numpy(), total.astype(np.float32))
 
 
 def test_deflated_files_are_read_ahead_while_their_sums_are_checked(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,9 @@ from torch.nn.utils import parametrizations, prune, remove_weight_norm, spectral
 import ckptool
 from ckptool.cli import main
 from ckptool.errors import Conflict, NoMatch, UsageError
-from tests.support.files import saved
+from tests.support.files import load, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:.*spectral_norm:FutureWarning")
-
-
-def stock(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
 
 
 MODULES = {
@@ -42,7 +37,7 @@ def test_weight_norm(tmp_path: Path, kind: str, dim: int | None, new: bool) -> N
         {"state_dict": {f"body.{k}": v for k, v in module.state_dict().items()}, "epoch": 1}, tmp_path / "in.pt"
     )
     done = ckptool.bake(file, tmp_path / "out.pt")
-    found = stock(tmp_path / "out.pt")["state_dict"]
+    found = load(tmp_path / "out.pt")["state_dict"]
     if x is None:
         x = remove_weight_norm(module).weight
     assert sorted(found) == ["body.bias", "body.weight"]
@@ -55,7 +50,7 @@ def test_pruning_is_exact(tmp_path: Path) -> None:
     module = prune.random_unstructured(nn.Linear(50, 40), "weight", 0.5)
     plain = module.weight.detach().clone()
     ckptool.bake(saved(module.state_dict(), tmp_path / "in.pt"), tmp_path / "out.pt")
-    assert torch.equal(stock(tmp_path / "out.pt")["weight"], plain)
+    assert torch.equal(load(tmp_path / "out.pt")["weight"], plain)
 
 
 @pytest.mark.parametrize("new", [False, True], ids=["old", "new"])
@@ -64,11 +59,11 @@ def test_spectral_norm_is_left_alone_unless_asked(tmp_path: Path, new: bool) -> 
     plain = module(torch.eye(6)) - module.bias  # what the module multiplies by
     file = saved(module.state_dict(), tmp_path / "in.pt")
     done = ckptool.bake(file, tmp_path / "left.pt")
-    assert list(stock(tmp_path / "left.pt")) == list(module.state_dict()) and done.facts["left"]
+    assert list(load(tmp_path / "left.pt")) == list(module.state_dict()) and done.facts["left"]
     vectors = [key for key in module.state_dict() if key.endswith(("_u", "_v"))]
     assert len(vectors) == 2 and all(key in done.details[0] for key in vectors) and "--spectral" in done.details[0]
     ckptool.bake(file, tmp_path / "out.pt", spectral=True)
-    assert torch.allclose(stock(tmp_path / "out.pt")["weight"].t(), plain, atol=1e-6)
+    assert torch.allclose(load(tmp_path / "out.pt")["weight"].t(), plain, atol=1e-6)
 
 
 def test_the_names_of_weight_norm_turn_into_each_other_exactly(tmp_path: Path) -> None:
@@ -76,16 +71,16 @@ def test_the_names_of_weight_norm_turn_into_each_other_exactly(tmp_path: Path) -
     new = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.ReLU())
     file = saved(old.state_dict(), tmp_path / "old.pt")
     ckptool.bake(file, tmp_path / "new.pt", form="new")
-    new.load_state_dict(stock(tmp_path / "new.pt"))
+    new.load_state_dict(load(tmp_path / "new.pt"))
     ckptool.bake(tmp_path / "new.pt", tmp_path / "again.pt", form="old")
-    before, after = stock(file), stock(tmp_path / "again.pt")
+    before, after = load(file), load(tmp_path / "again.pt")
     assert set(before) == set(after) and all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_large_tensors_are_made_in_pieces(tmp_path: Path) -> None:
     module = weight_norm(nn.Linear(700, 300))
     ckptool.bake(saved(module.state_dict(), tmp_path / "in.pt"), tmp_path / "out.pt", verify=True)
-    assert torch.allclose(stock(tmp_path / "out.pt")["weight"], remove_weight_norm(module).weight, rtol=1e-6, atol=0)
+    assert torch.allclose(load(tmp_path / "out.pt")["weight"], remove_weight_norm(module).weight, rtol=1e-6, atol=0)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.errors import UsageError
 from fixtures.make import make
 from tests.support.files import saved, weights
-from tests.support.zip_mutants import rezipped, without_checksums
+from tests.support.zip_mutants import rezipped_mutant, without_checksums
 
 
 def test_a_file_and_its_copy(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def big(path: Path, kind: str) -> Path:
     else:
         saved(value, path)
         if kind == "deflated":
-            path.write_bytes(rezipped(path.read_bytes(), zipfile.ZIP_DEFLATED))
+            path.write_bytes(rezipped_mutant(path.read_bytes(), zipfile.ZIP_DEFLATED))
     return path
 
 

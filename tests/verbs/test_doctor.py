@@ -24,9 +24,7 @@ import ckptool
 from ckptool.cli import main
 from ckptool.reports.doctor import Diagnosis
 from ckptool.reports.error_texts import KNOWN, recognised
-from tests.support.files import saved
-
-CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
+from tests.support.files import CORPUS, saved
 
 
 class Net(nn.Module):
@@ -51,12 +49,12 @@ def run_all(found: Diagnosis) -> str:
     return out
 
 
-def weights() -> dict[str, torch.Tensor]:
+def fc_weights() -> dict[str, torch.Tensor]:
     return {"fc.weight": torch.ones(3, 2), "fc.bias": torch.zeros(3)}
 
 
 def test_a_healthy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = saved(weights(), tmp_path / "a.pt")
+    file = saved(fc_weights(), tmp_path / "a.pt")
     assert ckptool.doctor(file).findings == ()
     assert main(["doctor", str(file)]) == 0
     out = capsys.readouterr().out
@@ -66,7 +64,7 @@ def test_a_healthy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_wrapped_model_from_a_gpu_is_mended_in_two_steps(tmp_path: Path) -> None:
-    tree = {f"module.{key}": value for key, value in weights().items()}
+    tree = {f"module.{key}": value for key, value in fc_weights().items()}
     cuda = ckptool.open(saved(tree, tmp_path / "cpu.pt"))
     ckptool.remap(tmp_path / "cpu.pt", tmp_path / "a.pt", to="cuda:0")
     del cuda
@@ -78,12 +76,12 @@ def test_a_wrapped_model_from_a_gpu_is_mended_in_two_steps(tmp_path: Path) -> No
 
 
 def test_values_that_weights_only_refuses(tmp_path: Path) -> None:
-    file = saved({**weights(), "best": np.float64(0.5), "args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
+    file = saved({**fc_weights(), "best": np.float64(0.5), "args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
     found = ckptool.doctor(file)
     assert "unsafe-global" in codes(found) and "numpy.core.multiarray.scalar" in found.findings[0].what.replace(
         "_core", "core"
     )
-    assert list(torch.load(run_all(found), weights_only=True)) == list(weights()), (
+    assert list(torch.load(run_all(found), weights_only=True)) == list(fc_weights()), (
         "what no module has is dropped, by name"
     )
     assert torch.load(tmp_path / "a.fixed.pt", weights_only=True)["best"] == 0.5
@@ -96,21 +94,21 @@ def test_a_whole_module(tmp_path: Path) -> None:
 
 
 def test_a_safetensors_file_that_is_named_pt(tmp_path: Path) -> None:
-    safetensors.torch.save_file(weights(), tmp_path / "a.pt")
+    safetensors.torch.save_file(fc_weights(), tmp_path / "a.pt")
     found = ckptool.doctor(tmp_path / "a.pt")
     assert codes(found) == ["misnamed"]
-    assert list(torch.load(run_all(found), weights_only=True)) == sorted(weights())
+    assert list(torch.load(run_all(found), weights_only=True)) == sorted(fc_weights())
 
 
 def test_a_torch_file_that_is_named_safetensors(tmp_path: Path) -> None:
-    saved(weights(), tmp_path / "a.safetensors")
+    saved(fc_weights(), tmp_path / "a.safetensors")
     found = ckptool.doctor(tmp_path / "a.safetensors")
     assert codes(found) == ["misnamed"]
-    assert set(safetensors.torch.load_file(run_all(found))) == set(weights())
+    assert set(safetensors.torch.load_file(run_all(found))) == set(fc_weights())
 
 
 def test_weights_inside_a_training_checkpoint(tmp_path: Path) -> None:
-    file = saved({"state_dict": weights(), "epoch": 1}, tmp_path / "a.pt")
+    file = saved({"state_dict": fc_weights(), "epoch": 1}, tmp_path / "a.pt")
     found = ckptool.doctor(file)
     assert codes(found) == ["nested-weights"] and found.loads
     Net().load_state_dict(torch.load(run_all(found), weights_only=True))
@@ -138,7 +136,7 @@ def test_a_git_lfs_pointer_names_another_program(tmp_path: Path, capsys: pytest.
 def test_a_compressed_file(tmp_path: Path) -> None:
     file = tmp_path / "a.pt.gz"
     buffer = io.BytesIO()
-    torch.save(weights(), buffer)
+    torch.save(fc_weights(), buffer)
     file.write_bytes(gzip.compress(buffer.getvalue()))
     (finding,) = ckptool.doctor(file).findings
     assert finding.code == "unsupported" and finding.fixes[0].startswith("gzip -dc ")
@@ -171,8 +169,8 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "net.encoder."])
 def test_a_prefix_on_either_side(tmp_path: Path, prefix: str) -> None:
-    plain = saved(weights(), tmp_path / "plain.pt")
-    other = saved({prefix + key: value for key, value in weights().items()}, tmp_path / "other.pt")
+    plain = saved(fc_weights(), tmp_path / "plain.pt")
+    other = saved({prefix + key: value for key, value in fc_weights().items()}, tmp_path / "other.pt")
     for file, target in ((plain, other), (other, plain)):
         found = ckptool.doctor(file, against=target)
         last = [finding for finding in found.findings if finding.code.startswith("prefix")]
@@ -181,8 +179,8 @@ def test_a_prefix_on_either_side(tmp_path: Path, prefix: str) -> None:
 
 
 def test_shapes_and_names_that_differ(tmp_path: Path) -> None:
-    file = saved({**weights(), "head.weight": torch.ones(10, 3)}, tmp_path / "a.pt")
-    target = saved({**weights(), "fc.bias": torch.ones(5), "top.weight": torch.ones(2)}, tmp_path / "b.pt")
+    file = saved({**fc_weights(), "head.weight": torch.ones(10, 3)}, tmp_path / "a.pt")
+    target = saved({**fc_weights(), "fc.bias": torch.ones(5), "top.weight": torch.ones(2)}, tmp_path / "b.pt")
     found = ckptool.doctor(file, against=target)
     said = {finding.code: finding.what for finding in found.findings}
     assert "1 is missing (top.weight) and 1 is unexpected (head.weight)" in said["keys-differ"]
@@ -205,7 +203,7 @@ class Net(nn.Module):
 
 
 def test_against_ones_own_code_and_against_a_spec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrapped = {f"module.{key}": value for key, value in weights().items()}
+    wrapped = {f"module.{key}": value for key, value in fc_weights().items()}
     file = saved({**wrapped, "module.head.weight": torch.ones(10, 3)}, tmp_path / "a.pt")
     (tmp_path / "net.py").write_text(CODE)
     code = f"{tmp_path / 'net.py'}:Net"
@@ -295,8 +293,8 @@ def test_the_line_that_says_it_is_shown() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_real_messages_of_this_torch(tmp_path: Path) -> None:
     """What torch, safetensors and torch's loaders really say here is in the table."""
-    wrapped = {f"module.{key}": value for key, value in weights().items()}
-    cut = saved(weights(), tmp_path / "cut.pt")
+    wrapped = {f"module.{key}": value for key, value in fc_weights().items()}
+    cut = saved(fc_weights(), tmp_path / "cut.pt")
     os.truncate(cut, 500)
     (tmp_path / "text.pt").write_text("version https://git-lfs")
     (tmp_path / "empty.pt").touch()
@@ -305,8 +303,8 @@ def test_real_messages_of_this_torch(tmp_path: Path) -> None:
     torch.jit.script(Net()).save(str(tmp_path / "jit.pt"))
     tries: dict[str, Any] = {
         "prefix-module": lambda: Net().load_state_dict(wrapped),
-        "shape-mismatch": lambda: Net().load_state_dict({**weights(), "fc.bias": torch.ones(9)}),
-        "nested-weights": lambda: Net().load_state_dict({"state_dict": weights(), "epoch": 1}),
+        "shape-mismatch": lambda: Net().load_state_dict({**fc_weights(), "fc.bias": torch.ones(9)}),
+        "nested-weights": lambda: Net().load_state_dict({"state_dict": fc_weights(), "epoch": 1}),
         "truncated": lambda: torch.load(cut, weights_only=True),
         "not-a-checkpoint": lambda: torch.load(tmp_path / "text.pt", weights_only=True),
         "numpy-values": lambda: torch.load(tmp_path / "numpy.pt", weights_only=True),
@@ -351,7 +349,7 @@ def test_every_command_of_the_table_exists() -> None:
 def test_a_shell_runs_the_commands_whatever_the_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = {f"module.{key}": value for key, value in weights().items()}
+    tree = {f"module.{key}": value for key, value in fc_weights().items()}
     saved(tree, tmp_path / name)
     cut = saved({**tree, "large": torch.ones(5000)}, tmp_path / f"{name}.cut.pt")
     os.truncate(cut, os.path.getsize(cut) - 5000)
@@ -373,16 +371,16 @@ def test_a_shell_runs_the_commands_whatever_the_name(
 
 
 def test_no_command_is_there_twice(tmp_path: Path) -> None:
-    old = ckptool.doctor(saved(weights(), tmp_path / "old.pt", _use_new_zipfile_serialization=False))
+    old = ckptool.doctor(saved(fc_weights(), tmp_path / "old.pt", _use_new_zipfile_serialization=False))
     assert codes(old) == ["legacy-format", "no-checksums"]
     assert len(old.findings[0].fixes) == 1 and not old.findings[1].fixes and "same command" in old.findings[1].advice
-    tree = {f"module.{key}": value for key, value in weights().items()}
-    both = ckptool.doctor(saved(tree, tmp_path / "a.pt"), against=saved(weights(), tmp_path / "b.pt"))
+    tree = {f"module.{key}": value for key, value in fc_weights().items()}
+    both = ckptool.doctor(saved(tree, tmp_path / "a.pt"), against=saved(fc_weights(), tmp_path / "b.pt"))
     assert codes(both) == ["prefix-module"]
 
 
 def test_tar_is_not_the_whole_suffix(tmp_path: Path) -> None:
-    found = ckptool.doctor(saved({"state_dict": weights(), "epoch": 1}, tmp_path / "a.pth.tar"))
+    found = ckptool.doctor(saved({"state_dict": fc_weights(), "epoch": 1}, tmp_path / "a.pth.tar"))
     assert os.path.basename(run_all(found)) == "a.fixed.pth.tar"
 
 
@@ -393,20 +391,22 @@ def test_a_wrapped_model_that_was_pickled_whole(tmp_path: Path) -> None:
 
 
 def test_several_sets_of_weights(tmp_path: Path) -> None:
-    found = ckptool.doctor(saved({"G": weights(), "D": weights(), "step": 1}, tmp_path / "gan.pt"))
+    found = ckptool.doctor(saved({"G": fc_weights(), "D": fc_weights(), "step": 1}, tmp_path / "gan.pt"))
     assert codes(found) == ["several-weights"] and found.loads and "G, D" in found.findings[0].what
     assert "checkpoint['G']" in found.findings[0].advice
     Net().load_state_dict(torch.load(run_all(found), weights_only=True))
 
 
 def test_weights_beside_their_average(tmp_path: Path) -> None:
-    found = ckptool.doctor(saved({"state_dict": weights(), "ema_state_dict": weights(), "epoch": 1}, tmp_path / "a.pt"))
+    found = ckptool.doctor(
+        saved({"state_dict": fc_weights(), "ema_state_dict": fc_weights(), "epoch": 1}, tmp_path / "a.pt")
+    )
     assert codes(found) == ["nested-weights"] and "checkpoint['state_dict']" in found.findings[0].advice
     Net().load_state_dict(torch.load(run_all(found), weights_only=True))
 
 
 def test_what_is_seen_is_what_the_programs_say(tmp_path: Path) -> None:
-    safetensors.torch.save_file(weights(), tmp_path / "a.safetensors")
+    safetensors.torch.save_file(fc_weights(), tmp_path / "a.safetensors")
     os.truncate(tmp_path / "a.safetensors", os.path.getsize(tmp_path / "a.safetensors") - 4)
     (tmp_path / "empty.pt").touch()
     saids = {"a.safetensors": safetensors.torch.load_file, "empty.pt": torch.load}
@@ -459,7 +459,7 @@ def test_commands_for_arrays_that_have_no_plain_form_run(
 
 
 def test_keys_that_would_become_one_are_no_problem_of_the_file(tmp_path: Path) -> None:
-    found = ckptool.doctor(saved({**weights(), Path("a"): torch.ones(1), "a": torch.ones(1)}, tmp_path / "two.pt"))
+    found = ckptool.doctor(saved({**fc_weights(), Path("a"): torch.ones(1), "a": torch.ones(1)}, tmp_path / "two.pt"))
     assert "conflict" not in codes(found) and "unsafe-global" in codes(found)
     assert not any("ADDRESS" in fix for finding in found.findings for fix in finding.fixes)
     run_all(found)

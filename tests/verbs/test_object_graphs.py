@@ -77,7 +77,7 @@ def same(graph: Any) -> Any:
     return graph
 
 
-def weights(graph: Any) -> Any:
+def model_of(graph: Any) -> Any:
     return graph["model"]
 
 
@@ -119,7 +119,7 @@ VERBS: dict[str, tuple[Call, Callable[[Any], Any]]] = {
     "average of itself": (lambda file, out: ckptool.average([f"{file}#model"] * 2, out, **OPTIONS), averaged),
     "warm start of itself": (
         lambda file, out: ckptool.warm_start(f"{file}#model", f"{file}#model", out, **OPTIONS),
-        weights,
+        model_of,
     ),
     "unbundle": (lambda file, out: of_bundle(file, out), same),
 }

@@ -12,7 +12,7 @@ from torch import nn
 import ckptool
 from ckptool.errors import UsageError
 from ckptool.formats import read
-from tests.support.files import saved
+from tests.support.files import load, saved
 from tests.support.same import assert_same_objects
 
 
@@ -26,10 +26,6 @@ def training(folder: Path) -> Path:
     return path
 
 
-def stock(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
 def assert_same_values(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert list(a) == list(b)
     for name in a:
@@ -39,7 +35,7 @@ def assert_same_values(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 def test_optimizer_state_goes_and_the_rest_stays(tmp_path: Path) -> None:
     file, out = training(tmp_path), tmp_path / "out.pt"
     done = ckptool.slim(file, out)
-    before, after = stock(file), stock(out)
+    before, after = load(file), load(out)
     assert list(after) == ["model", "epoch"]
     assert_same_objects(before["model"], after["model"])
     assert done.facts["dropped"] == ["optimizer"]
@@ -49,10 +45,10 @@ def test_optimizer_state_goes_and_the_rest_stays(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_in_a_list_leaves_the_list(tmp_path: Path) -> None:
-    tree = stock(training(tmp_path))
+    tree = load(training(tmp_path))
     file = saved({"optimizer_states": [tree["optimizer"]], "state_dict": tree["model"]}, tmp_path / "in.pt")
     ckptool.slim(file, tmp_path / "out.pt")
-    after = stock(tmp_path / "out.pt")
+    after = load(tmp_path / "out.pt")
     assert after["optimizer_states"] == []
     assert_same_objects(after["state_dict"], tree["model"])
 
@@ -62,7 +58,7 @@ def test_a_slice_loses_the_rest_of_its_storage(tmp_path: Path) -> None:
     file, out = saved({"a": big[10:12], "b": torch.ones(3)}, tmp_path / "in.pt"), tmp_path / "out.pt"
     done = ckptool.slim(file, out)
     assert out.stat().st_size < 4_000
-    assert_same_values(stock(file), stock(out))
+    assert_same_values(load(file), load(out))
     assert done.facts["waste_bytes"] == 4_000_000 - 8
     assert done.facts["waste_storages"] == 1
 
@@ -72,7 +68,7 @@ def test_views_that_overlap_go_on_sharing(tmp_path: Path) -> None:
     tree = {"a": big[100:200], "b": big[150:260], "tied": big[100:200], "far": big[9_000:9_010]}
     file, out = saved(tree, tmp_path / "in.pt"), tmp_path / "out.pt"
     ckptool.slim(file, out)
-    after = stock(out)
+    after = load(out)
     assert_same_values(tree, after)
     assert after["a"].untyped_storage().data_ptr() == after["b"].untyped_storage().data_ptr()
     assert after["a"].untyped_storage().nbytes() == 4 * (260 - 100 + 10)
@@ -96,7 +92,7 @@ def test_views_that_overlap_go_on_sharing(tmp_path: Path) -> None:
 def test_a_view_of_any_shape_keeps_its_values(tmp_path: Path, view: torch.Tensor) -> None:
     file, out = saved({"view": view}, tmp_path / "in.pt"), tmp_path / "out.pt"
     ckptool.slim(file, out)
-    after = stock(out)["view"]
+    after = load(out)["view"]
     assert torch.equal(after, view) and after.dtype == view.dtype and after.shape == view.shape
     assert after.untyped_storage().nbytes() <= max(view.nelement(), 1) * view.element_size()
 
@@ -105,7 +101,7 @@ def test_a_parameter_stays_a_parameter(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.arange(1000.0)[10:20])
     file, out = saved({"weight": weight}, tmp_path / "in.pt"), tmp_path / "out.pt"
     ckptool.slim(file, out)
-    after = stock(out)["weight"]
+    after = load(out)["weight"]
     assert isinstance(after, nn.Parameter) and torch.equal(after, weight)
 
 
@@ -117,17 +113,17 @@ def test_nothing_to_leave_out_is_a_copy(tmp_path: Path) -> None:
 
 
 def test_keep_optimizer_drops_only_waste(tmp_path: Path) -> None:
-    tree = stock(training(tmp_path)) | {"slice": torch.arange(100_000)[:2]}
+    tree = load(training(tmp_path)) | {"slice": torch.arange(100_000)[:2]}
     file, out = saved(tree, tmp_path / "in.pt"), tmp_path / "out.pt"
     done = ckptool.slim(file, out, keep_optimizer=True)
-    after = stock(out)
+    after = load(out)
     assert_same_objects(after["optimizer"], tree["optimizer"])
     assert torch.equal(after["slice"], tree["slice"])
     assert done.facts["dropped"] == [] and done.facts["waste_bytes"] == 8 * 99_998
 
 
 def test_a_file_of_an_optimizer_is_refused(tmp_path: Path) -> None:
-    file = saved(stock(training(tmp_path))["optimizer"], tmp_path / "in.pt")
+    file = saved(load(training(tmp_path))["optimizer"], tmp_path / "in.pt")
     with pytest.raises(UsageError, match="whole file is the state of an optimizer"):
         ckptool.slim(file, tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
@@ -156,7 +152,7 @@ def test_equal_storages_are_stored_once_and_loaded_apart(tmp_path: Path) -> None
     assert done.facts["twin_storages"] == 3 and done.facts["twin_bytes"] == 3 * 4096
     assert out.stat().st_size < file.stat().st_size - 3 * 4096
     assert [note.code for note in done.notes] == ["new-ties"]
-    ours, theirs = ckptool.load(out), stock(out)
+    ours, theirs = ckptool.load(out), load(out)
     assert_same_objects(tree, ours)
     assert_same_values(tree["ema"], theirs["ema"])
     ours["model"]["layer0.weight"].zero_()
@@ -170,7 +166,7 @@ def test_equal_storages_are_stored_once_and_loaded_apart(tmp_path: Path) -> None
 def test_counters_are_left_alone(tmp_path: Path) -> None:
     file, _ = model_and_ema(tmp_path)
     ckptool.slim(file, tmp_path / "out.pt", dedup=True)
-    theirs = stock(tmp_path / "out.pt")
+    theirs = load(tmp_path / "out.pt")
     theirs["step"] += 1
     assert theirs["steps"] == 0
 

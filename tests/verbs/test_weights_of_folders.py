@@ -14,7 +14,7 @@ import torch
 
 import ckptool
 from ckptool.errors import Ambiguous
-from tests.support.part_files import FOLDERS, WITH_WEIGHTS, save, trainer_folder, weights
+from tests.support.part_files import FOLDERS, WITH_WEIGHTS, random_weights, saved_below, trainer_folder
 
 WRITERS = {
     "convert": (),
@@ -69,7 +69,7 @@ def test_diff_says_that_it_compared_the_weights_alone(tmp_path: Path, run: Calla
 
 
 def test_a_folder_of_two_formats_is_not_damaged(tmp_path: Path, run: Callable[..., Any]) -> None:
-    save(weights("a.weight"), tmp_path / "pytorch_model.bin")
+    saved_below(random_weights("a.weight"), tmp_path / "pytorch_model.bin")
     ckptool.convert(tmp_path / "pytorch_model.bin", tmp_path / "model.safetensors")
     found = run("verify", str(tmp_path))
     assert found.code == 2 and "error[ambiguous]" in found.err and "damaged" not in found.out, found

@@ -44,7 +44,7 @@ def answers(where: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Di
         if old["out"] != new["out"]:
             yield Difference("words" if documents == [None, None] else "json", where, old["out"], new["out"])
     else:
-        yield from values(where, *documents)
+        yield from json_differences(where, *documents)
 
 
 def _document(text: str) -> Any:
@@ -59,7 +59,7 @@ def _without_suggested(text: str) -> str:
     return SUGGESTED.sub("SUGGESTED", text)
 
 
-def values(where: str, old: Any, new: Any) -> Iterator[Difference]:
+def json_differences(where: str, old: Any, new: Any) -> Iterator[Difference]:
     """What differs between two JSON values. Texts of several words are for people."""
     if old == new:
         return
@@ -67,10 +67,10 @@ def values(where: str, old: Any, new: Any) -> Iterator[Difference]:
         if list(old) != list(new):
             yield Difference("json", where, f"keys {list(old)}", f"keys {list(new)}")
         for name in old.keys() & new.keys():
-            yield from values(f"{where} .{name}", old[name], new[name])
+            yield from json_differences(f"{where} .{name}", old[name], new[name])
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for number, (one, other) in enumerate(zip(old, new, strict=True)):
-            yield from values(f"{where}[{number}]", one, other)
+            yield from json_differences(f"{where}[{number}]", one, other)
     else:
         words = all(isinstance(value, str) and " " in value for value in (old, new))
         yield Difference("words" if words else "json", where, json.dumps(old), json.dumps(new))
