@@ -1,7 +1,7 @@
-"""Verbs on a live `nn.Module`: loading a checkpoint into it, and saving it for machines without its device.
+"""Loading a checkpoint into a live `nn.Module`, and live modules as targets.
 
-Names are those of `state_dict()`: parameters and persistent buffers, module by module. Loading is a plan that is accepted first: nothing
-of the model changes unless the whole of it is; then the tensors that it names change, and nothing else.
+Names are those of `state_dict()`: parameters and persistent buffers, module by module. Loading is a plan that is accepted
+first: nothing of the model changes unless the whole of it is; then the tensors that it names change, and nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """Where a tensor of a model sits."""
+    """The place of a tensor in a model."""
 
     module: nn.Module
     attribute: str
@@ -58,7 +58,7 @@ class _Slot:
 
 
 def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
-    """The module inside DataParallel, DistributedDataParallel and what `torch.compile` gives; `averages`: inside `AveragedModel` too.
+    """The module inside DataParallel, DistributedDataParallel and `torch.compile`; `averages`: inside `AveragedModel` too.
 
     Raises `Unsupported` for FSDP, whose tensors are pieces of the real ones.
     """
@@ -80,7 +80,7 @@ def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
 
 
 def _slots(model: nn.Module) -> dict[str, _Slot]:
-    """Every parameter and persistent buffer by its name, in the order of `state_dict()`; tied ones under each of their names."""
+    """Every parameter and persistent buffer by name, in the order of `state_dict()`; tied ones under each name."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         passing = module._non_persistent_buffers_set
@@ -92,7 +92,7 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
 
 
 def _expected(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> dict[str, Expected]:
-    """What a model wants. Raises `Unsupported` naming tensors of classes that only their own code can fill."""
+    """The tensors that a model expects. Raises `Unsupported` naming tensors of classes that only their own code can fill."""
     odd = [
         f"{printable(name)} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN
     ]
@@ -112,7 +112,7 @@ def _expected(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> 
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """What two names have in common that are one tensor: the object, or the same view of the same memory."""
+    """The same for two names of one tensor: the object, or the view of the memory."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
         return id(tensor)
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
@@ -124,7 +124,7 @@ def _target(slots: Mapping[str, _Slot], name: str) -> Target:
 
 
 def target_of_code(name: str) -> Target:
-    """What `file.py:factory` or `pkg.module:factory` makes, as a target with values: a module, or a state dict.
+    """The module or state dict that `file.py:factory` or `pkg.module:factory` makes, as a target with values.
 
     A factory is called without arguments, from the seed 0, so that the same command gives the same values.
     Raises `UserCodeFailed` with its traceback where it raises, `UsageError` where it makes something else.
@@ -198,17 +198,16 @@ def load_into(
 ) -> LoadReport:
     """Loads what fits of a checkpoint into a live model, all of the plan or nothing, and reports it name by name.
 
-    checkpoint: a path, `FILE#ADDRESS`, or what `ckptool.open` gave; its tensors are mapped, not read into memory as a whole.
-    at: the weights in it, where there are several.  rename, rules_file: rules `OLD => NEW` for its keys.  only, exclude: patterns for names
-    of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for tensors of another shape.
+    checkpoint: a path, `FILE#ADDRESS`, or what `ckptool.open` gave; its tensors are mapped, not read into memory.
+    at: the weights in it, where there are several.  rename, rules_file: rules `OLD => NEW` for its keys.
+    only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for other shapes.
     min_loaded: the least share of the model's values, 0 to 1.  missing: patterns for the only names that may be missing.
-    strict: no missing and no unexpected names.  assign: put new tensors in place of the model's instead of copying into them; by default
-    where those are on the meta device.  optimizer: gets the state of the parameters that are loaded, and keeps its own settings.
-    dry_run: only the report, whose `refused` says why the plan would not be accepted.  part: load also from what is only a part of a
-    checkpoint: a rank's share, one shard of several.
-    Raises `PlanRefused` (its `report` says why) and what opening the checkpoint raises; then no tensor of the model has changed.
+    strict: no missing and no unexpected names.  assign: put new tensors in place of the model's instead of copying into
+    them; by default where those are on the meta device.  optimizer: gets the state of the parameters that are loaded.
+    dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share, one shard.
+    Raises `PlanRefused` (with its `report`) and what opening raises; then no tensor of the model has changed.
     """
-    wanted = match_options(
+    options = match_options(
         rename, rules_file, only, exclude, missing, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
     )
     if not isinstance(model, nn.Module):
@@ -221,22 +220,21 @@ def load_into(
     slots = _slots(bare)
     target = _target(slots, type(bare).__name__)
     whole, root, remark = _weights(checkpoint, at, part)
-    plan = _with_counters(plan_warm_start(root, str(whole.source or "the checkpoint"), target, wanted, remark), slots)
-    plan = replace(plan, report=_with_device_facts(plan, bare, slots, wanted.missing, assign))
+    plan = _with_counters(plan_warm_start(root, str(whole.source or "the checkpoint"), target, options, remark), slots)
+    report = _with_device_facts(plan, bare, slots, options.missing, assign)
     moved = _for_optimizer(optimizer, whole, root, target, plan, slots, assign) if optimizer is not None else None
-    if moved is not None:
-        plan = replace(plan, report=replace(plan.report, optimizer=moved.report))
+    report = replace(report, optimizer=moved.report) if moved is not None else report
     if dry_run:
-        return plan.report
-    if plan.report.refused:
-        raise refusal(plan.report)
+        return report
+    if report.refused:
+        raise refusal(report)
     changes = _staged(plan, slots, target, assign)
     if optimizer is not None and moved is not None:
         _load_optimizer(optimizer, moved, slots)
     with torch.no_grad():
         for change in changes:
             change.carry_out()
-    return replace(plan.report, applied=True)
+    return replace(report, applied=True)
 
 
 def _weights(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import count
 
+from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import VERBS, Command, Slot, Use, Words, as_argument
 from ckptool.checkpoint.files import absolute, parted
 
@@ -29,13 +31,6 @@ class Chain:
                 self.at = self.at if command[1] in VERBS and VERBS[command[1]].address is Use.CHANGES else ""
         return Command(words)
 
-    def each(self, commands: Iterable[Words]) -> Iterator[Words]:
-        """The commands, filled in; one that stands there twice is left out the second time, as are words that are no command."""
-        seen: set[Words] = set()
-        for words in commands:
-            yield self.fill(words) if isinstance(words, Command) and words not in seen else ()
-            seen.add(words)
-
     def _filled(self, slot: Slot) -> str:
         if slot.is_output:
             return self._free(slot.suffix)
@@ -56,8 +51,25 @@ class Chain:
         return name
 
 
+def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
+    """The notes with commands that can be run one after the other: on this file, to names beside it that are not taken.
+
+    A command that is there twice is left out the second time, as is a fix that is no command.
+    """
+    notes = list(notes)
+    chain, seen, filled = Chain(path), set[Words](), list[Note]()
+    # Verbs that write refuse such a file; doctor says what to do first.
+    refused = any(note.code == "unsafe-global" for note in notes)
+    for note in notes:
+        fix = note.fix
+        wanted = isinstance(fix, Command) and not (refused and fix.writes) and fix not in seen
+        filled.append(replace(note, fix=chain.fill(fix) if isinstance(fix, Command) and wanted else ()))
+        seen.add(fix)
+    return tuple(filled)
+
+
 def _beside(path: str) -> str:
-    """The path, such that what is put behind it lies beside the file or folder: that of `runs/` and of `.` does."""
+    """The path with which a new name beside the file or folder begins, also for `runs/` and `.`."""
     if os.path.basename(path) in ("", ".", ".."):
         path = os.path.normpath(path)
         last = os.path.basename(path)

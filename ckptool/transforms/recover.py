@@ -200,9 +200,7 @@ def _is_one_view(nodes: Sequence[Any]) -> bool:
 
 
 def _is_same(a: TensorEntry, b: TensorEntry) -> bool:
-    if a.view == b.view:
-        return True
-    return a.flags.lazy == b.flags.lazy and same_bytes(row_major(a), row_major(b))
+    return a.view == b.view or (a.flags.lazy == b.flags.lazy and same_bytes(row_major(a), row_major(b)))
 
 
 def _in_place_of(item: LostTensor, node: Any, made: dict[int, Storage]) -> Any:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Composite, Note
-from ckptool.checkpoint.commands import Command
 from ckptool.checkpoint.files import unchanged
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats.opening import PathLike, open_file
-from ckptool.reports.commands import Chain
+from ckptool.reports.commands import runnable
 from ckptool.reports.inspect import Inspection, Listing, listing
 
 if TYPE_CHECKING:
@@ -47,17 +44,6 @@ def _numbers(found: Listing) -> dict[str, Statistics]:
             known[view] = statistics(entry)
         numbers[row.address] = known[view]
     return numbers
-
-
-def runnable(notes: Sequence[Note], path: str) -> tuple[Note, ...]:
-    """The notes with commands that can be run as they are, one after the other: on this file, to names beside it that are not taken."""
-    chain = Chain(path)
-    # Verbs that write refuse such a file; doctor says what to do first.
-    if any(note.code == "unsafe-global" for note in notes):
-        notes = [replace(note, fix=()) if isinstance(note.fix, Command) and note.fix.writes else note for note in notes]
-    return tuple(
-        replace(note, fix=fix) for note, fix in zip(notes, chain.each(note.fix for note in notes), strict=True)
-    )
 
 
 def _non_finite(found: Listing, numbers: dict[str, Statistics]) -> list[Note]:

@@ -25,6 +25,7 @@ from ckptool.errors import (
 from ckptool.formats import marks, members, named, parts, sharded
 from ckptool.formats.opening import PathLike, counting_whole, part_of, split
 from ckptool.output import check_target, replace_file
+from ckptool.reports.commands import Chain, runnable
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
 from ckptool.reports.verify import (
     ALL,
@@ -39,7 +40,6 @@ from ckptool.reports.verify import (
     check_views,
     non_finite,
 )
-from ckptool.verbs.inspect import runnable
 
 if TYPE_CHECKING:
     from ckptool.formats.damaged import LostRecord, Salvaged
@@ -153,7 +153,7 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
         checked,
         nbytes,
         tuple(problems),
-        notes=runnable(list(_worth_saying(checkpoint)), path),
+        notes=runnable(_worth_saying(checkpoint), path),
         fixes=_fixes(path, source, problems),
         part=checkpoint.part,
     )
@@ -208,8 +208,7 @@ def _not_intact(checkpoint: Checkpoint) -> Iterator[Problem]:
 def _fixes(path: str, source: Input, problems: list[Problem]) -> tuple[tuple[str, ...], ...]:
     if not isinstance(source, Source) or all(problem.code == "recovered-file" for problem in problems):
         return ()
-    note = Note("recover", "", command("recover", FILE, out=OUT))
-    return tuple(filled.fix for filled in runnable([note], path))
+    return (Chain(path).fill(command("recover", FILE, out=OUT)),)
 
 
 def _damaged(path: str, source: Input, error: CkptoolError) -> Verification:
