@@ -16,10 +16,10 @@ from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array, array_type,
 from ckptool.checkpoint.strided import resolved, subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
 from ckptool.formats.checksums import crc_of_rest
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.plain import summary
 from ckptool.pickles.skeleton import decode_lazily, skeleton
-from ckptool.pickles.torch_objects import BUILDERS
 
 NAME = "npy"
 

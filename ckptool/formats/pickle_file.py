@@ -1,7 +1,7 @@
 """`pickle`: a pickle by itself, as `pickle.dump` writes it, of any protocol. It is read, not run, and not written.
 
 It may hold numpy arrays, whose data stays in the file, and tensors, which torch pickles as a stream inside of a byte string
-(`torch.storage._load_from_bytes`; see `pickles/legacy.py`). One file is one pickle: what follows it would be lost without a word, so a
+(`torch.storage._load_from_bytes`; see `torch_legacy.py`). One file is one pickle: what follows it would be lost without a word, so a
 file of several is refused.
 Sources: PEP 307, PEP 3154, PEP 574 and Lib/pickletools.py; numpy's `__reduce__` methods; joblib/numpy_pickle.py for what is no pickle.
 """
@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.files import Input, Source
 from ckptool.errors import Ambiguous, CkptoolError, Truncated, Unsupported, printable
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import decode_lazily, left_in_file, skeleton
-from ckptool.pickles.torch_objects import BUILDERS
 
 NAME = "pickle"
 SMALLEST = 4  # bytes; an empty dictionary of protocol 2 has as many

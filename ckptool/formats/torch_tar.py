@@ -25,19 +25,12 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted, printable
+from ckptool.formats.legacy_storages import as_text, module_source, turned
+from ckptool.formats.nested_streams import BUILDERS
+from ckptool.formats.torch_legacy import COMPACT, machine_order, shown, small_pickle, source_notes
 from ckptool.pickles.decode import Decoded, decode
-from ckptool.pickles.legacy import (
-    COMPACT,
-    as_text,
-    machine_order,
-    module_source,
-    shown,
-    small_pickle,
-    source_notes,
-    turned,
-)
 from ckptool.pickles.skeleton import decode_lazily, skeleton
-from ckptool.pickles.torch_objects import BUILDERS, check_view, storage_class
+from ckptool.pickles.torch_objects import check_view, storage_class
 
 NAME = "torch-tar"
 MEMBERS = ("sys_info", "pickle", "tensors", "storages")

@@ -22,6 +22,7 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.strided import swapped
 from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form, printable
 from ckptool.formats import marks
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.unrecognized import other_zip
 from ckptool.formats.zip import directory, writer
 from ckptool.formats.zip.directory import Archive, guard
@@ -31,7 +32,7 @@ from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import Decoded, decode, protocol_notes
 from ckptool.pickles.encode import encode
-from ckptool.pickles.torch_objects import BUILDERS, storage_class
+from ckptool.pickles.torch_objects import storage_class
 
 NAME = "torch-zip"
 ALIGNMENT = 64

@@ -20,6 +20,7 @@ from ckptool.checkpoint.nodes import Global, Object, OrderedDict
 from ckptool.checkpoint.pickled_modules import detached, walk_modules
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, counted, form, printable
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.torch_zip import (
     Storages,
     confirm_the_rest,
@@ -33,7 +34,6 @@ from ckptool.formats.torch_zip import detect as is_zip
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive
 from ckptool.formats.zip.record import END, END64, FULL, LOCATOR, Record
-from ckptool.pickles.torch_objects import BUILDERS
 
 NAME = "torchscript"
 MARK = b"/constants.pkl"  # by which torch tells them, too

@@ -20,8 +20,8 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.errors import Conflict, Unsupported
+from ckptool.pickles.builders import ORDERED_DICT
 from ckptool.pickles.torch_objects import (
-    ORDERED_DICT,
     REBUILD_FROM_TYPE,
     REBUILD_PARAMETER,
     REBUILD_TENSOR_V2,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import isfinite, prod
 from typing import Any
 
@@ -17,8 +18,7 @@ from ckptool.checkpoint import MAX_RANK, NO_FLAGS, Composite, Flags, InlineBytes
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH, DType
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict
 from ckptool.errors import BadTensor, counted
-from ckptool.pickles.builders import ORDERED_DICT as ORDERED_DICT
-from ckptool.pickles.builders import PLAIN_BUILDERS, PerPickle
+from ckptool.pickles.builders import ORDERED_DICT, PLAIN_BUILDERS
 
 MOST = (1 << 63) - 1  # what a size, a stride and a number of elements may be
 
@@ -33,13 +33,10 @@ REBUILD_JAGGED = Global("torch.nested._internal.nested_tensor", "_rebuild_njt")
 TENSOR = Global("torch", "Tensor")
 UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 SIZE = Global("torch", "Size")
-LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 
 _FLAGS = {
-    (rg, conj, neg): Flags(rg, False, conj, neg)
-    for rg in (False, True)
-    for conj in (False, True)
-    for neg in (False, True)
+    (requires_grad, conj, neg): Flags(requires_grad, False, conj, neg)
+    for requires_grad, conj, neg in product((False, True), repeat=3)
 }
 
 
@@ -215,13 +212,8 @@ def set_tensor_state(entry: TensorEntry, state: Any) -> bool:
 
 
 def _set_tensor(entry: TensorEntry, value: TensorEntry) -> bool:
-    entry.dtype, entry.storage, entry.shape, entry.stride, entry.offset = (
-        value.dtype,
-        value.storage,
-        value.shape,
-        value.stride,
-        value.offset,
-    )
+    for name in ("storage", "dtype", "shape", "stride", "offset"):
+        setattr(entry, name, getattr(value, name))
     return True
 
 
@@ -248,12 +240,6 @@ _TENSOR_CLASSES: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     Global("torch.nn.parameter", "Parameter"): _variable(parameter=True),
     Global("torch.autograd.variable", "Variable"): _variable(parameter=False),
 }
-
-
-def _nested_streams(spend: Callable[[int], None]) -> Callable[[tuple[Any, ...]], Any]:
-    from ckptool.pickles.legacy import nested_streams  # which needs what is here
-
-    return nested_streams(1, spend)
 
 
 def _composite(
@@ -453,7 +439,7 @@ def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
         raise BadTensor(f"a quantized tensor with the scale {scale}")
     if len(parameters) != 4 or not all(isinstance(part, TensorEntry) for part in parameters[1:3]):
         return
-    scales, zeros, axis = (parameters[1].shape, parameters[2].shape, parameters[3])
+    scales, zeros, axis = parameters[1].shape, parameters[2].shape, parameters[3]
     channels = shape[axis] if type(axis) is int and 0 <= axis < len(shape) else None
     if channels is None or scales != (channels,) or zeros != (channels,):
         raise BadTensor(
@@ -467,15 +453,9 @@ def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
 
 def _reconstructor(args: tuple[Any, ...]) -> Any:
     """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 make an object without calling its class."""
-    if (
-        len(args) == 3
-        and type(args[0]) is Global
-        and isinstance(args[1], Global)
-        and args[1].name == "object"
-        and args[2] is None
-    ):
-        return _made_new(args[0], ())
-    return NotImplemented
+    if len(args) != 3 or type(args[0]) is not Global or args[2] is not None:
+        return NotImplemented
+    return _made_new(args[0], ()) if isinstance(args[1], Global) and args[1].name == "object" else NotImplemented
 
 
 _FROM_TYPE = _composite("_rebuild_from_type_v2", _from_type, "torch._tensor")
@@ -486,7 +466,6 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     REBUILD_TENSOR_V3: _rebuild_tensor_v3,
     REBUILD_PARAMETER: _rebuild_parameter,
     **PLAIN_BUILDERS,
-    LOAD_FROM_BYTES: PerPickle(_nested_streams),
     **_TENSOR_CLASSES,
     **{Global(module, "__newobj__"): _newobj for module in ("copyreg", "copy_reg")},
     **dict(

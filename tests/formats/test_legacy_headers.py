@@ -24,7 +24,7 @@ from ckptool.errors import (
     Unsupported,
 )
 from ckptool.formats import read
-from ckptool.pickles import legacy
+from ckptool.formats import torch_legacy as legacy
 from tests.support.files import torch_bytes, written
 from tests.support.legacy_files import LEGACY, SMALL, elements, legacy_refused, opened_legacy
 from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickle_bytes, storage_id, stream

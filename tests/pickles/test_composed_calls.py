@@ -17,9 +17,9 @@ import torch
 
 import ckptool
 from ckptool.errors import UnsafeObject
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import calls
 from ckptool.pickles.decode import decode
-from ckptool.pickles.torch_objects import BUILDERS
 from tests.support.hostile_inputs import integer, name, pickle_zip, program, tensor, text
 
 ORDERED = name("collections", "OrderedDict") + b")R"

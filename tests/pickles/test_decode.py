@@ -19,8 +19,8 @@ from ckptool.checkpoint import InlineBytes, Storage, StorageRef
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import ByteString, Global, Object, Set
 from ckptool.errors import BadTensor, CkptoolError, Unsupported
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import decode
-from ckptool.pickles.torch_objects import BUILDERS
 from tests.support.decoding import HOOKS, F, decode_pickle, decodes_to
 from tests.support.own_classes import Thing
 from tests.support.pickled_graphs import as_tree, graphs

@@ -17,9 +17,9 @@ from hypothesis import assume, given, settings
 
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.errors import Unsupported
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
-from ckptool.pickles.torch_objects import BUILDERS
 from fixtures.traps import TRAPS
 from tests.support.files import rewritten, torch_bytes, written
 from tests.support.own_classes import Thing

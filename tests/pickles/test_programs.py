@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from ckptool.checkpoint import InlineBytes, Storage, StorageRef
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import CkptoolError, Corrupt
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
-from ckptool.pickles.torch_objects import BUILDERS
 from tests.support.pickle_programs import mutations, walks
 from tests.support.pickled_graphs import as_tree
 from tests.support.same import assert_same_tree

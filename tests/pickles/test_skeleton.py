@@ -24,11 +24,11 @@ from ckptool.checkpoint import FileRange, InlineBytes
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.nodes import Global
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import skeleton as lexing
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import Skeleton, decode_lazily, leaves, skeleton
 from ckptool.pickles.strings import StubbedValue, encoded, whole
-from ckptool.pickles.torch_objects import BUILDERS
 from tests.support.pickle_frames import TORN_FRAMES, WHOLE_FRAMES, frame
 from tests.support.pickled_graphs import as_tree, graphs
 from tests.support.same import assert_same_tree

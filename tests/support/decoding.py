@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import Decoded, decode
-from ckptool.pickles.torch_objects import BUILDERS
 from tests.support.same import assert_same_tree
 
 

@@ -35,8 +35,8 @@ from ckptool.errors import (
 )
 from ckptool.formats import torch_zip
 from ckptool.formats.dcp.chunks import Box, Chunk, assembled, covers
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import decode
-from ckptool.pickles.torch_objects import BUILDERS
 
 NAME = "dcp"
 METADATA = ".metadata"

@@ -21,6 +21,7 @@ from ckptool.checkpoint import Computed, Data, Storage, StorageRef
 from ckptool.checkpoint.files import Readable
 from ckptool.errors import CkptoolError, Corrupt
 from ckptool.formats.checksums import checksums
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.torch_zip import inflated_limit
 from ckptool.formats.zip import directory, writer
 from ckptool.formats.zip.directory import Archive
@@ -38,7 +39,7 @@ from ckptool.formats.zip.record import (
     wide_fields,
 )
 from ckptool.pickles.decode import decode
-from ckptool.pickles.torch_objects import BUILDERS, storage_class
+from ckptool.pickles.torch_objects import storage_class
 
 BUDGET = 4
 FREE = 1 << 20
