@@ -90,7 +90,8 @@ def function_of(command: str) -> Any:
 
 
 def _adjusted(app: typer.Typer) -> Any:
-    """The commands, with flags that do not ask for a `<bool>` in the help, and texts that are taken as they are typed."""
+    """The commands, with flags that do not ask for a `<bool>` in the help, and texts that are taken as they are
+    typed."""
     program: Any = typer.main.get_command(app)
     for command in (program, *program.commands.values()):
         own_help = command.get_help_option(typer.Context(command, help_option_names=HELP))
@@ -102,7 +103,8 @@ def _adjusted(app: typer.Typer) -> Any:
 
 
 def _as_typed(option: Any) -> Callable[[Any, Any], Any]:
-    """Takes texts and defaults as they are: typer would import pydantic to check them, a third of the time of a small `inspect`."""
+    """Takes texts and defaults as they are: typer would import pydantic to check them, a third of the time of a small
+    `inspect`."""
     process: Callable[[Any, Any], Any] = option.process_value
     kind = getattr(option, "type_descriptor", None)  # which older typers do not have
     is_text = kind is not None and kind.annotation in (str, list[str])
@@ -124,7 +126,7 @@ def program(
 ) -> int:
     """Open any PyTorch checkpoint without running its code, without importing torch, without loading it into memory.
 
-    See it, compare it, fix it, convert it. Nothing is written without -o, -d or --in-place; nothing is replaced without -f.
+    See it, compare it, fix it, convert it. Nothing is written without -o, -d or --in-place, or replaced without -f.
     """
     if version:
         from ckptool import __version__
@@ -225,7 +227,8 @@ def _forget_odd_widths() -> None:
 
 
 def _raised_in_vain(lost: Any) -> None:
-    """For what is raised while an object is thrown away, where Python drops it: a signal is heard a moment later, an error is not told."""
+    """For what is raised while an object is thrown away, where Python drops it: a signal is heard a moment later, an
+    error is not told."""
     if isinstance(lost.exc_value, (KeyboardInterrupt, SystemExit)):
 
         def again(number: int, frame: object) -> NoReturn:

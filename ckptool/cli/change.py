@@ -38,11 +38,11 @@ def strip_module(
     target: ChangeTarget,
     prefix: Annotated[
         list[str] | None,
-        typer.Option("--prefix", metavar="PREFIX", help="Take this off instead of the wrappers' own. Repeatable."),
+        typer.Option("--prefix", metavar="PREFIX", help="Remove this instead of the wrappers' prefixes. Repeatable."),
     ] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Also where only some keys have module.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Go ahead where only some keys have module.")] = False,
 ) -> Answers:
-    """Take the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed off the keys."""
+    """Remove the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed from the keys."""
     from ckptool.verbs.strip_module import strip_module
 
     def write(file: str, out: str | None, **options: Any) -> Any:
@@ -57,10 +57,10 @@ def add_module(
     files: ChangedFiles,
     target: ChangeTarget,
     prefix: Annotated[
-        str, typer.Option("--prefix", metavar="PREFIX", help="What to put before every key.")
+        str, typer.Option("--prefix", metavar="PREFIX", help="The prefix to add to every key.")
     ] = "module.",
 ) -> Answers:
-    """Put module. before the keys, as DataParallel does."""
+    """Add module. in front of the keys, as DataParallel does."""
     from ckptool.verbs.add_module import add_module
 
     def write(file: str, out: str | None, **options: Any) -> Any:
@@ -69,22 +69,22 @@ def add_module(
     return write_each("add-module", files, target, write)
 
 
-@examples(("ckptool rename model.pt 'module.conv{n}.* => stem.{n}.*' -n -o renamed.pt", "show it, write nothing"))
+@examples(("ckptool rename model.pt 'module.conv{n}.* => stem.{n}.*' -n -o renamed.pt", "preview, write nothing"))
 @writes
 def rename(
     words: Annotated[
         list[str],
         typer.Argument(
             metavar="FILE|RULE",
-            help="Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules 'OLD => NEW' for whole keys: "
-            "* stands for anything, {n} for anything without a dot.",
+            help="Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules 'OLD => NEW'"
+            " for whole keys: * stands for anything, {n} for anything without a dot.",
             show_default=False,
         ),
     ],
     target: ChangeTarget,
     rules: Annotated[str | None, typer.Option("--rules", metavar="FILE.yaml", help="More rules, from a file.")] = None,
 ) -> Answers:
-    """Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first rule that matches counts."""
+    """Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first rule that matches wins."""
     from ckptool.verbs.rename import rename
 
     files, given = _files_and_rules(words, rules is not None)
@@ -104,7 +104,7 @@ def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[
     rules = [word for word in words if "=>" in word and not os.path.lexists(word)]
     files = [word for word in words if word not in rules]
     if was_redirected(files):
-        raise UsageError("rename was given a part of a rule: it ends at its =", *QUOTE_RULES)
+        raise UsageError("rename was given only part of a rule: it ends at its =", *QUOTE_RULES)
     ruled = bool(rules) or more or len(files) == 1
     for word in files:
         odd = any(sign in word for sign in ("->", "=", "*", "{", " "))
@@ -117,7 +117,7 @@ def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[
     if not files:
         raise UsageError(
             "rename was given no file",
-            "Each of its words is a rule.",
+            "All of its arguments are rules.",
             "For example: ckptool rename model.pt 'a.* => b.*' -o OUT",
         )
     return files, rules
@@ -132,14 +132,14 @@ def remap(
     files: ChangedFiles,
     target: ChangeTarget,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="DEVICE", help="The device for everything: cpu, cuda:0, …")
+        str | None, typer.Option("--to", metavar="DEVICE", help="Device for everything: cpu, cuda:0, …")
     ] = None,
     moves: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="OLD=NEW", help="Only what is on OLD: cuda:1=cuda:0. Repeatable."),
+        typer.Option("--map", metavar="OLD=NEW", help="Move only what is on OLD: cuda:1=cuda:0. Repeatable."),
     ] = None,
 ) -> Answers:
-    """Change the devices that a checkpoint says its tensors were on, so that it loads on this machine."""
+    """Change the devices that a checkpoint's tensors are tagged with, so that it loads on this machine."""
     from ckptool.verbs.remap import remap
 
     table = _pairs(moves or (), "=", "--map", "--map cuda:1=cuda:0")
@@ -161,7 +161,7 @@ def cast(
     only: Only = None,
     exclude: Exclude = None,
 ) -> Answers:
-    """Convert the floating tensors of the weights to another type, and say which lose values."""
+    """Convert the floating-point tensors of the weights to another dtype, and report which lose values."""
     from ckptool.verbs.cast import cast
 
     def write(file: str, out: str | None, **options: Any) -> Any:
@@ -170,14 +170,14 @@ def cast(
     return write_each("cast", files, target, write)
 
 
-@examples(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "leave out and set entries"))
+@examples(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))
 @writes
 def edit(
     files: ChangedFiles,
     target: ChangeTarget,
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", metavar="PATTERN", help="Leave out entries that match, below the address. Repeatable."),
+        typer.Option("--drop", metavar="PATTERN", help="Drop matching entries below the address. Repeatable."),
     ] = None,
     set: Annotated[
         list[str] | None, typer.Option("--set", metavar="PATH:=JSON", help="Set a plain value: epoch:=3. Repeatable.")
@@ -206,13 +206,13 @@ def slim(
     files: ChangedFiles,
     target: ChangeTarget,
     dedup: Annotated[
-        bool, typer.Option("--dedup", help="Store equal tensors once; ckptool gives each its own again.")
+        bool, typer.Option("--dedup", help="Store equal tensors once; ckptool separates them again on load.")
     ] = False,
     keep_optimizer: Annotated[
-        bool, typer.Option("--keep-optimizer", help="Drop only the bytes that no tensor shows.")
+        bool, typer.Option("--keep-optimizer", help="Drop only bytes that no tensor uses.")
     ] = False,
 ) -> Answers:
-    """Leave out optimizer state and the bytes behind slices, and say what each saved."""
+    """Drop optimizer state and the unused bytes behind slices, and report what each saved."""
     from ckptool.verbs.slim import slim
 
     def write(file: str, out: str | None, **options: Any) -> Any:
@@ -228,41 +228,39 @@ class Ties(str, Enum):
 
 @examples(
     ("ckptool convert model.pt -o model.safetensors", "the weights"),
-    ("ckptool convert model.pt --all -o all.safetensors", "everything, there and back"),
-    ("ckptool convert model.pt --weights-only -o plain.pt", "what torch.load takes by default"),
-    ("ckptool convert model.pt --shard-size 5GB -o shards", "as Hugging Face has them"),
+    ("ckptool convert model.pt --all -o all.safetensors", "everything; converting back restores it"),
+    ("ckptool convert model.pt --weights-only -o plain.pt", "for torch.load's default, weights_only=True"),
+    ("ckptool convert model.pt --shard-size 5GB -o shards", "in shards, as on the Hugging Face Hub"),
 )
 @writes
 def convert(
     files: Files,
     target: Target,
-    all: Annotated[
-        bool, typer.Option("--all", help="Carry everything along, so that converting back restores it.")
-    ] = False,
+    all: Annotated[bool, typer.Option("--all", help="Keep everything, so that converting back restores it.")] = False,
     only: Only = None,
     exclude: Exclude = None,
     ties: Annotated[
-        Ties, typer.Option("--ties", help="Tied tensors: stored once and recorded, or once for each name.")
+        Ties, typer.Option("--ties", help="Tied tensors: stored once and recorded, or copied for each name.")
     ] = Ties.record,
-    materialize: Annotated[
-        bool, typer.Option("--materialize", help="Write out views that are larger than what is stored.")
-    ] = False,
+    materialize: Annotated[bool, typer.Option("--materialize", help="Write expanded views out in full.")] = False,
     weights_only: Annotated[
         bool,
-        typer.Option("--weights-only", help="Plain values in place of what torch.load(weights_only=True) refuses."),
+        typer.Option(
+            "--weights-only", help="Write plain values in place of what torch.load(weights_only=True) refuses."
+        ),
     ] = False,
     shard_size: Annotated[
         str | None,
         typer.Option(
             "--shard-size",
             metavar="SIZE",
-            help="A folder of safetensors files of at most 5GB, 500MiB, … each, with an index.",
+            help="Write a folder of safetensors shards of at most 5GB, 500MiB, … each, with an index.",
         ),
     ] = None,
     at: At = None,
     part: Part = False,
 ) -> Answers:
-    """Convert between .pt and .safetensors: one set of weights, or everything with --all. From .pt to .pt: a compact file."""
+    """Convert between .pt and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file."""
     from ckptool.verbs.convert import convert
 
     def write(file: str, out: str | None, **options: Any) -> Any:
@@ -308,12 +306,14 @@ def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-@examples(("ckptool recover cut.pt -o saved.pt", "what is whole of a file that was cut off"))
+@examples(("ckptool recover cut.pt -o saved.pt", "salvage a file that was cut off"))
 def recover(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="A cut or damaged checkpoint; all of it, not FILE#ADDRESS.", show_default=False
+            metavar="FILE",
+            help="A truncated or damaged checkpoint; the whole file, not FILE#ADDRESS.",
+            show_default=False,
         ),
     ],
     out: Out = None,
@@ -330,7 +330,7 @@ def recover(
     keep_unknown: KeepUnknown = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """Write what is whole of a cut or damaged file to a new one; undo an interrupted in-place edit. Exit 1: something is lost."""
+    """Salvage what is intact of a damaged file; undo an interrupted in-place edit. Exit 1: something is lost."""
     from ckptool.cli.output import progress_bar
     from ckptool.verbs.recover import recover
 
@@ -359,10 +359,10 @@ def bake(
     files: ChangedFiles,
     target: ChangeTarget,
     spectral: Annotated[
-        bool, typer.Option("--spectral", help="Fold spectral norm too, with its vectors as they are stored.")
+        bool, typer.Option("--spectral", help="Fold spectral norm too, using its stored vectors.")
     ] = False,
     form: Annotated[
-        Form, typer.Option("--form", help="plain folds; old and new give weight norm its other names, exactly.")
+        Form, typer.Option("--form", help="plain folds; old and new rename the parts of weight norm.")
     ] = Form.plain,
 ) -> Answers:
     """Fold weight norm and pruning into plain weights."""

@@ -47,17 +47,17 @@ def bundle(
         typer.Option("--add", metavar="NAME=FILE", help="Add a member (or NAME:=JSON) to the bundle. Repeatable."),
     ] = None,
     drop: Annotated[
-        list[str] | None, typer.Option("--drop", metavar="NAME", help="Leave out a member of the bundle. Repeatable.")
+        list[str] | None, typer.Option("--drop", metavar="NAME", help="Drop a member of the bundle. Repeatable.")
     ] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option("--rename", metavar="OLD=NEW", help="Call a member of the bundle otherwise. Repeatable."),
+        typer.Option("--rename", metavar="OLD=NEW", help="Rename a member of the bundle. Repeatable."),
     ] = None,
     from_folder: Annotated[
-        str | None, typer.Option("--from", metavar="DIR", help="Put together again what unbundle wrote to DIR.")
+        str | None, typer.Option("--from", metavar="DIR", help="Reassemble what unbundle wrote to DIR.")
     ] = None,
     dedup: Annotated[
-        bool, typer.Option("--dedup", help="Store equal tensors once; ckptool gives each member its own again.")
+        bool, typer.Option("--dedup", help="Store equal tensors once; ckptool separates them again on load.")
     ] = False,
     part: Part = False,
 ) -> Answers:
@@ -65,7 +65,7 @@ def bundle(
     from ckptool.verbs.bundle import bundle
 
     if target.folder is not None:
-        raise UsageError("bundle writes one file, and was given a folder", "Its members all go into it.", _EXAMPLE)
+        raise UsageError("bundle writes one file, but was given a folder", "All members go into one file.", _EXAMPLE)
     base, given = _base_and_members(words or [], bool(add or drop or rename or target.in_place))
     files, values = _members([*given, *(add or ())])
     renames = _renames(rename or ())
@@ -94,7 +94,7 @@ def _base_and_members(words: Sequence[str], changes: bool) -> tuple[str | None, 
         return words[0], ()
     if changes and words:
         raise UsageError(
-            f"bundle was given {counted(len(words), 'word')} beside its changes",
+            f"bundle was given {counted(len(words), 'word')} besides its changes",
             "--add, --drop and --rename change one bundle.",
             "For example: ckptool bundle gan.tar --add epoch:=4 -o new.tar",
         )
@@ -110,7 +110,7 @@ def _members(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
     for word in words:
         name, separator, file = word.partition("=")
         if not (name and separator and file):
-            raise UsageError(f"{printable(word)!r} names no member", "It is written NAME=FILE or NAME:=JSON.", _EXAMPLE)
+            raise UsageError(f"{printable(word)!r} names no member", "Write NAME=FILE or NAME:=JSON.", _EXAMPLE)
         plain = name.endswith(":")
         if plain:
             name, file = parse_assignment(word)
@@ -140,7 +140,7 @@ def _renames(texts: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
-@examples(("ckptool unbundle gan.pt -d parts", "a file for each"))
+@examples(("ckptool unbundle gan.pt -d parts", "one file per member"))
 def unbundle(
     file: File,
     folder: Annotated[
@@ -148,7 +148,7 @@ def unbundle(
         typer.Option("-d", "--dir", metavar="DIR", help="Write the members and bundle.json into this new folder."),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="Only this member. Repeatable.")
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Write only this member. Repeatable.")
     ] = None,
     container: Container = None,
     force: Force = False,
@@ -158,7 +158,7 @@ def unbundle(
     part: Part = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """Write the members of a bundle to files of their own, and bundle.json, which says how they belong together."""
+    """Write each member of a bundle to its own file, and bundle.json, which says how they belong together."""
     options = {
         "container": container,
         "overwrite": force,
@@ -181,7 +181,7 @@ def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict
 
 @examples(
     ("ckptool average a.pt b.pt c.pt -o mean.pt", "a model soup"),
-    ("ckptool average a.pt b.pt --ema 0.99 -o ema.pt", "the later, the more"),
+    ("ckptool average a.pt b.pt --ema 0.99 -o ema.pt", "later files count more"),
 )
 @partial(writes, without=("--dir", "--in-place", "--skip-refused"))
 def average(
@@ -195,7 +195,7 @@ def average(
     ],
     target: Target,
     weights: Annotated[
-        str | None, typer.Option("--weights", metavar="W,W,…", help="The share of each file: 0.5,0.3,0.2.")
+        str | None, typer.Option("--weights", metavar="W,W,…", help="Weight of each file: 0.5,0.3,0.2.")
     ] = None,
     ema: Annotated[
         float | None,
@@ -204,7 +204,7 @@ def average(
     at: At = None,
     part: Part = False,
 ) -> Answers:
-    """The mean of the weights of several checkpoints, in bounded memory. Counters are the last file's."""
+    """Average the weights of several checkpoints, in bounded memory. Counters are the last file's."""
     from ckptool.verbs.average import average
 
     shares = _numbers(weights) if weights is not None else None

@@ -27,9 +27,10 @@ def inspect(
     files: Files,
     all: Annotated[bool, typer.Option("--all", help="Every tensor and entry, one line each.")] = False,
     at: At = None,
-    sort: Annotated[Sort, typer.Option("--sort", help="Order of what is listed; none is the file's own.")] = Sort.none,
+    sort: Annotated[Sort, typer.Option("--sort", help="Order of the listing; none keeps the file's own.")] = Sort.none,
     depth: Annotated[
-        int | None, typer.Option("--depth", min=0, metavar="N", help="Levels of the outline, instead of what fits.")
+        int | None,
+        typer.Option("--depth", min=0, metavar="N", help="Levels of the outline, instead of as many as fit."),
     ] = None,
     stats: Annotated[
         bool,
@@ -37,7 +38,7 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """What is in a checkpoint: parts, sizes, an outline, and notes with the commands that fix it; of a run, its checkpoints."""
+    """Show what is in a checkpoint: parts, sizes, notes with the commands that fix them; or a run's checkpoints."""
     return Answers(_inspected(files, all, at, sort.value, depth, stats), as_json, separate=True)
 
 
@@ -65,12 +66,12 @@ def show(
     file: File,
     at: At = None,
     slice: Annotated[
-        str | None, typer.Option("--slice", metavar="SLICE", help="Of a tensor, only this: '0:4,:'.")
+        str | None, typer.Option("--slice", metavar="SLICE", help="Show only this slice of a tensor: '0:4,:'.")
     ] = None,
-    all: Annotated[bool, typer.Option("--all", help="All of it, however much that is.")] = False,
+    all: Annotated[bool, typer.Option("--all", help="Show all of it, however large.")] = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """The values of one tensor, or any other entry: show model.pt#state_dict/fc.weight"""
+    """Show the values of one tensor, or any other entry: show model.pt#state_dict/fc.weight"""
     from ckptool.verbs.show import show
 
     shown = show(file, at=at, slice=slice, all=all)
@@ -83,24 +84,29 @@ def diff(
         str, typer.Argument(metavar="A", help="A checkpoint, or FILE#ADDRESS for a part of it.", show_default=False)
     ],
     right: Annotated[str, typer.Argument(metavar="B", help="Another.", show_default=False)],
-    atol: Annotated[float, typer.Option("--atol", min=0, metavar="X", help="Values this close count as equal.")] = 0.0,
+    atol: Annotated[
+        float, typer.Option("--atol", min=0, metavar="X", help="Absolute tolerance: values this close count as equal.")
+    ] = 0.0,
     rtol: Annotated[
-        float, typer.Option("--rtol", min=0, metavar="X", help="The same, as a share of the value in B.")
+        float,
+        typer.Option("--rtol", min=0, metavar="X", help="Relative tolerance: the same, as a share of the value in B."),
     ] = 0.0,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
             "--ignore",
             metavar="WHAT",
-            help="device, dtype, order, prefix, strides, ties, requires_grad, metadata; several by commas.",
+            help="device, dtype, order, prefix, strides, ties, requires_grad, metadata; separate several by commas.",
         ),
     ] = None,
-    stat: Annotated[bool, typer.Option("--stat", help="Only how many differ in what.")] = False,
-    name_only: Annotated[bool, typer.Option("--name-only", help="Only the addresses of what differs.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Trust equal stored checksums instead of reading.")] = False,
+    stat: Annotated[bool, typer.Option("--stat", help="Print only counts.")] = False,
+    name_only: Annotated[bool, typer.Option("--name-only", help="Print only the addresses of what differs.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Trust equal stored checksums instead of reading the data.")
+    ] = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """What differs between two checkpoints of any containers. Exit 0: same. 1: they differ."""
+    """Compare two checkpoints, in any containers. Exit 0: same. 1: they differ."""
     from ckptool.verbs.diff import diff
 
     found = diff(left, right, atol=atol, rtol=rtol, ignore=ignore or (), quick=quick, stat=as_json or not name_only)
@@ -116,23 +122,23 @@ def verify(
     at: At = None,
     finite: Annotated[bool, typer.Option("--finite", help="Look for NaN and Inf as well.")] = False,
     digest: Annotated[
-        bool, typer.Option("--digest", help="Print the digest of every tensor of the weights, and one of them all.")
+        bool, typer.Option("--digest", help="Print a digest of every tensor of the weights, and one of all of them.")
     ] = False,
     write_digest: Annotated[
-        str | None, typer.Option("--write-digest", metavar="DIGESTS", help="Keep the digests in this file.")
+        str | None, typer.Option("--write-digest", metavar="DIGESTS", help="Save the digests to this file.")
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="DIGESTS", help="Compare with digests that were kept, of any container."),
+        typer.Option("--against", metavar="DIGESTS", help="Compare with saved digests, whatever the container."),
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """Read everything and say what is damaged: checksums, headers, missing data. Exit 0: fine. 1: problems found."""
+    """Read everything and report damage: checksums, headers, missing data. Exit 0: fine. 1: problems found."""
     if write_digest is not None and len(files) > 1:
         raise UsageError(
-            f"the digests of {counted(len(files), 'file')} cannot be kept in one",
-            "A file of digests is of one set of weights.",
+            f"the digests of {counted(len(files), 'file')} cannot be saved to one file",
+            "A file of digests describes one set of weights.",
             "Verify them one by one.",
         )
     return Answers(_verified(files, at, finite, digest, write_digest, against, force), as_json)
@@ -168,13 +174,15 @@ def doctor(
     file: Annotated[
         str | None,
         typer.Argument(
-            metavar="FILE", help="What does not load, or FILE#ADDRESS for a part of it.", show_default=False
+            metavar="FILE",
+            help="The checkpoint that does not load, or FILE#ADDRESS for a part of it.",
+            show_default=False,
         ),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
-            "--against", metavar="TARGET", help="The model it is for: a checkpoint, a spec, or file.py:factory."
+            "--against", metavar="TARGET", help="The model to load it into: a checkpoint, a spec, or file.py:factory."
         ),
     ] = None,
     error: Annotated[
@@ -183,7 +191,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> Answers:
-    """Why a checkpoint does not load, and the commands that fix it, in order. Exit 1: something keeps it from loading."""
+    """Explain why a checkpoint does not load, and what fixes it. Exit 1: something keeps it from loading."""
     from ckptool.verbs.doctor import doctor
 
     text = _from_input() if error == "-" else error
@@ -205,20 +213,21 @@ def scan(
         list[str],
         typer.Argument(
             metavar="PATH",
-            help="Folders of checkpoints, or checkpoints; whole ones, not FILE#ADDRESS.",
+            help="Folders of checkpoints, or checkpoints; whole files, not FILE#ADDRESS.",
             show_default=False,
         ),
     ],
     latest_good: Annotated[
-        bool, typer.Option("--latest-good", help="Only the newest checkpoint that is whole. Exit 1: there is none.")
+        bool, typer.Option("--latest-good", help="Print only the newest intact checkpoint. Exit 1: there is none.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="With --latest-good only its path, else only the exit code.")
+        bool,
+        typer.Option("-q", "--quiet", help="With --latest-good print only its path; otherwise only set the exit code."),
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Verify every checksum too. Reads all data.")] = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """A folder: one line per checkpoint. A file: what its pickles would call. Exit 1: something is damaged, or would run code."""
+    """List a folder's checkpoints, or what a file's pickles would call. Exit 1: damaged, or would run code."""
     return Answers(_scanned(paths, latest_good, quiet, full), as_json, separate=not quiet)
 
 

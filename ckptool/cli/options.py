@@ -18,7 +18,8 @@ from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, pr
 if TYPE_CHECKING:
     from ckptool.reports.written import Written
 
-# An address means one thing to all verbs of a kind (`verbs/opening.py`): those that read take the part, those that change a file act there.
+# An address means one thing to all verbs of a kind (`verbs/opening.py`): those that read take the part, those that
+# change a file act there.
 File = Annotated[
     str, typer.Argument(metavar="FILE", help="A checkpoint, or FILE#ADDRESS for a part of it.", show_default=False)
 ]
@@ -54,16 +55,16 @@ Only = Annotated[
     typer.Option(
         "--only",
         metavar="PATTERN",
-        help="Only keys that match; * crosses dots, re: begins a regular expression. Repeatable.",
+        help="Only keys that match; * also matches dots, re: starts a regular expression. Repeatable.",
     ),
 ]
 Exclude = Annotated[
-    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Not the keys that match. Repeatable.")
+    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Skip keys that match. Repeatable.")
 ]
 
 Part = Annotated[
     bool,
-    typer.Option("--part", help="Take also what is only a part of a checkpoint: a rank's share, one shard of several."),
+    typer.Option("--part", help="Accept what is only a part of a checkpoint: one rank's file, one shard of several."),
 ]
 
 _OUTPUT = "Where to"
@@ -76,7 +77,7 @@ Folder = Annotated[
         "-d",
         "--dir",
         metavar="DIR",
-        help="Write into this folder, under the same names. It is made if need be.",
+        help="Write into this folder, under the same names; it is created if needed.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -84,19 +85,19 @@ InPlace = Annotated[
     bool,
     typer.Option(
         "--in-place",
-        help="Change the files themselves. Killed at any instant, they are whole.",
+        help="Change the files themselves; killed at any instant, they stay intact.",
         rich_help_panel=_OUTPUT,
     ),
 ]
-Force = Annotated[bool, typer.Option("-f", "--force", help="Replace outputs that exist.", rich_help_panel=_OUTPUT)]
+Force = Annotated[bool, typer.Option("-f", "--force", help="Replace existing outputs.", rich_help_panel=_OUTPUT)]
 DryRun = Annotated[
-    bool, typer.Option("-n", "--dry-run", help="Show what would be done, and write nothing.", rich_help_panel=_OUTPUT)
+    bool, typer.Option("-n", "--dry-run", help="Show what would be done; write nothing.", rich_help_panel=_OUTPUT)
 ]
 Verify = Annotated[
     bool,
     typer.Option(
         "--verify",
-        help="Read what was written again and compare every tensor, before it takes its name.",
+        help="Check the input's checksums, then re-read the output and compare every tensor before it gets its name.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -104,7 +105,7 @@ KeepUnknown = Annotated[
     bool,
     typer.Option(
         "--keep-unknown",
-        help="Pass on calls of unknown functions, which whoever loads the file will run.",
+        help="Keep calls of unknown functions; whoever loads the file will run them.",
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -122,13 +123,13 @@ SkipRefused = Annotated[
     bool,
     typer.Option(
         "--skip-refused",
-        help="Of several files, write the others where one is refused. Exit 1.",
+        help="If one of several files is refused, write the others. Exit 1.",
         rich_help_panel=_OUTPUT,
     ),
 ]
 Extract = Annotated[
     bool,
-    typer.Option("--extract", help="Write the part at the address alone, changed.", rich_help_panel=_OUTPUT),
+    typer.Option("--extract", help="Write only the part at the address, changed.", rich_help_panel=_OUTPUT),
 ]
 
 
@@ -186,7 +187,8 @@ def examples(*lines: tuple[str, str]) -> Callable[[Command], Command]:
 
 
 def writes(command: Command, without: Sequence[str] = ()) -> Command:
-    """A command that takes a `target`, as one that has the target's options instead. An option that the command has itself wins.
+    """A command that takes a `target`, as one that has the target's options instead. An option that the command has
+    itself wins.
 
     without: options that the command refuses, with a word on what to do instead; its help does not offer them.
     """
@@ -249,7 +251,8 @@ def write_each(
 def _written(
     verb: str, files: Sequence[str], outs: Sequence[str | None], target: Target, write: Callable[..., Written]
 ) -> Iterator[Answer]:
-    """The reports of all files. Of several each is planned before the first is written: where one is refused, none is."""
+    """The reports of all files. Of several each is planned before the first is written: where one is refused, none
+    is."""
     from ckptool.cli.output import progress_bar
 
     pairs = list(zip(files, outs, strict=True))
@@ -268,7 +271,8 @@ def _written(
 def _refused(
     pairs: Sequence[tuple[str, str | None]], target: Target, write: Callable[..., Written]
 ) -> Generator[Answer, None, set[str]]:
-    """The files that cannot be written, each with its error as an answer. Raises the first such error unless they are to be skipped."""
+    """The files that cannot be written, each with its error as an answer. Raises the first such error unless they are
+    to be skipped."""
     refused: set[str] = set()
     for file, out in pairs:
         try:
@@ -322,7 +326,7 @@ def _in_folder(verb: str, files: Sequence[str], target: Target) -> Iterator[str]
     if verb == "convert" and target.container is None:
         raise UsageError(
             "convert -d needs to know what to convert to",
-            "A folder has no suffix that would say it.",
+            "A folder has no suffix to choose by.",
             "For example: --to safetensors",
         )
     taken: dict[str, str] = {}

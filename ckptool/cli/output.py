@@ -65,7 +65,8 @@ class LostAnswer(FileProblem):
 
 
 def style_of(stream: TextIO) -> Style:
-    """Colour and width where the stream is a terminal. `NO_COLOR` wins over `FORCE_COLOR`, which wins over what the stream is."""
+    """Colour and width where the stream is a terminal. `NO_COLOR` wins over `FORCE_COLOR`, which wins over what the
+    stream is."""
     terminal = stream.isatty()
     colour = terminal and os.environ.get("TERM") != "dumb"
     if os.environ.get("FORCE_COLOR"):
@@ -86,7 +87,8 @@ def _width(stream: TextIO) -> int | None:
 
 
 def say(text: str) -> None:
-    """Writes a piece of the answer. Where nobody reads on (`| head`), it goes nowhere: the work and the exit code stay what they are.
+    """Writes a piece of the answer. Where nobody reads on (`| head`), it goes nowhere: the work and the exit code stay
+    what they are.
 
     Raises `LostAnswer` where it cannot be written for another reason.
     """
@@ -104,7 +106,8 @@ def lost_answer(error: OSError) -> LostAnswer:
     """The error for what standard output did not take."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     return LostAnswer(
-        f"cannot write to standard output: {reason}", "What was printed is not complete; files that were written are."
+        f"cannot write to standard output: {reason}",
+        "The printed answer is incomplete; files that were written are complete.",
     )
 
 
@@ -176,7 +179,8 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
-    """What tells each logged line of a run: on a terminal one line with a bar, which is written over; a line each elsewhere."""
+    """What tells each logged line of a run: on a terminal one line with a bar, which is written over; a line each
+    elsewhere."""
     style = style_of(sys.stderr)
     drawn = False
 
@@ -221,13 +225,13 @@ def in_words(error: Exception) -> CkptoolError:
     if _has_run_out(error):
         return FileProblem(
             f"a system limit was reached: {printable(str(error))}",
-            "This process may not open more files, start more threads or use more memory. Outputs were left as they were.",
+            "This process cannot open more files, start threads or use more memory. Outputs were left as they were.",
             "Look at the limits: ulimit -a",
         )
     if isinstance(error, (MemoryError, RecursionError)) or _failed_silently(error):
         what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
         return LimitExceeded(
-            what, "The file asks for more than this machine has, or was built to. Outputs were left as they were."
+            what, "The file needs more than this machine has, or is malicious. Outputs were left as they were."
         )
     if (
         isinstance(error, OSError)
@@ -255,14 +259,14 @@ def unknown_command(name: str, known: Iterable[str]) -> UsageError:
     """The error for a word that is no command: what was meant, or what to do with a file."""
     what = f"there is no command {printable(name)!r}"
     if os.path.lexists(name):
-        return UsageError(what, "It is a file.", f"Look into it: ckptool inspect {quoted(name)}")
+        return UsageError(what, "It is a file.", f"Look inside: ckptool inspect {quoted(name)}")
     meant = nearest(name.lower().replace("_", "-"), known)
     return UsageError(what, f"Did you mean '{meant}'?" if meant else "", f"See: ckptool {meant or '--help'}".strip())
 
 
 QUOTE_RULES = (
-    "A rule without quotes is taken apart by the shell: its > sends the output into a file of the name that follows.",
-    "Put the rule in quotes: 'OLD => NEW'. Look at what the shell made: ls -lt",
+    "The shell takes an unquoted rule apart: its > redirects the output to a file named by what follows.",
+    "Put the rule in quotes: 'OLD => NEW'. See what the shell created: ls -lt",
 )
 
 
@@ -297,7 +301,7 @@ def _usage(error: Any) -> CkptoolError:
     more = message.rpartition("(")[2].rstrip(")") if "extra argument" in message else ""
     if more and was_redirected(more.split()):
         return UsageError(f"{command} was given {more}, which is a part of a rule", *QUOTE_RULES)
-    return UsageError(f"{command} was given more than it takes: {more}" if more else message, usage, fix)
+    return UsageError(f"{command} was given too many arguments: {more}" if more else message, usage, fix)
 
 
 def _called(parameter: Any) -> str:

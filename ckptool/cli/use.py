@@ -68,14 +68,15 @@ def warm_start(
     exclude: Exclude = None,
     on_mismatch: Annotated[
         OnMismatch,
-        typer.Option("--on-mismatch", help="Tensors of another shape: refuse, keep the model's, cut, or fill up."),
+        typer.Option("--on-mismatch", help="Tensors of another shape: refuse, keep the model's, slice, or pad."),
     ] = OnMismatch.error,
     min_loaded: Annotated[
-        float | None, typer.Option("--min-loaded", metavar="SHARE", help="At least this share of the values: 0.95.")
+        float | None,
+        typer.Option("--min-loaded", metavar="SHARE", help="Require at least this share of the values: 0.95."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="No missing and no unexpected names.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Allow no missing and no unexpected names.")] = False,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="The optimizer's state goes along, by parameter name.")
+        bool, typer.Option("--optimizer", help="Take the optimizer's state along, by parameter name.")
     ] = False,
     suggest: Annotated[
         str | None, typer.Option("--suggest", metavar="FILE", help="Write rules that would make more fit, for --rules.")
@@ -89,7 +90,7 @@ def warm_start(
     part: Part = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """What of a checkpoint fits a model; with -o, a checkpoint of exactly the model's keys. Exit 1: not accepted, nothing written."""
+    """Show what of a checkpoint fits a model; -o writes one with exactly the model's keys. Exit 1: not accepted."""
     from ckptool.cli.output import progress_bar
     from ckptool.verbs.warm_start import warm_start
 
@@ -136,7 +137,7 @@ def spec(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """Names, shapes, types and ties of a model, without its values: -o model.spec.json, for warm-start --against without torch."""
+    """Write a model's names, shapes, types and ties (-o model.spec.json), for warm-start without torch."""
     from ckptool.verbs.spec import spec
 
     with redirect_stdout(sys.stderr):
@@ -148,7 +149,7 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the configuration: train.steps=3000. Repeatable."),
 ]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress.")]
 
 
 class Resume(str, Enum):
@@ -160,15 +161,15 @@ class Resume(str, Enum):
 @examples(
     ("ckptool train --init > run.yaml", "every key, explained"),
     ("ckptool train run.yaml -n", "a rehearsal of one step"),
-    ("ckptool train run.yaml --set optim.main.lr=3e-4", "with another value"),
+    ("ckptool train run.yaml --set optim.main.lr=3e-4", "override a value"),
 )
 def train(
     config: Annotated[
-        str | None, typer.Argument(metavar="run.yaml", help="What to train, and how.", show_default=False)
+        str | None, typer.Argument(metavar="run.yaml", help="The configuration of the run.", show_default=False)
     ] = None,
     set: Set = None,
     resume: Annotated[
-        Resume, typer.Option("--resume", help="auto: start the run, or go on with it; must: only go on.")
+        Resume, typer.Option("--resume", help="auto: start or resume the run; must: only resume it.")
     ] = Resume.never,
     dry_run: Annotated[
         bool, typer.Option("-n", "--dry-run", help="Run one step, save, reload, compare; leave nothing behind.")
@@ -178,13 +179,13 @@ def train(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """Train a model as a configuration says, saving checkpoints that resume. Exit 130, 143: stopped by a signal, after saving."""
+    """Train a model from a configuration. Exit 130, 143: stopped by a signal, after saving."""
     from ckptool.verbs import train as verbs
 
     if init or schema:
         return Answers([Answer(verbs.example() if init else verbs.schema())])
     if config is None:
-        raise UsageError("train was given no configuration", "", "Make one: ckptool train --init > run.yaml")
+        raise UsageError("train was given no configuration", "", "Create one: ckptool train --init > run.yaml")
     if dry_run:
         return Answers([Answer(verbs.dry_run(config, set or ()))], as_json)
     return _trained(
@@ -194,14 +195,14 @@ def train(
     )
 
 
-@examples(("ckptool resume runs/basic", "go on where it was killed"))
+@examples(("ckptool resume runs/basic", "continue where it was killed"))
 def resume(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
     set: Set = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """Go on with a run from its newest whole checkpoint. Exit 3: there are checkpoints, and none is whole."""
+    """Resume a run from its newest intact checkpoint. Exit 3: there are checkpoints, but none is intact."""
     from ckptool.verbs.resume import resume
 
     return _trained(lambda progress: resume(run, set or (), progress=progress, say=_say), quiet, as_json)
@@ -212,11 +213,13 @@ def prune(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="The folder of a run, not FILE#ADDRESS.", show_default=False)
     ],
-    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Show what would go, and delete nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("-n", "--dry-run", help="Show what would be deleted; delete nothing.")
+    ] = False,
     set: Set = None,
     as_json: AsJson = False,
 ) -> Answers:
-    """Delete the checkpoints of a run that its configuration does not want to keep: never the newest, never the best."""
+    """Delete the checkpoints of a run that its configuration does not keep: never the newest, never the best."""
     from ckptool.verbs.prune import prune
 
     return Answers([Answer(prune(run, set or (), dry_run=dry_run))], as_json)
@@ -226,9 +229,9 @@ def prune(
 def prove(
     config: Annotated[str, typer.Argument(metavar="run.yaml", help="The configuration to prove.", show_default=False)],
     set: Set = None,
-    steps: Annotated[int, typer.Option("--steps", min=2, metavar="N", help="Length of the run.")] = 300,
-    kills: Annotated[int, typer.Option("--kills", min=1, metavar="N", help="How often it is killed.")] = 5,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Where the kills fall.")] = 0,
+    steps: Annotated[int, typer.Option("--steps", min=2, metavar="N", help="Length of the run in steps.")] = 300,
+    kills: Annotated[int, typer.Option("--kills", min=1, metavar="N", help="Number of kills.")] = 5,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of where the kills fall.")] = 0,
     exhaustive: Annotated[
         bool, typer.Option("--exhaustive", help="Kill a short run at every file-system event too.")
     ] = False,
