@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 MAX_RANK = 64  # dimensions that torch allows a tensor
 
-# FileRange, Storage, TensorEntry and StorageRef are not frozen, though nobody assigns to them: a checkpoint has one of each
-# for every tensor, and making a frozen object takes four times as long.
+# FileRange, Storage, TensorEntry and StorageRef are not frozen, though nobody assigns to them: a checkpoint has one of
+# each for every tensor, and making a frozen object takes four times as long.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +44,8 @@ class InlineBytes:
 class FileRange:
     """`length` bytes of a file, from `offset`.
 
-    confirm: looks whether the bytes are really there, where a container's directory only predicts it; whoever uses the bytes
-    without `read` (a kernel-side copy, a comparison) calls `ready` first.
+    confirm: looks whether the bytes are really there, where a container's directory only predicts it; whoever uses the
+    bytes without `read` (a kernel-side copy, a comparison) calls `ready` first.
     """
 
     file: Source
@@ -69,8 +69,8 @@ class Computed:
     """`length` bytes that `read(offset, n)` makes on demand: a cast, an inflated record, a gathered view.
 
     `read` returns exactly the bytes asked for (fewer only at the end), in bounded memory, for any place and order;
-    it is quickest when called front to back. `inputs`: the storages that it reads, whose checksums a writer checks on the way.
-    `view`: the same without a copy, of what is in memory already and does not change while it is written.
+    it is quickest when called front to back. `inputs`: the storages that it reads, whose checksums a writer checks on
+    the way. `view`: the same without a copy, of what is in memory already and does not change while it is written.
     """
 
     length: int
@@ -86,9 +86,9 @@ Data = InlineBytes | FileRange | Computed
 class Storage:
     """A block of bytes that tensors are views of. Compared by identity: sharing a storage is being tied.
 
-    location: torch's tag, `cpu` or `cuda:0`.  crc: CRC-32 of the bytes as the container recorded it; None if it did not.
-    deduplicated: its bytes may be stored once with those of other twins on the same `data`; they stay storages of their own.
-    intact: the bytes were compared with the checksum and match; noted by `blocks.verify` so that each storage is read once for that.
+    location: torch's tag, `cpu` or `cuda:0`.  crc: CRC-32 of the bytes as the container recorded it, else None.
+    deduplicated: its bytes may be stored once with those of others on the same `data`; it is no tie.
+    intact: the bytes were compared with the checksum and match; noted by `blocks.verify`.
     """
 
     data: Data
@@ -126,7 +126,7 @@ class Storage:
 
 
 class Flags(NamedTuple):
-    """What a tensor is beside its values. `parameter`: an `nn.Parameter`. `conj`, `neg`: lazy views of torch, not yet resolved."""
+    """Facts about a tensor beside its values. `parameter`: an `nn.Parameter`. `conj`, `neg`: unresolved views."""
 
     requires_grad: bool = False
     parameter: bool = False
@@ -233,8 +233,9 @@ class TensorEntry:
     def numpy(self) -> numpy.ndarray[Any, Any]:
         """A new array of the values (conjugate and negative bits applied); bf16 and float8 as ml_dtypes types.
 
-        Raises `Unsupported` for a type that numpy cannot hold (complex32, packed 4-bit), and `Corrupt` where the storage does not match its
-        checksum, if the container has one. That of a storage over 64 MB is not looked at for a tensor that is less than a quarter of it.
+        Raises `Unsupported` for a type that numpy cannot hold (complex32, packed 4-bit), and `Corrupt` where the
+        storage does not match its checksum, if the container has one. That of a storage over 64 MB is not looked at for
+        a tensor that is less than a quarter of it.
         """
         from ckptool.checkpoint.strided import to_numpy
 
@@ -251,7 +252,7 @@ class TensorEntry:
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a tensor of this shape without gaps, last axis fastest; as torch counts them for empty ones."""
+    """The row-major strides of a tensor of this shape, in elements; as torch counts them for empty ones."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -288,7 +289,7 @@ class Composite:
         return (part for part in visit(self.made) if isinstance(part, (TensorEntry, StorageRef)))
 
     def with_arguments(self, args: tuple[Any, ...]) -> Composite:
-        """The composite of the same call with other arguments (other storages, another device). Raises `BadTensor` if there is none."""
+        """The composite of the same call with other arguments (storages, …). Raises `BadTensor` if there is none."""
         value = self.build(args)
         if not isinstance(value, Composite):
             raise BadTensor(f"{self.made.name}: its arguments no longer make a tensor")
@@ -327,7 +328,7 @@ Tensor = TensorEntry | Composite
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something about a file that its user should know. `fix`: the command that fixes it, as argv (`ckptool.checkpoint.commands`)."""
+    """Something about a file that its user should know. `fix`: the command that fixes it, as argv."""
 
     code: str
     message: str
@@ -375,7 +376,8 @@ class Checkpoint:
     origin: what its format remembers of that file in order to write it back; nobody else looks at it.
     discarded: what the file makes or imports beside the tree and is not inert; it would run, so it is shown.
     tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
-    extras: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not listed, not written.
+    extras: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not
+    listed, not written.
     part: of what it is only a part; None for a whole checkpoint (see `formats.parts`, which decides).
     base: of a part of a file, the path that leads to it.
     """

@@ -1,4 +1,4 @@
-"""The bytes of data, read in blocks: front to back, or several side by side and ahead; and the checksums that they must have."""
+"""The bytes of data, read in blocks: front to back, or several side by side and ahead; and their checksums."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fill(data: Data, offset: int, buffer: memoryview) -> None:
 
 
 def blocks(data: Data, start: int = 0, stop: int | None = None, into: memoryview | None = None) -> Iterator[memoryview]:
-    """The bytes of `data` from `start` to `stop`, in order. Each block is the same memory, filled again; or its part of `into`."""
+    """The bytes of `data` from `start` to `stop`, in order, in one memory filled again, or in their parts of `into`."""
     end = data.length if stop is None else stop
     memory = memoryview(bytearray(max(0, min(BLOCK, end - start)))) if into is None else into
     for place in range(start, end, BLOCK):
@@ -119,7 +119,7 @@ _LEAST = 4 << 10
 
 
 class Prefetcher:
-    """One thread that works ahead, and the memory it reads into, for the many `BlockReader` of a job. They are read one after another."""
+    """One thread that reads ahead for the many `BlockReader` of a job, one after another, and the memory for that."""
 
     def __init__(self) -> None:
         from concurrent.futures import ThreadPoolExecutor
@@ -162,9 +162,10 @@ class Prefetcher:
 
 
 class BlockReader(Generic[T]):
-    """Sources of one length. What is a whole storage with a checksum is summed up in passing; `unchecked`: the storages of the others.
+    """Sources of one length. Whole storages are summed up in passing; `unchecked`: the storages of the other sources.
 
-    work: what is made of a block, given the bytes of each source, which are others afterwards. It runs in the thread that reads.
+    work: what is made of a block, given the bytes of each source, which are others afterwards. It runs in the thread
+    that reads.
     """
 
     def __init__(self, entries: Sequence[TensorEntry], ahead: Prefetcher, work: Callable[[list[Array]], T]) -> None:
@@ -188,7 +189,7 @@ class BlockReader(Generic[T]):
         return (after, 0) if after is not None else None
 
     def made(self, place: int) -> T:
-        """What `work` makes of the block from `place`, a multiple of `block`: of as many bytes of each source as that, fewer at the end.
+        """The result of `work` for the block from `place`, a multiple of `block`.
 
         Raises `Corrupt` if a source has passed and does not match its checksum.
         """

@@ -1,4 +1,4 @@
-"""The commands that notes, errors and `doctor` print: argv that the program's own parser takes, quoted for a shell once.
+"""The commands that notes, errors and `doctor` print: argv that the program's parser takes, quoted for a shell once.
 
 `command` makes them from a verb and its options, which a test holds to the parser; an `Advice` is the last part of an
 error, a text that knows which commands are in it. File names are filled in by `reports.commands`.
@@ -26,7 +26,7 @@ class Use(Enum):
 
 
 class Verb(NamedTuple):
-    """group: of the help, and the module of `cli/` with the command.  address: None for verbs that are given no files."""
+    """group: of the help, and the module of `cli/` with the command.  address: None for verbs without files."""
 
     group: str
     address: Use | None = None
@@ -179,12 +179,12 @@ class Advice(str):
 
 
 def several(texts: str | Iterable[str]) -> list[str]:
-    """The texts as a list. A text by itself is one, not its letters: every option that takes several is read through this."""
+    """The texts as a list, of which a single text is one: every option that takes several is read through this."""
     return [texts] if isinstance(texts, str) else list(texts)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that was most likely meant: the one that it begins, else the one with the fewest changes; empty for none."""
+    """The known name that was most likely meant: one that it begins, else the most similar; empty for none."""
     names = sorted(known)
     begun = [each for each in names if len(name) > 1 and each.startswith(name)]
     close = begun or difflib.get_close_matches(name, names, 1, 0.6)

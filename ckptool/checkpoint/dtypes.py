@@ -111,6 +111,6 @@ _ALIASES = {
 
 
 def by_name(name: str) -> DType:
-    """The type called `name` by us (`bf16`), torch (`bfloat16`, `torch.bfloat16`) or habit (`half`); raises `KeyError`."""
+    """The type called `name` by us (`bf16`), torch (`torch.bfloat16`) or habit (`half`); raises `KeyError`."""
     name = name.removeprefix("torch.")
     return _BY_NAME.get(name) or BY_TORCH.get(name) or _BY_NAME[_ALIASES[name.lower()]]

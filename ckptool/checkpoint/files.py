@@ -40,7 +40,7 @@ class Source:
     start = 0  # where its bytes begin in its `file`: see `Part`
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Opens `path`; raises `FileProblem` (missing, no permission), `NotACheckpoint` (a folder) or `UsageError` (a device)."""
+        """Opens `path`; raises `FileProblem`, `NotACheckpoint` (a folder) or `UsageError` (a device)."""
         self.fd = -1
         self.path = os.fspath(path)
         self.fd, kind, status = _opened(self.path)
@@ -77,7 +77,7 @@ class Source:
         return self
 
     def part(self, offset: int, length: int) -> Part:
-        """`length` bytes of the file from `offset`, to be read as if they were a file; raises `Truncated` past the end."""
+        """`length` bytes of the file from `offset`, readable as a file; raises `Truncated` past the end."""
         if length < 0 or offset < 0 or offset + length > self.size:
             raise self._short(offset, length)
         return Part(self, offset, length)
@@ -147,10 +147,10 @@ class Source:
 
 
 def open_regular(path: str | os.PathLike[str], what: str) -> int:
-    """A descriptor of a file that the user named for something else than a checkpoint: rules, an array, a configuration.
+    """A descriptor of a named file that is no checkpoint: rules, an array, a configuration.
 
-    what: what it was to be (`a file of rules`), for the errors. Raises `FileProblem` where it cannot be read, `UsageError` for a folder,
-    a pipe or a device.
+    what: what it was to be (`a file of rules`), for the errors. Raises `FileProblem` where it cannot be read,
+    `UsageError` for a folder, a pipe or a device.
     """
     fd, kind, _ = _opened(os.fspath(path))
     if kind:
@@ -164,7 +164,7 @@ def open_regular(path: str | os.PathLike[str], what: str) -> int:
 
 
 def read_small(path: str | os.PathLike[str], what: str, most: int) -> bytes:
-    """All bytes of such a file. Raises `LimitExceeded` for one of more than `most` bytes, and what `open_regular` raises."""
+    """All bytes of such a file. Raises `LimitExceeded` for more than `most` bytes, and what `open_regular` raises."""
     try:
         with open(open_regular(path, what), "rb") as file:
             data = file.read(most + 1)
@@ -219,7 +219,7 @@ def _opened(path: str) -> tuple[int, str, os.stat_result]:
 
 
 class Part:
-    """Bytes in the middle of a file that are a file by themselves (a zip inside of a larger file); offsets count from their first.
+    """Bytes in the middle of a file that are a file by themselves (a zip); offsets count from their first.
 
     What is kept of it for later refers to the `file` itself, with `start` added.
     """
@@ -375,7 +375,7 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")
 
 
 def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FileProblem | None:
-    """The error for a path that is no place on this machine: an address elsewhere, or `-`; None for any other, and for what is there."""
+    """The error for a path that is no place on this machine (an address elsewhere, `-`); None for what is there."""
     name = os.fspath(path)
     if os.path.lexists(name):
         return None
@@ -426,7 +426,8 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
 def _broken_link(path: str, doing: str) -> BrokenLink:
     return BrokenLink(
         f"cannot {doing} {printable(path)}: it is a link to {printable(os.readlink(path))}, which is not there",
-        "Hubs keep files as links into a cache: what it led to was deleted or not copied along, or lies on another machine.",
+        "Hubs keep files as links into a cache: what it led to was deleted or not copied along, or lies on another "
+        "machine.",
         Advice(
             "See where it leads: ", other_program("ls -l", path), "; then download the file again, or copy with cp -L."
         ),
@@ -456,8 +457,8 @@ _MEANINGS = {
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The path from the root on. Raises `FileProblem` for a name that no file can have, and for a relative one where the working
-    directory was removed.
+    """The path from the root on. Raises `FileProblem` for a name that no file can have, and for a relative one where
+    the working directory was removed.
     """
     if "\0" in os.fspath(path):
         raise FileProblem(

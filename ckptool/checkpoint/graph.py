@@ -16,7 +16,7 @@ SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 def structural_parts(node: Any) -> Iterable[Any]:
-    """Everything that `node` directly refers to, keys included, the call that makes a composite; nothing for scalars and tensors."""
+    """The parts of `node`, keys and the call of a composite included; nothing for scalars and tensors."""
     if isinstance(node, dict):
         parts = [*node.keys(), *node.values()]
         if isinstance(node, OrderedDict) and node.attributes is not None:
@@ -51,21 +51,22 @@ def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -
 
 MAX_DEPTH = 1_000
 
-# What the addresses of everything in a tree may come to, in characters, were they all written out: so much, and so much more for each node.
+# What the addresses of everything in a tree may come to, in characters, were they all written out: so much, and so much
+# more for each node.
 FREE_TEXT = 16 << 20
 TEXT_PER_NODE = 256
-# How many containers a file may hold: so many, and one more for every so many bytes. Torch's own protocol takes at least that for each,
-# and twice that for an object.
+# How many containers a file may hold: so many, and one more for every so many bytes. Torch's own protocol takes at
+# least that for each, and twice that for an object.
 FREE_CONTAINERS = 50_000
 BYTES_PER_CONTAINER = 6
 _CONTAINERS = frozenset({dict, list, tuple, OrderedDict, Set, Object})
 
 
 def check_depth(root: Any, nbytes: int | None = None) -> None:
-    """Raises `LimitExceeded` for trees that would break their readers: too deep, of too many parts, or with addresses too long in all.
+    """Raises `LimitExceeded` for trees that are too deep, of too many parts, or with addresses too long in all.
 
-    nbytes: of the file, which bounds the number of containers. Goes where `tree.walk` does when it comes somewhere for the first time;
-    nothing here recurses.
+    nbytes: of the file, which bounds the number of containers. Goes where `tree.walk` does when it comes somewhere for
+    the first time; nothing here recurses.
     """
     most = FREE_CONTAINERS + nbytes // BYTES_PER_CONTAINER if nbytes is not None else 1 << 62
     seen: set[int] = set()
@@ -118,7 +119,7 @@ def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, 
     return below, len(node), sum([len(key) for key in node if type(key) is str])
 
 
-# Mapping ---------------------------------------------------------------------------------------------------------------
+# Mapping --------------------------------------------------------------------------------------------------------------
 
 Of = Callable[[Any], Any]
 
@@ -131,7 +132,7 @@ class FromParts(NamedTuple):
 
 
 class FillLater(NamedTuple):
-    """A result that is empty now, and known by then to all that refer to it; `fill` gets what gives the result for a part."""
+    """A result that is empty at first; `fill` gets the function that gives the result for a part."""
 
     result: Any
     fill: Callable[[Of], None]
@@ -287,12 +288,13 @@ COPY: Mapping[type, Handler] = {
     object: same,
 }
 
-# Read-only copies ------------------------------------------------------------------------------------------------------
+# Read-only copies -----------------------------------------------------------------------------------------------------
 
 
 def _refuse(self: Any, *_: Any, **__: Any) -> Any:
     raise TypeError(
-        "what ckptool.open gives is read-only: change a copy (dict(...), list(...)) and ckptool.save that, or use ckptool.edit"
+        "what ckptool.open gives is read-only: change a copy (dict(...), list(...)) and ckptool.save that, or use "
+        "ckptool.edit"
     )
 
 
@@ -337,7 +339,7 @@ for _cls, _changes in (
 
 
 def read_only(tree: Any) -> Any:
-    """The tree with dictionaries and lists that refuse to be changed; tensors and objects are the same. Sharing and cycles stay."""
+    """The tree with dictionaries and lists that refuse to be changed. Sharing and cycles stay."""
     return GraphMapper(_READ_ONLY).map(tree)
 
 

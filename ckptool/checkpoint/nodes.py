@@ -1,8 +1,8 @@
 """Values that a checkpoint may hold beside Python's own: inert, named, never imported, never called.
 
-A tree is made of `None`, bool, int, float, complex, str, bytes, bytearray, list, tuple and dict, of the tensors of `checkpoint`,
-and of the nodes here. A node says how a pickle would make the object; it is written back as that.
-Nodes are filled while a pickle is decoded (they may refer to themselves) and not changed afterwards.
+A tree is made of `None`, bool, int, float, complex, str, bytes, bytearray, list, tuple and dict, of the tensors of
+`checkpoint`, and of the nodes here. A node says how a pickle would make the object; it is written back as that. Nodes
+are filled while a pickle is decoded (they may refer to themselves) and not changed afterwards.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Set:
         self.frozen = frozen
 
     def __repr__(self) -> str:
-        """Its scalars; of what is inside of them only the kind, as sets of sets of one set could be written out for ever."""
+        """Its scalars; of containers only the kind, as sets of sets could be written out for ever."""
         shown = [repr(item) if type(item) in _SCALARS else f"<{type(item).__name__}>" for item in self.items[:SHOWN]]
         more = ["…"] if len(self.items) > SHOWN else []
         return f"{'frozenset' if self.frozen else 'set'}([{', '.join(shown + more)}])"
@@ -90,7 +90,8 @@ class ByteString(bytes):
 class Object:
     """An object that is not built: what a pickle calls to make it, and what it does to it afterwards.
 
-    how: "call" (`fn(*args)`), "new" (`fn.__new__(fn, *args, **kwargs)`) or "persistent" (`args[0]` is the persistent id).
+    how: "call" (`fn(*args)`), "new" (`fn.__new__(fn, *args, **kwargs)`) or "persistent" (`args[0]` is the persistent
+    id).
     items: set with `object[key] = value`, in order.  elements: appended, or added where `adds`.
     state: given to `__setstate__` or the object's dictionary; `MISSING` where there was none.
     """

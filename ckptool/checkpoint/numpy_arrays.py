@@ -1,7 +1,7 @@
 """Numpy arrays as tensors: what `.npz` files hold, and what people pickle instead of tensors.
 
-An array of numbers or truths is a strided tensor over the bytes that it was stored as; nothing is read for it. Arrays of texts, dates,
-records and Python objects are no tensors and stay what they are.
+An array of numbers or truths is a strided tensor over the bytes that it was stored as; nothing is read for it. Arrays
+of texts, dates, records and Python objects are no tensors and stay what they are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def code_of(dtype: DType) -> str | None:
 def over_bytes(
     kind: ArrayType, shape: tuple[int, ...], fortran: bool, data: Data, crc: int | None = None
 ) -> TensorEntry | None:
-    """The tensor over the bytes of an array; None where its elements are no tensor's. Big-endian elements are turned when read.
+    """The tensor over the bytes of an array; None where its elements are no tensor's.
 
     fortran: the first axis runs fastest.  crc: the CRC-32 of `data`, where it is known.
     """
@@ -55,7 +55,7 @@ def over_bytes(
 
 
 def array_entry(node: Any) -> TensorEntry | None:
-    """The tensor that a pickled numpy array stands for; None for any other value, and for arrays that are no tensors."""
+    """The tensor that a pickled numpy array stands for; None for any other value."""
     if not isinstance(node, Object):
         return None
     try:
@@ -88,7 +88,8 @@ MAX_LONG_BYTES = 32 << 20
 class LazyBytes:
     """The data of a large numpy array, left in its file: in a tree it stands for the `bytes` that the pickle has there.
 
-    mutable: it stands for a `bytearray`.  crc: their CRC-32, where the container has one; checked when all of it is read.
+    mutable: it stands for a `bytearray`.  crc: their CRC-32, where the container has one; checked when all of it is
+    read.
     """
 
     data: Data
@@ -128,7 +129,7 @@ _LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """A numpy element type without numpy. code: kind and size, `f8` or `U3`.  order: `<`, `>`, or `|` where it does not matter.
+    """A numpy element type without numpy. code: kind and size, `f8` or `U3`.  order: `<`, `>` or `|` (no matter).
 
     fields: of a record, its (name, type, offset). unit: of a date or duration, (unit, count).
     """
@@ -154,7 +155,7 @@ _OUR_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A numpy array of a pickle: its element type, its shape, and its bytes in row-major order (column-major where `fortran`).
+    """A numpy array of a pickle: its element type, shape, and bytes in row-major order (column-major where `fortran`).
 
     data: the bytes, or where they are, of a large array that a format left in its file.
     """
@@ -169,7 +170,7 @@ class Array:
         return math.prod(self.shape)
 
     def values(self, limit: int | None = None) -> list[Any] | None:
-        """The elements in the order of their bytes, the first `limit` of them; None for types that Python has no value for."""
+        """The elements in the order of their bytes, the first `limit`; None for types without a value in Python."""
         width, count = self.type.itemsize, self.size if limit is None else min(limit, self.size)
         if isinstance(self.data, LazyBytes) and count < self.size:
             data = self.data.data.read(0, count * width)
@@ -210,7 +211,7 @@ def _in_words(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @_in_words
 def array_type(node: Any) -> Any:
-    """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and what numpy cannot hold plainly."""
+    """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and other odd ones."""
     return _array_type(node, 0)
 
 
@@ -270,7 +271,7 @@ def _unit(state: tuple[Any, ...]) -> tuple[str, int]:
 
 @_in_words
 def array(node: Object) -> Any:
-    """The `Array` that an object stands for; `NotImplemented` if it is no plain numpy array. Raises `Corrupt` where sizes disagree."""
+    """The `Array` that an object stands for, else `NotImplemented`. Raises `Corrupt` where sizes disagree."""
     called, state = canonical(node.fn), node.state
     if (
         called == "numpy.core.multiarray._reconstruct"

@@ -59,8 +59,9 @@ def _matching(keys: list[str], pattern: str) -> list[str]:
 def match_within_limit(match: Callable[[str], Match], key: str, pattern: re.Pattern[str]) -> Match:
     """`match(key)`, a method of `pattern`; raises `UsageError` when it has taken 3 s of processor time.
 
-    Some expressions try exponentially many ways to match a name of 40 letters. The limit is a timer, which Python has in
-    the main thread only; in other threads, and where the timer is someone else's, the match goes on until it is done.
+    Some expressions try exponentially many ways to match a name of 40 letters. The limit is a timer, which Python has
+    in the main thread only; in other threads, and where the timer is someone else's, the match goes on until it is
+    done.
     """
     if _is_quick(pattern.pattern, key) or not _has_timer():
         return match(key)

@@ -1,8 +1,9 @@
 """Whole modules, as `torch.save(model)` pickles them: their state dict, without their class.
 
-A pickled `nn.Module` is its dictionary of attributes: `_parameters`, `_buffers` and `_modules` hold what `state_dict()` returns, whatever
-the class is called and wherever its source is. Source: torch/nn/modules/module.py (`state_dict`, `_save_to_state_dict`), torch 0.1.12
-to 2.13. What only the class knows stays out: versions (`_metadata`), what `get_extra_state` would return, an own `state_dict()`.
+A pickled `nn.Module` is its dictionary of attributes: `_parameters`, `_buffers` and `_modules` hold what `state_dict()`
+returns, whatever the class is called and wherever its source is. Source: torch/nn/modules/module.py (`state_dict`,
+`_save_to_state_dict`), torch 0.1.12 to 2.13. What only the class knows stays out: versions (`_metadata`), what
+`get_extra_state` would return, an own `state_dict()`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PARTS = ("_parameters", "_buffers", "_modules")
 
 
 def module_attributes(node: Any) -> dict[Any, Any] | None:
-    """The attributes of a pickled module: a dictionary with its `_parameters`, `_buffers` and `_modules`; None for anything else."""
+    """The attributes of a pickled module, with its `_parameters`, `_buffers` and `_modules`; None for anything else."""
     if type(node) is not Object:
         return None
     attributes: Any = node.attributes
@@ -34,10 +35,10 @@ def module_attributes(node: Any) -> dict[Any, Any] | None:
 
 
 def module_state_dict(node: Any) -> OrderedDict | None:
-    """What `state_dict()` of a pickled module returns, in torch's order: parameters, persistent buffers, then each submodule's.
+    """The `state_dict()` of a pickled module in torch's order: parameters, persistent buffers, then each submodule's.
 
-    A submodule that stands in two places gives its tensors under both names, on one storage. None for what is no module,
-    and for one whose names would fill the memory.
+    A submodule that stands in two places gives its tensors under both names, on one storage. None for what is no
+    module, and for one whose names would fill the memory.
     """
     if module_attributes(node) is None:
         return None
@@ -59,7 +60,8 @@ def walk_modules(
     """The attributes of a module and of all below it, parents first, each with the prefix of its names (`layer1.0.`).
 
     attributes_of: None for what is no module.  below: the things in it that may be modules, by name.
-    A module that stands in two places comes twice, one within itself once. Raises `LimitExceeded` for names without end.
+    A module that stands in two places comes twice, one within itself once. Raises `LimitExceeded` for names without
+    end.
     """
     attributes = attributes_of(top)
     if attributes is None:
@@ -106,7 +108,7 @@ _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_paramet
 
 
 def detached(value: Any) -> Tensor | None:
-    """The tensor in a parameter or buffer, as a state dict has it: no parameter, no gradient. None where there is none."""
+    """The tensor in a parameter or buffer as a state dict has it: no parameter, no gradient. None for none."""
     if isinstance(value, Composite) and value.made.name in _PARAMETERS:
         value = value.made.args[0]
     elif type(value) is Object and value.name in _WRAPPERS and value.args:  # before torch 0.4

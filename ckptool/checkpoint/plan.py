@@ -1,4 +1,4 @@
-"""The files that a format wants written, as segments that the sink carries out: formats make plans, `output/` knows no format."""
+"""The files that a format wants written, as segments: formats make plans, `output/` carries them out."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Segment = InlineBytes | FileRange | Computed | Checksummed | Deferred
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The files that a format wants written: names (`""` for a single file) to segments, in order, to be gone through more than once.
+    """Files to write: names (`""` for a single file) to segments, in order, to be gone through more than once.
 
     checks: storages that are read in part, whose checksums are to be checked as a whole.
-    keep > 0: append to a file after its first `keep` bytes instead. `guard` is then what has to be the last thing in the
-    file for the old state to be found, and `guard_every` the distance within which readers search for it.
+    keep > 0: append to a file after its first `keep` bytes instead. `guard` is then what has to be the last thing in
+    the file for the old state to be found, and `guard_every` the distance within which readers search for it.
     """
 
     files: Mapping[str, Iterable[Segment]]

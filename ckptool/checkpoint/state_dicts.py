@@ -1,9 +1,9 @@
 """What the parts of a checkpoint are: model weights, their average, optimizer state, plain values.
 
-A *model root* is a dictionary of names to tensors that are weights. Verbs on keys act on all of them; verbs that take one root choose
-it here, and say so, or list the candidates: picking one in silence is how people train on the wrong weights.
-Where there is none, dictionaries of names to numpy arrays take their place for the verbs that only read one.
-A pickled module is a model root as well, by its state dict; its weights can be read, but not renamed inside the object.
+A *model root* is a dictionary of names to tensors that are weights. Verbs on keys act on all of them; verbs that take
+one root choose it here, and say so, or list the candidates: picking one in silence is how people train on the wrong
+weights. Where there is none, dictionaries of names to numpy arrays take their place for the verbs that only read one. A
+pickled module is a model root as well, by its state dict; its weights can be read, but not renamed inside the object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer 
 
 # Words in a name by which people call weights, their running average, and things that hold tensors but no weights.
 _MODEL_WORDS = re.compile(
-    r"(^|_|\b)(model|module|net|network|state_?dict|weights?|params?|generator|discriminator|encoder|decoder|backbone|teacher|student|actor|critic|policy"
+    r"(^|_|\b)(model|module|net|network|state_?dict|weights?|params?|generator|discriminator|encoder|decoder|"
+    r"backbone|teacher|student|actor|critic|policy"
     r"|unet|vae|classifier|head|embedder|lora|adapter|pretrained|ema|swa|[a-z]*net|[gd])(_?[a-z0-9])?($|_|\b)",
     re.IGNORECASE,
 )
@@ -33,10 +34,12 @@ _AVERAGE_WORDS = re.compile(
     r"(^|_|\b)(ema|swa|averaged?|shadow|polyak|moving_average)($|_|\b|\d|(?-i:(?=[A-Z])))", re.IGNORECASE
 )
 _OTHER_WORDS = re.compile(
-    r"optim|scheduler|scaler|(^|_)rng|random|(^|_)(args|attributes|config|hparams|hyper_parameters|loops?|callbacks|history|metrics|loss(es)?|data_state|sampler)($|_)",
+    r"optim|scheduler|scaler|(^|_)rng|random|(^|_)(args|attributes|config|hparams|hyper_parameters|loops?|callbacks|"
+    r"history|metrics|loss(es)?|data_state|sampler)($|_)",
     re.IGNORECASE,
 )
-# What modules call their parameters and buffers: one of these as the last part of a key makes a dictionary look like a state dict.
+# What modules call their parameters and buffers: one of these as the last part of a key makes a dictionary look like a
+# state dict.
 _PARAMETER_NAMES = frozenset(
     "weight bias running_mean running_var num_batches_tracked in_proj_weight in_proj_bias "
     "weight_g weight_v weight_orig weight_mask gamma beta scale "
@@ -46,7 +49,7 @@ _PARAMETER_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateDict:
-    """A part of a checkpoint and what it looks like. `detail`: more about it, for people (`Adam state for 12 parameters`).
+    """A part of a checkpoint and its kind. `detail`: more about it, for people (`Adam state for 12 parameters`).
 
     module: where the part is a whole pickled module; `node` is then its state dict, which stands nowhere in the tree.
     base: where the tree that it was found in is in its file.
@@ -79,7 +82,7 @@ def is_optimizer(node: Any) -> bool:
 
 
 def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
-    """The parts of a checkpoint, in order: every model root and optimizer at any depth, and what lies beside them on the way there."""
+    """The parts of a checkpoint, in order: model roots and optimizers at any depth, and their siblings on the way."""
     tree = checkpoint.tree
     special = {root.path: root for root in _special(tree, checkpoint.base)}
     if () in special or not isinstance(tree, (dict, list, tuple)) or not (special or isinstance(tree, dict)):
@@ -98,10 +101,10 @@ def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
 
 
 def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[StateDict]:
-    """The model roots whose keys a verb may change. named: of a part that was named, the dictionary itself if it has none.
+    """The model roots whose keys a verb may change. named: of a named part, the dictionary itself if it has none.
 
-    Raises `UsageError` if there is none, if the part is not a dictionary, or if one is a whole module, inside of which are no keys to
-    change.
+    Raises `UsageError` if there is none, if the part is not a dictionary, or if one is a whole module, inside of which
+    are no keys to change.
     """
     roots = [root for root in find_state_dicts(checkpoint) if root.is_model]
     if not roots:
@@ -112,7 +115,8 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
         place = f"#{printable(whole[0].address)}" if whole[0].path else ""
         raise UsageError(
             f"{where}{place} is a {whole[0].detail}, pickled with its class",
-            "Its names are attributes of objects, not keys: changed, the class would not find its parts. Nothing was written.",
+            "Its names are attributes of objects, not keys: changed, the class would not find its parts. Nothing "
+            "was written.",
             Advice(
                 "Write its weights alone, then change those: ",
                 command("convert", input_of(checkpoint.source, whole[0].address), out=OUT_SAFETENSORS),
@@ -160,7 +164,7 @@ def _at_address(path: Path, node: Any, base: Path, *, arrays: bool) -> list[Stat
 
 
 def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[StateDict, str]:
-    """The one model root of a verb that takes one, and a remark where a choice was made: the only one, or the model beside its EMA.
+    """The one model root of a verb that takes one, and a remark where the model was taken and not its EMA.
 
     Raises `UsageError` listing the candidates where there are several.
     """
@@ -192,7 +196,7 @@ def _whole_module(path: Path, node: Any) -> StateDict | None:
 
 
 def array_state_dicts(tree: Any) -> list[StateDict]:
-    """The dictionaries of names to numpy arrays in a tree, as people pickle them instead of state dicts; their nodes hold tensors.
+    """The dictionaries of numpy arrays in a tree, pickled instead of state dicts; their nodes hold tensors.
 
     Those that look like weights, if any do; of two inside each other, the one with more arrays.
     """
@@ -250,7 +254,8 @@ def kinds_of(roots: Iterable[StateDict]) -> list[str]:
     return list(dict.fromkeys(root.detail or root.kind for root in roots if root.is_model or root.detail))
 
 
-# The entries by which Lightning's WeightAveraging says that `state_dict` is the average, and where the weights are that are trained.
+# The entries by which Lightning's WeightAveraging says that `state_dict` is the average, and where the weights are that
+# are trained.
 _AVERAGED_BY_LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
 
 
@@ -262,7 +267,7 @@ def _special(tree: Any, base: Path = ()) -> Iterator[StateDict]:
 
 
 def _found(tree: Any, base: Path) -> Iterator[StateDict]:
-    """Model roots and optimizers, outermost first, without looking into what they hold. base: what leads to the tree."""
+    """Model roots and optimizers, outermost first; their inside is not searched. base: the path to the tree."""
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
@@ -312,7 +317,7 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
 
 
 def _is_other(path: Path) -> bool:
-    """True where a name on the way says that it is no weights: `callbacks`, `hyper_parameters`; an average among callbacks is some."""
+    """True where a name on the way says that it is no weights: `callbacks`, `hyper_parameters`; but for averages."""
     average = bool(path) and isinstance(path[-1], str) and bool(_AVERAGE_WORDS.search(path[-1]))
     return not average and any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path)
 
@@ -371,7 +376,7 @@ COUNTER = "n_averaged"
 
 
 def without_wrappers(key: str) -> str:
-    """The key as the bare module has it: `module.` taken off once at the front, wrappers that begin with `_` anywhere."""
+    """The key as the bare module has it: one `module.` off the front, wrappers that begin with `_` off anywhere."""
     if "_" not in key and not key.startswith(PEELED):
         return key
     *modules, name = key.split(".")

@@ -1,7 +1,7 @@
 """Ways through a tree: everything in it with its path, one thing by its address, and a copy with parts replaced.
 
-Trees may share containers and contain themselves; nothing here recurses on them. A path is a tuple of keys and indices; an address is
-its text, `state_dict/fc.weight`, with `/` and `~` in a key written `~1` and `~0` (RFC 6901).
+Trees may share containers and contain themselves; nothing here recurses on them. A path is a tuple of keys and indices;
+an address is its text, `state_dict/fc.weight`, with `/` and `~` in a key written `~1` and `~0` (RFC 6901).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _object_children(node: Object) -> Iterator[tuple[Any, Any]]:
 
 
 def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
-    """Every node with its path, parents first, in order. What stands in two places comes twice; what contains itself, once."""
+    """Every node with its path, parents first. A shared one comes for each path; one that contains itself, once."""
     yield (), tree
     if not isinstance(tree, _CONTAINERS):
         return
@@ -164,7 +164,8 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
             )
         if len(matches) > 1:
             raise Ambiguous(
-                f"{printable(part)} names {counted(len(matches), 'entry', 'entries')} of {printable(address(path)) or 'the top'}: "
+                f"{printable(part)} names {counted(len(matches), 'entry', 'entries')} of "
+                f"{printable(address(path)) or 'the top'}: "
                 f"{listed([repr(segment) for segment, _ in matches])}"
             )
         path, node = (*path, matches[0][0]), matches[0][1]
@@ -205,7 +206,7 @@ def replaced_at(tree: Any, path: Path, node: Any) -> Any:
 
 
 def holders(tree: Any, path: Path) -> list[Any]:
-    """The containers that lead to `path`, outermost first. Raises `UsageError` where it goes by a name of a state dict."""
+    """The containers that lead to `path`, outermost first. Raises `UsageError` for names of a state dict."""
     found = [tree]
     for depth, segment in enumerate(path):
         below = [part for name, part in children(found[-1]) if name == segment]
@@ -258,7 +259,7 @@ _CALL_PARTS = {"(callable)": "fn", "(args)": "args", "(kwargs)": "kwargs", "(sta
 
 
 def rebuild(tree: Any, leaf: Leaf | None = None, replaced: Mapping[int, Any] | None = None) -> Any:
-    """A copy of the tree in which `leaf` was applied to every tensor and storage, and containers were replaced by others.
+    """A copy of the tree with `leaf` applied to every tensor and storage, and containers replaced by others.
 
     leaf: `TensorEntry` or `StorageRef` -> the same kind; applied once to each object, also inside composites.
     replaced: id of a container -> the container to copy in its place (its parts are parts of the old tree).
@@ -274,7 +275,7 @@ def _copy_composite(node: Composite) -> FromParts:
 
 
 def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:
-    """The tree with every storage replaced by what `function` gives for it; asked once for each, so what was tied stays tied."""
+    """The tree with every storage replaced by the result of `function`, called once for each, so that ties stay."""
     made: dict[int, Storage] = {}
 
     def leaf(node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The one place that writes: plans in, files out, and at every instant the old file or the new one whole under its name."""
+"""The one place that writes: at every instant the old file or the new one is whole under its name."""
 
 from ckptool.output.append import append_in_place
 from ckptool.output.durable import check_target, make_folder, replace_file

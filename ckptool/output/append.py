@@ -1,7 +1,7 @@
 """In-place edits that commit by truncation: the old state or the new one is what readers find, at every instant.
 
-1. Stretch the file: copies of the old end records (`Plan.guard`) at every `guard_every` bytes and behind the new end; sync. Whatever
-   of this is done when the process dies, the last end records in the file are the old ones.
+1. Stretch the file: copies of the old end records (`Plan.guard`) at every `guard_every` bytes and behind the new end;
+   sync. Whatever of this is done when the process dies, the last end records in the file are the old ones.
 2. Write the new records into the stretch, before the last copy; sync. Still nobody sees them.
 3. Cut off the last copy. The new end records are now the last: that is the commit. Sync.
 """
@@ -27,7 +27,8 @@ def append_in_place(
     """Carries out a plan with `keep` on the file that was read as `source`.
 
     verify: called with the file's path after the commit; if it raises, the file is cut back to its old state.
-    Raises `Conflict` for a link, a file with several names or one that another process edits, `FileChanged`, `DiskFull`, `FileProblem`.
+    Raises `Conflict` for a link, a file with several names or one that another process edits, `FileChanged`,
+    `DiskFull`, `FileProblem`.
     """
     path = source.path
     _sweep(path)
@@ -61,7 +62,8 @@ def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
         reason = os.strerror(second.errno or 0)
         raise FileProblem(
             f"the change of {printable(path)} was stopped, and could not be taken back: {reason}",
-            "Whoever reads the file finds its old state or the new one, whole; bytes of the other may be left behind it.",
+            "Whoever reads the file finds its old state or the new one, whole; bytes of the other may be left "
+            "behind it.",
             Advice("Look at it: ", command("inspect", path), ". The next change in place clears it."),
         ) from error
 

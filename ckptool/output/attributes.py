@@ -14,7 +14,7 @@ _OF_THE_CONTENTS = {"security.ima", "security.evm"}  # signatures, which the new
 
 
 def keep_attributes(old: str, fd: int) -> list[str]:
-    """Gives a new file or folder, open as `fd` and still ours, what the one at `old` has. Returns what the system does not let.
+    """Gives a new file or folder, open as `fd` and still ours, the attributes of `old`. Returns those that were lost.
 
     Where there is none, nothing is done. Raises `OSError` where not even the permissions can be set.
     """

@@ -1,7 +1,7 @@
 """Moving bytes from file to file without looking at them.
 
-Kernel-side where the platform can (`copy_file_range`, at most 8 MB a call), with writeback started after each piece: that
-halves the time of the sync at the end. Elsewhere, and between file systems that refuse, through a small buffer.
+Kernel-side where the platform can (`copy_file_range`, at most 8 MB a call), with writeback started after each piece:
+that halves the time of the sync at the end. Elsewhere, and between file systems that refuse, through a small buffer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CANNOT = {
 
 
 def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progress: Callable[[int], None]) -> None:
-    """Copies `length` bytes of `source` from `offset` to byte `at` of the file `fd`; `progress` is told each piece's size."""
+    """Copies `length` bytes of `source` from `offset` to byte `at` of `fd`; `progress` gets each piece's size."""
     done = 0
     kernel = hasattr(os, "copy_file_range")
     while done < length:
@@ -99,7 +99,8 @@ def start_writeback(fd: int, at: int, length: int) -> None:
 def reserve(fd: int, length: int) -> None:
     """Reserves the room for a file before it is written: a full disk shows at once, and writing is a third faster.
 
-    Where the file system cannot, nothing is done (the library's own function would write zeros instead). Raises `OSError`.
+    Where the file system cannot, nothing is done (the library's own function would write zeros instead). Raises
+    `OSError`.
     """
     import ctypes
 

@@ -1,7 +1,8 @@
-"""Durable replacement: write beside the target, sync, rename, sync the folder. One function, and no other way to make a file.
+"""Durable replacement: write beside the target, sync, rename, sync the folder. There is no other way to make a file.
 
-At any instant, killed or out of disk, the old file or the new one is whole under its name. What a killed run leaves is a temporary
-file in the same folder; it was locked by its writer, so the next run for the same target can tell that nobody owns it and removes it.
+At any instant, killed or out of disk, the old file or the new one is whole under its name. What a killed run leaves is
+a temporary file in the same folder; it was locked by its writer, so the next run for the same target can tell that
+nobody owns it and removes it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ UNTOUCHED = "Nothing else was changed: {} is as it was."
 def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
     """The path that a write to `target` replaces (a link's own target); raises if it cannot or must not be written.
 
-    Raises `OutputExists` where something is there and `overwrite` is false, `FileProblem` for a folder or a missing one.
+    Raises `OutputExists` where something is there and `overwrite` is false, `FileProblem` for a folder or a missing
+    one.
     """
     path = os.fspath(target)
     if elsewhere := refused_place(path, writing=True):
@@ -90,9 +92,11 @@ def replace_file(
 ) -> tuple[Note, ...]:
     """Writes a plan of one file to `target`, durably. Returns what its user should know of the new file, if anything.
 
-    inputs: must not have changed by the time of the commit.  verify: called with the complete temporary file; it raises to refuse.
-    digest: adds up what is written, on the way.  sync_folder: False where the name of another file, synced next, makes it durable too.
-    Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum); then nothing is changed.
+    inputs: must not have changed by the time of the commit.  verify: called with the complete temporary file; it raises
+    to refuse.
+    digest: adds up what is written, on the way.  sync_folder: False where the name of another file, synced next, makes
+    it durable too. Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum);
+    then nothing is changed.
     """
     _sweep(check_target(target, overwrite=True))
     real = check_target(target, overwrite=overwrite)
@@ -121,7 +125,7 @@ def replace_file(
 
 
 def settle(fd: int) -> None:
-    """Waits until all that was written is on the disk. Raises `OSError` if any of it is not; it must not be asked again then.
+    """Waits until everything is on the disk. Raises `OSError` if any is not; it must not be asked again then.
 
     Some file systems (NFS, quotas) report what went wrong when a file is closed. Closing a second descriptor asks them,
     while the first keeps the lock.
@@ -131,7 +135,7 @@ def settle(fd: int) -> None:
 
 
 def make_folder(path: str) -> None:
-    """Makes a folder, and those above it that are missing, so that their names survive a power cut. Raises `FileProblem`."""
+    """Makes a folder and those above it, so that their names survive a power cut. Raises `FileProblem`."""
     if elsewhere := refused_place(path, writing=True):
         raise elsewhere
     missing, place = [], absolute(path)
@@ -212,7 +216,7 @@ def _close(fd: int) -> None:
 
 
 def _lock(fd: int) -> bool | None:
-    """Marks a file as owned by this process, for as long as it lives. False if another one owns it, None where there are no locks.
+    """Marks a file as owned by this process while it lives. False if another owns it, None without locks.
 
     It never waits: the lock of a machine that is gone may stay for ever.
     """
@@ -258,7 +262,7 @@ def _opened_folder(path: str) -> int:
 
 
 def _remove(path: str, fd: int = -1) -> None:
-    """Removes a temporary file, or a temporary folder with the files in it. fd: it, where it is open; else it is opened."""
+    """Removes a temporary file, or a temporary folder with its files. fd: it, where it is open."""
     try:
         _unlink(path, fd)
     except OSError:
@@ -317,7 +321,8 @@ def _sync_folder(target: str) -> tuple[Note, ...]:
         return (
             Note(
                 "not-synced",
-                f"{printable(target)} is complete and visible, but its durability is uncertain: its folder could not be synced "
+                f"{printable(target)} is complete and visible, but its durability is uncertain: its folder could "
+                "not be synced "
                 f"({os.strerror(error.errno or 0)}), so a power cut may undo the change of its name",
             ),
         )

@@ -1,8 +1,9 @@
-"""Durable replacement of a folder: everything is written into one temporary folder beside the target, synced, and renamed once.
+"""Durable replacement of a folder: all is written into a temporary folder beside it, synced, and renamed once.
 
-Over an existing folder the two names are exchanged, which Linux does in one step; then the old one is removed. Where the file system
-cannot (NFS, other systems), the old folder is put aside under another name first: a process that is killed between the two renames leaves
-no folder under the target's name, but both complete, and the next run for the same target puts the old one back.
+Over an existing folder the two names are exchanged, which Linux does in one step; then the old one is removed. Where
+the file system cannot (NFS, other systems), the old folder is put aside under another name first: a process that is
+killed between the two renames leaves no folder under the target's name, but both complete, and the next run for the
+same target puts the old one back.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ _CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable: Collection[str] = ()) -> str:
     """The path of the folder that a write to `target` makes or replaces (a link's own target); raises if it must not.
 
-    replaceable: the names in an existing folder that may go. Raises `OutputExists` where there are files and `overwrite` is false,
-    `Conflict` where others are among them, `FileProblem` for a file at the target or a missing folder above it.
+    replaceable: the names in an existing folder that may go. Raises `OutputExists` where there are files and
+    `overwrite` is false, `Conflict` where others are among them, `FileProblem` for a file at the target or a missing
+    folder above it.
     """
     path, real = os.fspath(target), _real_path(target)
     if elsewhere := refused_place(path, writing=True):
@@ -91,7 +93,8 @@ def _foreign(folder: str, held: Iterable[str], replaceable: Collection[str]) -> 
 
 def _would_lose(path: str, foreign: list[str]) -> Conflict:
     return Conflict(
-        f"cannot replace the folder {printable(path)}: {listed([printable(name) for name in foreign])} would be deleted with it",
+        f"cannot replace the folder {printable(path)}: {listed([printable(name) for name in foreign])} would be "
+        "deleted with it",
         "Only the files of the checkpoint in it may go; it was left as it is.",
         "Write to a new folder; or remove those files first.",
     )
@@ -107,11 +110,12 @@ def replace_folder(
     verify: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> tuple[Note, ...]:
-    """Writes a plan of files to the folder `target`, durably. Returns what its user should know of the new folder, if anything.
+    """Writes a plan of files to the folder `target`, durably. Returns notes on the new folder.
 
-    replaceable: the names in an existing folder that may go, beside those that are written.  inputs: must not have changed by the time of
-    the commit.  verify: called with the complete temporary folder; it raises to refuse. Raises `OutputExists`, `Conflict` (other files
-    would be deleted), `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum); then nothing is changed.
+    replaceable: the names in an existing folder that may go, beside those that are written.  inputs: must not have
+    changed by the time of the commit.  verify: called with the complete temporary folder; it raises to refuse. Raises
+    `OutputExists`, `Conflict` (other files would be deleted), `DiskFull`, `FileProblem`, `Corrupt` (an input does not
+    match its checksum); then nothing is changed.
     """
     allowed = {*replaceable, *plan.files}
     _put_back(_real_path(target))
@@ -141,7 +145,7 @@ def replace_folder(
 
 
 def _new_folder(path: str) -> int:
-    """A new folder, open. Unlike a file it is made before it is opened; `FileExistsError` where another run swept it in between."""
+    """A new folder, open; `FileExistsError` where another run swept it before it was opened."""
     os.mkdir(path)
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -188,7 +192,7 @@ def _sync(fd: int) -> None:
 
 
 def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bool, fd: int) -> str:
-    """Gives the new folder, open as `fd`, its name. Returns the path of the old one, which is to be removed; empty if there was none."""
+    """Gives the new folder, open as `fd`, its name. Returns the path of the old one, to be removed, or ""."""
     try:
         os.rename(temporary, target)  # also onto an empty folder, but never onto one with files in it
         return ""
@@ -248,7 +252,7 @@ def _put_aside(temporary: str, target: str) -> str:
 
 
 def _take_back(temporary: str, old: str, target: str) -> None:
-    """Undoes the exchange: somebody put a file into the old folder at the last moment, or it cannot be told whether anybody did."""
+    """Undoes the exchange: a file was put into the old folder at the last moment, or may have been."""
     if old == temporary:
         _exchange(temporary, target)
     else:

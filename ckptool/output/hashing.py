@@ -14,7 +14,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class StreamingSha256:
-    """Fed with what is written, in the order of the file. A file that was written in another order is read again at the end."""
+    """Fed with what is written, in order. A file that was written in another order is read again at the end."""
 
     def __init__(self) -> None:
         self._total = hashlib.sha256()
@@ -41,7 +41,7 @@ class StreamingSha256:
             self._kept.append(self._jobs[-1])
 
     def result(self, path: str) -> str:
-        """The digest of the file at `path`, in hexadecimal. Raises `OSError` where it has to be read again and cannot be."""
+        """The digest of the file at `path`, in hexadecimal. Raises `OSError` where it cannot be read again."""
         self.close()
         for job in self._jobs:
             job.result()

@@ -1,7 +1,8 @@
 """The sink: writes the segments of one file, in order, knowing nothing of what they mean.
 
-Adjacent ranges of one input become one copy; small segments are gathered; checksums of copied ranges are added up by threads
-that read the same pages while the kernel copies them; what can only be known at the end (`Late`) is written at the end.
+Adjacent ranges of one input become one copy; small segments are gathered; checksums of copied ranges are added up by
+threads that read the same pages while the kernel copies them; what can only be known at the end (`Late`) is written at
+the end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ COMPUTE = 512 << 10  # asked of a `Computed` at once: what it works on stays in 
 
 
 class Sink:
-    """Writes one plan's segments into an open file, from byte `at`. digest: fed with what is written; not with copied ranges."""
+    """Writes one plan's segments into an open file, from byte `at`. digest: fed with all but copied ranges."""
 
     def __init__(
         self, fd: int, at: int, total: int, progress: Progress | None, digest: StreamingSha256 | None = None

@@ -13,7 +13,7 @@ from ckptool.checkpoint.files import absolute, parted
 
 
 class Chain:
-    """Fills in `FILE` and `OUT` so that each command works on what the one before it wrote, to a name that is not taken."""
+    """Fills in `FILE` and `OUT` so that each command works on the output of the one before, under a free name."""
 
     def __init__(self, file: str, at: str = "") -> None:
         """at: the part of the file that the commands are about, for as long as what they write is the whole of it."""

@@ -1,7 +1,7 @@
 """What differs between two checkpoints, and on what evidence the rest is called the same.
 
-*Same* means: keys, types, shapes, row-major bytes and plain entries. Order, devices, strides, ties and `requires_grad` count where both
-containers can express them; the report names what was not compared.
+*Same* means: keys, types, shapes, row-major bytes and plain entries. Order, devices, strides, ties and `requires_grad`
+count where both containers can express them; the report names what was not compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BYTES, CHECKSUMS, VALUES, TOLERANCE = "bytes", "stored checksums", "values", "va
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """One thing that is in both files and differs. `aspects` says in what (`shape`, `dtype`, `values`, `device`, …), old and new."""
+    """Something in both files that differs. `aspects`: in what (`shape`, `dtype`, `values`, …), old and new."""
 
     path: Path
     left: Any
@@ -98,7 +98,8 @@ def diff(
 ) -> Diff:
     """Compares two trees.
 
-    statistics=False: finds out whether values differ, not by how much.  quick: trusts equal stored checksums where both have them.
+    statistics=False: finds out whether values differ, not by how much.  quick: trusts equal stored checksums where both
+    have them.
 
     identity: it counts, too, which objects stand in several places; reports of two people's files do not ask for it.
     atol, rtol: values count as equal within `atol + rtol * |right|`.  ignore: names out of `IGNORABLE`.
@@ -346,7 +347,7 @@ class _Node:
 
 
 class _Places:
-    """Which object of one tree stands for which of the other: one for one, or what was shared is not, or the other way round."""
+    """Pairs of objects of the two trees that stand for each other, to find what is shared in only one of them."""
 
     def __init__(self) -> None:
         self.left: dict[int, int] = {}
@@ -366,7 +367,7 @@ class _Attribute:
 
 
 def _comparable(key: Any, counts: Counter[str]) -> tuple[type, Any]:
-    """What a key is known by in both files. An inert object equals only itself: it goes by its text, and by its place among those alike."""
+    """The name of a key in both files; of an inert object its text, and its place among those alike."""
     if type(key) is str or type(key) is int or not _holds_node(key):
         return type(key), key
     text = summary(key, 200)

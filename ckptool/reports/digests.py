@@ -1,13 +1,14 @@
-"""Digests of tensors and of a set of them: equal digests mean equal values, whatever the container, strides, ties or devices.
+"""Digests of tensors and of sets of them: equal digests mean equal values, whatever the container, strides or ties.
 
-The digest of a tensor is the sha256 of its values as row-major little-endian bytes, conjugate and negative bits applied. The digest of a
-root is the sha256 of one line for each tensor, `["fc.weight","f32",[10,64],"5f7a…"]` and a line feed, in the order of their bytes: key,
-element type, shape, digest. A key that is no text is written so that it cannot be taken for one: 0, null, true, {"bytes": "6162"},
-{"float": "0x1.8p+0"}, {"tuple": [0, 1]}, {"object": "torch.float32"}. A tensor below a nested container has the list of the keys that
-lead to it. Plain values are not part of it.
+The digest of a tensor is the sha256 of its values as row-major little-endian bytes, conjugate and negative bits
+applied. The digest of a root is the sha256 of one line for each tensor, `["fc.weight","f32",[10,64],"5f7a…"]` and a
+line feed, in the order of their bytes: key, element type, shape, digest. A key that is no text is written so that it
+cannot be taken for one: 0, null, true, {"bytes": "6162"}, {"float": "0x1.8p+0"}, {"tuple": [0, 1]}, {"object":
+"torch.float32"}. A tensor below a nested container has the list of the keys that lead to it. Plain values are not part
+of it.
 
-A tensor that is made of others (quantized, sparse, …) is written as `"dtype": "sparse f32"`, and the digest is of a text that says how it
-is made, with the digests of its parts.
+A tensor that is made of others (quantized, sparse, …) is written as `"dtype": "sparse f32"`, and the digest is of a
+text that says how it is made, with the digests of its parts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
-    """One tensor of a root. key: as JSON has it (see above).  shape: None where only torch could say.  sha256: in hexadecimal."""
+    """One tensor of a root. key: as JSON has it (see above).  shape: None where only torch could say."""
 
     key: Any
     dtype: str
@@ -98,7 +99,7 @@ def _entry_digest(entry: TensorEntry) -> str:
 
 
 def _composite_digest(composite: Composite) -> str:
-    """The digest of a text of all that a composite is made of: every value once, in order, by its number where it comes again."""
+    """The digest of a text of all that a composite is made of: every value once, then by its number."""
     total = hashlib.sha256()
     numbers: dict[int, int] = {}
     stack: list[Any] = [composite.made]
@@ -136,7 +137,7 @@ def root_digest(root: Any) -> str:
 
 
 def root_digests(root: Any) -> Digests:
-    """The digests of all tensors in a tree (a dictionary of weights, as a rule). Reads all of their values, by two threads.
+    """The digests of all tensors in a tree (as a rule, a dictionary of weights). Reads all values, by two threads.
 
     Raises `LimitExceeded` where views show far more than is stored.
     """
@@ -229,7 +230,8 @@ def digests_file(digests: Digests) -> bytes:
 def read_digests(content: bytes, name: str) -> Digests:
     """The digests in a file of `digests_file`; `name` is what to call it.
 
-    Raises `Unsupported` for a file of another version or kind, `Corrupt` where it was damaged: its own root digest covers all of it.
+    Raises `Unsupported` for a file of another version or kind, `Corrupt` where it was damaged: its own root digest
+    covers all of it.
     """
     try:
         record = json.loads(content)
@@ -273,7 +275,7 @@ def _checked(rows: Any, name: str) -> Iterable[TensorDigest]:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A root against digests that were kept. Names of tensors: those of other values, shapes or types; those gone; those that are new."""
+    """A root against digests that were kept. Names of tensors: (name, difference), those gone, and new ones."""
 
     differing: tuple[tuple[str, str], ...]
     missing: tuple[str, ...]

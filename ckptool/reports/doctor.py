@@ -52,7 +52,7 @@ class Diagnosis:
 class Values:
     """Values of a checkpoint that `weights_only` refuses, in words.
 
-    lossy: plain values in their place would lose some of it; plain_parts: the addresses of the sets of weights without any.
+    lossy: plain values would lose some of it; plain_parts: the addresses of the sets of weights without such values.
     dropped: the addresses of what `convert --weights-only` leaves out, as it has no plain form.
     """
 
@@ -80,7 +80,7 @@ def of_error_text(text: str, file: str = "") -> Diagnosis:
 
 
 def _first_line(text: str, known: KnownError | None = None) -> str:
-    """The line of a traceback that says what happened: of those that are known, else that begin as errors do, the first."""
+    """The line of a traceback that says what happened: a known one, else one that begins as errors do."""
     lines = [line.strip() for line in text[:MAX_TEXT].splitlines() if line.strip()]
     named = [line for line in lines if known is not None and known.pattern.search(line)]
     told = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", line)]
@@ -122,7 +122,8 @@ _SAID = {
     "corrupt": "PytorchStreamReader failed",
 }
 _SAFETENSORS_SAID = {
-    "truncated": "Error while deserializing header: MetadataIncompleteBuffer; or: incomplete metadata, file not fully covered",
+    "truncated": "Error while deserializing header: MetadataIncompleteBuffer; or: incomplete metadata, file not "
+    "fully covered",
     "not-a-checkpoint": "Error while deserializing header: HeaderTooLarge",
     "corrupt": "Error while deserializing header",
 }
@@ -147,7 +148,7 @@ def of_checkpoint(
     values: Values,
     against: Target | None = None,
 ) -> Diagnosis:
-    """The reasons why an opened checkpoint does not load. found: its listing.  values: those that `weights_only` refuses.
+    """The reasons why an opened checkpoint does not load. found: its listing.  values: those `weights_only` refuses.
 
     against: the model that it is for.
     """
@@ -180,7 +181,7 @@ def _of_a_part(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _of_refused(findings: list[Finding]) -> list[Finding]:
-    """Findings on a file whose calls no verb writes again: without commands that write, unless one leaves the calls out."""
+    """Findings on a file that no verb writes again: without writing commands, unless one leaves the calls out."""
     if any(each.inert and each.commands for each in findings):
         return findings
     return [replace(each, commands=tuple(fix for fix in each.commands if not fix.writes)) for each in findings]
@@ -191,7 +192,7 @@ def _is_a(found: Listing) -> str:
     return f"a {found.container} checkpoint" + (f" with {listed(parts)}" if parts else "")
 
 
-# The container ---------------------------------------------------------------------------------------------------------
+# The container --------------------------------------------------------------------------------------------------------
 
 _CONVERT = command("convert", FILE, out=OUT)
 _TO_FILE = command("convert", FILE, out=OUT_PT)
@@ -278,7 +279,7 @@ def _misnamed(found: Listing, suffix: str) -> Iterator[Finding]:
 
 
 def _taken_alone(found: Listing, chosen: StateDict | None, values: Values) -> StateDict | None:
-    """The weights that are written alone, because with plain values in place of what is refused tensors would be lost."""
+    """The weights that are written alone, because plain values in place of what is refused would lose tensors."""
     root = chosen or next(iter(mains(found)), None)
     if not values.lossy or root is None or _is_rewritten(found):
         return None
@@ -317,7 +318,7 @@ def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Itera
 # Notes ---------------------------------------------------------------------------------------------------------------
 
 _WRAPPED = 'Missing key(s) in state_dict: "conv.weight" … Unexpected key(s): "module.conv.weight"'
-# Of each note that keeps a file from loading, or has a message of its own: that message, whether it does, and its stage.
+# The message that people see for a note, whether it keeps a file from loading, and its stage.
 _NOTES = {
     "prefix-module": (_WRAPPED, True, Stage.WRAPPERS),
     "prefix-compiled": ("Unexpected key(s) in state_dict: \"_orig_mod.conv.weight\"", True, Stage.WRAPPERS),
@@ -362,15 +363,14 @@ def _of_note(note: Note, way: Way | None) -> Finding:
 
 
 def _tied(note: Note, way: Way | None) -> Finding:
-    """Ties that only the metadata records: `load_file` gives one name of each, and a strict `load_state_dict` misses the
-    others."""
+    """Ties that only the metadata records: `load_file` gives one name of each, and strict loading misses the rest."""
     says = 'Missing key(s) in state_dict: "lm_head.weight"'
     copy = command("convert", FILE, ties="copy", out=OUT)
     return Finding("tied-weights", note.message, says, way is not None, (), LOAD_MODEL, (copy,), Stage.MODEL)
 
 
 def _partly_wrapped(note: Note, says: str, fixes: tuple[Command, ...]) -> Finding:
-    """Only some keys begin with `module.`: a submodule of that name, or wrapped ones among others; the model decides."""
+    """Some keys begin with `module.`: a submodule, or wrapped keys among others; the model decides."""
     advice = Advice(
         "A submodule may be called module; with --against MODEL the model decides. If it is a wrapper: ", *fixes
     )
@@ -378,7 +378,7 @@ def _partly_wrapped(note: Note, says: str, fixes: tuple[Command, ...]) -> Findin
 
 
 def _of_modules(found: Listing) -> Iterator[Finding]:
-    """A model that was pickled inside its wrapper: the keys of the state dict that it becomes begin with the wrapper's."""
+    """A model that was pickled inside its wrapper: the keys of its state dict begin with the wrapper's."""
     kinds = {wrappers(key) for root in found.roots if root.module is not None for key in root.node} - {""}
     if kinds and not named(found.container).is_program:
         what = f"the model was pickled inside a wrapper: the keys of its state dict begin with {listed(sorted(kinds))}"

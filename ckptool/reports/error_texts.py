@@ -1,7 +1,7 @@
 """The error messages that people search for, what each means, and what fixes it.
 
-Texts of torch 0.4 to 2.13, safetensors, pickle and the systems below them, matched as regular expressions in the order of this table: the
-more exact first. A fix is a command; its PREFIX is what the pattern names so.
+Texts of torch 0.4 to 2.13, safetensors, pickle and the systems below them, matched as regular expressions in the order
+of this table: the more exact first. A fix is a command; its PREFIX is what the pattern names so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_TEXT = 100_000  # characters of a message that are looked at
 
 @dataclass(frozen=True, slots=True)
 class KnownError:
-    """pattern: what the message looks like.  code: as in notes and errors.  meaning: what is wrong.  fixes: commands, in order.
+    """pattern: of the message.  code: as in notes and errors.  meaning: what is wrong.  fixes: commands, in order.
 
     advice: what to do where no command does it.
     """
@@ -74,7 +74,8 @@ KNOWN: tuple[KnownError, ...] = (
     _known(
         r"(unexpected|missing) key\(s\) in state_dict:[^\n]*[\"']module\.(?s:.*)",
         "prefix-module",
-        "One side was wrapped in DataParallel or DistributedDataParallel: its keys begin with module. and those of the other do not.",
+        "One side was wrapped in DataParallel or DistributedDataParallel: its keys begin with module. and those of "
+        "the other do not.",
         _STRIP,
         advice=Advice("Where the model is the one that is wrapped: ", _ADD),
     ),
@@ -85,7 +86,8 @@ KNOWN: tuple[KnownError, ...] = (
         _STRIP,
     ),
     _known(
-        r"unexpected key\(s\) in state_dict:[^\n]*[\"'](epoch|optimizer\w*|state_dict|model_state_dict|model|step|global_step)[\"']",
+        r"unexpected key\(s\) in state_dict:[^\n]*[\"'](epoch|optimizer\w*|state_dict|model_state_dict|model|step|"
+        r"global_step)[\"']",
         "nested-weights",
         "The file is a whole training checkpoint, and the weights are one entry of it.",
         _INSPECT,
@@ -96,13 +98,15 @@ KNOWN: tuple[KnownError, ...] = (
         _FIRST_MISSING + r"[\"']([^\"']+)[\"'](?s:.*?)"
         r"unexpected key\(s\) in state_dict:\s*[\"'](?P<prefix>[\w.]{1,200}\.)\1[\"']",
         "prefix",
-        "The keys of the file have a prefix that those of the model do not have; Lightning, for one, saves a model inside another.",
+        "The keys of the file have a prefix that those of the model do not have; Lightning, for one, saves a model "
+        "inside another.",
         command("strip-module", FILE, prefix=Slot("PREFIX"), out=OUT),
     ),
     _known(
         r"size mismatch for |copying a param with shape|Trying to set a tensor of shape|ignore_mismatched_sizes",
         "shape-mismatch",
-        "A tensor of the file has another shape than the model's: another architecture, number of classes or vocabulary.",
+        "A tensor of the file has another shape than the model's: another architecture, number of classes or "
+        "vocabulary.",
         command("warm-start", FILE, against=MODEL, on_mismatch="skip", out=OUT),
         advice=f"It takes what fits and the model's own values for the rest. {_MODEL}.",
     ),
@@ -114,7 +118,8 @@ KNOWN: tuple[KnownError, ...] = (
         advice=f"It shows what fits, and rules for the rest. {_MODEL}.",
     ),
     _known(
-        r"attempting to deserialize object on (a )?cuda device|cuda device \d+ but torch\.cuda\.device_count|Torch not compiled with CUDA",
+        r"attempting to deserialize object on (a )?cuda device|cuda device \d+ but torch\.cuda\.device_count|"
+        r"Torch not compiled with CUDA",
         "cuda-location",
         "The tensors are tagged with a GPU that this machine does not have.",
         _CPU,
@@ -141,13 +146,16 @@ KNOWN: tuple[KnownError, ...] = (
         _WEIGHTS,
     ),
     _known(
-        r"No module named ['\"]numpy\._core|numpy\.core\.multiarray|numpy\._core\.multiarray|numpy\.dtypes?|numpy\.\w*dtype",
+        r"No module named ['\"]numpy\._core|numpy\.core\.multiarray|numpy\._core\.multiarray|numpy\.dtypes?|"
+        r"numpy\.\w*dtype",
         "numpy-values",
-        "Numpy numbers or arrays were saved beside the weights; their names changed between numpy 1 and 2, and weights_only refuses them.",
+        "Numpy numbers or arrays were saved beside the weights; their names changed between numpy 1 and 2, and "
+        "weights_only refuses them.",
         _PLAIN,
     ),
     _known(
-        r"dict-like, got <class ['\"](list|tuple)|['\"](list|tuple)['\"] object has no attribute ['\"](items|keys|copy|get)",
+        r"dict-like, got <class ['\"](list|tuple)|['\"](list|tuple)['\"] object has no attribute ['\"](items|keys|"
+        r"copy|get)",
         "nested-weights",
         "The file is a list, of several models or of tensors, and not a state dict.",
         _INSPECT,
@@ -173,14 +181,16 @@ KNOWN: tuple[KnownError, ...] = (
         command("convert", FILE, out=OUT_PT),
     ),
     _known(
-        r"dict-like, got <class|has no attribute ['\"](copy|keys|items)['\"]$|got an? (unexpected )?\S*Module.{0,20} instead of a state",
+        r"dict-like, got <class|has no attribute ['\"](copy|keys|items)['\"]$|"
+        r"got an? (unexpected )?\S*Module.{0,20} instead of a state",
         "whole-module",
         "The file is a whole model, not its state dict: torch.load gave the model itself.",
         _WEIGHTS,
         advice="Or in Python: model.load_state_dict(loaded.state_dict()).",
     ),
     _known(
-        r"dict['\"] object has no attribute ['\"](eval|train|to|cuda|cpu|half|float|parameters|forward|modules|module|state_dict)\b|"
+        r"dict['\"] object has no attribute ['\"](eval|train|to|cuda|cpu|half|float|parameters|forward|modules|"
+        r"module|state_dict)\b|"
         r"dict['\"] object is not callable",
         "state-dict",
         "The file is a state dict, not a whole model: make the model first.",
@@ -188,7 +198,8 @@ KNOWN: tuple[KnownError, ...] = (
         advice="In Python: model = Net(); model.load_state_dict(torch.load(FILE)).",
     ),
     _known(
-        r"KeyError: ['\"](\w*state_dict|model|net|weights|params|ema\w*|generator|[GD]|optimizer\w*|epoch|\w*step)['\"]",
+        r"KeyError: ['\"](\w*state_dict|model|net|weights|params|ema\w*|generator|[GD]|optimizer\w*|epoch|"
+        r"\w*step)['\"]",
         "no-such-entry",
         "The code asks for an entry that the file does not have.",
         _INSPECT,
@@ -202,9 +213,11 @@ KNOWN: tuple[KnownError, ...] = (
         advice="Or load with encoding='latin1'.",
     ),
     _known(
-        r"No module named|Can't get attribute|has no attribute ['\"]\w+['\"] on <module|SourceChangeWarning|ModuleNotFoundError",
+        r"No module named|Can't get attribute|has no attribute ['\"]\w+['\"] on <module|SourceChangeWarning|"
+        r"ModuleNotFoundError",
         "whole-module",
-        "The file holds objects of classes that are not installed here: a whole model was saved, or a configuration object.",
+        "The file holds objects of classes that are not installed here: a whole model was saved, or a "
+        "configuration object.",
         _WEIGHTS,
         _PLAIN,
     ),
@@ -218,14 +231,17 @@ KNOWN: tuple[KnownError, ...] = (
     _known(
         r"invalid load key,? ['\"]?(\\x00|\x00)",
         "corrupt",
-        "The file begins with zeros: a crash or a lost connection left a file of the right length without its contents.",
+        "The file begins with zeros: a crash or a lost connection left a file of the right length without its "
+        "contents.",
         _DOCTOR,
         advice="Copy or download it again.",
     ),
     _known(
-        r"invalid load key|Memo value not found|pickle data was truncated|unpickling stack underflow|could not find MARK",
+        r"invalid load key|Memo value not found|pickle data was truncated|unpickling stack underflow|"
+        r"could not find MARK",
         "corrupt",
-        "What was read is no pickle, or a damaged one; pickle.load says so of every torch file, which takes torch.load.",
+        "What was read is no pickle, or a damaged one; pickle.load says so of every torch file, which takes "
+        "torch.load.",
         _DOCTOR,
     ),
     _known(
@@ -244,7 +260,8 @@ KNOWN: tuple[KnownError, ...] = (
     _known(
         r"locating file \S*data\.pkl|storage has wrong (byte )?size",
         "corrupt",
-        "The file is another kind of archive, or was damaged or mixed up while it was written, as by two processes at once.",
+        "The file is another kind of archive, or was damaged or mixed up while it was written, as by two processes "
+        "at once.",
         _VERIFY,
         advice=Advice("Copy it again; else look for the newest whole one: ", _LATEST),
     ),
@@ -264,7 +281,8 @@ KNOWN: tuple[KnownError, ...] = (
     _known(
         r"Unsupported operand \d+",
         "not-a-checkpoint",
-        "The file is none of torch.save's: safetensors or another container under its name, or damaged at its beginning.",
+        "The file is none of torch.save's: safetensors or another container under its name, or damaged at its "
+        "beginning.",
         _DOCTOR,
         advice="It says what the file is.",
     ),
@@ -289,7 +307,8 @@ KNOWN: tuple[KnownError, ...] = (
         advice="It says how much is missing. Copy or download the file again.",
     ),
     _known(
-        r"failed finding central directory|not a ZIP archive|PytorchStreamReader failed|invalid header or archive is corrupted|"
+        r"failed finding central directory|not a ZIP archive|PytorchStreamReader failed|"
+        r"invalid header or archive is corrupted|"
         r"central directory|BadZipFile|file might be corrupted|MetadataIncompleteBuffer|incomplete metadata|"
         r"failed reading file|Truncated",
         "truncated",
@@ -305,7 +324,8 @@ KNOWN: tuple[KnownError, ...] = (
         advice="Copy or download it again.",
     ),
     _known(
-        r"Invalid magic number|corrupt file\?|HeaderTooLarge|InvalidHeader|HeaderTooSmall|Error while deserializing header",
+        r"Invalid magic number|corrupt file\?|HeaderTooLarge|InvalidHeader|HeaderTooSmall|"
+        r"Error while deserializing header",
         "not-a-checkpoint",
         "The file is of another kind than its name says, or damaged at its beginning.",
         _DOCTOR,
@@ -314,7 +334,8 @@ KNOWN: tuple[KnownError, ...] = (
     _known(
         r"share memory|shared (tensors|memory)|duplicate memory on disk",
         "shared-tensors",
-        "Several names are one tensor (tied weights), which safetensors does not hold by itself; ckptool records the ties.",
+        "Several names are one tensor (tied weights), which safetensors does not hold by itself; ckptool records "
+        "the ties.",
         _WEIGHTS,
     ),
     _known(
@@ -325,7 +346,8 @@ KNOWN: tuple[KnownError, ...] = (
         advice="Without its optimizer state the checkpoint starts a new optimizer.",
     ),
     _known(
-        r"No space left on device|file write failed|PytorchStreamWriter failed|Disk quota exceeded|enforce fail at inline_container",
+        r"No space left on device|file write failed|PytorchStreamWriter failed|Disk quota exceeded|"
+        r"enforce fail at inline_container",
         "disk-full",
         "The save ran out of room; what it left behind is not whole.",
         _VERIFY,
@@ -354,6 +376,6 @@ KNOWN: tuple[KnownError, ...] = (
 
 
 def recognised(text: str) -> KnownError | None:
-    """What a message means, by the first entry of the table that matches; only the beginning of a very long text is looked at."""
+    """The first entry of the table that matches the beginning of a message."""
     text = text[:MAX_TEXT]
     return next((known for known in KNOWN if known.pattern.search(text)), None)

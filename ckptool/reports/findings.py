@@ -29,7 +29,8 @@ class Finding:
 
     says: the message that people see.  blocks: stock `torch.load` (or the model of `--against`) refuses it here or on
     another machine.
-    fixes: command lines that can be run as they stand, in order; each is ckptool's unless its first word is another program.
+    fixes: command lines that can be run as they stand, in order; each is ckptool's unless its first word is another
+    program.
     commands: the same before the file is known.  inert: they leave out what loading would call.
     """
 

@@ -57,9 +57,10 @@ def mains(found: Listing) -> list[StateDict]:
 def of_layout(
     found: Listing, chosen: StateDict | None, alone: bool, taken: StateDict | None, gone: Collection[str] = ()
 ) -> Iterator[Finding]:
-    """Findings on the place of the weights. chosen: those that the model fits best, where it is known.  alone: it is not.
+    """Findings on the place of the weights. chosen: those that fit the model best, if known.  alone: it is not.
 
-    taken: the set of weights that an earlier command has written alone.  gone: addresses of what an earlier command left out.
+    taken: the set of weights that an earlier command has written alone.  gone: addresses of what an earlier command
+    left out.
     """
     if named(found.container).is_program:
         return
@@ -80,7 +81,7 @@ def of_layout(
 
 
 def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is_taken: bool) -> Finding:
-    """Weights that are an entry of the file, or one set of several: `load_state_dict` does not take the file as it is."""
+    """Weights that are an entry of the file, or one set of several, so that the file is no state dict."""
     take = () if is_taken else (command("convert", FILE / address(root.path), out=OUT),)
     averages = {other.path[0] for other in found.roots if other.kind == AVERAGE and other.path}
     tops = list(found.tree) if isinstance(found.tree, dict) else range(len(found.tree))
@@ -113,7 +114,7 @@ def _unnamed(found: Listing) -> Iterator[Finding]:
         if _is_shadow(path):
             where = printable(address(path)) or "the file"
             what = f"{where} is a list of {counted(len(node), 'tensor')} without names"
-            advice = "Only the order says which is which: that of model.parameters() where an average was kept so. Copy them in Python."
+            advice = "Only their order names them: that of model.parameters() for an average. Copy them in Python."
             yield Finding("unnamed-weights", what, _NO_DICT, False, advice=advice, stage=Stage.ENTRIES)
 
 
@@ -162,7 +163,9 @@ def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
     if len(droppable) == len(odd):  # no module's parameter is called so
         yield replace(finding, commands=(command("edit", FILE, drop=droppable, out=OUT),))
     else:
-        advice = "Make them tensors in Python (torch.tensor), or find a whole copy; the file does not say what they should be."
+        advice = (
+            "Make them tensors in Python (torch.tensor), or find a whole copy: the file does not have their values."
+        )
         yield replace(finding, advice=advice)
 
 

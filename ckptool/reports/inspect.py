@@ -1,4 +1,4 @@
-"""What is in a checkpoint: every tensor and plain entry, the parts that they form, and what one should know about them."""
+"""Every tensor and plain entry of a checkpoint, the parts that they form, and what one should know about them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
 
 
-# Rows are not frozen, though nobody assigns to them: there is one for each tensor, and making a frozen object takes four times as long.
+# Rows are not frozen, though nobody assigns to them: there is one for each tensor, and making a frozen object takes
+# four times as long.
 
 
 @dataclass(slots=True, eq=False)
 class TensorRow:
-    """A tensor at one place in the tree. `storage` numbers storages from 0 in the order in which they are met; None for composites."""
+    """A tensor at one place in the tree. `storage`: its number, from 0 in order; None for composites."""
 
     path: Path
     tensor: Tensor
@@ -65,7 +66,8 @@ class EntryRow:
 class Listing:
     """The contents of a checkpoint. `at` is the address that was asked for; sizes are in bytes.
 
-    tensor_bytes: what the storages that the tensors use take up, each counted once.  unlisted: plain values beyond the first 50,000.
+    tensor_bytes: what the storages that the tensors use take up, each counted once.  unlisted: plain values beyond the
+    first 50,000.
     part: of what the checkpoint is only a part.
     """
 
@@ -132,7 +134,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
 
 
 def _with_names(rows: list[TensorRow], roots: Sequence[StateDict], numbers: dict[int, int]) -> list[TensorRow]:
-    """The rows with those of whole modules under the names of their state dicts; what these do not have keeps its address."""
+    """The rows with those of whole modules under the names of their state dicts, else under their addresses."""
     modules = {root.path: root for root in roots if root.module is not None}
     depths = sorted({len(path) for path in modules})
     named: list[TensorRow] = []
@@ -201,7 +203,7 @@ def _names(unknown: dict[tuple[str, str], str], how: str) -> list[str]:
 
 
 def _optimizer_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
-    """Optimizer state of parameters that are in none of its groups: loading it fails, or gives it to another parameter."""
+    """Optimizer state of parameters in none of its groups: loading fails, or gives it to another parameter."""
     for root in roots:
         if root.kind != OPTIMIZER:
             continue
@@ -296,8 +298,10 @@ _T = TypeVar("_T")
 class Part:
     """A root and its tensors.
 
-    sizes: bytes of each row's values, 0 for one that is tied to an earlier row of the part; `bytes` and `elements` are sums of that kind.
-    tied: index of such a row -> index of the first of the same tensor.  dtypes, locations: names, the most frequent first.
+    sizes: bytes of each row's values, 0 for one that is tied to an earlier row of the part; `bytes` and `elements` are
+    sums of that kind.
+    tied: index of such a row -> index of the first of the same tensor.  dtypes, locations: names, the most frequent
+    first.
     """
 
     root: StateDict
@@ -326,7 +330,7 @@ def parts(listing: Listing) -> list[Part]:
 
 
 def like_others(divided: Sequence[Part]) -> dict[Part, Part]:
-    """Sets of weights with the very names, types and shapes of an earlier one (wrappers aside), as an EMA has: part -> that one."""
+    """Sets of weights with the names, types and shapes of an earlier one (wrappers aside), as an EMA has: to that."""
     models = [part for part in divided if part.root.is_model]
     alike: dict[Part, Part] = {}
     first: dict[tuple[object, ...], Part] = {}
@@ -379,7 +383,7 @@ def _part(root: StateDict, rows: Sequence[TensorRow]) -> Part:
 
 
 def _most_frequent(values: list[_T]) -> list[_T]:
-    """The different ones, the most frequent first. Mostly there is one: a Counter for each of 40,000 parts would be felt."""
+    """The different ones, the most frequent first. Mostly there is one: a Counter for each part would be felt."""
     kinds = dict.fromkeys(values)
     return list(kinds) if len(kinds) < 2 else [value for value, _ in Counter(values).most_common()]
 

@@ -11,7 +11,7 @@ from ckptool.formats.damaged import LostRecord
 
 @dataclass(frozen=True, slots=True)
 class LostTensorRow:
-    """A tensor that did not come back. record, offset: the place of its data (offset None: unknown).  nbytes: of its values."""
+    """A tensor that did not come back. record, offset: of its data (offset None: unknown).  nbytes: of its values."""
 
     address: str
     record: str
@@ -25,7 +25,8 @@ class Recovery:
     """The parts of a damaged file that were written to `output`, and those that were not.
 
     damage: what was wrong when it was opened; empty if nothing was.  how: what was done.
-    tensors: how many there were (None: unknown).  back: how many the file itself gave.  records, whole: the same of records.
+    tensors: how many there were (None: unknown).  back: how many the file itself gave.  records, whole: the same of
+    records.
     lost: tensors that are not in the output.  dropped: what had to go along with them.
     filled: (address, address in `filled_from`).  refused: (address, why it could not be filled).
     proven: by checksums.  raw: the pickle is lost, records are given as bytes.  notes: on the writing.

@@ -42,10 +42,12 @@ _EPOCH_IN_NAME = re.compile(r"(?:epoch|ep)[-_=]?0*(\d{1,9})(?!\d)", re.IGNORECAS
 class ScannedFile:
     """One checkpoint of a folder.
 
-    state: `good`, `part` (whole bytes of an incomplete checkpoint), `member` (what lies beside weights: optimizer, random states), or the
-    code of the error that opening or verifying it gave; in `problem` the sentence.  part: of what it is only a part.
+    state: `good`, `part` (whole bytes of an incomplete checkpoint), `member` (what lies beside weights: optimizer,
+    random states), or the code of the error that opening or verifying it gave; in `problem` the sentence.  part: of
+    what it is only a part.
     members: of how many files it is, where those are a folder of several kinds.
-    step, epoch: how far the training was; None where neither the file nor its name says.  bytes: its size.  modified: seconds since 1970.
+    step, epoch: how far the training was; None where neither the file nor its name says.  bytes: its size.  modified:
+    seconds since 1970.
     holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know.
     """
 
@@ -70,7 +72,7 @@ class ScannedFile:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The checkpoints of a folder, or one file. latest: the newest good one, None where there is none; by: how that was told.
+    """The checkpoints of a folder, or one file. latest: the newest good one or None; by: the criterion.
 
     full: the data was read and compared with its checksums; otherwise good means that tables and structure are whole.
     """
@@ -85,7 +87,7 @@ class Scan:
 
     @property
     def findings(self) -> int:
-        """Files that are not good, or whose pickles would call what ckptool does not know. Of one file that was named, only the latter."""
+        """Files that are not good, or whose pickles would call something unknown; of one named file only the latter."""
         return sum(1 for file in self.files if (file.state not in (GOOD, MEMBER) and self.is_folder) or file.calls)
 
 
@@ -97,8 +99,8 @@ def scanned(
     said: Mapping[str, Any] | None = None,
     beside: int = 0,
 ) -> ScannedFile:
-    """The row of a checkpoint that was opened. said: how far the training was, as a file beside it has it.  beside: members
-    of its folder."""
+    """The row of a checkpoint that was opened. said: how far the training was, as a file beside it has it.  beside:
+    members of its folder."""
     size, modified = _size_of(path)
     if isinstance(checkpoint.source, Folder):
         size = checkpoint.source.size
@@ -167,7 +169,8 @@ def _named(node: Any) -> Iterator[tuple[str, Any]]:
 def latest_good(files: Iterable[ScannedFile]) -> tuple[ScannedFile | None, str]:
     """The newest good file, and how that was told: by step where every one has it, else by epoch, else by time.
 
-    A copy or a download changes times, so what the files themselves say goes first; of two of the same step, the one that holds more.
+    A copy or a download changes times, so what the files themselves say goes first; of two of the same step, the one
+    that holds more.
     """
     good = [file for file in files if file.is_good]
     if not good:
@@ -180,13 +183,13 @@ def latest_good(files: Iterable[ScannedFile]) -> tuple[ScannedFile | None, str]:
 
 
 def _richness(file: ScannedFile) -> tuple[int, int, float]:
-    """How much there is in a checkpoint: kinds of contents and members, then bytes; the newer one where that is the same."""
+    """The kinds of contents and members of a checkpoint, its bytes, its time: the larger one is the richer."""
     return len(file.holds) + file.members, file.bytes, file.modified
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One name that is not known to be inert. how: `called` (a call, or a class with arguments), `made` (an object), `named` (by itself).
+    """One name that is not known to be inert. how: `called` (or a class with arguments), `made`, `named` (by itself).
 
     places: addresses in the tree, the first of `count`.
     """
@@ -201,7 +204,7 @@ MAX_PLACES = 5
 
 
 def unknown_names(checkpoint: Checkpoint) -> list[Call]:
-    """Every name that is not known to be inert where it stands, with how it is used and where; the most dangerous use first."""
+    """Every name that is not known to be inert where it stands, the most dangerous use first."""
     found: dict[tuple[str, str], list[str]] = {}
     counts: dict[tuple[str, str], int] = {}
     for use, place in uses_of(checkpoint):

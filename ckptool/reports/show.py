@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown:
-    """One entry. Of a tensor `values` is all of it, or, where `edges`, its corners around one element that stands for the rest."""
+    """One entry. `values`: all of a tensor, or, where `edges`, its corners around one element for the rest."""
 
     file: str
     address: str

@@ -6,7 +6,8 @@
       {"name": "fc.weight", "dtype": "f32", "shape": [10, 64], "kind": "parameter"}, …],
      "ties": [["embed.weight", "head.weight"], …]}
 
-It is enough to say whether a checkpoint fits a model, on machines that have neither torch nor the model's code. The order is the model's.
+It is enough to say whether a checkpoint fits a model, on machines that have neither torch nor the model's code. The
+order is the model's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model wants to be loaded with: names, types, shapes, which of them are one tensor. Of a checkpoint, a module, or a spec file."""
+"""The names, types, shapes and ties that a model is loaded with: of a checkpoint, a module, or a spec file."""
 
 from __future__ import annotations
 
@@ -39,9 +39,12 @@ class Expected:
 class Target:
     """What is to be loaded: its tensors by name, in order.
 
-    kind: `checkpoint`, `module` or `spec`.  kinds_known: parameters and buffers are told apart by the module itself, not by their names.
-    values: everything under its name, tensors and the rest, to fill up what another file does not have; None where there are none (a spec).
-    metadata: the state dict's `_metadata`.  checkpoint: what it was read from.  remarks: choices that were made, in words.
+    kind: `checkpoint`, `module` or `spec`.  kinds_known: parameters and buffers are told apart by the module itself,
+    not by their names.
+    values: everything under its name, tensors and the rest, to fill up what another file does not have; None where
+    there are none (a spec).
+    metadata: the state dict's `_metadata`.  checkpoint: what it was read from.  remarks: choices that were made, in
+    words.
     wrapper: the prefix that the wrapper of a live model puts before its names, which are here without it.
     """
 
@@ -81,7 +84,7 @@ class Target:
 
 
 def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> Target:
-    """The one set of weights of a checkpoint, or the one at an address, as a target. Raises what `one_state_dict` raises."""
+    """The one set of weights of a checkpoint, or the one at an address. Raises what `one_state_dict` raises."""
     root, remark = one_state_dict(checkpoint, at)
     node = root.node
     values = {key: value for key, value in node.items() if type(key) is str}

@@ -1,9 +1,9 @@
 """The rules by which torch's own modules accept state dicts that older versions of them saved.
 
 Source: the `_load_from_state_dict` and load hooks of torch 2.13 (nn/modules/batchnorm.py, nn/utils/spectral_norm.py,
-nn/utils/parametrizations.py, ao/nn/intrinsic/qat/modules/conv_fused.py, ao/quantization/observer.py). A module tells the version of what
-it loads by `_metadata`; a state dict without it (safetensors, a plain dictionary) is of the oldest. Here modules are known by the names
-that they give their parameters and buffers.
+nn/utils/parametrizations.py, ao/nn/intrinsic/qat/modules/conv_fused.py, ao/quantization/observer.py). A module tells
+the version of what it loads by `_metadata`; a state dict without it (safetensors, a plain dictionary) is of the oldest.
+Here modules are known by the names that they give their parameters and buffers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def accepted(pairs: Mapping[str, str], missing: Collection[str], free: Mapping[s
 
 
 def also_newer(extra: Collection[str], theirs: Collection[str], metadata: Any) -> list[str]:
-    """Of names that a checkpoint as the model does not have, those that the model of today does: counters of its older BatchNorms."""
+    """Names that only the model of today has beside a checkpoint of it: counters of older BatchNorms."""
     return [
         name
         for name in extra
@@ -86,7 +86,7 @@ def _version(metadata: Any, key: str) -> int:
 
 
 def _weight_norm(done: Accepted, name: str, free: Mapping[str, str]) -> None:
-    """`weight_g`, `weight_v` of torch before 2.1 for what `parametrizations.weight_norm` calls `original0`, `original1`."""
+    """`weight_g`, `weight_v` of torch before 2.1 for `original0`, `original1` of `parametrizations.weight_norm`."""
     parts = name.split(".")
     if len(parts) >= 3 and parts[-3] == "parametrizations":
         old = ".".join([*parts[:-3], parts[-2]])
@@ -95,7 +95,7 @@ def _weight_norm(done: Accepted, name: str, free: Mapping[str, str]) -> None:
 
 
 def _fused(done: Accepted, name: str, free: Mapping[str, str], metadata: Any) -> None:
-    """`gamma`, `beta` and statistics beside the convolution, for the `bn` that quantization-aware training fuses with it."""
+    """`gamma`, `beta` and statistics beside the convolution, for the `bn` that QAT fuses with it."""
     module, _, last = name.rpartition(".")
     outer = module.removesuffix("bn")
     if f"{outer}gamma" in free and f"{outer}{_FUSED[last]}" in free and _version(metadata, free[f"{outer}gamma"]) < 2:
@@ -103,14 +103,14 @@ def _fused(done: Accepted, name: str, free: Mapping[str, str], metadata: Any) ->
 
 
 def _misses_fused(name: str, pairs: Mapping[str, str], metadata: Any) -> bool:
-    """True where the fused module around a `bn`, of version 1 itself, misses the counter before the BatchNorm could supply it."""
+    """True where the fused module around a `bn`, of version 1, misses the counter before the BatchNorm supplies it."""
     outer = name.rpartition(".")[0].removesuffix("bn")
     quantizer = pairs.get(f"{outer}weight_fake_quant.scale")
     return quantizer is not None and _version(metadata, quantizer.removesuffix(".scale")) < 2
 
 
 def _spectral_norm(done: Accepted, name: str, pairs: Mapping[str, str], free: Mapping[str, str], metadata: Any) -> None:
-    """The second vector of `nn.utils.spectral_norm`, which torch before 1.0 did not save; it saved the weight itself."""
+    """The second vector of `nn.utils.spectral_norm`: torch before 1.0 saved the weight itself instead."""
     weight = name.removesuffix("_v")
     if not (f"{weight}_orig" in pairs and f"{weight}_u" in pairs and weight in free):
         return

@@ -22,7 +22,8 @@ GOOD = "good"
 class RunCheckpoint:
     """One checkpoint of a run.
 
-    state: `good`, or the code of what is wrong with it, with its sentence in `problem`.  metrics: of the evaluation at its step.
+    state: `good`, or the code of what is wrong with it, with its sentence in `problem`.  metrics: of the evaluation at
+    its step.
     kept: the rules of retention that want it; `damaged` ones stay, and are for a person to look at.
     """
 
@@ -39,7 +40,7 @@ class RunCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A run. metric, mode: what its best is measured by.  resumes: the step that it would go on from, None where there is none.
+    """A run. metric, mode: the measure of its best.  resumes: the step that it would go on from, or None.
 
     event, step: the last thing that happened to it, and when.  epochs: its length, where that is said in epochs.
     """
@@ -74,7 +75,8 @@ class Outcome:
 class Rehearsal:
     """What one step showed. Bytes; seconds.
 
-    activations: kept for the backward pass of one step.  without: the same without activation checkpointing, None where it is off.
+    activations: kept for the backward pass of one step.  without: the same without activation checkpointing, None where
+    it is off.
     """
 
     parameters: dict[str, int]
@@ -92,7 +94,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: the last step before it, the signal and where it came, and the step that was resumed from (None: from the beginning)."""
+    """One kill: the last step before it, the signal and its place, and the step resumed from (None: the beginning)."""
 
     at: int
     signal: str
@@ -103,9 +105,11 @@ class Kill:
 class Proof:
     """What was found.
 
-    processes: how many trained together.  without: part of the state -> whether the end differed without it (None: the run has none).
-    events: how many file-system events were swept, None where that was not asked for.  lost: True where a run went on from before a
-    checkpoint that it had.  differs: the first step and tensor that differ, where it was disproved.  kept: where the runs are then.
+    processes: how many trained together.  without: part of the state -> whether the end differed without it (None: the
+    run has none).
+    events: how many file-system events were swept, None where that was not asked for.  lost: True where a run went on
+    from before a checkpoint that it had.  differs: the first step and tensor that differ, where it was disproved.
+    kept: where the runs are then.
     """
 
     steps: int

@@ -63,9 +63,12 @@ class NonFinite:
 class Verification:
     """What was checked and what was found.
 
-    checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs; checked_bytes: their bytes.
-    non_finite: None where nobody asked.  unsearched: tensors that could not be searched for NaN.  fixes: commands, as argv.
-    digests: of `root`, if asked for; compared: with those that were kept.  part: of what it is only a part; intact is not complete.
+    checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs;
+    checked_bytes: their bytes.
+    non_finite: None where nobody asked.  unsearched: tensors that could not be searched for NaN.  fixes: commands, as
+    argv.
+    digests: of `root`, if asked for; compared: with those that were kept.  part: of what it is only a part; intact is
+    not complete.
     """
 
     file: str
@@ -103,7 +106,7 @@ class Verification:
 
 
 def archive_of(checkpoint: Checkpoint) -> Archive | None:
-    """The zip that a checkpoint's file is, as it was read, so that its records are those of the tree; None for a part of it."""
+    """The zip that a checkpoint's file is, with the records of the tree; None for a part of it."""
     source = checkpoint.source
     if checkpoint.base or not isinstance(source, Source) or source.read(0, min(2, source.size)) != b"PK":
         return None
@@ -112,7 +115,7 @@ def archive_of(checkpoint: Checkpoint) -> Archive | None:
 
 
 def refuse_damaged(checkpoint: Checkpoint) -> None:
-    """Raises `Corrupt`, naming the tensors, where the file of a checkpoint does not match the checksums that are stored in it."""
+    """Raises `Corrupt`, naming the tensors, where a file does not match the checksums that are stored in it."""
     archive = archive_of(checkpoint)
     problems = list(check_archive(archive, checkpoint.tree)) if archive else check_storages(checkpoint.tree)[0]
     if not problems:
@@ -191,7 +194,7 @@ def _storages_by_address(tree: Any) -> Iterator[tuple[str, Storage]]:
 
 
 def check_storages(tree: Any, progress: Progress | None = None) -> tuple[list[Problem], int, int]:
-    """The storages of a tree with checksums of their own (of files in a folder): problems, how many there are, their bytes."""
+    """The storages of a tree with checksums of their own: problems, how many storages, their bytes."""
     found = {id(part): part for storage in storages(tree) for part in storage.below() if part.crc is not None}
     sums = checksums([part.data for part in found.values()], progress)
     names: dict[int, list[str]] = defaultdict(list)
@@ -236,7 +239,7 @@ def _outside(part: TensorEntry | StorageRef, path: Path) -> Iterator[Problem]:
 
 
 def non_finite(tree: Any) -> tuple[list[NonFinite], list[str]]:
-    """The tensors that hold NaN or Inf, with how many, and those that could not be searched (packed types, views without end)."""
+    """The tensors with NaN or Inf, and those that could not be searched (packed types, views without end)."""
     found, unsearched = [], []
     left = readable_bytes(tree)
     known: dict[Any, tuple[int, int]] = {}
@@ -274,7 +277,7 @@ def _special(entry: TensorEntry) -> tuple[int, int]:
 
 
 def _may_be_special(raw: Array, dtype: DType) -> bool:
-    """False if a look at the exponents shows that every value is finite: four times as quick as to compute with the values."""
+    """False if the exponents show that every value is finite: four times as quick as computing with them."""
     import numpy
 
     name = _PARTS.get(dtype.name, dtype.name)

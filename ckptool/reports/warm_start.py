@@ -18,7 +18,7 @@ AS_IT_IS, SLICED, PADDED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "sk
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tensor that is loaded. `elements`: how many of the target's it fills.  how: `as it is`, `sliced` or `padded`."""
+    """A tensor that is loaded. `elements`: of the target's that it fills.  how: `as it is`, `sliced` or `padded`."""
 
     source: str
     target: str
@@ -40,7 +40,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A name that both sides have and that does not fit. `about`: `shape`, `dtype` or `kind`.  done: what becomes of it."""
+    """A name of both sides that does not fit. `about`: `shape`, `dtype` or `kind`.  done: the outcome."""
 
     source: str
     target: str
@@ -69,9 +69,10 @@ class DtypeChange:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerReport:
-    """Optimizer state that goes along. `known_by`: `names`, `order` or `shapes`, what tells which slot is which parameter's.
+    """Optimizer state that goes along. `known_by`: whether `names`, `order` or `shapes` match slots and parameters.
 
-    carried: names of the target with state.  fresh: those that start without.  left_out: slots that do not go along, and why.
+    carried: names of the target with state.  fresh: those that start without.  left_out: slots that do not go along,
+    and why.
     """
 
     address: str
@@ -110,13 +111,16 @@ class Refusal:
 class LoadReport:
     """What loading `source` into `target` does, complete. Printed, it is a table.
 
-    loaded: what is loaded, each tensor once.  tied: names that are loaded through another name of the same tensor, as (name, that one).
+    loaded: what is loaded, each tensor once.  tied: names that are loaded through another name of the same tensor, as
+    (name, that one).
     missing: names of the target that are not loaded.  unexpected: names that only the checkpoint has.
     supplied: names that an older torch did not save, and that torch gives a value of its own.
-    excluded: names of the target that were not to be loaded.  elements, total: of the target's values, each tensor once.
+    excluded: names of the target that were not to be loaded.  elements, total: of the target's values, each tensor
+    once.
     normalised: what was done to names and shapes unasked.
     suggestions: rules that would make more of it fit.  refused: why the plan is not accepted; empty where it is.
-    taken: names whose values come from the target, where a file was written.  output: that file (`reports.written.Saved`).
+    taken: names whose values come from the target, where a file was written.  output: that file
+    (`reports.written.Saved`).
     """
 
     source: str
@@ -153,7 +157,7 @@ class LoadReport:
         return self.elements / self.total if self.total else float(bool(self.loaded))
 
     def require(self, min_loaded: float | None = None, missing: str | Sequence[str] | None = None) -> LoadReport:
-        """Raises `PlanRefused` unless at least `min_loaded` (0 to 1) of the values are loaded, and only names that match `missing` are not.
+        """Raises `PlanRefused` unless this share (0 to 1) is loaded, and only names that match `missing` are not.
 
         Returns the report itself. missing: patterns as in `--only`; None for whatever is missing.
         """
@@ -179,7 +183,8 @@ def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanR
     done = "was loaded" if report.applied else "was not loaded"
     after = "It has been done already; nothing was taken back." if report.applied else "Nothing was changed."
     error = PlanRefused(
-        f"{printable(report.source)} {done} into {printable(report.target)}{', but' if report.applied else ':'} {reasons[0].what}",
+        f"{printable(report.source)} {done} into {printable(report.target)}{', but' if report.applied else ':'} "
+        f"{reasons[0].what}",
         " ".join([after, *(f"Also: {reason.what}." for reason in reasons[1:])]),
         reasons[0].fix,
     )

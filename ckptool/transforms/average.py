@@ -1,7 +1,7 @@
-"""The weighted mean of several sets of weights, computed while it is written: memory depends on neither size nor number of the files.
+"""The weighted mean of several sets of weights, computed in bounded memory while it is written.
 
-Sums are kept in f64, those of 8- and 16-bit floats in f32, and rounded once at the end as torch rounds. Counters and booleans have no mean:
-they are the last file's.
+Sums are kept in f64, those of 8- and 16-bit floats in f32, and rounded once at the end as torch rounds. Counters and
+booleans have no mean: they are the last file's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Averaged:
 
 
 def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -> list[float]:
-    """The share of each file: equal ones, those given, or those of an exponential moving average over the files in order.
+    """The share of each file: equal ones, those given, or those of an exponential moving average in order.
 
     Raises `UsageError` for a number of weights that is not that of the files, or a decay outside of 0 to 1.
     """

@@ -1,4 +1,4 @@
-"""Parametrisations folded into plain weights: weight norm (old and new), pruning, and spectral norm where it is asked for.
+"""Parametrisations folded into plain weights: weight norm (old and new), pruning, spectral norm on request.
 
     weight norm    weight_g, weight_v                 v * g / ‖v‖, over the axes where g has one element
                    parametrizations.weight.original0, original1           the same (torch.nn.utils.parametrizations)
@@ -6,8 +6,9 @@
     spectral norm  weight_orig, weight_u, weight_v    weight_orig / (u · W v), with the stored u and v
                    parametrizations.weight.original, parametrizations.weight.0._u, _v
 
-Sources: torch/nn/utils/{weight_norm,spectral_norm,prune,parametrizations}.py. Norms are summed in f64 and the result is rounded once, so it
-may differ from what torch computes in f32 in the last bit. The old names of weight norm and the new ones turn into each other exactly.
+Sources: torch/nn/utils/{weight_norm,spectral_norm,prune,parametrizations}.py. Norms are summed in f64 and the result is
+rounded once, so it may differ from what torch computes in f32 in the last bit. The old names of weight norm and the new
+ones turn into each other exactly.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WEIGHT_NORM, PRUNING, SPECTRAL = "weight norm", "pruning", "spectral norm"
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """One weight and what it is made of. parts: role -> key (`g`, `v`, `orig`, `mask`, `u`).  new: by torch's newer names."""
+    """One weight and its parts. parts: role -> key (`g`, `v`, `orig`, `mask`, `u`).  new: by torch's newer names."""
 
     weight: str
     kind: str
@@ -46,7 +47,7 @@ class Folded:
 
 @dataclass(frozen=True, slots=True)
 class Baked:
-    """A state dict with parametrisations folded. folded: what was; left: what was recognised and left alone, with why."""
+    """A state dict with parametrisations folded. left: those that were recognised and left alone, with why."""
 
     tree: dict[Any, Any]
     folded: tuple[Folded, ...]
@@ -54,10 +55,10 @@ class Baked:
 
 
 def bake(node: Mapping[Any, Any], *, spectral: bool = False, form: str = "plain") -> Baked:
-    """The state dict with plain weights in place of parametrisations; with `form` `old` or `new`, weight norm by its other names.
+    """The state dict with plain weights for parametrisations; or, with `form`, weight norm by its other names.
 
-    spectral: fold spectral norm too, with the vectors as they are stored. Raises `UsageError` for another form, `Conflict` where the
-    plain weight is there already, `Unsupported` for types that have no product.
+    spectral: fold spectral norm too, with the vectors as they are stored. Raises `UsageError` for another form,
+    `Conflict` where the plain weight is there already, `Unsupported` for types that have no product.
     """
     if form not in FORMS:
         raise UsageError(f"there is no form {printable(form)!r}", f"There are: {', '.join(FORMS)}.")
@@ -178,12 +179,13 @@ def _pruned(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
 
 
 def _spectral(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
-    """Divided by sigma = u · (W v), W with its first axis before all others, as torch has it for all but transposed convolutions."""
+    """Divided by sigma = u · (W v), W with its first axis first, as for all but transposed convolutions."""
     weight, u, v = (node[folding.parts[role]] for role in ("orig", "u", "v"))
     rows, columns = weight.shape[0] if weight.shape else 1, prod(weight.shape[1:])
     if u.numel != rows or v.numel != columns:
         raise Unsupported(
-            f"{printable(folding.weight)}: u has {u.numel} and v {v.numel} elements, for a weight of shape {list(weight.shape)}",
+            f"{printable(folding.weight)}: u has {u.numel} and v {v.numel} elements, for a weight of shape "
+            f"{list(weight.shape)}",
             "Its norm is along another axis, which the file does not say.",
         )
     sigma: list[float] = []
@@ -232,7 +234,7 @@ def _product(entry: TensorEntry, inputs: tuple[TensorEntry, ...], factor: Callab
 
 
 def _elements(entry: TensorEntry) -> Callable[[int, int], Array]:
-    """What gives elements by their row-major numbers, as f64. One serves all pieces: of a strided tensor it keeps what it gathered."""
+    """A function that gives elements by row-major numbers, as f64, and keeps what it gathered of a strided tensor."""
     size, data = entry.dtype.itemsize, entry.row_major()
 
     def read(start: int, stop: int) -> Array:

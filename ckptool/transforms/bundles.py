@@ -1,7 +1,7 @@
 """Bundles: several models, optimizers and plain values in one checkpoint, a dictionary of their names.
 
-A member is what one entry of the dictionary holds. Members may share storages (they are then tied, as in any tree), never containers: each
-can be written to a file of its own, and comes back from it as it was.
+A member is what one entry of the dictionary holds. Members may share storages (they are then tied, as in any tree),
+never containers: each can be written to a file of its own, and comes back from it as it was.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEVICES = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])(
 
 
 def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
-    """Raises `Conflict` for a name that cannot be that of a file everywhere, and for two that one file system would take for one.
+    """Raises `Conflict` for names that are not those of files everywhere, or that one file system takes for one.
 
     among: names that are there besides, which only must not clash with these.
     """
@@ -136,7 +136,7 @@ def changed(
 
 
 def key_of(members: Mapping[Any, Any], name: str) -> Any:
-    """The key of the member that people call `name`; raises `UsageError` where there is none, `Ambiguous` for 0 and '0'."""
+    """The key of the member called `name`; raises `UsageError` for none, `Ambiguous` for 0 and '0'."""
     found = [key for key in members if str(key) == name]
     if len(found) > 1:
         raise Ambiguous(
@@ -188,7 +188,7 @@ def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[Member]:
 
 
 def is_plain(value: Any) -> bool:
-    """True for a value that JSON gives back as it is: scalars, and lists and dictionaries of them, not long, nothing in two places.
+    """True for a value that JSON gives back: scalars, short lists and dictionaries of them, nothing in two places.
 
     Not for an optimizer, though one without state is nothing else.
     """
@@ -225,7 +225,7 @@ def _is_json(node: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What members share, by the addresses of tensors: storages (`ties`), and bytes of storages that are separate (`twins`)."""
+    """What members share, by addresses of tensors: storages (`ties`), and bytes of separate storages (`twins`)."""
 
     ties: tuple[tuple[str, ...], ...] = ()
     twins: tuple[tuple[tuple[str, ...], ...], ...] = ()
@@ -265,7 +265,7 @@ def separated(tree: dict[Any, Any]) -> tuple[dict[Any, Any], Shared]:
 
 
 def joined(tree: dict[Any, Any], shared: Shared) -> tuple[dict[Any, Any], int, int]:
-    """The tree with storages shared as they were before `separated`; how many are twins of others, and how many are no longer equal.
+    """The tree with storages shared as before `separated`; how many are deduplicated, and how many no longer equal.
 
     Addresses that lead nowhere are passed over: the tensor is gone. Raises `Conflict` where tied tensors now differ.
     """

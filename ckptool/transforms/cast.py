@@ -1,4 +1,4 @@
-"""The floating tensors of model roots in another floating type; optimizer state, counters, complex and quantized tensors as they are."""
+"""The floating tensors of model roots in another floating type; everything else as it is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Cast:
     """What a cast will do: the checkpoint, and for each storage the name of its first tensor, its old type and a tally.
 
     tensors: how many, by their names; bytes_before, bytes_after: of their storages, each counted once.
-    The tallies fill while the values pass on their way to the output.  skipped: floating tensors that were left as they are, and why.
+    The tallies fill while the values pass on their way to the output.  skipped: floating tensors that were left as they
+    are, and why.
     """
 
     checkpoint: Checkpoint
@@ -56,8 +57,8 @@ def cast_roots(
 ) -> Cast:
     """Casts the floating tensors of `roots` whose keys match `only` and not `exclude`.
 
-    Raises `NoMatch` for a pattern that matches nothing, `Conflict` where a storage is also seen by a tensor that is not cast, or as
-    another type: both would change with it.
+    Raises `NoMatch` for a pattern that matches nothing, `Conflict` where a storage is also seen by a tensor that is not
+    cast, or as another type: both would change with it.
     """
     keys = selected([key for root in roots for key in root.node if type(key) is str], only, exclude)
     chosen: dict[int, TensorEntry] = {}

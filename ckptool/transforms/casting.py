@@ -359,7 +359,7 @@ def losses(entry: TensorEntry, new: DType) -> CastTally:
     return tally
 
 
-# Parts -----------------------------------------------------------------------------------------------------------------
+# Parts ----------------------------------------------------------------------------------------------------------------
 
 
 def first_part(entry: TensorEntry, shape: Sequence[int]) -> TensorEntry:
@@ -368,7 +368,7 @@ def first_part(entry: TensorEntry, shape: Sequence[int]) -> TensorEntry:
 
 
 def laid_over(base: TensorEntry, part: TensorEntry) -> TensorEntry:
-    """`base` with its first corner replaced by `part`, of the same type and no larger in any dimension; computed when it is read.
+    """`base` with its first corner replaced by `part`, of the same type and no larger; computed when it is read.
 
     Raises `Conflict` for lazily conjugated or negated tensors, whose bytes do not say their values.
     """

@@ -36,10 +36,10 @@ def edit(
     values: Mapping[str, Any] | None = None,
     arrays: Mapping[str, Any] | None = None,
 ) -> Edited:
-    """Drops what matches `drop` (an address, or a key of a model root), sets plain `values`, gives tensors the values of numpy `arrays`.
+    """Drops entries that match `drop`, sets plain `values`, gives tensors the values of numpy `arrays`.
 
-    Raises `NoMatch` for a pattern that matches nothing, `UsageError` for an address that leads nowhere, `Conflict` for an array of another
-    shape or type than the tensor's.
+    Raises `NoMatch` for a pattern that matches nothing, `UsageError` for an address that leads nowhere, `Conflict` for
+    an array of another shape or type than the tensor's.
     """
     tree, dropped = drop_entries(checkpoint, drop) if drop else (checkpoint.tree, ())
     for place, array in (arrays or {}).items():
@@ -117,7 +117,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object that they are the members of. Raises `ValueError` for a name that is there twice: only one value could stay."""
+    """The object with these members. Raises `ValueError` for a name that is there twice."""
     if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
         raise ValueError(f"the name {twice[0]!r} is there twice")
     return dict(pairs)
@@ -142,7 +142,8 @@ def _refuse_tensors(tree: Any, place: str, old: Any) -> None:
         raise UsageError(
             f"{shown} {held}, and would become a plain value",
             "Values would be lost. Nothing was written.",
-            f"{f'Give it new values: --tensor {shown}=values.npy; or leave' if single else 'Leave'} it out: --drop {shown}",
+            f"{f'Give it new values: --tensor {shown}=values.npy; or leave' if single else 'Leave'} it out: --drop "
+            f"{shown}",
         )
 
 

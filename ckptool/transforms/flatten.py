@@ -1,4 +1,4 @@
-"""One root's tensors, as a container of plain tensors can hold them: what goes along, what stays behind, what is only said."""
+"""One root's tensors as a container of plain tensors can hold them, and the tensors that would be lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def export(
 ) -> Exported:
     """The tensors of `root` whose keys match, as a flat dictionary.
 
-    copy_ties: write tied tensors once for each name.  materialize: also write out views that are larger than their storage.
+    copy_ties: write tied tensors once for each name.  materialize: also write out views that are larger than their
+    storage.
     container: where they go, for the messages.
     Raises `Unsupported` naming tensors that are no plain ones, `Conflict` for expanded views unless `materialize`.
     """
@@ -89,10 +90,11 @@ def _word(value: Any) -> str:
 
 
 def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:
-    """Raises `Unsupported` for a whole module that keeps quantized weights where only its class makes a state dict of them."""
+    """Raises `Unsupported` for a module with quantized weights that only its class puts into a state dict."""
     if found := quantized_outside(root):
         raise Unsupported(
-            f"{checkpoint.source or 'the checkpoint'}: {root} keeps {counted(len(found), 'quantized tensor')} outside of its "
+            f"{checkpoint.source or 'the checkpoint'}: {root} keeps {counted(len(found), 'quantized tensor')} "
+            "outside of its "
             f"parameters and buffers: {listed([printable(place) for place in found], 3)}",
             "Only its class knows their names in a state dict. Nothing was written.",
             "Load it with that class, and save its state_dict().",
@@ -111,7 +113,7 @@ def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[
 
 
 def around(checkpoint: Checkpoint, root: StateDict) -> list[str]:
-    """The addresses of all else in a file: tensors of the root's module without a name in a state dict, then everything beside it."""
+    """The addresses of everything else in a file: unnamed tensors of the root's module, then its siblings."""
     beside = [address(root.base + path) for path, _ in unnamed_tensors(root)] if root.module is not None else []
     return beside + siblings(checkpoint.tree, root.path, root.base)
 
@@ -130,7 +132,8 @@ def _refuse_expanded(tensors: dict[str, TensorEntry], container: str) -> None:
     for key, entry in tensors.items():
         if entry.nbytes > entry.storage.nbytes:
             raise Conflict(
-                f"{printable(key)} is an expanded view: {entry.nbytes:,} bytes to write, {entry.storage.nbytes:,} stored",
+                f"{printable(key)} is an expanded view: {entry.nbytes:,} bytes to write, {entry.storage.nbytes:,} "
+                "stored",
                 f"{container} has no strides, so every repeated value would be written out.",
                 "Write it out: --materialize; leave it out: --exclude NAME; or keep it as it is: --all",
             )
@@ -160,7 +163,8 @@ def _notes(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
         notes.append(
             Note(
                 "resolved-views",
-                f"conjugated or negated views are written as their values: {listed([printable(k) for k in resolved], 4)}",
+                "conjugated or negated views are written as their values: "
+                f"{listed([printable(k) for k in resolved], 4)}",
             )
         )
     return notes
@@ -171,7 +175,8 @@ def _overlap(entries: list[TensorEntry]) -> bool:
     return any(before[1] > after[0] for before, after in pairwise(spans))
 
 
-# What is a tensor or its data, but was left as the call that would make it: `torch.DoubleStorage([…])`, a rebuild that is not known.
+# What is a tensor or its data, but was left as the call that would make it: `torch.DoubleStorage([…])`, a rebuild that
+# is not known.
 _MADE_OF_TORCH = re.compile(r"torch\.([\w.]+\.)?(\w*(Storage|Tensor)|_rebuild\w*|_load_from_bytes|ScriptObject)")
 
 
@@ -219,7 +224,7 @@ def _kind(node: Any) -> str:
 
 
 def _is_left_as_a_call(node: Any, kept: set[tuple[Any, ...]]) -> bool:
-    """True for what torch makes a tensor of, unless all tensors that it was given are there; an object of a program only if it has some."""
+    """True for a call by which torch makes a tensor, unless the tensors that it was given are all there."""
     if not isinstance(node, Object) or not _MADE_OF_TORCH.fullmatch(canonical(node.fn)):
         return False
     within = [view for _, part in walk(node) for view in _views(part)]

@@ -12,7 +12,8 @@ from ckptool.checkpoint import Checkpoint, Composite, Storage
 from ckptool.checkpoint.tree import map_storages, rebuild, storages, walk
 from ckptool.errors import NoMatch, UsageError, printable
 
-# The device types that torch knows a loader for (torch/serialization.py, _package_registry); those with an index write it.
+# The device types that torch knows a loader for (torch/serialization.py, _package_registry); those with an index write
+# it.
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia|npu|xla|ipu|privateuseone)(?::([0-9]{1,3}))?")
 _UNNUMBERED = {"cpu", "mps"}
 _ON_DEVICE = ("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_xla_tensor")

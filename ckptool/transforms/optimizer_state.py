@@ -1,9 +1,9 @@
-"""An optimizer's state for another model: slots are found by the name of their parameter, and go where that parameter goes.
+"""An optimizer's state for another model: slots go where their parameters go, by name.
 
-`Optimizer.state_dict()` numbers its slots by the order in which the optimizer was given its parameters (torch/optim/optimizer.py).
-Which name a number means is known from `param_names`, which newer versions write; or where the weights beside it have as many
-parameters with the same shapes in the same order; or where no two of those have one shape. Else it cannot be known, and is refused: a
-momentum on the wrong weight trains, and nobody sees it.
+`Optimizer.state_dict()` numbers its slots by the order in which the optimizer was given its parameters
+(torch/optim/optimizer.py). Which name a number means is known from `param_names`, which newer versions write; or where
+the weights beside it have as many parameters with the same shapes in the same order; or where no two of those have one
+shape. Else it cannot be known, and is refused: a momentum on the wrong weight trains, and nobody sees it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BY_NAMES, BY_ORDER, BY_SHAPES = "names", "order", "shapes"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """State by the names of the target, the groups that the names were in, and the report. Names without state are in `report.fresh`."""
+    """State by the names of the target, the groups of the names, and the report with the names without state."""
 
     state: dict[str, Any]
     groups: list[dict[str, Any]]  # as saved, without `params` and `param_names`
@@ -40,8 +40,8 @@ def carried(
 ) -> Carried:
     """The optimizer state of a checkpoint by the parameter names of a target.
 
-    parameters: the target's, in order.  Raises `NoMatch` where there is no optimizer, `UsageError` where there are several,
-    `Conflict` where it cannot be known which slot belongs to which parameter.
+    parameters: the target's, in order.  Raises `NoMatch` where there is no optimizer, `UsageError` where there are
+    several, `Conflict` where it cannot be known which slot belongs to which parameter.
     """
     place, optimizer = _only_one(checkpoint)
     first = _first_names(root)
@@ -70,7 +70,7 @@ def carried(
 
 
 def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
-    """What `Optimizer.load_state_dict` takes, for an optimizer that is given the target's parameters in order, group by group.
+    """The argument of `Optimizer.load_state_dict` for an optimizer with the target's parameters, group by group.
 
     Raises `Conflict` where a parameter without state belongs to one of several groups, and nothing says to which.
     """
@@ -108,7 +108,8 @@ def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
         )
     if len(found) > 1:
         raise UsageError(
-            f"{where} has {counted(len(found), 'optimizer')}: {listed([printable(address(path)) for path, _ in found])}",
+            f"{where} has {counted(len(found), 'optimizer')}: "
+            f"{listed([printable(address(path)) for path, _ in found])}",
             "Which one belongs to these weights is not known.",
             "Leave one in a copy: ckptool edit FILE --drop ADDRESS -o OUT",
         )
@@ -157,7 +158,7 @@ def _destinations(
 
 
 def slot_names(optimizer: Mapping[str, Any], parameters: Shapes, place: str) -> tuple[dict[Any, str], str]:
-    """Which name of `parameters` (in the model's order) each slot has, and how that is known. Raises `Conflict` where it is not."""
+    """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not."""
     groups = optimizer["param_groups"]
     slots = [slot for group in groups for slot in group["params"]]
     if len(set(slots)) != len(slots):
@@ -179,8 +180,10 @@ def slot_names(optimizer: Mapping[str, Any], parameters: Shapes, place: str) -> 
     count = f"{counted(len(slots), 'slot')} in {counted(len(groups), 'group')}, {counted(len(names), 'parameter')}"
     raise Conflict(
         f"it cannot be known which slots of {printable(place)} belong to which parameters ({count})",
-        "They are numbers without names, and neither their count and shapes nor distinct shapes tell. Nothing was changed.",
-        "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or go on without --optimizer",
+        "They are numbers without names, and neither their count and shapes nor distinct shapes tell. Nothing was "
+        "changed.",
+        "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or go on without "
+        "--optimizer",
     )
 
 

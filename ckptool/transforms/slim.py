@@ -1,4 +1,4 @@
-"""A checkpoint without what nobody needs to load it: optimizer state, bytes behind views, (asked for) second copies of equal bytes."""
+"""A checkpoint without optimizer state, bytes behind views and (on request) second copies of equal bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ckptool.checkpoint.strided import row_major, subrange
 from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, walk
 from ckptool.errors import UsageError, printable
 
-# A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count on their own.
+# A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count
+# on their own.
 MIN_TWIN = 1024
 
 
@@ -23,7 +24,8 @@ MIN_TWIN = 1024
 class Slimmed:
     """What was left out, and the bytes that each way saved.
 
-    dropped: addresses of the optimizers.  compacted: storages that lost bytes behind views.  twins: storages whose bytes another one has.
+    dropped: addresses of the optimizers.  compacted: storages that lost bytes behind views.  twins: storages whose
+    bytes another one has.
     """
 
     checkpoint: Checkpoint
@@ -42,12 +44,12 @@ class Slimmed:
 def slim(
     checkpoint: Checkpoint, *, dedup: bool = False, keep_optimizer: bool = False, kept: Iterable[Storage] = ()
 ) -> Slimmed:
-    """Drops optimizer state (unless it is kept) and the bytes that no tensor shows; with `dedup`, stores equal storages once.
+    """Drops optimizer state and the bytes that no tensor shows; with `dedup`, stores equal storages once.
 
     kept: storages that are used elsewhere as well, and stay as they are.
 
-    Equal storages stay separate for `ckptool.load`: they are marked as twins, and only share their place in the file. Reads no tensor data
-    but to look for twins. Raises `UsageError` for a file that is nothing but an optimizer.
+    Equal storages stay separate for `ckptool.load`: they are marked as twins, and only share their place in the file.
+    Reads no tensor data but to look for twins. Raises `UsageError` for a file that is nothing but an optimizer.
     """
     tree = checkpoint.tree
     others = frozenset(map(id, kept))
@@ -101,7 +103,7 @@ def _left(parent: Any, keys: set[Any]) -> Any:
 
 
 def _compact(tree: Any, kept: Collection[int]) -> tuple[Any, int]:
-    """The tree with every storage cut down to what its tensors show. Views that overlap go on sharing; the values stay."""
+    """The tree with every storage cut down to what its tensors show. Views that overlap go on sharing."""
     views = _plain_views(tree, kept)
     entries: dict[int, TensorEntry] = {}  # id of an entry -> the entry in its place
     count = 0
@@ -115,7 +117,7 @@ def _compact(tree: Any, kept: Collection[int]) -> tuple[Any, int]:
 
 
 def _plain_views(tree: Any, kept: Collection[int] = ()) -> dict[int, list[TensorEntry]]:
-    """The tensors of each storage that only plain tensors of the tree use, each entry once. kept: storages that others use, too."""
+    """The tensors of each storage that only plain tensors use, each once. kept: storages that others use, too."""
     views: dict[int, dict[int, TensorEntry]] = defaultdict(dict)
     others = set(kept)
     for _, node in walk(tree):
@@ -150,7 +152,7 @@ def _moved(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
 
 
 def _packed(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """What (begin, end, item size) spans cover, put one behind the other: (begin in the old storage, in the new one, length)."""
+    """The ranges that (begin, end, item size) spans cover, one behind the other: (old begin, new begin, length)."""
     merged: list[list[int]] = []
     for begin, end, width in sorted(spans):
         if merged and begin < merged[-1][1]:
@@ -229,7 +231,7 @@ def _candidates(tree: Any, kept: Collection[int]) -> Iterator[tuple[Any, Storage
 
 
 def equal(candidates: Sequence[tuple[Any, Storage]]) -> Iterator[list[Storage]]:
-    """Groups of storages with the same bytes, by sha256, among those whose kinds agree; a checksum only says which need not be read."""
+    """Groups of storages of one kind with the same sha256; those that no checksum equals are not read."""
     alike: dict[Any, list[Storage]] = defaultdict(list)
     for kind, storage in candidates:
         alike[kind].append(storage)

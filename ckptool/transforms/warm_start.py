@@ -1,4 +1,4 @@
-"""The state dict that a warm start writes: the target's keys in the target's order, each tensor of its type, on the CPU."""
+"""The state dict that a warm start writes: the target's keys in its order, each tensor of its type, on the CPU."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _loaded(target: Target, expected: Expected, choice: Assignment) -> Tensor:
 
 
 def _flagged(tensor: Tensor, base: Any) -> Tensor:
-    """The tensor as a parameter, or requiring gradients, where the target's own is; its values may be conjugate or negative views."""
+    """The tensor with the flags of the target's own; its values may be conjugate or negative views."""
     if isinstance(tensor, Composite):
         return tensor
     flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS

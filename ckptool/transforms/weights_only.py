@@ -1,8 +1,9 @@
 """Plain values in place of what `torch.load(weights_only=True)` refuses.
 
-Source of what it takes: torch/_weights_only_unpickler.py (`_get_allowed_globals`), torch 2.13. Numpy scalars become numbers, numpy arrays
-tensors, configuration dictionaries, dates and paths texts; an object of an unknown class becomes the dictionary of its attributes. What has
-no plain form is left out. Everything that was changed is named; tensors and the order of keys stay as they are.
+Source of what it takes: torch/_weights_only_unpickler.py (`_get_allowed_globals`), torch 2.13. Numpy scalars become
+numbers, numpy arrays tensors, configuration dictionaries, dates and paths texts; an object of an unknown class becomes
+the dictionary of its attributes. What has no plain form is left out. Everything that was changed is named; tensors and
+the order of keys stay as they are.
 """
 
 from __future__ import annotations
