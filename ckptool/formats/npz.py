@@ -47,7 +47,7 @@ def read(source: Source) -> Checkpoint:
     Arrays of texts, dates and objects are inert objects, as in a pickle; records that are no arrays are bytes, as `numpy.load` has them.
     Raises what `read_archive` and `read_array` raise.
     """
-    archive = directory.read_archive(source, twins=True)
+    archive = directory.read_archive(source, case_matters=True)
     if pickles := [name for name in archive.records if name.rpartition("/")[2] == "data.pkl"]:
         raise Ambiguous(
             f"{source} holds numpy arrays beside {printable(pickles[0])}",

@@ -441,7 +441,7 @@ class _Layout:
             return
         if not record.name.startswith(self.root):
             return  # its name leads out of the folder
-        fits = record.wide or not writer.needs_zip64(record.size, self.zip.at)
+        fits = record.zip64 or not writer.needs_zip64(record.size, self.zip.at)
         aligned = (self.zip.at - record.header) % self.alignment == 0
         if fits and aligned and not record.method and archive.has_checksums and record.is_torch_like:
             place = archive.source.start + record.header

@@ -111,7 +111,7 @@ def archive_of(checkpoint: Checkpoint) -> Archive | None:
     if checkpoint.base or not isinstance(source, Source) or source.read(0, min(2, source.size)) != b"PK":
         return None
     known = getattr(checkpoint.origin, "archive", None)
-    return known if isinstance(known, Archive) else read_archive(source, twins=True)
+    return known if isinstance(known, Archive) else read_archive(source, case_matters=True)
 
 
 def refuse_damaged(checkpoint: Checkpoint) -> None:

@@ -1,20 +1,25 @@
 """The zip directory, read in one go and believed only where nothing contradicts it.
 
-Python's `zipfile` and torch's reader disagree about archives with duplicate names, two directories or names that differ between
-header and directory; such archives are refused here, by name. Where a record's data begins is predicted from the directory
-(the next header, less the descriptor, less the size: right for every file that torch writes, and 50,000 seeks cheaper) and confirmed
-against the record's own header before its bytes are used.
+Python's `zipfile` and torch's reader disagree about archives with duplicate names, two directories or names that differ
+between header and directory; such archives are refused here, by name. Where a record's data begins is computed from the
+directory (the next local header, less the data descriptor, less the size: right for every file that torch writes, and
+50,000 seeks cheaper) and confirmed against the record's own local header before its bytes are used.
 
-Sources: PKWARE APPNOTE 6.3.10; caffe2/serialize/inline_container.cc and miniz for what torch writes: stored, flags 0x0808, sizes
-and CRC zero in the local header and true in the descriptor (24 bytes where sizes or offsets need 64 bits), extra field `FB` as padding.
+An in-place edit stretches the file, puts a copy of the old end records (the guard) at its very end, and writes the new
+records in between (`output/append.py`). A reader that goes by the offset in the copy finds the old archive. One that looks
+for a directory right before the copy must find nothing that it could take for one; and only what begins as such an edit
+does is ever cut off.
+
+Sources: PKWARE APPNOTE 6.3.10; caffe2/serialize/inline_container.cc and miniz for what torch writes: stored, flags 0x0808,
+sizes and CRC zero in the local header and true in the data descriptor (24 bytes where sizes or offsets need 64 bits), the
+extra field `FB` as padding.
 """
 
 from __future__ import annotations
 
-import re
 import struct
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import FILE, OUT, command
@@ -27,7 +32,6 @@ from ckptool.errors import (
     Truncated,
     Unsupported,
     counted,
-    listed,
     printable,
 )
 from ckptool.formats.zip.record import (
@@ -39,8 +43,12 @@ from ckptool.formats.zip.record import (
     LOCAL,
     LOCATOR,
     Record,
+    check_attributes,
+    check_names,
     extra_fields,
-    wide_fields,
+    odd_entries,
+    refuse_equal_but_for_case,
+    zip64_values,
 )
 
 MAX_ENTRIES = 1_000_000
@@ -58,9 +66,8 @@ class Archive:
     """A zip archive's directory. Not changed once `read_archive` has returned it.
 
     directory, end: where the central directory begins, and the byte after the end records.
-    records: by name, in the order of the directory.
-    superseded: bytes that earlier in-place edits left inside, edits: how many there were.  links: records that are
-    marked as symbolic links.  notes: what is unusual about the archive.
+    records: by name, in the order of the directory.  superseded: bytes that earlier in-place edits left inside.
+    edits: how many there were.  links: records that are marked as symbolic links.  notes: what is unusual about it.
     """
 
     source: Readable
@@ -78,24 +85,19 @@ class Archive:
         return sorted(self.records.values(), key=lambda record: record.header)
 
 
-def read_archive(source: Readable, *, twins: bool = False) -> Archive:
+def read_archive(source: Readable, *, case_matters: bool = False) -> Archive:
     """The archive that `source` is; raises `Truncated`, `Ambiguous`, `Corrupt`, `Unsupported` or `LimitExceeded`.
 
-    twins: names may be equal but for case, as they are no twins to the readers of this kind of archive.
+    case_matters: the readers of this kind of archive tell names apart that differ in case alone.
     """
-    at = _find_end(source)
-    archive = _read_directory(source, at)
-    if not twins:
-        refuse_twins(archive)
+    archive = _read_directory(source, _find_end(source))
+    if not case_matters:
+        refuse_equal_but_for_case(archive)
     if archive.end != source.size:
-        refuse_foreign_tail(archive)
-        archive.notes.append(
-            Note(
-                "interrupted-edit",
-                f"an in-place edit was interrupted; {source.size - archive.end:,} bytes after the archive are not part of it",
-            )
-        )
-    note_odd_entries(archive)
+        _refuse_foreign_tail(archive)
+        left = f"{source.size - archive.end:,} bytes after the archive are not part of it"
+        archive.notes.append(Note("interrupted-edit", f"an in-place edit was interrupted; {left}"))
+    archive.notes += odd_entries(archive)
     _place_records(archive)
     if records := archive.by_offset():
         records[0].confirm()  # whatever the file begins with could be another file's head
@@ -129,40 +131,31 @@ def _ends_as_zip(source: Readable) -> bool:
         return False
     if size == FULL:
         return tail[max(0, found - LOCATOR.size) : found][:4] == b"PK\x06\x07"
-    for end in (tail_at + found, tail_at + found - LOCATOR.size - END64.size):
-        if size and end >= size and source.read(end - size, 4) == b"PK\x01\x02":
-            return True
-    return False
+    ends = (tail_at + found, tail_at + found - LOCATOR.size - END64.size)
+    return any(size and end >= size and source.read(end - size, 4) == b"PK\x01\x02" for end in ends)
 
 
 def _find_end(source: Readable) -> int:
-    """Where the end record is, the last of its kind; nothing may follow it but what a torn in-place edit leaves, not even a comment."""
+    """Where the last end record is; nothing may follow it but what a torn in-place edit leaves, not even a comment."""
     tail_at = max(0, source.size - 2 * END.size - LOCATOR.size - FULL16)
     tail = source.read(tail_at, source.size - tail_at)
     found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - END.size + 4))
     if found < 0:
-        raise _cut(
-            f"{source} is a zip archive whose directory is missing",
-            "The file was cut off: a torch file keeps its directory at the end.",
-            source,
-        )
+        why = "The file was cut off: a torch file keeps its directory at the end."
+        raise _cut(f"{source} is a zip archive whose directory is missing", why, source)
     if _has_comment(tail, found):
-        raise Ambiguous(
-            f"{source} has the end of one zip archive in the comment of another",
-            "Some readers see the one, some the other.",
-        )
+        what = f"{source} has the end of one zip archive in the comment of another"
+        raise Ambiguous(what, "Some readers see the one, some the other.")
     after = tail[found + END.size :]
     if after[:4] == b"PK\x03\x04":
-        raise _cut(
-            f"{source} is a zip archive to which something was added, and whose directory is missing",
-            f"The file was cut off: an archive ends at byte {tail_at + found + END.size:,}, but a record follows it.",
-            source,
-        )
-    if not is_torn_guard(after, tail[: found + END.size]):
-        raise Ambiguous(
-            f"{source} has {len(after):,} bytes after the end of its zip archive",
-            "Some readers would see another archive there.",
-        )
+        what = f"{source} is a zip archive to which something was added, and whose directory is missing"
+        end = f"an archive ends at byte {tail_at + found + END.size:,}, but a record follows it"
+        raise _cut(what, f"The file was cut off: {end}.", source)
+    # The beginning of one more copy of the end records may follow, behind the hole that it was to protect.
+    copy = after.lstrip(b"\0")
+    if len(copy) >= END.size + LOCATOR.size or not guard(tail[: found + END.size]).startswith(copy):
+        what = f"{source} has {len(after):,} bytes after the end of its zip archive"
+        raise Ambiguous(what, "Some readers would see another archive there.")
     return tail_at + found
 
 
@@ -184,50 +177,59 @@ def _has_comment(tail: bytes, last: int) -> bool:
     return False
 
 
+class _Counts(NamedTuple):
+    """What an end record says of the directory: entries in this file, entries in all, its size in bytes, its offset."""
+
+    here: int
+    entries: int
+    size: int
+    offset: int
+
+
 def _read_directory(source: Readable, end_at: int) -> Archive:
     """The archive whose end record is at `end_at`, its records not placed yet."""
-    _, disk, directory_disk, here, count, size, offset, comment = END.unpack(source.read(end_at, END.size))
+    _, disk, directory_disk, *fields, comment = END.unpack(source.read(end_at, END.size))
+    counts = _Counts(*fields)
     if comment:
-        raise Ambiguous(
-            f"{source} is cut off inside the comment of its zip archive, or hides something there",
-            "torch writes no comments.",
-        )
+        what = f"{source} is cut off inside the comment of its zip archive, or hides something there"
+        raise Ambiguous(what, "torch writes no comments.")
     directory_end, records_end = end_at, end_at + END.size
     locator = source.read(end_at - LOCATOR.size, LOCATOR.size) if end_at >= LOCATOR.size else b""
+    behind = counts.offset + counts.size
     if locator[:4] == b"PK\x06\x07":
-        directory_end, (here, count, size, offset) = _end64(source, end_at, locator, (here, count, size, offset))
+        directory_end, counts = _zip64_end_record(source, end_at, locator, counts)
         records_end = directory_end + END64.size + LOCATOR.size + END.size
-    elif FULL in (size, offset):
+    elif FULL in (counts.size, counts.offset):
         raise Corrupt(f"{source}: the archive needs a zip64 end record and has none")
-    elif offset + size < end_at and source.read(offset + size, END.size) == source.read(end_at, END.size):
-        directory_end, records_end = offset + size, offset + size + END.size
+    elif behind < end_at and source.read(behind, END.size) == source.read(end_at, END.size):
+        directory_end, records_end = behind, behind + END.size
     end_records = source.read(directory_end, records_end - directory_end)
     if records_end != end_at + END.size:
-        check_copy(source, end_at, records_end, end_records, size)
+        _check_copy(source, end_at, records_end, end_records, counts.size)
     if disk or directory_disk:
         raise _split(source)
-    if here != count:
-        raise Corrupt(
-            f"{source}: the zip directory should have {counted(count, 'entry', 'entries')}, {here:,} of them in this file"
-        )
-    if offset + size != directory_end:
-        what = f"{source}: the zip directory should end at byte {offset + size:,}, but its end record is at {directory_end:,}"
-        raise _misplaced(source, directory_end - offset - size, what)
-    if count > MAX_ENTRIES or size > MAX_DIRECTORY:
-        raise LimitExceeded(
-            f"{source}: a zip directory of {counted(count, 'entry', 'entries')} and {size:,} bytes",
-            f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.",
-        )
-    archive = Archive(source, offset, records_end, end_records)
-    _read_entries(archive, source.read(offset, size), count)
+    _check_counts(source, counts, directory_end)
+    archive = Archive(source, counts.offset, records_end, end_records)
+    _read_entries(archive, source.read(counts.offset, counts.size), counts.entries)
     return archive
 
 
-_Counts = tuple[int, int, int, int]  # entries in this file, entries, size of the directory, its offset
+def _check_counts(source: Readable, counts: _Counts, directory_end: int) -> None:
+    entries, behind = counted(counts.entries, "entry", "entries"), counts.offset + counts.size
+    if counts.here != counts.entries:
+        raise Corrupt(f"{source}: the zip directory should have {entries}, {counts.here:,} of them in this file")
+    if behind != directory_end:
+        what = f"the zip directory should end at byte {behind:,}, but its end record is at {directory_end:,}"
+        raise _misplaced(source, directory_end - behind, f"{source}: {what}")
+    if counts.entries > MAX_ENTRIES or counts.size > MAX_DIRECTORY:
+        raise LimitExceeded(
+            f"{source}: a zip directory of {entries} and {counts.size:,} bytes",
+            f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.",
+        )
 
 
-def _end64(source: Readable, end_at: int, locator: bytes, narrow: _Counts) -> tuple[int, _Counts]:
-    """Where the zip64 end record is, and what it says; `narrow` is what the other end record says."""
+def _zip64_end_record(source: Readable, end_at: int, locator: bytes, counts: _Counts) -> tuple[int, _Counts]:
+    """Where the zip64 end record is, and what it says; `counts` is what the other end record says."""
     _, disk, at, disks = LOCATOR.unpack(locator)
     raw = source.read(at, END64.size) if at + END64.size <= end_at else b""
     if raw[:4] != b"PK\x06\x06":
@@ -235,19 +237,16 @@ def _end64(source: Readable, end_at: int, locator: bytes, narrow: _Counts) -> tu
         moved = beside - at if beside >= 0 and source.read(beside, 4) == b"PK\x06\x06" else 0
         what = f"{source}: the zip64 locator points to byte {at:,}, where there is no end record"
         raise _misplaced(source, moved, what)
-    _, length, _, _, disk64, directory_disk, *wide = END64.unpack(raw)
+    _, length, _, _, disk64, directory_disk, *fields = END64.unpack(raw)
     if disk or disks != 1 or disk64 or directory_disk:
         raise _split(source)
     if length != END64.size - 12:
         raise Corrupt(f"{source}: the zip64 end record at byte {at:,} is damaged")
-    for short, long, full in zip(narrow, wide, (FULL16, FULL16, FULL, FULL), strict=True):
+    for short, long, full in zip(counts, fields, (FULL16, FULL16, FULL, FULL), strict=True):
         if short not in (full, long):
-            raise Corrupt(
-                f"{source}: the two end records of the archive disagree ({short:,} and {long:,})",
-                "Readers would see two archives.",
-            )
-    here, count, size, offset = wide
-    return at, (here, count, size, offset)
+            what = f"{source}: the two end records of the archive disagree ({short:,} and {long:,})"
+            raise Corrupt(what, "Readers would see two archives.")
+    return at, _Counts(*fields)
 
 
 def _split(source: Readable) -> Unsupported:
@@ -257,10 +256,8 @@ def _split(source: Readable) -> Unsupported:
 def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
     """The error for a directory that is `by` bytes behind its place."""
     if 0 < by <= source.size - 4 and source.read(by, 4) == b"PK\x03\x04":
-        return Ambiguous(
-            what,
-            f"{by:,} bytes were put before the archive, or another archive; readers disagree about what such a file holds.",
-        )
+        why = f"{by:,} bytes were put before the archive, or another archive; readers disagree about such a file."
+        return Ambiguous(what, why)
     return Corrupt(what, "Bytes were put into the archive or are missing from it, or its tables were damaged.")
 
 
@@ -278,21 +275,21 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
             name = str(raw, "utf-8")
             if not flags & _UTF8 and not raw.isascii():
                 _check_spelling(archive, raw, directory[name_at + n : name_at + n + m])
-            wide = FULL in (stored, size, header)
-            if m or wide:
+            zip64 = FULL in (stored, size, header)
+            if m or zip64:
                 extra = directory[name_at + n : name_at + n + m]
-                size, stored, header = _widened(archive, name, extra, size, stored, header, wide)
+                _check_extra(archive, name, extra)
+                if zip64:
+                    if (found := zip64_values(extra, size, stored, header)) is None:
+                        raise _bad_entry(archive, name, "lacks its 64-bit sizes, or has them twice")
+                    size, stored, header = found
             if size != stored and not method:
-                raise Corrupt(
-                    f"{archive.source}: the record {printable(name)} is stored as it is, but in {stored:,} bytes instead of {size:,}"
-                )
+                raise _bad_entry(archive, name, f"is stored as it is, but in {stored:,} bytes instead of {size:,}")
             if name in records:
-                raise Ambiguous(
-                    f"{archive.source} has two records named {printable(name)}",
-                    "torch reads the first, Python's zipfile the last.",
-                )
+                what = f"{archive.source} has two records named {printable(name)}"
+                raise Ambiguous(what, "torch reads the first, Python's zipfile the last.")
             records[name] = record = Record(
-                archive, name, directory[at : at + fixed], flags, method, crc, stored, size, header, wide
+                archive, name, directory[at : at + fixed], flags, method, crc, stored, size, header, zip64
             )
             if attributes:
                 check_attributes(archive, record, attributes)
@@ -300,9 +297,8 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
     except (struct.error, UnicodeDecodeError):
         raise Corrupt(f"{archive.source}: entry {len(records):,} of the zip directory is damaged") from None
     if at != len(directory):
-        raise Corrupt(
-            f"{archive.source}: the {counted(count, 'entry', 'entries')} of the zip directory take {at:,} bytes, not {len(directory):,}"
-        )
+        entries = f"the {counted(count, 'entry', 'entries')} of the zip directory"
+        raise Corrupt(f"{archive.source}: {entries} take {at:,} bytes, not {len(directory):,}")
     check_names(archive)
     archive.has_checksums = any(record.crc for record in records.values())
 
@@ -316,48 +312,41 @@ def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, d
             raise Unsupported(f"{record} is {word}", "PyTorch files never are.")
     if disk:
         raise _split(archive.source)
+    why = "Stored and deflated records are read."
     if method in _OTHER_METHODS:
-        raise Unsupported(
-            f"{record} is compressed with method {method} ({_OTHER_METHODS[method]})",
-            "Stored and deflated records are read.",
-        )
+        raise Unsupported(f"{record} is compressed with method {method} ({_OTHER_METHODS[method]})", why)
     if method not in (0, 8):
-        raise Corrupt(f"{record} is stored by the unknown method {method}", "Stored and deflated records are read.")
+        raise Corrupt(f"{record} is stored by the unknown method {method}", why)
     raise Unsupported(f"{record} asks for a reader of a later zip format", "PyTorch files never do.")
 
 
+def _bad_entry(archive: Archive, name: str, what: str) -> Corrupt:
+    return Corrupt(f"{archive.source}: the record {printable(name)} {what}")
+
+
 def _check_spelling(archive: Archive, raw: bytes, extra: bytes) -> None:
-    """Raises `Ambiguous` for a name beyond ASCII that does not say that it is UTF-8: many readers take it for a DOS code page."""
+    """Raises `Ambiguous` for a name beyond ASCII that is not marked as UTF-8: many readers use a DOS code page."""
     if not any(kind == _UNICODE_PATH and content[5:] == raw for kind, content in extra_fields(extra)):
-        raise Ambiguous(
-            f"{archive.source}: the record name {printable(raw.decode())} does not say that it is UTF-8",
-            "torch and others would read two different names.",
-        )
+        what = f"{archive.source}: the record name {printable(raw.decode())} does not say that it is UTF-8"
+        raise Ambiguous(what, "torch and others would read two different names.")
 
 
-def _widened(
-    archive: Archive, name: str, extra: bytes, size: int, stored: int, header: int, wide: bool
-) -> tuple[int, int, int]:
-    """Size, stored size and header with what an entry's extra field says of them."""
+def _check_extra(archive: Archive, name: str, extra: bytes) -> None:
+    """Raises `Corrupt` or `Ambiguous` for an extra field that does not fit, or has another name for the record."""
     fields = extra_fields(extra)
     if len(extra) - sum(4 + len(content) for _, content in fields) >= 4:
-        raise Corrupt(
-            f"{archive.source}: the record {printable(name)} has an extra field that is longer than its entry"
-        )
+        raise _bad_entry(archive, name, "has an extra field that is longer than its entry")
     for kind, content in fields:
         if kind == _UNICODE_PATH and content[5:] != name.encode():
-            raise Ambiguous(
-                f"{archive.source}: the record {printable(name)} has another name in its extra field",
-                "Some readers take the one, some the other.",
-            )
-    found = wide_fields(extra, size, stored, header) if wide else (size, stored, header)
-    if found is None:
-        raise Corrupt(f"{archive.source}: the record {printable(name)} lacks its 64-bit sizes, or has them twice")
-    return found
+            what = f"{archive.source}: the record {printable(name)} has another name in its extra field"
+            raise Ambiguous(what, "Some readers take the one, some the other.")
+
+
+# Where the data is ---------------------------------------------------------------------------------------------------
 
 
 def _place_records(archive: Archive, depth: int = 0) -> None:
-    """Predicts where each record's data is; refuses records that overlap, and bytes that belong to none."""
+    """Computes where each record's data is; refuses records that overlap, and bytes that belong to none."""
     records = archive.by_offset()
     earlier = _edited_in_place(archive, depth)
     begins = 0
@@ -365,29 +354,26 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
         records = _placed_as_before(archive, earlier, records)
         begins = archive.superseded = earlier.end
         archive.edits = earlier.edits + 1
-        message = f"earlier in-place edits left {_dead_bytes(archive):,} bytes of old pickles and directories inside"
+        kept = sum(record.end - record.header for record in archive.records.values() if record.end)
+        message = f"earlier in-place edits left {begins - kept:,} bytes of old pickles and directories inside"
         archive.notes.append(Note("superseded-pickle", message, command("convert", FILE, out=OUT)))
     first = records[0].header if records else archive.directory
     if first > begins:
-        raise Ambiguous(
-            f"{archive.source} has {first - begins:,} bytes before its first record",
-            "Some readers would see another file there.",
-        )
+        what = f"{archive.source} has {first - begins:,} bytes before its first record"
+        raise Ambiguous(what, "Some readers would see another file there.")
     ends = [*(record.header for record in records[1:]), archive.directory]
-    bare = _lacks_signatures(records, ends)
+    # If the first data descriptor is not where torch would have it, each record's local header is read.
+    usual = ((record, end) for record, end in zip(records, ends, strict=False) if record.descriptor_size)
+    first_usual = next(((record, end) for record, end in usual if record.has_usual_descriptor), None)
+    unusual = first_usual is not None and not first_usual[0].has_signed_descriptor(first_usual[1])
     for record, end in zip(records, ends, strict=False):  # no record: an end without one
-        if record.descriptor_size and (bare or not record.is_predictable):
-            record.look(end)
+        if record.descriptor_size and (unusual or not record.has_usual_descriptor):
+            record.place_by_local_header(end)
         else:
-            record.predict(end)
+            record.place_by_directory(end)
 
 
-def _lacks_signatures(records: list[Record], ends: list[int]) -> bool:
-    """True if the first descriptor of the archive is not where torch would have it: then each is looked for."""
-    for record, end in zip(records, ends, strict=False):
-        if record.descriptor_size and record.is_predictable:
-            return not record.has_signed_descriptor(end)
-    return False
+# In-place edits ------------------------------------------------------------------------------------------------------
 
 
 def _placed_as_before(archive: Archive, earlier: Archive, records: list[Record]) -> list[Record]:
@@ -397,47 +383,35 @@ def _placed_as_before(archive: Archive, earlier: Archive, records: list[Record])
         before = earlier.records.get(record.name)
         if before is None or record.name.endswith("/data.pkl"):
             fresh.append(record)
-        elif _same_record(record, before):
-            record.data_at, record.end = before.data_at, before.end
-        else:
+        elif any(getattr(record, name) != getattr(before, name) for name in _SAME):
             raise Ambiguous(f"{archive.source}: the record {record} differs from its earlier state inside the file")
+        else:
+            record.data_at, record.end = before.data_at, before.end
     return fresh
 
 
-def _dead_bytes(archive: Archive) -> int:
-    return archive.superseded - sum(record.end - record.header for record in archive.records.values() if record.end)
-
-
-def _same_record(a: Record, b: Record) -> bool:
-    return (a.crc, a.stored, a.size, a.method, a.header) == (b.crc, b.stored, b.size, b.method, b.header)
+_SAME = ("crc", "stored", "size", "method", "header")
 
 
 def _edited_in_place(archive: Archive, depth: int) -> Archive | None:
-    """The complete archive that stands before a `data.pkl` which an in-place edit appended; None where there was no edit."""
-    pickles = [
-        record
-        for record in archive.records.values()
-        if record.name.count("/") == 1 and record.name.endswith("/data.pkl")
-    ]
-    if len(pickles) != 1 or not END.size <= pickles[0].header < archive.directory:
+    """The complete archive that stands before a `data.pkl` which an in-place edit appended; None without an edit."""
+    names = [name for name in archive.records if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(names) != 1 or not END.size <= archive.records[names[0]].header < archive.directory:
         return None
-    end_at = pickles[0].header - END.size
+    pickle = archive.records[names[0]]
+    end_at = pickle.header - END.size
     if archive.source.read(end_at, 4) != b"PK\x05\x06":
         return None
     if depth == MAX_EDITS:
-        raise LimitExceeded(
-            f"{archive.source} was edited in place more than {MAX_EDITS} times",
-            "Each of its old states would have to be read.",
-        )
+        what = f"{archive.source} was edited in place more than {MAX_EDITS} times"
+        raise LimitExceeded(what, "Each of its old states would have to be read.")
     earlier = _read_directory(archive.source, end_at)
     if earlier.end != end_at + END.size:
-        raise Ambiguous(f"{archive.source}: the archive before the record {pickles[0]} is not complete")
+        raise Ambiguous(f"{archive.source}: the archive before the record {pickle} is not complete")
     _place_records(earlier, depth + 1)
-    if any(name not in archive.records for name in earlier.records) or pickles[0].name not in earlier.records:
-        raise Ambiguous(
-            f"{archive.source} holds two archives that are not two states of one",
-            "Readers would disagree which of them it is.",
-        )
+    if any(name not in archive.records for name in earlier.records) or pickle.name not in earlier.records:
+        what = f"{archive.source} holds two archives that are not two states of one"
+        raise Ambiguous(what, "Readers would disagree which of them it is.")
     return earlier
 
 
@@ -450,28 +424,19 @@ def guard(records: bytes) -> bytes:
     return located if located[:4] == b"PK\x06\x07" else records[-END.size :]
 
 
-def is_torn_guard(after: bytes, before: bytes) -> bool:
-    """True for the beginning of one more copy of the end records, behind the hole that it was to protect; true for nothing at all."""
-    copy = after.lstrip(b"\0")
-    return len(copy) < END.size + LOCATOR.size and guard(before).startswith(copy)
-
-
-def check_copy(source: Readable, end_at: int, records_end: int, end_records: bytes, size: int) -> None:
-    """Raises `Ambiguous` or `Corrupt` unless the end record at `end_at` is the copy that an interrupted edit put at the very end."""
+def _check_copy(source: Readable, end_at: int, records_end: int, end_records: bytes, size: int) -> None:
+    """Raises `Ambiguous` or `Corrupt` unless the end record at `end_at` is the copy that an interrupted edit made."""
     tail = guard(end_records)
-    seems_two = any(ends_another(source, end_at, wide) for wide in (size, min(size, FULL)))
+    seems_two = any(_ends_another(source, end_at, each) for each in (size, min(size, FULL)))
     if seems_two and not _is_finished_edit(source, end_at + END.size - len(tail), records_end):
-        raise Ambiguous(
-            f"{source} is two zip archives, one behind the other", "Some readers take the first, some the second."
-        )
+        what = f"{source} is two zip archives, one behind the other"
+        raise Ambiguous(what, "Some readers take the first, some the second.")
     if records_end > end_at or source.read(end_at + END.size - len(tail), len(tail)) != tail:
-        raise Corrupt(
-            f"{source} has bytes between its zip directory and the end record",
-            "Bytes were put into the archive, or its tables were damaged.",
-        )
+        what = f"{source} has bytes between its zip directory and the end record"
+        raise Corrupt(what, "Bytes were put into the archive, or its tables were damaged.")
 
 
-def ends_another(source: Readable, end_at: int, size: int) -> bool:
+def _ends_another(source: Readable, end_at: int, size: int) -> bool:
     """True if some reader would take what stands before the last end record, a copy of an earlier one, for its directory.
 
     However odd its entries are, another reader may be content with them: one signature is enough.
@@ -487,24 +452,22 @@ def _is_finished_edit(source: Readable, end: int, begin: int) -> bool:
 
     Then it is by accident that a line of its directory stands where a second archive's would begin.
     """
-
     try:
         return read_archive(source.file.part(source.start, end)).superseded == begin
     except CkptoolError:
         return False
 
 
-def refuse_foreign_tail(archive: Archive) -> None:
-    """Raises `Ambiguous` unless what is behind the archive could be of an in-place edit of it: then it may be cut off."""
+def _refuse_foreign_tail(archive: Archive) -> None:
+    """Raises `Ambiguous` unless what is behind the archive could be of an in-place edit of it, and may be cut off."""
     if not _begins_as_edit(archive) or not _lists_the_same(archive):
-        raise Ambiguous(
-            f"{archive.source} has {archive.source.size - archive.end:,} bytes behind its zip archive that no in-place edit left there",
-            "Some readers would see another archive there.",
-        )
+        tail = f"{archive.source.size - archive.end:,} bytes behind its zip archive"
+        what = f"{archive.source} has {tail} that no in-place edit left there"
+        raise Ambiguous(what, "Some readers would see another archive there.")
 
 
 def _begins_as_edit(archive: Archive) -> bool:
-    """True for a hole (a power cut may have lost what was in it), and for the header of a new pickle, or what of it was written."""
+    """True for a hole (a power cut may have lost what was in it), and for the header of a new pickle, or its beginning."""
     source, names = archive.source, [name for name in archive.records if name.endswith("/data.pkl")]
     if len(names) != 1:
         return False  # no checkpoint of torch's: nothing else is edited in place
@@ -519,7 +482,7 @@ def _begins_as_edit(archive: Archive) -> bool:
 
 
 def _lists_the_same(archive: Archive) -> bool:
-    """True unless there is a new directory, or the beginning of one, which has another place for a record of the archive."""
+    """True unless there is a new directory, or the beginning of one, that has another place for a record."""
     source = archive.source
     end_at = source.size - len(guard(archive.end_records)) - END.size
     if end_at < archive.end or source.read(end_at, 4) != b"PK\x05\x06":
@@ -546,78 +509,3 @@ def _lists_the_same(archive: Archive) -> bool:
             return False
         at += CENTRAL.size + sum(lengths)
     return True
-
-
-_FOLDER, _LINK = 0x10, 0xA  # in the external attributes: a bit of DOS at the bottom, a file type of Unix at the top
-# What a program that unpacked the archive might follow out of its folder, or take for a folder.
-_ELSEWHERE = re.compile(r"(?:^|[/\\])\.\.(?:[/\\]|$)|^/|\\|^[A-Za-z]:", re.MULTILINE)
-
-
-def check_attributes(archive: Archive, record: Record, attributes: int) -> None:
-    """Looks at what a directory entry says of the file that the record was; raises `Ambiguous` for a folder with contents."""
-    if attributes >> 28 == _LINK:
-        archive.links.append(record)
-    if attributes & _FOLDER:
-        _check_folder(record)
-
-
-def _check_folder(record: Record) -> None:
-    if record.size:
-        raise Ambiguous(
-            f"{record.archive.source}: the record {record} is marked as a folder and has contents",
-            "torch takes nothing from it, but whatever the memory held before; others read it.",
-        )
-
-
-def check_names(archive: Archive) -> None:
-    """Raises `Corrupt` or `Ambiguous` for names that no two readers take alike."""
-    if "" in archive.records:
-        raise Corrupt(f"{archive.source}: a record has no name")
-    together = "\n".join(archive.records) + "\n"
-    if "\0" not in together and "/\n" not in together:  # one search, where there are tens of thousands of names
-        return
-    for name, record in archive.records.items():
-        if "\0" in name:
-            raise Ambiguous(
-                f"{archive.source}: the record name {printable(name)} holds a NUL",
-                "torch reads it up to there, others as a whole.",
-            )
-        if name.endswith("/"):
-            _check_folder(record)
-
-
-def refuse_twins(archive: Archive) -> None:
-    """Raises `Ambiguous` for names that are one to a reader without regard to case, as torch is."""
-    if len(set(map(str.lower, archive.records))) == len(archive.records):
-        return
-    folded: dict[str, str] = {}
-    for name in archive.records:
-        twin = folded.setdefault(name.lower(), name)
-        if twin != name:
-            raise Ambiguous(
-                f"{archive.source} has the records {printable(twin)} and {printable(name)}",
-                "torch takes names without regard to case.",
-            )
-
-
-def leads_elsewhere(name: str) -> bool:
-    """True for a record name that a program which unpacks archives might follow out of its folder. Nothing here ever does."""
-    return _ELSEWHERE.search(name) is not None
-
-
-def note_odd_entries(archive: Archive) -> None:
-    """Notes what is harmless here, where nothing is unpacked, and should be known before another program unpacks the archive."""
-    fix = command("convert", FILE, out=OUT)
-    if _ELSEWHERE.search("\n".join(archive.records)):
-        names = [printable(name) for name in archive.records if leads_elsewhere(name)]
-        if names:
-            message = (
-                f"{counted(len(names), 'record name')} could lead another program out of its folder: {listed(names, 3)}"
-            )
-            archive.notes.append(Note("unsafe-record-names", message))
-    if archive.links:
-        message = (
-            f"{counted(len(archive.links), 'record is', 'records are')} marked as symbolic links, "
-            f"which is ignored: {listed(archive.links, 3)}"
-        )
-        archive.notes.append(Note("symlink-records", message, fix))

@@ -8,13 +8,16 @@ Sources: PKWARE APPNOTE 6.3.10; caffe2/serialize/inline_container.cc and miniz f
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
 import zlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from ckptool.checkpoint import Computed, Data, FileRange
-from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, printable
+from ckptool.checkpoint import Computed, Data, FileRange, Note
+from ckptool.checkpoint.commands import FILE, OUT, command
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, counted, listed, printable
 
 if TYPE_CHECKING:
     from ckptool.formats.zip.directory import Archive
@@ -31,7 +34,7 @@ FULL16 = 0xFFFF
 _HAS_DESCRIPTOR = 0x0008
 _MAY_DIFFER = 0x0806  # between header and directory: UTF-8 names, and how hard it was tried to compress
 # Some writers leave the signature out: 12 and 20 bytes.
-_BARE = {12: struct.Struct("<3I"), 20: struct.Struct("<I2Q")}
+_UNSIGNED = {12: struct.Struct("<3I"), 20: struct.Struct("<I2Q")}
 _SIGNED = {DESCRIPTOR.size: DESCRIPTOR, DESCRIPTOR64.size: DESCRIPTOR64}
 _ZIP64_VERSION = 45
 
@@ -40,22 +43,9 @@ class Record:
     """One entry of the directory. Sizes and offsets in bytes; `data_at` is predicted until `confirm` has looked."""
 
     __slots__ = (
-        "_confirmed",
-        "_data",
-        "archive",
-        "central",
-        "crc",
-        "data_at",
-        "descriptor_size",
-        "end",
-        "flags",
-        "header",
-        "method",
-        "name",
-        "size",
-        "stored",
-        "wide",
-    )
+        "_confirmed", "_data", "archive", "central", "crc", "data_at", "descriptor_size", "end", "flags", "header",
+        "method", "name", "size", "stored", "zip64",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -68,19 +58,13 @@ class Record:
         stored: int,
         size: int,
         header: int,
-        wide: bool,
+        zip64: bool,
     ) -> None:
-        self.archive = archive
-        self.name = name
-        self.central = central  # the 46 fixed bytes, kept to write the entry back as it was
-        self.flags = flags
-        self.method = method
-        self.crc = crc
-        self.stored = stored
-        self.size = size
-        self.header = header
-        self.wide = wide  # 64-bit sizes in its directory entry, and in the descriptor that torch writes for it
-        self.descriptor_size = 0 if not flags & _HAS_DESCRIPTOR else DESCRIPTOR64.size if wide else DESCRIPTOR.size
+        """central: the 46 fixed bytes of its entry.  header: where its local header is.  zip64: its entry has 64-bit values."""
+        self.archive, self.name, self.central, self.flags, self.method = archive, name, central, flags, method
+        self.crc, self.stored, self.size, self.header, self.zip64 = crc, stored, size, header, zip64
+        # As torch writes it.
+        self.descriptor_size = 0 if not flags & _HAS_DESCRIPTOR else DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
         self.data_at = self.end = 0
         self._confirmed = False
         self._data: Data | None = None
@@ -117,31 +101,31 @@ class Record:
     # Where it is -----------------------------------------------------------------------------------------------------
 
     @property
-    def is_predictable(self) -> bool:
-        """False where the size of a descriptor cannot be told from the directory: others than torch may have it wide at any size."""
+    def has_usual_descriptor(self) -> bool:
+        """False where the directory does not say how large the descriptor is: writers of zip64 may have 64 bits at any size."""
         return self.central[6] < _ZIP64_VERSION
 
     @property
     def is_torch_like(self) -> bool:
         """True if a reader that knows the record's directory entry alone knows how large its descriptor is."""
-        return not self.descriptor_size or (self.is_predictable and self.descriptor_size not in _BARE)
+        return not self.descriptor_size or (self.has_usual_descriptor and self.descriptor_size not in _UNSIGNED)
 
-    def predict(self, end: int) -> None:
+    def place_by_directory(self, end: int) -> None:
         """Places the data so that it, with the descriptor, ends where the next record begins."""
         self.end = end
         self.data_at = end - self.descriptor_size - self.stored
         if not 0 <= self.data_at - self.header - LOCAL.size - len(self.name.encode()) <= FULL16:
             self._does_not_fit()
 
-    def look(self, end: int) -> None:
-        """Places the data where the record's own header has it; the descriptor is then what is left until `end`."""
+    def place_by_local_header(self, end: int) -> None:
+        """Places the data behind the record's own header; the descriptor is then what is left until `end`."""
         self.end = end
         if end - self.header < LOCAL.size:
             self._does_not_fit()
         name_size, extra_size = LOCAL.unpack(self.archive.source.read(self.header, LOCAL.size))[-2:]
         self.data_at = self.header + LOCAL.size + name_size + extra_size
         self.descriptor_size = end - self.data_at - self.stored
-        if self.descriptor_size not in _SIGNED and self.descriptor_size not in _BARE:
+        if self.descriptor_size not in _SIGNED and self.descriptor_size not in _UNSIGNED:
             self._does_not_fit()
 
     def has_signed_descriptor(self, end: int) -> bool:
@@ -200,7 +184,7 @@ class Record:
         if not self.descriptor_size:
             if FULL in (stored, size):
                 extra = self.archive.source.read(self.data_at - extra_size, extra_size)
-                size, stored, _ = wide_fields(extra, size, stored, 0) or (size, stored, 0)
+                size, stored, _ = zip64_values(extra, size, stored, 0) or (size, stored, 0)
             if (crc, stored, size) != expected:
                 self.wrong("has another size or checksum in its own header than in the directory")
             return
@@ -212,26 +196,24 @@ class Record:
             if signature != b"PK\x07\x08":
                 self.wrong("has no descriptor after its data")
         else:
-            said = list(_BARE[self.descriptor_size].unpack(raw))
+            said = list(_UNSIGNED[self.descriptor_size].unpack(raw))
         if tuple(said) != expected:
             self.wrong("has another size or checksum in its descriptor than in the directory")
 
 
-def wide_fields(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, int] | None:
-    """Size, stored size and header with the 64-bit values of an extra field where the given ones are full; None without them.
+def zip64_values(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, int] | None:
+    """Size, stored size and header with the values of the zip64 extra field where the given ones are full.
 
-    None too for an extra field that is malformed or has two sets of values.
+    None without such a field, with two, and with one that is too short.
     """
     found = [value for kind, value in extra_fields(extra) if kind == 1]
     if len(found) != 1:
         return None
-    wide = struct.iter_unpack("<Q", found[0][: len(found[0]) // 8 * 8])
-    try:
-        size = next(wide)[0] if size == FULL else size
-        stored = next(wide)[0] if stored == FULL else stored
-        header = next(wide)[0] if header == FULL else header
-    except StopIteration:
+    values = [value for (value,) in struct.iter_unpack("<Q", found[0][: len(found[0]) // 8 * 8])]
+    if len(values) < (size, stored, header).count(FULL):
         return None
+    following = iter(values)
+    size, stored, header = (next(following) if short == FULL else short for short in (size, stored, header))
     return size, stored, header
 
 
@@ -322,3 +304,66 @@ class _Inflater:
 
     def _wrong(self, what: str) -> NoReturn:
         raise Corrupt(f"{self.record.archive.source}: {self.record} {what}", "Its compressed data was damaged.")
+
+
+# Names and attributes ------------------------------------------------------------------------------------------------
+
+_FOLDER, _LINK = 0x10, 0xA  # in the external attributes: a bit of DOS at the bottom, a file type of Unix at the top
+# What a program that unpacked the archive might follow out of its folder, or take for a folder.
+_ELSEWHERE = r"(?m)(?:^|[/\\])\.\.(?:[/\\]|$)|^/|\\|^[A-Za-z]:"
+
+
+def check_attributes(archive: Archive, record: Record, attributes: int) -> None:
+    """Looks at what an entry says of the file that the record was; raises `Ambiguous` for a folder with contents."""
+    if attributes >> 28 == _LINK:
+        archive.links.append(record)
+    if attributes & _FOLDER:
+        _check_folder(record)
+
+
+def _check_folder(record: Record) -> None:
+    if record.size:
+        raise Ambiguous(
+            f"{record.archive.source}: the record {record} is marked as a folder and has contents",
+            "torch takes nothing from it, but whatever the memory held before; others read it.",
+        )
+
+
+def check_names(archive: Archive) -> None:
+    """Raises `Corrupt` or `Ambiguous` for names that no two readers take alike."""
+    if "" in archive.records:
+        raise Corrupt(f"{archive.source}: a record has no name")
+    together = "\n".join(archive.records) + "\n"
+    if "\0" not in together and "/\n" not in together:  # one search, where there are tens of thousands of names
+        return
+    for name, record in archive.records.items():
+        if "\0" in name:
+            what = f"{archive.source}: the record name {printable(name)} holds a NUL"
+            raise Ambiguous(what, "torch reads it up to there, others as a whole.")
+        if name.endswith("/"):
+            _check_folder(record)
+
+
+def refuse_equal_but_for_case(archive: Archive) -> None:
+    """Raises `Ambiguous` for names that are one to a reader without regard to case, as torch is."""
+    if len(set(map(str.lower, archive.records))) == len(archive.records):
+        return
+    folded: dict[str, str] = {}
+    for name in archive.records:
+        other = folded.setdefault(name.lower(), name)
+        if other != name:
+            what = f"{archive.source} has the records {printable(other)} and {printable(name)}"
+            raise Ambiguous(what, "torch takes names without regard to case.")
+
+
+def odd_entries(archive: Archive) -> Iterator[Note]:
+    """Notes what is harmless here, where nothing is unpacked, and should be known before another program unpacks it."""
+    if re.search(_ELSEWHERE, "\n".join(archive.records)):
+        names = [printable(name) for name in archive.records if re.search(_ELSEWHERE, name)]
+        if names:
+            what = "could lead another program out of its folder"
+            yield Note("unsafe-record-names", f"{counted(len(names), 'record name')} {what}: {listed(names, 3)}")
+    if archive.links:
+        what = f"{counted(len(archive.links), 'record is', 'records are')} marked as symbolic links, which is ignored"
+        message = f"{what}: {listed(archive.links, 3)}"
+        yield Note("symlink-records", message, command("convert", FILE, out=OUT))

@@ -36,7 +36,7 @@ from ckptool.formats.zip.record import (
     LOCATOR,
     Record,
     extra_fields,
-    wide_fields,
+    zip64_values,
 )
 from ckptool.pickles.decode import decode
 from ckptool.pickles.torch_objects import storage_class
@@ -202,7 +202,7 @@ class Walk:
         if "\0" in name or len(tail) < name_size or not _is_extra(tail[name_size:], extra_size):
             return None
         if FULL in (stored, size):
-            size, stored, _ = wide_fields(tail[name_size:], size, stored, 0) or (size, stored, 0)
+            size, stored, _ = zip64_values(tail[name_size:], size, stored, 0) or (size, stored, 0)
         claims = () if flags & 8 and not crc and not stored else (crc,)
         return Piece(name, at, at + LOCAL.size + name_size + extra_size, stored, size, method, claims=claims)
 
@@ -323,7 +323,7 @@ class Walk:
             *_, crc, _, size, n, m, k, _, _, _, header = CENTRAL.unpack(raw)
             extra = self._peek(at + CENTRAL.size, n + m)
             if FULL in (size, header):
-                size, _, header = wide_fields(extra[n:], size, 0, header) or (size, 0, header)
+                size, _, header = zip64_values(extra[n:], size, 0, header) or (size, 0, header)
             self.mentions[header] = (extra[:n].decode("utf-8", "replace"), crc, size)
             at += CENTRAL.size + n + m + k
         for signature, length in (

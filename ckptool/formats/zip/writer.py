@@ -188,9 +188,9 @@ def central_entry(name: str, crc: int, size: int, at: int) -> bytes:
     """The directory's entry for a record of our own."""
     raw = name.encode()
     extra = zip64_extra(size, at)
-    narrow = min(size, FULL)
+    short = min(size, FULL)
     fixed = CENTRAL.pack(
-        b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, narrow, narrow, len(raw), len(extra), 0, 0, 0, 0, min(at, FULL)
+        b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, short, short, len(raw), len(extra), 0, 0, 0, 0, min(at, FULL)
     )
     return fixed + raw + extra
 
@@ -201,8 +201,8 @@ _LINK = 0xA  # the file type of Unix, at the top of the external attributes
 def moved_entry(record: Record, at: int) -> bytes:
     """The directory's entry for a record that was copied whole to byte `at`; one that was marked as a symbolic link is a file there."""
     stored, size = struct.unpack_from("<2I", record.central, 20)  # Python's zipfile goes to 64 bits at 2 GiB already
-    narrow = FULL if at >= FULL or record.wide else at
-    values = [wide for short, wide in ((size, record.size), (stored, record.stored), (narrow, at)) if short == FULL]
+    offset = FULL if at >= FULL or record.zip64 else at
+    values = [value for short, value in ((size, record.size), (stored, record.stored), (offset, at)) if short == FULL]
     extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
     raw = record.name.encode()
     return (
@@ -210,7 +210,7 @@ def moved_entry(record: Record, at: int) -> bytes:
         + struct.pack("<3H", len(raw), len(extra), 0)
         + record.central[34:38]
         + (bytes(4) if record.central[41] >> 4 == _LINK else record.central[38:42])
-        + struct.pack("<I", narrow)
+        + struct.pack("<I", offset)
         + raw
         + extra
     )
