@@ -131,11 +131,8 @@ def read_source(source: Input) -> Checkpoint:
 def read_alone(source: Input) -> Checkpoint:
     """The same of one of the files that a checkpoint is put together from: whether it is a part is not asked."""
     if isinstance(source, Source) and not source.size:
-        raise Truncated(
-            f"{source} is empty (0 bytes)",
-            "It was never written, or lost in a crash or a full disk.",
-            "Copy or download it again.",
-        )
+        what = f"{source} is empty (0 bytes)"
+        raise Truncated(what, "It was never written, or lost in a crash or a full disk.", "Copy or download it again.")
     head = source.read(0, min(HEAD, source.size)) if isinstance(source, Source) else b""
     if isinstance(source, Source) and head[:4] not in (b"PK\3\4", b"PK\5\6"):
         from ckptool.formats.zip.directory import refuse_zip_behind

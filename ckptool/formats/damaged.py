@@ -89,11 +89,8 @@ def salvage(source: Input, error: CkptoolError | None = None, progress: Progress
     Raises `error` where nothing can be told of it, `FileProblem`, or `UsageError` for a folder or another container.
     """
     if not isinstance(source, Source):
-        raise UsageError(
-            f"{source} is a folder",
-            "Files are recovered one by one.",
-            "Name the damaged file: ckptool recover FILE -o OUT",
-        )
+        what = f"{source} is a folder"
+        raise UsageError(what, "Files are recovered one by one.", "Name the damaged file: ckptool recover FILE -o OUT")
     head = source.read(0, min(16, source.size))
     with no_collection():
         if head[:2] == b"PK":
@@ -391,10 +388,8 @@ def _check_order(archive: Archive, root: str, order: str, lost: list[LostRecord]
     begin = archive.records[f"{root}data.pkl"].end
     near = archive.source.read(begin, min(_NEAR_PICKLE, archive.source.size - begin))
     if b"little" not in near:
-        raise Corrupt(
-            f"{archive.source}: its byteorder record is damaged",
-            "Whether its numbers are little-endian cannot be told, and wrong ones would come back.",
-        )
+        what = f"{archive.source}: its byteorder record is damaged"
+        raise Corrupt(what, "Whether its numbers are little-endian cannot be told, and wrong ones would come back.")
 
 
 def _records_as_bytes(archive: Archive, lost: list[LostRecord]) -> Salvaged:

@@ -92,11 +92,8 @@ def read(source: Folder) -> Checkpoint:
             if found.source is not None:
                 source.adopt(name, found.source)
     if not tree:
-        raise Corrupt(
-            f"{source} is {layout.kind}, and none of its {counted(len(layout.names), 'file')} can be read",
-            f"The first: {wrong[layout.names[0]]}",
-            "Take an earlier checkpoint.",
-        )
+        what = f"{source} is {layout.kind}, and none of its {counted(len(layout.names), 'file')} can be read"
+        raise Corrupt(what, f"The first: {wrong[layout.names[0]]}", "Take an earlier checkpoint.")
     layout = replace(layout, missing=tuple(dict.fromkeys((*layout.missing, *_lacking(layout, world)))))
     return Checkpoint(tree, NAME, {}, source, part=_counted(source, layout, wrong))
 
@@ -162,11 +159,8 @@ def _counted(folder: Folder, layout: Layout, wrong: dict[str, str]) -> PartOf:
 def opened(folder: Folder, layout: Layout) -> Iterator[tuple[str, Checkpoint | CkptoolError]]:
     """Every member with what is in it, or with why it cannot be read."""
     if len(layout.names) > MAX_MEMBERS:
-        raise LimitExceeded(
-            f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}",
-            f"At most {MAX_MEMBERS:,} are opened.",
-            "Name one of them.",
-        )
+        what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
+        raise LimitExceeded(what, f"At most {MAX_MEMBERS:,} are opened.", "Name one of them.")
     for name in layout.names:
         try:
             yield name, open_member(folder, name)

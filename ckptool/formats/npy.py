@@ -301,10 +301,8 @@ def _node(code: str, state: tuple[Any, ...]) -> Object:
 
 
 def _unknown(descr: Any) -> Unsupported:
-    return Unsupported(
-        f"a numpy array of the type {printable(repr(descr)[:60])}",
-        "Numbers, truths, texts, dates, bytes and records of them are read.",
-    )
+    what = f"a numpy array of the type {printable(repr(descr)[:60])}"
+    return Unsupported(what, "Numbers, truths, texts, dates, bytes and records of them are read.")
 
 
 # Arrays that are no tensors ------------------------------------------------------------------------------------------

@@ -49,10 +49,8 @@ def read(source: Source) -> Checkpoint:
     """
     archive = directory.read_archive(source, case_matters=True)
     if pickles := [name for name in archive.records if name.rpartition("/")[2] == "data.pkl"]:
-        raise Ambiguous(
-            f"{source} holds numpy arrays beside {printable(pickles[0])}",
-            "numpy would read the one, torch the other.",
-        )
+        what = f"{source} holds numpy arrays beside {printable(pickles[0])}"
+        raise Ambiguous(what, "numpy would read the one, torch the other.")
     tree: dict[str, Any] = {}
     discarded: list[Any] = []
     budget, others = Budget(source.size), 0
@@ -63,10 +61,8 @@ def read(source: Source) -> Checkpoint:
             continue
         key = name.removesuffix(ENDING)
         if key in tree or (key != name and key in archive.records):
-            raise Ambiguous(
-                f"{source} has the records {printable(key)} and {printable(name)}",
-                "numpy gives both the same name.",
-            )
+            what = f"{source} has the records {printable(key)} and {printable(name)}"
+            raise Ambiguous(what, "numpy gives both the same name.")
         if key == name and record.data.read(0, min(len(MAGIC), record.size)) != MAGIC:
             tree[key] = record.contents(MAX_OTHERS - others)
             others += record.size
@@ -119,11 +115,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
     """What `spelled` gives for each name; `Unsupported` with everything that numpy cannot hold."""
     if not isinstance(tree, dict):
-        raise Unsupported(
-            "an .npz file holds a dictionary of arrays, nothing else",
-            "",
-            Advice("Choose a part: ", command("convert", FILE / "ADDRESS", out="OUT.npz")),
-        )
+        what = "an .npz file holds a dictionary of arrays, nothing else"
+        raise Unsupported(what, "", Advice("Choose a part: ", command("convert", FILE / "ADDRESS", out="OUT.npz")))
     found = {name: (None if _bad_name(name) else spelled(value)) for name, value in tree.items()}
     wrong = [f"{printable(str(name))} ({_why_not(name, tree[name])})" for name, array in found.items() if array is None]
     if wrong:

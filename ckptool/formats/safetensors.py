@@ -71,11 +71,8 @@ def read(source: Source, *, cut: bool = False) -> Checkpoint:
     if size > MAX_HEADER:
         raise LimitExceeded(f"{source}: a header of {size:,} bytes", f"safetensors allows {MAX_HEADER:,}.")
     if 8 + size > source.size:
-        raise Truncated(
-            f"{source} ends inside its header, which has {size:,} bytes",
-            "The file was cut off.",
-            "Copy or download it again.",
-        )
+        what = f"{source} ends inside its header, which has {size:,} bytes"
+        raise Truncated(what, "The file was cut off.", "Copy or download it again.")
     header = _Header(source, size, cut)
     tree, metadata = header.entries, header.metadata
     notes = header.notes()
@@ -208,10 +205,8 @@ def _check_cover(source: Source, ranges: Sequence[tuple[int, int]], size: int) -
             Advice("Save what is whole: ", command("recover", source.path, out=OUT), "; or copy or download it again."),
         )
     if at < size:
-        raise Corrupt(
-            f"{source} has {size - at:,} bytes after its last tensor",
-            "No tensor owns them; another file may be hidden there.",
-        )
+        what = f"{source} has {size - at:,} bytes after its last tensor"
+        raise Corrupt(what, "No tensor owns them; another file may be hidden there.")
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -233,10 +228,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         if checkpoint.container == NAME or key in (tree_record.KEY, marks.RECOVERED)
     }
     if clash := sorted(set(metadata) & set(ties)):
-        raise Unsupported(
-            f"the tied tensor {printable(clash[0])} has the name of an entry of the metadata",
-            "Both would be recorded in one place.",
-        )
+        what = f"the tied tensor {printable(clash[0])} has the name of an entry of the metadata"
+        raise Unsupported(what, "Both would be recorded in one place.")
     metadata.setdefault("format", "pt")
     metadata.update(ties)
     twins = [name for name, kept in ties.items() if tensors[name].storage is not tensors[kept].storage]

@@ -20,18 +20,15 @@ from ckptool.checkpoint.files import Input, Readable
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.strided import swapped
-from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form, printable
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, Unsupported, counted, form, printable
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.formats.unrecognized import other_zip
-from ckptool.formats.zip import directory, writer
+from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive, guard
 from ckptool.formats.zip.record import Record
-from ckptool.formats.zip.writer import ZipLayout
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import Decoded, decode, protocol_notes
-from ckptool.pickles.encode import encode
 from ckptool.pickles.torch_objects import storage_class
 
 NAME = "torch-zip"
@@ -75,12 +72,8 @@ def read(source: Readable) -> Checkpoint:
     alignment = _alignment(source, small[".storage_alignment"])
     # Of a big-endian file nothing can be copied as it is: it is written as if it came from elsewhere.
     origin = None if storages.big_endian else Origin(archive, root, alignment)
-    notes = (
-        *archive.notes,
-        *record_notes(archive, root, storages),
-        *decoded.notes,
-        *protocol_notes(decoded.protocol),
-    )
+    odd = (*archive.notes, *record_notes(archive, root, storages))
+    notes = (*odd, *decoded.notes, *protocol_notes(decoded.protocol))
     metadata = {name: text for name, text in small.items() if text is not None}
     if (mark := _mark_in(archive, root)) is not None:
         metadata[marks.RECOVERED] = mark
@@ -93,7 +86,7 @@ def read(source: Readable) -> Checkpoint:
 
 
 def find_pickle(archive: Archive) -> Record:
-    """The one `data.pkl` of an archive; raises `Ambiguous` where there are two, and says what else a zip without any is."""
+    """The one `data.pkl` of an archive; raises `Ambiguous` for two, and says what else a zip without one is."""
     pickles = [
         record for name, record in archive.records.items() if name.endswith("/data.pkl") and name.count("/") == 1
     ]
@@ -103,15 +96,13 @@ def find_pickle(archive: Archive) -> Record:
             f"{archive.source} holds two checkpoints ({names})", "Readers would disagree which of them it is."
         )
     if not pickles:
-        if twin := next((name for name in archive.records if name.lower().endswith("/data.pkl")), None):
-            raise Ambiguous(
-                f"{archive.source} has no data.pkl, but {printable(twin)}",
-                "torch takes it for one, other readers do not.",
-            )
-        raise other_zip(archive.source, archive.records)
+        if other := next((name for name in archive.records if name.lower().endswith("/data.pkl")), None):
+            what = f"{archive.source} has no data.pkl, but {printable(other)}"
+            raise Ambiguous(what, "torch takes it for one, other readers do not.")
+        raise _other_zip(archive)
     root = pickles[0].name.removesuffix("data.pkl")
     if f"{root}.data/extern_modules" in archive.records:
-        raise other_zip(archive.source, archive.records)
+        raise _other_zip(archive)
     if outside := [name for name in archive.records if not name.startswith(root)]:
         raise Ambiguous(
             f"{archive.source} has records outside its folder {printable(root)}: {printable(outside[0])}",
@@ -120,13 +111,17 @@ def find_pickle(archive: Archive) -> Record:
     return pickles[0]
 
 
+def _other_zip(archive: Archive) -> CkptoolError:
+    from ckptool.formats.unrecognized import other_zip
+
+    return other_zip(archive.source, archive.records)
+
+
 def _refuse_other_kinds(archive: Archive, root: str) -> None:
     """A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other."""
     if root + "constants.pkl" in archive.records or any(name.startswith(root + "code/") for name in archive.records):
-        raise Ambiguous(
-            f"{archive.source} is a checkpoint that has records of a TorchScript program as well",
-            "torch.load and torch.jit.load would see two different things in it.",
-        )
+        what = f"{archive.source} is a checkpoint that has records of a TorchScript program as well"
+        raise Ambiguous(what, "torch.load and torch.jit.load would see two different things in it.")
 
 
 def confirm_the_rest(archive: Archive) -> None:
@@ -144,10 +139,8 @@ def small_records(archive: Archive, root: str) -> dict[str, str | None]:
     small = {name: _small_record(archive, root + name) for name in _SMALL}
     version, other = small["version"], _small_record(archive, root + ".data/version")
     if None not in (version, other) and version != other:
-        raise Ambiguous(
-            f"{archive.source} has two version records that disagree",
-            "Some versions of torch read the one, some the other.",
-        )
+        what = f"{archive.source} has two version records that disagree"
+        raise Ambiguous(what, "Some versions of torch read the one, some the other.")
     version = version or other
     if version is None:
         raise Corrupt(f"{archive.source}: it has no record {printable(root)}version", "torch refuses such a file.")
@@ -174,10 +167,8 @@ def decoded_record(record: Record, storages: Storages, builders: Mapping[Global,
     data = record.contents(inflated_limit(record.stored))
     decoded = decode(data, storages.load, builders, name=f"{source}: {printable(name)}", file_bytes=source.size)
     if decoded.end != len(data):
-        raise Ambiguous(
-            f"{source}: {printable(name)} has {len(data) - decoded.end:,} bytes after its end",
-            "Another pickle may be hidden there.",
-        )
+        what = f"{source}: {printable(name)} has {len(data) - decoded.end:,} bytes after its end"
+        raise Ambiguous(what, "Another pickle may be hidden there.")
     return decoded
 
 
@@ -314,6 +305,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
     Raises `UnsafeObject` for calls of unknown functions unless `keep_unknown`.
     """
+    from ckptool.pickles.encode import encode
+
     refuse_unknown(checkpoint, keep_unknown)
     layout = _Layout(checkpoint.origin if isinstance(checkpoint.origin, Origin) else None)
     layout.add("data.pkl", InlineBytes(encode(checkpoint.tree, layout.key_of)))
@@ -364,6 +357,8 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
 
     None where it cannot or should not be: the tree came from another container, or much of the data is new.
     """
+    from ckptool.pickles.encode import encode
+
     origin = checkpoint.origin
     if not isinstance(origin, Origin):
         return None
@@ -397,6 +392,8 @@ class _Layout:
     """Which records a new archive gets: those of the old file that are still used, and those of its own."""
 
     def __init__(self, origin: Origin | None, begin: int = 0) -> None:
+        from ckptool.formats.zip.writer import ZipLayout
+
         self.origin = origin
         self.records = origin.record_of() if origin else {}
         self.root = origin.root if origin else "archive/"
@@ -436,12 +433,14 @@ class _Layout:
 
     def copy(self, record: Record) -> None:
         """A record of the old file, unless the tree no longer uses it: whole where it moves by a multiple of the alignment."""
+        from ckptool.formats.zip.writer import needs_zip64
+
         archive, name = record.archive, record.name.removeprefix(self.root)
         if name in ("data.pkl", TWINS) or (name.startswith("data/") and record not in self.used):
             return
         if not record.name.startswith(self.root):
             return  # its name leads out of the folder
-        fits = record.zip64 or not writer.needs_zip64(record.size, self.zip.at)
+        fits = record.zip64 or not needs_zip64(record.size, self.zip.at)
         aligned = (self.zip.at - record.header) % self.alignment == 0
         if fits and aligned and not record.method and archive.has_checksums and record.is_torch_like:
             place = archive.source.start + record.header

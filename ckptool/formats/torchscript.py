@@ -71,10 +71,8 @@ def read(source: Readable) -> Checkpoint:
     storages = Storages(archive, root + "data/", big_endian)
     decoded = decoded_record(pickle, storages, _BUILDERS)
     if not _is_script(decoded.root) or root + "constants.pkl" not in archive.records:
-        raise Ambiguous(
-            f"{source} is a checkpoint that has the records of a TorchScript program as well",
-            "torch.load and torch.jit.load would see two different things in it.",
-        )
+        what = f"{source} is a checkpoint that has the records of a TorchScript program as well"
+        raise Ambiguous(what, "torch.load and torch.jit.load would see two different things in it.")
     program = _Program(archive, root, big_endian)
     confirm_the_rest(archive)
     tree = _tree(decoded.root, program.classes())

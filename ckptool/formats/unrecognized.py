@@ -10,13 +10,13 @@ import os
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
+from typing import Any
 
 from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.files import Folder, Input, Readable, Source, parted
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable, quoted
-from ckptool.formats import torch_tar
 
-# name, and the program that unpacks it to its standard output
+# By the first bytes: a name, the program that unpacks it to its standard output, the usual suffix.
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gzip -dc", ".gz"),
     b"BZh": ("bzip2", "bzip2 -dc", ".bz2"),
@@ -25,21 +25,6 @@ _COMPRESSED = {
     b"\x04\x22\x4d\x18": ("lz4", "lz4 -dc", ".lz4"),
 }
 _ARCHIVES = {b"7z\xbc\xaf\x27\x1c": ("7-Zip", "7z x"), b"Rar!\x1a\x07": ("RAR", "unrar x")}
-_OTHER_MODELS = {
-    b"GGUF": "a GGUF model (llama.cpp)",
-    b"tjgg": "a GGML model (llama.cpp)",
-    b"lmgg": "a GGML model (llama.cpp)",
-    b"\x89HDF\r\n": "an HDF5 file (Keras .h5, or data)",
-    b"PYTORCH1": "a PyTorch preview archive (Caffe2, before 1.0)",
-    b"PAR1": "a Parquet table",
-    b"ARROW1": "an Arrow table",
-    b"\x12\x01\0\0\0\0\0\0": "an MXNet parameter file",
-}
-_FLATBUFFERS = {
-    b"TFL3": "a TensorFlow Lite model",
-    b"ET12": "an ExecuTorch program (.pte)",
-    b"ORTM": "an ONNX Runtime model",
-}
 _OTHER_FILES = {
     b"\x89PNG": "a PNG image",
     b"\x7fELF": "an ELF program",
@@ -50,6 +35,22 @@ _OTHER_FILES = {
     b"\xcf\xfa\xed\xfe": "a macOS program",
     b"SQLite format 3\0": "an SQLite database",
     b"#!": "a script",
+}
+_OTHER_MODELS = {
+    b"GGUF": "a GGUF model (llama.cpp)",
+    b"tjgg": "a GGML model (llama.cpp)",
+    b"lmgg": "a GGML model (llama.cpp)",
+    b"\x89HDF\r\n": "an HDF5 file (Keras .h5, or data)",
+    b"PYTORCH1": "a PyTorch preview archive (Caffe2, before 1.0)",
+    b"PAR1": "a Parquet table",
+    b"ARROW1": "an Arrow table",
+    b"\x12\x01\0\0\0\0\0\0": "an MXNet parameter file",
+}
+# Flatbuffers, by the bytes 4 to 8.
+_FLATBUFFERS = {
+    b"TFL3": "a TensorFlow Lite model",
+    b"ET12": "an ExecuTorch program (.pte)",
+    b"ORTM": "an ONNX Runtime model",
 }
 _WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".th"})  # of checkpoints inside of archives
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
@@ -72,62 +73,54 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
 
 def _no_checkpoint_in(folder: Folder) -> CkptoolError:
     held = f"It holds {listed([printable(name) for name in folder.names], 4)}." if folder.names else "It is empty."
-    return NotACheckpoint(
-        f"{folder} is a folder, not a checkpoint",
-        f"ckptool looked for an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors. {held}",
-        Advice(
-            "Name the file: ",
-            other_program("ls", folder.path),
-            "; or see what is there: ",
-            command("scan", folder.path),
-        ),
-    )
+    sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
+    ls, scan = other_program("ls", folder.path), command("scan", folder.path)
+    fix = Advice("Name the file: ", ls, "; or see what is there: ", scan)
+    return NotACheckpoint(f"{folder} is a folder, not a checkpoint", f"ckptool looked for {sought}. {held}", fix)
 
 
 def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
-    for magic, (name, program, suffix) in _COMPRESSED.items():
-        if head.startswith(magic):
-            inside = source.path.removesuffix(suffix)
-            out = inside if inside != source.path else f"{inside}.unpacked"
-            return Unsupported(
-                f"{source} is compressed with {name}",
-                "The checkpoint is inside.",
-                Advice("Unpack it first: ", other_program(program, source.path, into=out)),
-            )
-    for magic, (name, program) in _ARCHIVES.items():
-        if head.startswith(magic):
-            return Unsupported(
-                f"{source} is a {name} archive, whatever its name says",
-                "torch.save writes none; models are packed so to get past scanners that look for pickles in a zip.",
-                Advice("If you trust where it is from: ", other_program(program, source.path)),
-            )
-    for magic, name in _OTHER_FILES.items():
-        if head.startswith(magic):
-            return NotACheckpoint(f"{source} is {name}, whatever its name says")
-    if head[257:262] == b"ustar":
-        return _tar(source)
-    return None
+    if found := _starting(head, _COMPRESSED):
+        name, program, suffix = found
+        inside = source.path.removesuffix(suffix)
+        out = inside if inside != source.path else f"{inside}.unpacked"
+        fix = Advice("Unpack it first: ", other_program(program, source.path, into=out))
+        return Unsupported(f"{source} is compressed with {name}", "The checkpoint is inside.", fix)
+    if found := _starting(head, _ARCHIVES):
+        name, program = found
+        return Unsupported(
+            f"{source} is a {name} archive, whatever its name says",
+            "torch.save writes none; models are packed so to get past scanners that look for pickles in a zip.",
+            Advice("If you trust where it is from: ", other_program(program, source.path)),
+        )
+    if name := _starting(head, _OTHER_FILES):
+        return NotACheckpoint(f"{source} is {name}, whatever its name says")
+    return _tar(source) if head[257:262] == b"ustar" else None
+
+
+def _starting(head: bytes, table: dict[bytes, Any]) -> Any:
+    """The entry of a table whose magic number the file begins with."""
+    return next((found for magic, found in table.items() if head.startswith(magic)), None)
 
 
 def _tar(source: Source) -> CkptoolError:
     """A tar archive that torch did not write; with the checkpoint that is inside, if there is one."""
-    inside = [
-        name for name in torch_tar.record_paths(source) if os.path.splitext(name)[1] in _WEIGHTS and name.isprintable()
-    ]
+    from ckptool.formats.torch_tar import record_paths
+
+    names = [name for name in record_paths(source) if os.path.splitext(name)[1] in _WEIGHTS and name.isprintable()]
     what = f"{source} is a tar archive, not one of torch's"
-    if not inside:
+    if not names:
         list_it = other_program("tar tf", source.path)
         return Unsupported(what, "No checkpoint is named in it.", Advice("See what is in it: ", list_it))
-    name = f"{parted(source.path)[0]}.unpacked{os.path.splitext(inside[0])[1]}"
-    unpack = other_program("tar xOf", source.path, inside[0], into=name)
-    held = f"It holds {listed([printable(each) for each in inside], 4)}."
+    out = f"{parted(source.path)[0]}.unpacked{os.path.splitext(names[0])[1]}"
+    unpack = other_program("tar xOf", source.path, names[0], into=out)
+    held = f"It holds {listed([printable(name) for name in names], 4)}."
     return Unsupported(what, held, Advice("Take it out: ", unpack))
 
 
 def _other_model(head: bytes, source: Source) -> CkptoolError | None:
     """Models of other programs, by their magic number, flatbuffers identifier or first protobuf fields."""
-    name = next((name for magic, name in _OTHER_MODELS.items() if head.startswith(magic)), None)
-    name = name or _FLATBUFFERS.get(head[4:8]) or _protobuf(head)
+    name = _starting(head, _OTHER_MODELS) or _FLATBUFFERS.get(head[4:8]) or _protobuf(head)
     if name is None and source.size >= 48 and source.read(source.size - 8, 8) == _TABLE_END:
         name = "the index of a TensorFlow checkpoint"
     return Unsupported(f"{source} is {name}", _READS) if name is not None else None
@@ -166,15 +159,14 @@ def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
         return Unsupported(
             f"{source} is a torch.package archive",
             "It holds source code that makes its objects; nothing of it is run here.",
-            "With torch, and only if you trust it: torch.package.PackageImporter(FILE).load_pickle(PACKAGE, RESOURCE).state_dict()",
+            "With torch, and only if you trust it: "
+            "torch.package.PackageImporter(FILE).load_pickle(PACKAGE, RESOURCE).state_dict()",
         )
     if "MAR-INF/MANIFEST.json" in names:
         inside = sorted(name for name in names if name.endswith((".pt", ".pth", ".bin", ".safetensors")))
-        return Unsupported(
-            f"{source} is a TorchServe archive (.mar)",
-            f"The checkpoint is inside: {listed(list(map(printable, inside))) if inside else 'no .pt or .pth is named'}.",
-            Advice("Unpack it: ", other_program("unzip -d", f"{source.file.path}.unpacked", source.file.path)),
-        )
+        held = listed(list(map(printable, inside))) if inside else "no .pt or .pth is named"
+        what = f"{source} is a TorchServe archive (.mar)"
+        return Unsupported(what, f"The checkpoint is inside: {held}.", _unzipped(source))
     if "model.json" in last:
         return Unsupported(
             f"{source} is a model of torch 1.0's first script format (model.json)",
@@ -195,19 +187,15 @@ _ZIPS = (
 
 def _ordinary_zip(source: Readable, names: set[str]) -> CkptoolError:
     what = next((f"is {what}" for name, what in _ZIPS if name in names), "is a zip archive")
-    inside = sorted(name for name in names if os.path.splitext(name)[1] in _WEIGHTS)
-    held = (
-        f"It holds {listed(list(map(printable, inside)), 4)}."
-        if inside
-        else "A checkpoint has a data.pkl in its one folder."
-    )
-    return NotACheckpoint(
-        f"{source} {what}, but not a PyTorch checkpoint",
-        held,
-        Advice("Unpack it: ", other_program("unzip -d", f"{source.file.path}.unpacked", source.file.path))
-        if inside
-        else Advice("See what is in it: ", other_program("unzip -l", source.file.path)),
-    )
+    what = f"{source} {what}, but not a PyTorch checkpoint"
+    if inside := sorted(name for name in names if os.path.splitext(name)[1] in _WEIGHTS):
+        return NotACheckpoint(what, f"It holds {listed(list(map(printable, inside)), 4)}.", _unzipped(source))
+    look = Advice("See what is in it: ", other_program("unzip -l", source.file.path))
+    return NotACheckpoint(what, "A checkpoint has a data.pkl in its one folder.", look)
+
+
+def _unzipped(source: Readable) -> Advice:
+    return Advice("Unpack it: ", other_program("unzip -d", f"{source.file.path}.unpacked", source.file.path))
 
 
 # Texts -----------------------------------------------------------------------------------------------------------------
@@ -274,11 +262,8 @@ def _nothing_known(head: bytes, source: Source) -> CkptoolError:
         start = source.read(0, min(MAX_ZEROS, source.size))
         zeros = len(start) - len(start.lstrip(b"\0"))
         more = " or more" if zeros == MAX_ZEROS < source.size else ""
-        return Corrupt(
-            f"{source}: the first {zeros:,}{more} of its {source.size:,} bytes are zero",
-            "They were reserved but never written, or lost in a crash.",
-            "Copy or download it again.",
-        )
+        what = f"{source}: the first {zeros:,}{more} of its {source.size:,} bytes are zero"
+        return Corrupt(what, "They were reserved but never written, or lost in a crash.", "Copy or download it again.")
     if _is_text(head):
         return NotACheckpoint(
             f"{source} is a text file", f"It begins with: {printable(head[:40].decode('utf-8', 'replace'))}"

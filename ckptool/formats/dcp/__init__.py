@@ -214,11 +214,8 @@ def _places(folder: Folder, table: Any) -> dict[Key, _Place]:
             )
         places[key] = place
     if missing := folder.missing(place.file for place in places.values()):
-        raise Corrupt(
-            f"{folder} lacks {len(missing):,} of its files: {listed([printable(name) for name in missing], 3)}",
-            "What the ranks saved is only complete together.",
-            "Copy the whole folder.",
-        )
+        what = f"{folder} lacks {len(missing):,} of its files: {listed([printable(name) for name in missing], 3)}"
+        raise Corrupt(what, "What the ranks saved is only complete together.", "Copy the whole folder.")
     return places
 
 
@@ -286,10 +283,8 @@ class _Shelf:
                 "With torch: torch.distributed.checkpoint.HuggingFaceStorageReader",
             )
         if not torch_zip.detect(part.read(0, min(4, part.size)), part.file):
-            raise Corrupt(
-                f"{part}: there is no torch zip where {printable(name)} should be",
-                "The file or the table is another's.",
-            )
+            what = f"{part}: there is no torch zip where {printable(name)} should be"
+            raise Corrupt(what, "The file or the table is another's.")
         checkpoint = torch_zip.read(part)
         self.discarded.extend(checkpoint.discarded)
         return _settled(checkpoint.tree)

@@ -49,10 +49,8 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     whole: Box = ((0,) * len(shape), shape)
     cut = [axis for axis in range(len(shape)) if any(sizes[axis] != shape[axis] for _, sizes in boxes)]
     if len(cut) > MAX_SPLIT:
-        raise Unsupported(
-            f"a tensor that is divided along {counted(len(cut), 'axis', 'axes')}",
-            "Meshes of devices have three or four.",
-        )
+        what = f"a tensor that is divided along {counted(len(cut), 'axis', 'axes')}"
+        raise Unsupported(what, "Meshes of devices have three or four.")
     corners: Counter[tuple[int, ...]] = Counter()
     for begin, sizes in boxes:
         if prod(sizes):
@@ -74,10 +72,8 @@ def assembled(shape: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:
     Raises `Unsupported` for more than 32 dimensions.
     """
     if len(shape) > MAX_RANK:
-        raise Unsupported(
-            f"a tensor of {counted(len(shape), 'dimension')} in {counted(len(chunks), 'chunk')}",
-            f"At most {MAX_RANK} are read.",
-        )
+        what = f"a tensor of {counted(len(shape), 'dimension')} in {counted(len(chunks), 'chunk')}"
+        raise Unsupported(what, f"At most {MAX_RANK} are read.")
     first = chunks[0].entry
     length = prod(shape) * first.dtype.itemsize
     inputs = tuple({id(chunk.entry.storage): chunk.entry.storage for chunk in chunks}.values())

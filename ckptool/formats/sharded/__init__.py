@@ -209,10 +209,8 @@ def _shard(index: _Index, file: str) -> Checkpoint:
         )
     shard = _opened(source)
     if shard.container == safetensors.NAME and not shard.tensors_only:
-        raise Unsupported(
-            f"{source} holds a whole tree, as convert --all writes it, and is a shard of {index}",
-            "The two do not go together.",
-        )
+        what = f"{source} holds a whole tree, as convert --all writes it, and is a shard of {index}"
+        raise Unsupported(what, "The two do not go together.")
     if not isinstance(shard.tree, dict):
         raise Corrupt(f"{source} is a shard of {index}, but holds no dictionary of names", "It is of another kind.")
     return shard

@@ -284,11 +284,8 @@ def names_of(tree: Any) -> dict[int, str]:
             continue
         name = path[0] if flat and len(path) == 1 and type(path[0]) is str else address(path)
         if not is_text(name):
-            raise Unsupported(
-                f"the tensor {printable(name)} has a name that is not Unicode text",
-                "No other program could read it.",
-                "Rename it first.",
-            )
+            what = f"the tensor {printable(name)} has a name that is not Unicode text"
+            raise Unsupported(what, "No other program could read it.", "Rename it first.")
         name = f"_{name}" if name.startswith(RESERVED) or name == "__metadata__" else name
         while name in taken:
             name += f"~{type(path[-1]).__name__ if path else 'tensor'}"

@@ -25,20 +25,16 @@ def unpack(source: Source, stored: dict[str, TensorEntry], metadata: dict[str, s
     try:
         record = json.loads(metadata[KEY])
         if record["schema"] != SCHEMA:
-            raise Unsupported(
-                f"{source} holds a tree of the version {printable(str(record['schema']))}",
-                f"This version reads {SCHEMA}.",
-            )
+            what = f"{source} holds a tree of the version {printable(str(record['schema']))}"
+            raise Unsupported(what, f"This version reads {SCHEMA}.")
         unpacker = Unpacker(source, stored, record)
         tree = unpacker.tree()
         check_depth(tree)
     except CkptoolError as error:
         raise error.within(str(source)) from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, struct.error) as error:
-        raise Corrupt(
-            f"{source}: the record of its tree is damaged ({type(error).__name__})",
-            "Its metadata was changed by another program.",
-        ) from None
+        what = f"{source}: the record of its tree is damaged ({type(error).__name__})"
+        raise Corrupt(what, "Its metadata was changed by another program.") from None
     return tree
 
 

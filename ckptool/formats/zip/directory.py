@@ -113,10 +113,8 @@ def refuse_zip_behind(head: bytes, source: Readable) -> None:
         raise Corrupt(
             f"{source} is a zip archive whose first bytes were damaged", f"It begins with {head[:4].hex(' ')}."
         )
-    raise Ambiguous(
-        f"{source} begins as another kind of file and ends as a zip archive",
-        "Some readers see the one, some the other: it was put together by accident, or to mislead.",
-    )
+    what = f"{source} begins as another kind of file and ends as a zip archive"
+    raise Ambiguous(what, "Some readers see the one, some the other: it was put together by accident, or to mislead.")
 
 
 def _ends_as_zip(source: Readable) -> bool:
@@ -222,10 +220,8 @@ def _check_counts(source: Readable, counts: _Counts, directory_end: int) -> None
         what = f"the zip directory should end at byte {behind:,}, but its end record is at {directory_end:,}"
         raise _misplaced(source, directory_end - behind, f"{source}: {what}")
     if counts.entries > MAX_ENTRIES or counts.size > MAX_DIRECTORY:
-        raise LimitExceeded(
-            f"{source}: a zip directory of {entries} and {counts.size:,} bytes",
-            f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.",
-        )
+        what = f"{source}: a zip directory of {entries} and {counts.size:,} bytes"
+        raise LimitExceeded(what, f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.")
 
 
 def _zip64_end_record(source: Readable, end_at: int, locator: bytes, counts: _Counts) -> tuple[int, _Counts]:

@@ -89,10 +89,8 @@ class Record:
     def contents(self, limit: int) -> bytes:
         """All of a small record, its checksum verified (unless the archive has none)."""
         if self.size > limit:
-            raise LimitExceeded(
-                f"{self.archive.source}: {self} is {self.size:,} bytes when unpacked; at most {limit:,} are read",
-                "No record of this kind is so large; it is built to exhaust its reader.",
-            )
+            what = f"{self.archive.source}: {self} is {self.size:,} bytes when unpacked; at most {limit:,} are read"
+            raise LimitExceeded(what, "No record of this kind is so large; it is built to exhaust its reader.")
         data = self.data.read(0, self.size)
         if self.archive.has_checksums and zlib.crc32(data) != self.crc:
             self.wrong("does not match its checksum")
@@ -172,10 +170,8 @@ class Record:
             self.wrong(f"has no header at byte {self.header:,}")
         _, _, flags, method, _, _, crc, stored, size, name_size, extra_size = LOCAL.unpack_from(head)
         if head[LOCAL.size :] != raw_name or name_size != len(raw_name):
-            raise Ambiguous(
-                f"{source}: the record {self} has another name in its own header",
-                "Some readers would take one name, some the other, and see two different files.",
-            )
+            what = f"{source}: the record {self} has another name in its own header"
+            raise Ambiguous(what, "Some readers would take one name, some the other, and see two different files.")
         return flags, method, crc, stored, size, name_size, extra_size
 
     def _compare(self, crc: int, stored: int, size: int, extra_size: int) -> None:
@@ -323,10 +319,8 @@ def check_attributes(archive: Archive, record: Record, attributes: int) -> None:
 
 def _check_folder(record: Record) -> None:
     if record.size:
-        raise Ambiguous(
-            f"{record.archive.source}: the record {record} is marked as a folder and has contents",
-            "torch takes nothing from it, but whatever the memory held before; others read it.",
-        )
+        what = f"{record.archive.source}: the record {record} is marked as a folder and has contents"
+        raise Ambiguous(what, "torch takes nothing from it, but whatever the memory held before; others read it.")
 
 
 def check_names(archive: Archive) -> None:
