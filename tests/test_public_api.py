@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pytest
 import ckptool
 from ckptool import errors
 from ckptool.checkpoint import registry
+from ckptool.cli import options
+from ckptool.verbs import _save
 
 VERBS = sorted(
     path.stem for path in (Path(ckptool.__file__).parent / "verbs").glob("*.py") if not path.stem.startswith("_")
@@ -154,3 +157,10 @@ def test_the_functions_of_a_type_are_where_the_package_says(name: str) -> None:
     assert forms >= (
         {"torch"} if name in ("Composite", "TensorEntry") else set() if name == "Checkpoint" else {"text", "json"}
     )
+
+
+def test_the_options_of_an_output_have_one_list_of_names() -> None:
+    names = {field.name for field in fields(_save.Output)} - {"verb", "path"}
+    assert names == set(_save.SaveOptions.__annotations__)
+    assert {*options.Target().options(None)} == names
+    assert {*options.ChangeTarget().options(None)} == {*_save.ChangeOptions.__annotations__, *names, "at"}

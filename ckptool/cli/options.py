@@ -140,7 +140,7 @@ class Target:
     out: Out = None
     folder: Folder = None
     in_place: InPlace = False
-    force: Force = False
+    overwrite: Force = False
     dry_run: DryRun = False
     verify: Verify = False
     keep_unknown: KeepUnknown = False
@@ -149,17 +149,12 @@ class Target:
     as_json: AsJson = False
 
     def options(self, progress: Any) -> dict[str, Any]:
-        """The same as the functions take it."""
-        return {
-            "in_place": self.in_place,
-            "overwrite": self.force,
-            "dry_run": self.dry_run,
-            "verify": self.verify,
-            "keep_unknown": self.keep_unknown,
-            "container": self.container,
-            "progress": progress,
-            "make_folder": self.folder is not None,
-        }
+        """The options of the verb's function, which have the names that they have here."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_THE_PROGRAM}
+        return {**own, "progress": progress, "make_folder": self.folder is not None}
+
+
+_OF_THE_PROGRAM = ("out", "folder", "skip_refused", "as_json")
 
 
 @dataclass(frozen=True)
@@ -168,9 +163,6 @@ class ChangeTarget(Target):
 
     at: ChangedAt = None
     extract: Extract = False
-
-    def options(self, progress: Any) -> dict[str, Any]:
-        return {**super().options(progress), "at": self.at, "extract": self.extract}
 
 
 Command = Callable[..., Answers]
@@ -339,7 +331,7 @@ def _in_folder(verb: str, files: Sequence[str], target: Target) -> Iterator[str]
                 "Write them into different folders.",
             )
         taken[out] = file
-    if not target.force:
+    if not target.overwrite:
         from ckptool.output import check_folder, check_target
 
         for out in taken if os.path.isdir(target.folder) else ():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage
 from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, input_of
-from ckptool.checkpoint.files import Folder, Input
+from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
@@ -43,8 +43,8 @@ class SaveOptions(TypedDict, total=False):
 
     verify: check the stored checksums of the input, then re-read the output and compare every tensor before it takes its name.
     keep_unknown: pass calls of unknown functions on.
-    container: the container to write, instead of the one that the suffix of the output stands for.  progress: told bytes done and in all.
-    make_folder: the folder of the output is made if there is none.
+    container: the container to write, instead of the one that the suffix of the output stands for.
+    progress: told bytes done and in all.  make_folder: the folder of the output is made if there is none.
     """
 
     in_place: bool
@@ -57,67 +57,93 @@ class SaveOptions(TypedDict, total=False):
     make_folder: bool
 
 
+class ChangeOptions(SaveOptions, total=False):
+    """extract: write the part at the address alone, changed, in place of the whole file."""
+
+    extract: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a verb writes, and how: `SaveOptions` with their defaults.  path: None where none was named."""
+
+    verb: str
+    path: str | None
+    in_place: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
+    verify: bool = False
+    keep_unknown: bool = False
+    container: str | None = None
+    progress: Progress | None = None
+    make_folder: bool = False
+
+    def format(self, default: str) -> Format:
+        """The container that is asked for, else that of the path's suffix, else the default."""
+        return formats.by_name(self.container) if self.container else formats.for_output(self.path or "", default)
+
+
+def output_of(verb: str, path: PathLike | None, options: SaveOptions) -> Output:
+    """The output of a verb. Raises `TypeError` for an option that does not exist: `dryrun=True` must not write."""
+    known = SaveOptions.__annotations__
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(
+            f"{verb.replace('-', '_')}() got an unexpected keyword argument {unknown[0]!r}; "
+            f"for its output it takes {', '.join(known)}"
+        )
+    return Output(verb, None if path is None else os.fspath(path), **options)
+
+
 def save(
-    verb: str,
+    output: Output,
     original: Checkpoint,
     changed: Checkpoint,
-    out: str | os.PathLike[str] | None,
-    options: SaveOptions,
     *,
     changes: bool = True,
     expected: Checkpoint | None = None,
     inputs: Sequence[Input] = (),
 ) -> Saved:
-    """Writes `changed` where the options say. `changes=False`: it is the original, so the output is a copy of the file.
+    """Writes `changed` to the output. `changes=False`: it is the original, so the output is a copy of the file.
 
     expected: what reading the output gives, where that is not `changed`.  inputs: what it was made from beside the original.
-    Raises `UsageError` unless there is exactly one of `out` and `in_place`, and everything that writing raises.
+    Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises.
     """
-    check_options(verb, options)
     source = original.source
     inputs = [*([source] if source is not None else []), *inputs]
-    if (out is None) == (not options.get("in_place", False)):
+    if (output.path is None) != output.in_place:
         raise UsageError(
-            f"{verb} needs a place to write to" if out is None else f"{verb} was given both an output and --in-place",
+            f"{output.verb} needs a place to write to"
+            if output.path is None
+            else f"{output.verb} was given both an output and --in-place",
             "Nothing is written unless one is named.",
             "A new file: -o OUT; the file itself: --in-place",
         )
-    if options.get("verify", False) and not options.get("dry_run", False):
+    if output.verify and not output.dry_run:
         refuse_damaged(original)
-    if out is None:
-        if source is None:
-            raise UsageError("only a checkpoint that was read from a file can be changed in place")
-        return _save_in_place(original, changed, options, changes, inputs)
-    target = os.fspath(out)
-    if any(given.is_at(target) for given in inputs) and not options.get("overwrite", False):
+    if output.path is None:
+        return _save_in_place(output, original, changed, changes, inputs)
+    _refuse_input(output, output.path, inputs, source)
+    container = _container(changed, output, output.path)
+    if not changes and source is not None and _stays(original, container, output):
+        notes = refuse_unknown(original, output.keep_unknown, as_it_is=True)
+        plan, how = _copy_of(source), "copy"
+    else:
+        refuse_extras(changed, container)
+        _refuse_placeholders(original, changed, container)
+        notes = () if container.tensors_only else refuse_unknown(changed, output.keep_unknown)
+        with no_collection():
+            plan, how = container.write(changed, keep_unknown=output.keep_unknown), "new file"
+    saved = _replace(output, output.path, plan, changed if expected is None else expected, inputs)
+    return replace(saved, container=container.name, how=how, notes=(*notes, *saved.notes))
+
+
+def _refuse_input(output: Output, target: str, inputs: Sequence[Input], source: Input | None) -> None:
+    """Raises `Conflict` where one of the inputs would be replaced, unless that is wanted."""
+    if any(given.is_at(target) for given in inputs) and not output.overwrite:
         raise Conflict(
             f"{printable(target)} is the input itself",
             "It was left as it is.",
             f"{'Change the file itself: --in-place; or replace' if source else 'Replace'} it by a new one: -f",
-        )
-    container = _container(changed, target, options)
-    keep_unknown = options.get("keep_unknown", False)
-    if not changes and source is not None and _stays(original, container, options):
-        notes = refuse_unknown(original, keep_unknown, as_it_is=True)
-        plan, how = _copy_of(source), "copy"
-    else:
-        refuse_beside(changed, container)
-        _refuse_placeholders(original, changed, container)
-        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
-        with no_collection():
-            plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
-    expected = changed if expected is None else expected
-    overwrite = options.get("overwrite", False)
-    saved = _replace(target, container, plan, how, expected, options, inputs, overwrite=overwrite)
-    return replace(saved, notes=(*notes, *saved.notes))
-
-
-def check_options(verb: str, options: SaveOptions) -> None:
-    """Raises `TypeError` for an option that there is not: `dryrun=True` must not write."""
-    known = SaveOptions.__annotations__
-    if unknown := [name for name in options if name not in known]:
-        raise TypeError(
-            f"{verb.replace('-', '_')}() got an unexpected keyword argument {unknown[0]!r}; for its output it takes {', '.join(known)}"
         )
 
 
@@ -130,7 +156,7 @@ def _refuse_placeholders(original: Checkpoint, changed: Checkpoint, container: F
         refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
 
 
-def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
+def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
     """Raises `Unsupported` where the file holds what no container that is written here can: a program."""
     if checkpoint.extras:
         source = checkpoint.source or "the checkpoint"
@@ -144,18 +170,17 @@ def refuse_beside(checkpoint: Checkpoint, container: Format) -> None:
         )
 
 
-def _container(checkpoint: Checkpoint, target: str, options: SaveOptions) -> Format:
-    name = options.get("container")
-    container = formats.by_name(name) if name else formats.for_output(target, checkpoint.container)
-    if not name:
+def _container(checkpoint: Checkpoint, output: Output, target: str) -> Format:
+    container = output.format(checkpoint.container)
+    if not output.container:
         formats.refuse_suffix(target, container, checkpoint.container, str(checkpoint.source or ""))
     formats.refuse_index(target, container)
     return container
 
 
-def _stays(checkpoint: Checkpoint, container: Format, options: SaveOptions) -> bool:
+def _stays(checkpoint: Checkpoint, container: Format, output: Output) -> bool:
     """True if a file that nothing was to be changed in can be copied: its container is the one to write, or is not written at all."""
-    as_asked = options.get("container") is None and container.name == formats.DEFAULT
+    as_asked = output.container is None and container.name == formats.DEFAULT
     only_read = formats.writer(checkpoint.container) is None and not isinstance(checkpoint.source, Folder)
     return checkpoint.container == container.name or (only_read and as_asked)
 
@@ -166,10 +191,28 @@ def _copy_of(source: Input) -> Plan:
 
 
 def _save_in_place(
-    original: Checkpoint, changed: Checkpoint, options: SaveOptions, changes: bool, inputs: Sequence[Input]
+    output: Output, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]
 ) -> Saved:
+    source, container = _writable(output, original)
+    if not changes:
+        notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
+        return Saved(source.path, container.name, "nothing", 0, source.size, notes)
+    notes = () if container.tensors_only else refuse_unknown(changed, output.keep_unknown)
+    plan = container.append(changed, keep_unknown=output.keep_unknown)
+    if plan is None:
+        plan = container.write(changed, keep_unknown=output.keep_unknown)
+        saved = _replace(replace(output, overwrite=True), source.path, plan, changed, inputs)
+        return replace(saved, container=container.name, notes=(*notes, *saved.notes))
+    if not output.dry_run:
+        _append(output, plan, source, changed, inputs)
+    return Saved(source.path, container.name, "in place", plan.nbytes, plan.keep + plan.nbytes, notes)
+
+
+def _writable(output: Output, original: Checkpoint) -> tuple[Source, Format]:
+    """The file that is changed in place, and its container. Raises `UsageError` where that cannot be done."""
     source = original.source
-    assert source is not None
+    if source is None:
+        raise UsageError("only a checkpoint that was read from a file can be changed in place")
     if isinstance(source, Folder) or formats.writer(original.container) is None:
         raise UsageError(
             f"{source} cannot be changed in place: it is of the container {original.container}",
@@ -179,62 +222,47 @@ def _save_in_place(
             "Write a new one: -o OUT",
         )
     refuse_links(source.path)
-    if options.get("container") not in (None, original.container):
+    if output.container not in (None, original.container):
         raise UsageError(
             f"--in-place keeps the container ({original.container})",
             "Another container is another file.",
             "Write a new file with -o.",
         )
-    container = formats.by_name(original.container)
-    if not changes:
-        notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
-        return Saved(source.path, container.name, "nothing", 0, source.size, notes)
-    known = () if container.tensors_only else refuse_unknown(changed, options.get("keep_unknown", False))
-    plan = container.append(changed, keep_unknown=options.get("keep_unknown", False))
-    if plan is None:
-        plan = container.write(changed, keep_unknown=options.get("keep_unknown", False))
-        saved = _replace(source.path, container, plan, "new file", changed, options, inputs, overwrite=True)
-        return replace(saved, notes=(*known, *saved.notes))
-    if not options.get("dry_run", False):
-        if not os.access(source.path, os.W_OK):
-            raise FileProblem(
-                f"cannot change {source}: no permission to write to it", "It is as it was.", "Write a new file with -o."
-            )
-        # The old records were checked before, and stay where they are.
-        verify = verifier(changed, checksums=False) if options.get("verify", False) else None
-
-        def confirm(path: str) -> None:
-            for given in inputs:
-                if given is not source:
-                    given.check_unchanged()
-            if verify is not None:
-                verify(path)
-
-        append_in_place(plan, source, verify=confirm, progress=options.get("progress"))
-    return Saved(source.path, container.name, "in place", plan.nbytes, plan.keep + plan.nbytes, known)
+    return source, formats.by_name(original.container)
 
 
-def _replace(
-    target: str,
-    container: Format,
-    plan: Plan,
-    how: str,
-    changed: Checkpoint,
-    options: SaveOptions,
-    inputs: Sequence[Input],
-    *,
-    overwrite: bool,
-) -> Saved:
-    if options.get("make_folder", False) and not os.path.lexists(os.path.dirname(target) or "."):
-        _make_folder(target, options)
-    elif options.get("dry_run", False):
-        _check(target, plan, overwrite)
+def _append(output: Output, plan: Plan, source: Source, changed: Checkpoint, inputs: Sequence[Input]) -> None:
+    if not os.access(source.path, os.W_OK):
+        raise FileProblem(
+            f"cannot change {source}: no permission to write to it", "It is as it was.", "Write a new file with -o."
+        )
+    # The old records were checked before, and stay where they are.
+    verify = verifier(changed, checksums=False) if output.verify else None
+
+    def confirm(path: str) -> None:
+        for given in inputs:
+            if given is not source:
+                given.check_unchanged()
+        if verify is not None:
+            verify(path)
+
+    append_in_place(plan, source, verify=confirm, progress=output.progress)
+
+
+def _replace(output: Output, target: str, plan: Plan, expected: Checkpoint, inputs: Sequence[Input]) -> Saved:
+    folder = os.path.dirname(target)
+    makes_folder = output.make_folder and not os.path.lexists(folder or ".")
     notes: tuple[Note, ...] = ()
-    if not options.get("dry_run", False):
-        verify = verifier(changed) if options.get("verify", False) else None
-        progress = options.get("progress")
-        notes = put_in_place(plan, target, overwrite=overwrite, inputs=inputs, verify=verify, progress=progress)
-    return Saved(target, container.name, how, plan.nbytes, plan.nbytes, notes)
+    if not output.dry_run:
+        if makes_folder:
+            make_folder(folder)
+        verify = verifier(expected) if output.verify else None
+        notes = put_in_place(
+            plan, target, overwrite=output.overwrite, inputs=inputs, verify=verify, progress=output.progress
+        )
+    elif not makes_folder:
+        _check(target, plan, output.overwrite)
+    return Saved(target, "", "new file", plan.nbytes, plan.nbytes, notes)
 
 
 def put_in_place(plan: Plan, target: str | os.PathLike[str], *, overwrite: bool, **options: Any) -> tuple[Note, ...]:
@@ -269,11 +297,6 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
         found.source if formats.named(found.container).joined else None
     )  # several checkpoints are not replaced by one
     return set(source.files) if isinstance(source, Folder) else {os.path.basename(source.path)} if source else set()
-
-
-def _make_folder(target: str, options: SaveOptions) -> None:
-    if not options.get("dry_run", False):
-        make_folder(os.path.dirname(target))
 
 
 def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
@@ -311,28 +334,40 @@ def _first(found: Diff) -> str:
     )
 
 
-def written(verb: str, original: Checkpoint, saved: Saved, options: SaveOptions, summary: str, **more: Any) -> Written:
+def written(
+    output: Output,
+    original: Checkpoint,
+    saved: Saved,
+    summary: str,
+    *,
+    facts: dict[str, Any],
+    details: Iterable[str] = (),
+    notes: Iterable[Note] = (),
+) -> Written:
     """The report of a verb that has saved."""
-    file = original.source.path if original.source else ""
-    dry = options.get("dry_run", False)
-    verified = options.get("verify", False) and not dry and saved.how != "nothing"
-    where = (saved.output, saved.container, saved.how, saved.bytes_written, saved.file_bytes)
     left = [note for note in original.notes if note.code == OLD_GRADIENTS and saved.how == "new file"]
-    left += _members_left(original) if saved.how != "nothing" and not options.get("in_place", False) else []
-    more["notes"] = (*more.get("notes", ()), *left, *saved.notes)
-    return Written(verb, file, *where, summary, dry_run=dry, verified=verified, **more)
+    left += _members_left(original) if saved.how != "nothing" and not output.in_place else []
+    return Written(
+        output.verb,
+        original.source.path if original.source else "",
+        saved.output,
+        saved.container,
+        saved.how,
+        saved.bytes_written,
+        saved.file_bytes,
+        summary,
+        facts,
+        tuple(details),
+        (*notes, *left, *saved.notes),
+        output.dry_run,
+        output.verify and not output.dry_run and saved.how != "nothing",
+    )
 
 
 def _members_left(original: Checkpoint) -> list[Note]:
     """What to say where weights were taken for the folder that holds them: the optimizer's file beside them is not in the output."""
     names = [printable(name) for name in members.beside(original)]
     return [Note(MEMBERS, f"left behind, as weights alone are written: {listed(names, 6)}")] if names else []
-
-
-class ChangeOptions(SaveOptions, total=False):
-    """extract: write the part at the address alone, changed, in place of the whole file."""
-
-    extract: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,23 +377,26 @@ class Change:
     outside: the tree around it, with nothing in its place.  kept: the storages in there, which stay as they are.
     """
 
-    verb: str
+    output: Output
     original: Checkpoint
     part: Checkpoint
     named: bool
     outside: Any
     kept: tuple[Storage, ...]
-    options: SaveOptions
     extract: bool
 
-    def save(self, changed: Checkpoint, out: PathLike | None, *, changes: bool = True) -> Saved:
+    def save(self, changed: Checkpoint, *, changes: bool = True) -> Saved:
         """Writes the file with the changed part in its place, or that part alone.
 
         Raises `Conflict` where a tensor of the part would no longer be tied to one outside of it, and what saving raises.
         """
         if self.extract:
-            return save(self.verb, self.original, replace(changed, base=()), out, self.options)
-        return save(self.verb, self.original, self._whole(changed), out, self.options, changes=changes)
+            return save(self.output, self.original, replace(changed, base=()))
+        return save(self.output, self.original, self._whole(changed), changes=changes)
+
+    def written(self, saved: Saved, summary: str, **more: Any) -> Written:
+        """The report, with the facts, details and notes of the verb."""
+        return written(self.output, self.original, saved, summary, **more)
 
     def _whole(self, changed: Checkpoint) -> Checkpoint:
         base = self.part.base
@@ -391,33 +429,32 @@ class Change:
         return address(next(places, ()))
 
 
-def begin_change(verb: str, file: PathLike, at: str | None, options: ChangeOptions) -> Change:
+def begin_change(verb: str, file: PathLike, out: PathLike | None, at: str | None, options: ChangeOptions) -> Change:
     """Opens what a verb is to change. Raises `UsageError` where nothing is at the address, or what is there cannot be put back."""
     given: dict[str, Any] = {**options}
     extract = bool(given.pop("extract", False))
-    own: SaveOptions = given  # type: ignore[assignment]
-    check_options(verb, own)
+    output = output_of(verb, out, given)  # type: ignore[arg-type]
     opened = open_to_change(file, at)
     part = opened.taken
-    _refuse_extract(verb, opened, extract, own)
+    if extract:
+        _refuse_extract(output, opened)
     outside: Any = None
     if part.base and not extract:
         _refuse_loop(opened.checkpoint.tree, part)
         outside = replaced_at(opened.checkpoint.tree, part.base, None)
-    kept = tuple(storages(outside))
-    return Change(verb, opened.checkpoint, part, opened.at is not None, outside, kept, own, extract)
+    return Change(output, opened.checkpoint, part, opened.at is not None, outside, tuple(storages(outside)), extract)
 
 
-def _refuse_extract(verb: str, opened: Opened, extract: bool, options: SaveOptions) -> None:
-    if extract and opened.at is None:
+def _refuse_extract(output: Output, opened: Opened) -> None:
+    if opened.at is None:
         raise UsageError(
-            f"{verb} was to write a part alone, and no part was named",
+            f"{output.verb} was to write a part alone, and no part was named",
             "The whole file is written without --extract.",
-            f"Name it: ckptool {verb} FILE#ADDRESS --extract -o OUT",
+            f"Name it: ckptool {output.verb} FILE#ADDRESS --extract -o OUT",
         )
-    if extract and options.get("in_place", False):
+    if output.in_place:
         raise UsageError(
-            f"{verb} was given both --extract and --in-place",
+            f"{output.verb} was given both --extract and --in-place",
             "The file itself would lose everything but the part.",
             "Write the part to a new file: -o OUT",
         )

@@ -27,6 +27,6 @@ def add_module(
     """Puts `module.` (or `prefix`) before every key of all model weights in `file`, as DataParallel does: what `strip_module` undoes."""
     if not prefix:
         raise UsageError("the prefix is empty", "There would be nothing to add.")
-    change = begin_change("add-module", file, at, options)
+    change = begin_change("add-module", file, out, at, options)
     renamed = add(change.part, model_state_dicts(change.part, named=change.named), prefix)
-    return renamed_file(change, renamed, out, clean="no keys to rename")
+    return renamed_file(change, renamed, clean="no keys to rename")

@@ -15,7 +15,7 @@ from ckptool.formats.parts import refuse_placeholders
 from ckptool.reports.written import Written
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around
-from ckptool.verbs._save import SaveOptions, save, written
+from ckptool.verbs._save import SaveOptions, output_of, save, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,7 +39,8 @@ def average(
     """
     if isinstance(files, (str, bytes)) or len(files) < 2:
         raise UsageError("average needs two files or more", "", "For example: ckptool average a.pt b.pt -o mean.pt")
-    if options.get("in_place", False):
+    output = output_of("average", out, options)
+    if output.in_place:
         raise UsageError("average writes a new file", "It has several inputs.", "For example: -o mean.pt")
     shares = means.weights_of(len(files), weights, ema)
     opened = [open_whole(file, at, part=part) for file in files]
@@ -55,7 +56,7 @@ def average(
     metadata = {key: value for key, value in last.metadata.items() if key != marks.RECOVERED} | mark
     changed = replace(last, tree=found.tree, metadata=metadata, extras={}, discarded=())
     sources = [each.checkpoint.source for each in opened if each.checkpoint.source is not None]
-    saved = save("average", last, changed, out, options, inputs=sources)
+    saved = save(output, last, changed, inputs=sources)
     remarks = list(dict.fromkeys(remark for _, remark in roots if remark))
     of = f" of {printable(roots[-1][0].address)}" if roots[-1][0].address else ""
     summary = f"the mean of {counted(len(files), 'file')}: {counted(found.averaged, 'tensor')}{of}"
@@ -79,7 +80,7 @@ def average(
     }
     total = sum(shares)
     notes = () if abs(total - 1) < 1e-6 else (_unequal(total),)
-    return written("average", last, saved, options, summary, facts=facts, details=tuple(details), notes=notes)
+    return written(output, last, saved, summary, facts=facts, details=details, notes=notes)
 
 
 def _unequal(total: float) -> Note:

@@ -11,7 +11,7 @@ from ckptool.errors import NoMatch, counted
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms import bake as folding
-from ckptool.verbs._save import ChangeOptions, begin_change, written
+from ckptool.verbs._save import ChangeOptions, begin_change
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,7 +31,7 @@ def bake(
     spectral: spectral norm too, with its vectors as they are stored.  form: `old` or `new` instead give weight norm its other names
     (`weight_g` or `parametrizations.weight.original0`), exactly. Raises `NoMatch` where there is nothing of the kind.
     """
-    change = begin_change("bake", file, at, options)
+    change = begin_change("bake", file, out, at, options)
     checkpoint = change.part
     roots = model_state_dicts(checkpoint, named=change.named)
     baked = {id(root.node): folding.bake(root.node, spectral=spectral, form=form) for root in roots}
@@ -44,9 +44,9 @@ def bake(
         )
     tree = rebuild(checkpoint.tree, replaced={number: found.tree for number, found in baked.items()})
     changed = replace(checkpoint, tree=tree)
-    saved = change.save(changed, out, changes=bool(folded))
+    saved = change.save(changed, changes=bool(folded))
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
     facts = {"folded": [each.weight for each in folded], "left": dict(left)}
     details = tuple(line for found in baked.values() for line in folding.told(found))
     summary = f"{counted(len(folded), 'weight')} {word}"
-    return written("bake", change.original, saved, change.options, summary, facts=facts, details=details)
+    return change.written(saved, summary, facts=facts, details=details)

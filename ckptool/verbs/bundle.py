@@ -28,7 +28,7 @@ from ckptool.transforms.bundles import (
     table,
 )
 from ckptool.transforms.slim import with_twins
-from ckptool.verbs._save import SaveOptions, refuse_beside, save, written
+from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, save, written
 from ckptool.verbs.slim import new_ties
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def bundle(
     share, one shard of several).
     Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an unknown member.
     """
+    output = output_of("bundle", out, options)
     parts = _gathered(file, from_folder, bool(drop or rename), part)
     parts.part = part
     parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.members, several(drop), rename))
@@ -72,9 +73,9 @@ def bundle(
             "It puts several files into one.",
             "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3",
         )
-    container = _container(parts.checkpoint, out, options)
-    made, twins, saved_bytes = _made(parts, container, dedup, in_place=options.get("in_place", False))
-    result = save("bundle", parts.original, made, out, options, inputs=parts.inputs)
+    container = _container(parts.checkpoint, output)
+    made, twins, saved_bytes = _made(parts, container, dedup, output.in_place)
+    result = save(output, parts.original, made, inputs=parts.inputs)
     rows = table(made.tree, parts.origins)
     summary = counted(len(rows), "member")
     if dedup:
@@ -85,7 +86,7 @@ def bundle(
         *((new_ties(twins, result.container),) if twins else ()),
         *(_left_inside(drop) if result.how == "in place" else ()),
     )
-    return written("bundle", parts.original, result, options, summary, facts=facts, details=lines_of(rows), notes=notes)
+    return written(output, parts.original, result, summary, facts=facts, details=lines_of(rows), notes=notes)
 
 
 def _left_inside(dropped: Sequence[str]) -> list[Note]:
@@ -124,7 +125,7 @@ class _Parts:
 
     def member(self, name: str | int, part: Checkpoint, origin: str) -> None:
         """Adds what a file holds under a name, with what has to be known of the file."""
-        refuse_beside(part, formats.by_name(formats.DEFAULT))
+        refuse_extras(part, formats.by_name(formats.DEFAULT))
         self.origins[name] = origin
         self.notes += marks.recovered_notes(part.metadata)
         if left := sorted(set(part.metadata) - {"format", marks.RECOVERED}) if part.tensors_only else []:
@@ -192,7 +193,7 @@ def _of_bundle(file: PathLike, part: bool) -> _Parts:
         )
     original = open_whole(path, part=part).checkpoint
     members = members_of(original)
-    refuse_beside(original, formats.by_name(formats.DEFAULT))
+    refuse_extras(original, formats.by_name(formats.DEFAULT))
     return _Parts(original, replace(original, tree=members), original.tree)
 
 
@@ -218,11 +219,11 @@ def _of_folder(path: PathLike) -> _Parts:
     return parts
 
 
-def _container(checkpoint: Checkpoint, out: PathLike | None, options: SaveOptions) -> Format:
+def _container(checkpoint: Checkpoint, output: Output) -> Format:
     """The container to write; raises `UsageError` for one that holds no bundles."""
-    named, written_before = options.get("container"), formats.writer(checkpoint.container)
+    written_before = formats.writer(checkpoint.container)
     default = written_before.name if written_before and written_before.keeps_tree else formats.DEFAULT
-    container = formats.by_name(named) if named else formats.for_output(out or "", default)
+    container = output.format(default)
     if not container.keeps_tree:
         raise UsageError(
             f"a bundle cannot be {container.name}",

@@ -12,7 +12,7 @@ from ckptool.errors import NoMatch, counted, printable
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
-from ckptool.verbs._save import ChangeOptions, SaveOptions, begin_change, written
+from ckptool.verbs._save import ChangeOptions, Output, begin_change
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,7 +34,7 @@ def cast(
     which tensors lost values, and the largest error; it can only after the values have passed, so not in a dry run.
     """
     target = parse_dtype(dtype)
-    change = begin_change("cast", file, at, options)
+    change = begin_change("cast", file, out, at, options)
     roots = model_state_dicts(change.part, named=change.named)
     values = [value for root in roots for value in root.node.values()]
     if change.named and not any(isinstance(value, TensorEntry) and value.dtype.is_float for value in values):
@@ -49,7 +49,7 @@ def cast(
         several(only),
         several(exclude),
     )
-    result = change.save(plan.checkpoint, out, changes=plan.tensors > 0)
+    result = change.save(plan.checkpoint, changes=plan.tensors > 0)
     if plan.tensors:
         summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {plan.bytes_before:,} → {plan.bytes_after:,} bytes"
     elif plan.skipped:
@@ -58,14 +58,14 @@ def cast(
     else:
         summary = f"already clean: every floating tensor that was asked for is {target.name}"
     details = (
-        *_losses(plan, change.options),
+        *_losses(plan, change.output),
         *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped),
     )
-    return written("cast", change.original, result, change.options, summary, facts=_facts(plan), details=details)
+    return change.written(result, summary, facts=_facts(plan), details=details)
 
 
-def _losses(plan: Cast, options: SaveOptions) -> list[str]:
-    if options.get("dry_run", False) or not plan.tensors:
+def _losses(plan: Cast, output: Output) -> list[str]:
+    if output.dry_run or not plan.tensors:
         return []
     lossy = sorted((fact for fact in plan.tallies if fact[2].changed), key=lambda fact: -fact[2].max_abs_error)
     if not lossy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from glob import escape
@@ -16,7 +15,7 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.errors import Unsupported, UsageError, counted, printable
-from ckptool.formats import SHARDED, Format, by_name, for_output, members
+from ckptool.formats import SHARDED, Format, members
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
@@ -34,7 +33,7 @@ from ckptool.transforms.flatten import (
     transient,
 )
 from ckptool.transforms.weights_only import weights_only as plain_values
-from ckptool.verbs._save import SaveOptions, check_options, save, written
+from ckptool.verbs._save import Output, SaveOptions, output_of, save, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,7 +72,7 @@ def convert(
         raise UsageError(f"there is no way {printable(ties)!r} to treat ties", f"There are: {', '.join(TIES)}.")
     if out is None:
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
-    check_options("convert", options)
+    output = output_of("convert", out, options)
     only, exclude = several(only), several(exclude)
     opened = open_whole(file, at, part=part)
     taken, named = opened.taken, opened.at is not None
@@ -82,9 +81,8 @@ def convert(
     if weights_only:
         taken, made_plain, unsaved = _plain(taken, opened.path)
     if shard_size is not None:
-        options["container"] = _in_shards(out, options)
-    name = options.get("container")
-    container = by_name(name) if name else for_output(out, opened.checkpoint.container)
+        output = replace(output, container=_in_shards(output))
+    container = output.format(opened.checkpoint.container)
     expected = None
     if not container.tensors_only:
         changed, summary, behind, notes = _to_pickle(taken, named, only, exclude, opened.path)
@@ -98,19 +96,18 @@ def convert(
     behind += unsaved + siblings(opened.checkpoint.tree, taken.base)
     if shard_size is not None:
         changed = divided(changed, shard_size)
-    result = save("convert", opened.checkpoint, replace(changed, base=()), out, options, expected=expected)
+    result = save(output, opened.checkpoint, replace(changed, base=()), expected=expected)
     facts = {"tensors": sum(1 for _ in tensors(changed.tree)), "left_behind": behind}
     details = made_plain + tuple(f"left behind: {printable(name)}" for name in behind)
-    return written("convert", opened.checkpoint, result, options, summary, facts=facts, details=details, notes=notes)
+    return written(output, opened.checkpoint, result, summary, facts=facts, details=details, notes=notes)
 
 
-def _in_shards(out: PathLike, options: SaveOptions) -> str:
+def _in_shards(output: Output) -> str:
     """The container of an output that a size of shards was given for; raises `UsageError` where another was asked for."""
-    name = options.get("container")
-    container = by_name(name) if name else for_output(out, SHARDED)
+    container = output.format(SHARDED)
     if not container.writes_folder:
         raise UsageError(
-            f"--shard-size writes a folder of safetensors files, and {printable(os.fspath(out))} was to be {container.name}",
+            f"--shard-size writes a folder of safetensors files, and {printable(output.path or '')} was to be {container.name}",
             "A file is not divided.",
             "For example: -o DIR --shard-size 5GB",
         )

@@ -10,7 +10,7 @@ from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms import edit as edits
-from ckptool.verbs._save import ChangeOptions, begin_change, written
+from ckptool.verbs._save import ChangeOptions, begin_change
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,9 +41,9 @@ def edit(
     arrays = {
         place: edits.read_array(array) if isinstance(array, str) else array for place, array in (tensor or {}).items()
     }
-    change = begin_change("edit", file, at, options)
+    change = begin_change("edit", file, out, at, options)
     done = edits.edit(change.part, several(drop), set, arrays)
-    result = change.save(done.checkpoint, out)
+    result = change.save(done.checkpoint)
     facts = {"dropped": list(done.dropped), "set": list(done.set), "replaced": list(done.replaced)}
     parts = [
         f"{len(names):,} {word}"
@@ -53,4 +53,4 @@ def edit(
     words = (("dropped", done.dropped), ("set", done.set), ("new values for", done.replaced))
     details = tuple(f"{word} {listed([printable(name) for name in names], 8)}" for word, names in words if names)
     summary = f"entries: {', '.join(parts)}"
-    return written("edit", change.original, result, change.options, summary, facts=facts, details=details)
+    return change.written(result, summary, facts=facts, details=details)

@@ -9,7 +9,7 @@ from ckptool.errors import UsageError, counted, printable
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms import locations
-from ckptool.verbs._save import ChangeOptions, begin_change, written
+from ckptool.verbs._save import ChangeOptions, begin_change
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,9 +32,9 @@ def remap(
     """
     if to is None and not moves:
         raise UsageError("remap needs a device", "", "For example: --to cpu, or --map cuda:1=cuda:0")
-    change = begin_change("remap", file, at, options)
+    change = begin_change("remap", file, out, at, options)
     done = locations.remap(change.part, to, moves)
-    result = change.save(done.checkpoint, out, changes=done.changed > 0)
+    result = change.save(done.checkpoint, changes=done.changed > 0)
     facts = {
         "changed": done.changed,
         "storages": done.total,
@@ -49,4 +49,4 @@ def remap(
     details = tuple(
         f"{printable(old)} → {printable(new)}: {counted(count, 'storage')}" for old, new, count in done.moves
     )
-    return written("remap", change.original, result, change.options, summary, facts=facts, details=details)
+    return change.written(result, summary, facts=facts, details=details)

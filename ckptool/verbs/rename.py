@@ -41,6 +41,6 @@ def rename(
             "A rule is OLD => NEW.",
             "For example: ckptool rename FILE 'backbone.* => encoder.*' -o OUT",
         )
-    change = begin_change("rename", file, at, options)
+    change = begin_change("rename", file, out, at, options)
     renamed = by_rules(change.part, model_state_dicts(change.part, named=change.named), parsed)
-    return renamed_file(change, renamed, out, clean="the rules leave every key as it is")
+    return renamed_file(change, renamed, clean="the rules leave every key as it is")

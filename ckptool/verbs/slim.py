@@ -10,7 +10,7 @@ from ckptool.formats import named
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms import slim as slimming
-from ckptool.verbs._save import ChangeOptions, begin_change, written
+from ckptool.verbs._save import ChangeOptions, begin_change
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,14 +31,14 @@ def slim(
     keep_optimizer: only the waste goes.  at: only there.
     Raises `UsageError` for `in_place` (the old bytes would stay) and for a file of optimizer state only.
     """
-    if options.get("in_place", False):
+    if options.get("in_place"):
         raise UsageError(
             "slim writes a new file", "Inside the old one, what was dropped would stay.", "For example: -o small.pt"
         )
-    change = begin_change("slim", file, at, options)
+    change = begin_change("slim", file, out, at, options)
     done = slimming.slim(change.part, dedup=dedup, keep_optimizer=keep_optimizer, kept=change.kept)
     unused = [note for note in change.part.notes if note.code in ("unused-record", "superseded-pickle")]
-    result = change.save(done.checkpoint, out, changes=done.changed or bool(unused))
+    result = change.save(done.checkpoint, changes=done.changed or bool(unused))
     parts = [
         f"{done.optimizer_bytes:,} bytes of optimizer state" if done.dropped else "",
         f"{done.waste_bytes:,} bytes behind views" if done.compacted else "",
@@ -60,7 +60,7 @@ def slim(
     }
     details = (f"dropped {listed([printable(name) for name in done.dropped], 8)}",) if done.dropped else ()
     notes = (new_ties(done.twins, result.container),) if done.twins else ()
-    return written("slim", change.original, result, change.options, summary, facts=facts, details=details, notes=notes)
+    return change.written(result, summary, facts=facts, details=details, notes=notes)
 
 
 def _summary(saved: int, left_out: str, container: str) -> str:

@@ -13,7 +13,7 @@ from ckptool.errors import counted, listed, printable
 from ckptool.formats.opening import PathLike
 from ckptool.reports.written import Written
 from ckptool.transforms.rename import Renamed, strip
-from ckptool.verbs._save import Change, ChangeOptions, begin_change, written
+from ckptool.verbs._save import Change, ChangeOptions, begin_change
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,15 +34,15 @@ def strip_module(
     A file without such prefixes is copied as it is. Raises `Conflict` where two keys would become one or only some carry the prefix,
     `NoMatch` where a named prefix is on no key.
     """
-    change = begin_change("strip-module", file, at, options)
+    change = begin_change("strip-module", file, out, at, options)
     roots = model_state_dicts(change.part, named=change.named)
     renamed = strip(change.part, roots, several(prefix), partial=partial)
-    return renamed_file(change, renamed, out, clean="already clean: no wrapper prefix on any key")
+    return renamed_file(change, renamed, clean="already clean: no wrapper prefix on any key")
 
 
-def renamed_file(change: Change, renamed: Renamed, out: PathLike | None, clean: str) -> Written:
+def renamed_file(change: Change, renamed: Renamed, clean: str) -> Written:
     """Saves a renaming and reports it: what all verbs on keys do last."""
-    result = change.save(renamed.checkpoint, out, changes=renamed.changed > 0)
+    result = change.save(renamed.checkpoint, changes=renamed.changed > 0)
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     facts = {"changed": renamed.changed, "keys": renamed.total, "roots": roots}
     summary = f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean
@@ -54,10 +54,7 @@ def renamed_file(change: Change, renamed: Renamed, out: PathLike | None, clean: 
     details += [f"{printable(old)} → {printable(new)}" for old, new in renamed.examples]
     more = len(renamed.names) - len(renamed.examples)
     details += [f"… {more:,} more"] if more else []
-    notes = tuple(_old_names(change, renamed))
-    return written(
-        change.verb, change.original, result, change.options, summary, facts=facts, details=tuple(details), notes=notes
-    )
+    return change.written(result, summary, facts=facts, details=details, notes=_old_names(change, renamed))
 
 
 def _old_names(change: Change, renamed: Renamed) -> Iterator[Note]:

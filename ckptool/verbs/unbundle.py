@@ -20,7 +20,7 @@ from ckptool.output import check_folder, replace_folder
 from ckptool.reports.verify import refuse_damaged
 from ckptool.reports.written import Saved, Written
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
-from ckptool.verbs._save import SaveOptions, check_options, refuse_beside, verifier, written
+from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, verifier, written
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def unbundle(
     another are written for each. only: these members.  part: take also a file that is only a part of a checkpoint.
     Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that cannot be those of files.
     """
-    if folder is None or options.get("in_place", False):
+    if folder is None or options.get("in_place"):
         raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", "For example: -d gan")
-    check_options("unbundle", options)
+    output = output_of("unbundle", folder, options)
     only = several(only)
     opened = open_whole(file, part=part)
     checkpoint = opened.taken
-    container = _container(checkpoint, options)
-    refuse_beside(checkpoint, container)
+    container = _container(checkpoint, output)
+    refuse_extras(checkpoint, container)
     members = members_of(checkpoint)
     refuse_unnamed(checkpoint.tree)
     chosen = {key_of(members, name) for name in only} if only else set(members)
@@ -65,16 +65,16 @@ def unbundle(
         isinstance(checkpoint.tree, OrderedDict),
     )
     parts = {files[name]: _member(checkpoint, name, tree[name]) for name in files}
-    result = _save(parts, bundle_json.text(record), os.fspath(folder), container, checkpoint, options)
+    result = _save(parts, bundle_json.text(record), os.fspath(folder), container, checkpoint, output)
     summary = f"{counted(len(files), 'file')} and {bundle_json.NAME}"
     if values := len(tree) - len(files):
         summary += f", with {counted(values, 'plain value')}"
     facts = {"members": facts_of(rows)}
-    return written("unbundle", opened.checkpoint, result, options, summary, facts=facts, details=lines_of(rows))
+    return written(output, opened.checkpoint, result, summary, facts=facts, details=lines_of(rows))
 
 
-def _container(checkpoint: Checkpoint, options: SaveOptions) -> Format:
-    name = options.get("container") or (checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT)
+def _container(checkpoint: Checkpoint, output: Output) -> Format:
+    name = output.container or (checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT)
     if not (container := formats.by_name(name)).keeps_tree:
         raise UsageError(
             f"members cannot be written as {container.name}",
@@ -113,26 +113,25 @@ def _save(
     folder: str,
     container: Format,
     checkpoint: Checkpoint,
-    options: SaveOptions,
+    output: Output,
 ) -> Saved:
     """Writes all files as one folder, or looks whether that could be done."""
-    plan = _plan(parts, record, container, options.get("keep_unknown", False))
-    overwrite = options.get("overwrite", False)
+    plan = _plan(parts, record, container, output.keep_unknown)
     replaceable = {*_files_of(folder), *plan.files}
-    if options.get("dry_run", False):
-        check_folder(folder, overwrite=overwrite, replaceable=replaceable)
+    if output.dry_run:
+        check_folder(folder, overwrite=output.overwrite, replaceable=replaceable)
         return Saved(folder, container.name, "new folder", plan.nbytes, plan.nbytes)
     inputs: list[Input] = [checkpoint.source] if checkpoint.source is not None else []
-    if options.get("verify", False):
+    if output.verify:
         refuse_damaged(checkpoint)
     notes = replace_folder(
         plan,
         folder,
-        overwrite=overwrite,
+        overwrite=output.overwrite,
         replaceable=replaceable,
         inputs=inputs,
-        verify=_verifier(parts) if options.get("verify", False) else None,
-        progress=options.get("progress"),
+        verify=_verifier(parts) if output.verify else None,
+        progress=output.progress,
     )
     return Saved(folder, container.name, "new folder", plan.nbytes, plan.nbytes, notes)
 

@@ -20,7 +20,7 @@ from ckptool.reports.warm_start import LoadReport
 from ckptool.transforms.optimizer_state import as_state_dict, carried
 from ckptool.transforms.warm_start import filled
 from ckptool.transforms.warm_start_plan import WarmStartPlan, match_options, plan_warm_start
-from ckptool.verbs._save import SaveOptions, check_options, save
+from ckptool.verbs._save import Output, SaveOptions, output_of, save
 from ckptool.verbs.spec import find_target
 
 if TYPE_CHECKING:
@@ -60,20 +60,20 @@ def warm_start(
     wanted = match_options(
         rename, rules_file, only, exclude, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
     )
-    check_options("warm_start", options)
+    output = output_of("warm-start", out, options)
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
     plan = plan_warm_start(root, opened.path, target, wanted, remark)
     report = plan.report
     if suggest is not None and _has_rules(report):
-        check_target(suggest, overwrite=options.get("overwrite", False))
+        check_target(suggest, overwrite=output.overwrite)
     moved = _optimizer(opened.checkpoint, root, target, plan) if optimizer else None
     if moved is not None:
         report = replace(report, optimizer=moved.report)
     if out is not None and report.accepted:
-        report = _write(opened.checkpoint, root, target, plan, report, moved, out, options)
-    return report if suggest is None else _with_rules_file(report, suggest, options)
+        report = _write(opened.checkpoint, root, target, plan, report, moved, output)
+    return report if suggest is None else _with_rules_file(report, suggest, output)
 
 
 def _optimizer(checkpoint: Checkpoint, root: StateDict, target: Target, plan: WarmStartPlan) -> Any:
@@ -91,42 +91,40 @@ def _write(
     plan: WarmStartPlan,
     report: LoadReport,
     moved: Any,
-    out: PathLike,
-    options: SaveOptions,
+    output: Output,
 ) -> LoadReport:
-    if options.get("in_place", False):
+    if output.in_place:
         raise UsageError("warm-start writes a new file", "The checkpoint stays what it was.", "A new file: -o OUT")
     full = filled(target, plan.chosen)
     tree: Any = full.state_dict
     kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
     if moved is not None:
-        _refuse_tensors_only(out, kind, options)
+        _refuse_tensors_only(output, kind)
         tree = {WEIGHTS: tree, "optimizer_state_dict": as_state_dict(moved, _parameters(target))}
     parts = [(checkpoint.metadata, root.path)]
     if full.taken and target.checkpoint is not None:
         parts.append((target.checkpoint.metadata, ()))
     mark = marks.with_recovered_part({}, () if moved is None else (WEIGHTS,), marks.recovered_in_parts(parts))
     made = Checkpoint(tree, kind, mark, checkpoint.source)
-    _refuse_target(target, out, options)
-    saved = save("warm-start", checkpoint, made, out, options)
+    _refuse_target(target, output)
+    saved = save(output, checkpoint, made)
     notes = (*report.normalised, *saved.notes)
-    return replace(report, taken=full.taken, output=saved, normalised=notes, applied=not options.get("dry_run", False))
+    return replace(report, taken=full.taken, output=saved, normalised=notes, applied=not output.dry_run)
 
 
-def _refuse_target(target: Target, out: PathLike, options: SaveOptions) -> None:
+def _refuse_target(target: Target, output: Output) -> None:
     """The model's own checkpoint is replaced only where that was asked for."""
     source = target.checkpoint.source if target.checkpoint is not None else None
-    if source is not None and source.is_at(os.fspath(out)) and not options.get("overwrite", False):
+    if source is not None and source.is_at(output.path or "") and not output.overwrite:
         raise UsageError(
-            f"{printable(os.fspath(out))} is the target itself",
+            f"{printable(output.path or '')} is the target itself",
             "It was left as it is.",
             "Replace it: -f, or name another file.",
         )
 
 
-def _refuse_tensors_only(out: PathLike, kind: str, options: SaveOptions) -> None:
-    name = options.get("container")
-    container = formats.by_name(name) if name else formats.for_output(out, kind)
+def _refuse_tensors_only(output: Output, kind: str) -> None:
+    container = output.format(kind)
     if container.tensors_only:
         raise UsageError(
             f"{container.name} holds tensors under names, and no optimizer state",
@@ -139,16 +137,16 @@ def _has_rules(report: LoadReport) -> bool:
     return any(suggestion.rules for suggestion in report.suggestions)
 
 
-def _with_rules_file(report: LoadReport, path: PathLike, options: SaveOptions) -> LoadReport:
+def _with_rules_file(report: LoadReport, path: PathLike, output: Output) -> LoadReport:
     """Writes the suggestions as a rules file; where there are none, says so and writes nothing."""
     if not _has_rules(report):
         note = Note(
             "no-suggestions", f"no rules were found that would make more fit; {os.fspath(path)} was not written"
         )
         return replace(report, normalised=(*report.normalised, note))
-    if not options.get("dry_run", False):
+    if not output.dry_run:
         from ckptool.transforms.suggest import rules_file as rules_text
 
         plan = Plan({"": [InlineBytes(rules_text(report.suggestions).encode())]})
-        replace_file(plan, path, overwrite=options.get("overwrite", False))
+        replace_file(plan, path, overwrite=output.overwrite)
     return replace(report, rules_file=os.fspath(path))
