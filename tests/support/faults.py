@@ -12,19 +12,21 @@ import contextlib
 import errno
 import gc
 import io
-import json
 import os
 import pickle
 import random
 import signal
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from ckptool.training.prove.crash import FolderCalls, half_of
+from ckptool.training.prove.fork_server import ForkServer, serve
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,27 +79,24 @@ class Ended:
 # In the child --------------------------------------------------------------------------------------------------------
 
 
-class Faults:
+class Faults(FolderCalls):
     """Counts the events in one folder and does to them what the job says. Other threads' calls go through uncounted."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self.folder = os.path.realpath(job["folder"])
+        super().__init__(os.path.realpath(job["folder"]))
         self.how, self.at, self.number = job["how"], job["at"], job.get("number", 0)
         self.events: list[str] = []
         self.trace: list[tuple[Any, ...]] = []
-        self.known: dict[int, str] = {}
         self.thread = threading.get_ident()
         self.quiet = False
-        self.real_open, self.real_read, self.real_size = os.open, os.pread, os.fstat
+        self.real_read, self.real_size = os.pread, os.fstat
 
-    def install(self) -> None:
+    def install_all(self) -> None:
         import fcntl
 
         from ckptool.output import copying
 
-        for name in ERRORS:
-            if hasattr(os, name) and name != "makedirs":
-                setattr(os, name, self.wrapped(name, getattr(os, name)))
+        self.install(tuple(name for name in ERRORS if name != "makedirs"))
         fcntl.flock = self.wrapped("flock", fcntl.flock)  # type: ignore[assignment]
         real = copying._system_call
 
@@ -109,36 +108,8 @@ class Faults:
             if getattr(module, "__name__", "").startswith("ckptool") and getattr(module, "_system_call", None) is real:
                 module._system_call = system_call  # type: ignore[attr-defined]
 
-    def place(self, first: Any, options: dict[str, Any]) -> str | None:
-        """The path that a call is about, below the folder; None where it is none of ours."""
-        if isinstance(first, int):
-            return self.known.get(first)
-        if isinstance(first, (str, bytes, os.PathLike)):
-            path = os.fsdecode(first)
-            if (folder := options.get("dir_fd")) is not None:
-                if folder not in self.known:
-                    return None
-                path = os.path.join(self.folder, self.known[folder], path)
-            path = os.path.abspath(path)
-            if path == self.folder:
-                return "."
-            return path.removeprefix(self.folder + "/") if path.startswith(self.folder + "/") else None
-        return None
-
-    def wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            if self.quiet or threading.get_ident() != self.thread:
-                return real(*args, **options)
-            self.quiet = True
-            try:
-                about = [self.place(arg, options) for arg in (args[at] for at in ABOUT.get(name, (0,)))]
-            finally:
-                self.quiet = False
-            if not any(about):
-                return real(*args, **options)
-            return self.event(name, [part or "?" for part in about], real, args, options)
-
-        return call
+    def passes(self, name: str, args: tuple[Any, ...]) -> bool:
+        return self.quiet or threading.get_ident() != self.thread
 
     def event(
         self, name: str, about: list[str], real: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
@@ -149,7 +120,7 @@ class Faults:
         if here and self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if here and self.how == "half" and name in HALVES:
-            self.halved(name, real, args)
+            half_of(name, real, args)
             os.kill(os.getpid(), signal.SIGKILL)
         if (here and self.how == "error") or (number >= self.at and self.how == "broken" and name in WRITES):
             return self.failed(name)
@@ -175,11 +146,8 @@ class Faults:
         raise OSError(self.number, os.strerror(self.number))
 
     def halved(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if name in ("pwrite", "write"):
-            data = memoryview(args[1])
-            return real(args[0], data[: (len(data) + 1) // 2], *args[2:])
-        if name == "copy_file_range":
-            return real(args[0], args[1], (args[2] + 1) // 2, *args[3:])
+        if name in HALVES:
+            return half_of(name, real, args)
         if name == "pread":
             return real(args[0], (args[1] + 1) // 2, args[2])
         (buffer,) = args[1]
@@ -188,16 +156,10 @@ class Faults:
     def done(
         self, name: str, about: list[str], real: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        """The real call, and what is to be known of it afterwards: open descriptors, and for `trace` the bytes."""
-        if name == "close":
-            self.known.pop(args[0], None)
-        result = real(*args, **options)
-        if name == "open":
-            self.known[result] = about[0]
-            if args[1] & os.O_CREAT:
-                self.trace.append(("create", about[0]))
-        elif name == "dup":
-            self.known[result] = about[0]
+        """The real call; for `trace`, with what it wrote."""
+        result = super().event(name, about, real, args, options)
+        if name == "open" and args[1] & os.O_CREAT:
+            self.trace.append(("create", about[0]))
         elif self.how == "trace":
             self.traced(name, about, args, result)
         return result
@@ -225,16 +187,12 @@ class Faults:
             self.trace.append(("unknown", name))
 
 
-# Which arguments of a call say what it is about, where it is not the first.
-ABOUT = dict.fromkeys(("rename", "replace", "link", "copy_file_range"), (0, 1)) | {"renameat2": (1, 3)}
-
-
 def masked(name: str) -> str:
     """A name without what is random in it."""
     return "/".join("TEMPORARY" if part.startswith(TEMPORARY) else part for part in name.split("/"))
 
 
-def child(job: dict[str, Any]) -> None:
+def child(job: dict[str, Any]) -> int:
     """Runs the program in this process, and does not return."""
     scratch = job["scratch"]
     for number, name in ((1, "out"), (2, "err")):
@@ -257,27 +215,10 @@ def child(job: dict[str, Any]) -> None:
 
     os._exit = end  # type: ignore[assignment]
     sys.argv = ["ckptool", *job["words"]]
-    faults.install()
+    faults.install_all()
     from ckptool.cli import main
 
-    main()
-
-
-def serve_faults() -> None:
-    """Takes jobs, one a line, and answers each with how it ended."""
-    warm()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        process = os.fork()
-        if not process:
-            child(job)
-        if job["how"] == "shot":  # killed from outside, after so many seconds
-            import time
-
-            time.sleep(job["at"])
-            os.kill(process, signal.SIGKILL)
-        print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])), flush=True)
+    return main()
 
 
 VERBS = "strip-module add-module rename remap cast edit slim convert recover verify".split()
@@ -288,27 +229,19 @@ def warm() -> None:
     import importlib
     import pkgutil
 
-    for package in ("formats", "pickles", "transforms", "reports", "output"):
+    for package in ("formats", "pickles", "transforms", "reports", "output", "render"):
         for module in pkgutil.walk_packages(
             importlib.import_module(f"ckptool.{package}").__path__, f"ckptool.{package}."
         ):
             importlib.import_module(module.name)
-    combining = (
-        "verbs.average",
-        "verbs.bake",
-        "verbs.bundle",
-        "verbs.spec",
-        "verbs.unbundle",
-        "verbs.warm_start",
-    )
-    for name in ("render.json", "render.text", "render.warm_start", "cli.output", *combining):
-        importlib.import_module(f"ckptool.{name}")
     for name in ("numpy", "ml_dtypes", "yaml", "typer.core", "ctypes"):
         importlib.import_module(name)
     from ckptool.output import copying
 
     copying._system_call("fallocate")
     copying._system_call("sync_file_range")
+    for verb in ("average", "bake", "bundle", "spec", "unbundle", "warm_start"):
+        importlib.import_module(f"ckptool.verbs.{verb}")
     with contextlib.redirect_stderr(io.StringIO()):
         for verb in VERBS:
             importlib.import_module("ckptool.cli").main([verb, "/nowhere"])
@@ -324,29 +257,20 @@ class Bench:
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
         self.runs = 0
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.faults"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        if self.process.stdout.readline() != "ready\n":
-            self.close()
-            raise AssertionError("the warm process did not start")
+        self.server = ForkServer(str(scratch / "log"), module="tests.support.faults", cwd=str(ROOT))
 
     def close(self) -> None:
-        self.process.communicate()
+        self.server.__exit__(None, None, None)
 
     def run(self, folder: Path, words: list[str], how: str = "none", at: float = -1, number: int = 0) -> Ended:
         """Runs `ckptool WORDS` in `folder`; `how` and `at` say what happens to it at which event."""
-        assert self.process.stdin is not None and self.process.stdout is not None
         self.runs += 1
-        job = {"folder": str(folder), "scratch": str(self.scratch), "words": words}
-        self.process.stdin.write(json.dumps(job | {"how": how, "at": at, "number": number}) + "\n")
-        self.process.stdin.flush()
-        code = json.loads(self.process.stdout.readline())
+        job = {"folder": str(folder), "scratch": str(self.scratch), "how": how, "at": at, "number": number}
+        process = self.server.start(words, **job)
+        if how == "shot":  # killed from outside, after so many seconds
+            time.sleep(at)
+            os.kill(process, signal.SIGKILL)
+        code = self.server.wait()
         out, err = ((self.scratch / name).read_text("utf-8", "replace") for name in ("out", "err"))
         return Ended(code, out, err)
 
@@ -502,4 +426,5 @@ def _apply(data: bytearray, operation: tuple[Any, ...]) -> None:
 
 
 if __name__ == "__main__":
-    serve_faults()
+    warm()
+    serve(child)

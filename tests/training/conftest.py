@@ -21,10 +21,10 @@ def _switches() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Starts processes that begin with everything imported, and compute with one thread."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        made = ForkServer(str(tmp_path_factory.mktemp("nursery") / "stderr"))
+        made = ForkServer(str(tmp_path_factory.mktemp("server") / "stderr"))
     with made:
         yield made

@@ -309,11 +309,11 @@ def test_a_user_module_that_raises(typed: Typed, tmp_path: Path) -> None:
 
 
 def test_two_trainers_on_one_run(
-    typed: Typed, tmp_path: Path, nursery: ForkServer, monkeypatch: pytest.MonkeyPatch
+    typed: Typed, tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptool.training.runs.PATIENCE", 0.05)
     path = str(tmp_path / "run.yaml")
-    process = nursery.start(["train", path, "--set", "train.steps=1000000", "--set", f"run={tmp_path / 'runs' / 'x'}"])
+    process = server.start(["train", path, "--set", "train.steps=1000000", "--set", f"run={tmp_path / 'runs' / 'x'}"])
     while not list((tmp_path / "runs").rglob("*.pt")):
         pass
     before = (tmp_path / "runs" / "x" / "run.yaml").read_bytes()
@@ -326,7 +326,7 @@ def test_two_trainers_on_one_run(
     assert "written by another process" in err
     assert typed("prune", "runs/x", "-n")[0] == 0
     os.kill(process, 9)
-    assert nursery.wait() == -9
+    assert server.wait() == -9
     assert (tmp_path / "runs" / "x" / "run.yaml").read_bytes() == before
 
 

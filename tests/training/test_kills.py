@@ -56,8 +56,8 @@ SEVERAL: dict[str, dict[str, Any]] = {
 WAYS = ("KILL", "KILL in save", "KILL in prune", "TERM")
 
 
-def lab(path: Path, nursery: ForkServer, seed: int = 0, every: int = 0, **sections: Any) -> ProofRun:
-    return ProofRun(configured(config(**sections), STEPS, every), STEPS, str(path), random.Random(seed), nursery, str)
+def lab(path: Path, server: ForkServer, seed: int = 0, every: int = 0, **sections: Any) -> ProofRun:
+    return ProofRun(configured(config(**sections), STEPS, every), STEPS, str(path), random.Random(seed), server, str)
 
 
 def ends_the_same(made: ProofRun, kills: list[tuple[int, str, tuple[str, ...]]]) -> None:
@@ -75,8 +75,8 @@ def ends_the_same(made: ProofRun, kills: list[tuple[int, str, tuple[str, ...]]])
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_killed_three_times(name: str, tmp_path: Path, nursery: ForkServer) -> None:
-    made = lab(tmp_path, nursery, seed=len(name), **SEVERAL[name])
+def test_killed_three_times(name: str, tmp_path: Path, server: ForkServer) -> None:
+    made = lab(tmp_path, server, seed=len(name), **SEVERAL[name])
     ends_the_same(made, [(7, "KILL", ()), (16, "KILL in save", ()), (29, "KILL in prune", ())])
     if "fp16" in name:
         state = torch.load(made.last("killed"), weights_only=True)
@@ -85,17 +85,17 @@ def test_killed_three_times(name: str, tmp_path: Path, nursery: ForkServer) -> N
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SEVERAL)
-def test_killed_ten_times(name: str, tmp_path: Path, nursery: ForkServer) -> None:
+def test_killed_ten_times(name: str, tmp_path: Path, server: ForkServer) -> None:
     for seed in range(2):
-        made = lab(tmp_path / str(seed), nursery, seed=seed, **SEVERAL[name])
+        made = lab(tmp_path / str(seed), server, seed=seed, **SEVERAL[name])
         (tmp_path / str(seed)).mkdir()
-        steps = sorted(made.dice.sample(range(1, STEPS - 4), 10))
-        ends_the_same(made, [(at, made.dice.choice(WAYS[: 2 if at < 12 else 4]), ()) for at in steps])
+        steps = sorted(made.rng.sample(range(1, STEPS - 4), 10))
+        ends_the_same(made, [(at, made.rng.choice(WAYS[: 2 if at < 12 else 4]), ()) for at in steps])
 
 
-def test_workers_come_and_go(tmp_path: Path, nursery: ForkServer) -> None:
+def test_workers_come_and_go(tmp_path: Path, server: ForkServer) -> None:
     """Workers 0, 2, 0. Those that a killed trainer leaves behind do not hold the run."""
-    made = lab(tmp_path, nursery, every=5)
+    made = lab(tmp_path, server, every=5)
     ends_the_same(made, [(8, "KILL", ()), (20, "KILL", ("data.workers=2",)), (30, "TERM", ("data.workers=2",))])
 
 
@@ -103,16 +103,16 @@ def test_workers_come_and_go(tmp_path: Path, nursery: ForkServer) -> None:
 
 
 @pytest.mark.parametrize(("sent", "group", "code"), [("TERM", False, 143), ("TERM", True, 143), ("INT", True, 130)])
-def test_a_signal_saves_at_the_boundary(tmp_path: Path, nursery: ForkServer, sent: str, group: bool, code: int) -> None:
-    made = lab(tmp_path, nursery, every=1000)
+def test_a_signal_saves_at_the_boundary(tmp_path: Path, server: ForkServer, sent: str, group: bool, code: int) -> None:
+    made = lab(tmp_path, server, every=1000)
     made.train("reference", "data.workers=0")
     number = signal.Signals[f"SIG{sent}"]
     words = made.words("killed", "data.workers=2" if group else "data.workers=0", "stop.signals=[TERM,INT]")
-    process = nursery.start(words)
+    process = server.start(words)
     while made.logged("killed") < 5:
         time.sleep(0.001)
     (os.killpg if group else os.kill)(process, number)
-    assert nursery.wait() == code, nursery.said()
+    assert server.wait() == code, server.stderr_tail()
     stopped = list(Lines(os.path.join(made.run_of("killed"), "history.jsonl")).read())[-1]
     assert (stopped["event"], stopped["signal"]) == ("stop", int(number))
     assert 5 <= stopped["step"] < STEPS
@@ -122,11 +122,11 @@ def test_a_signal_saves_at_the_boundary(tmp_path: Path, nursery: ForkServer, sen
     assert made.end("killed") == made.end("reference")
 
 
-def test_a_run_stops_when_its_time_is_over(tmp_path: Path, nursery: ForkServer) -> None:
+def test_a_run_stops_when_its_time_is_over(tmp_path: Path, server: ForkServer) -> None:
     """`stop.after`: saved where it was, exit 0, and it goes on to the same end."""
-    made = lab(tmp_path, nursery, every=1000)
+    made = lab(tmp_path, server, every=1000)
     made.train("reference")
-    assert nursery.run(made.words("killed", "stop.after=0.0001")) == 0, nursery.said()
+    assert server.run(made.words("killed", "stop.after=0.0001")) == 0, server.stderr_tail()
     stopped = made.logged("killed")
     assert stopped < STEPS
     made.train("killed")
@@ -136,34 +136,34 @@ def test_a_run_stops_when_its_time_is_over(tmp_path: Path, nursery: ForkServer) 
 # Every file-system event ----------------------------------------------------------------------------------------------
 
 
-def test_some_file_system_events(tmp_path: Path, nursery: ForkServer) -> None:
+def test_some_file_system_events(tmp_path: Path, server: ForkServer) -> None:
     """One in nine of them; `make soak` takes all."""
-    count, lost = lab(tmp_path, nursery).every_event(first=1, stride=9)
+    count, lost = lab(tmp_path, server).every_event(first=1, stride=9)
     assert count >= 8
     assert not lost
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", [*SEVERAL, "async"])
-def test_every_file_system_event(name: str, tmp_path: Path, nursery: ForkServer) -> None:
+def test_every_file_system_event(name: str, tmp_path: Path, server: ForkServer) -> None:
     sections = SEVERAL.get(name, {"save": {"async": True}})
-    count, lost = lab(tmp_path, nursery, **sections).every_event()
+    count, lost = lab(tmp_path, server, **sections).every_event()
     assert count >= 60
     assert not lost
 
 
-def test_the_events_are_those_of_checkpoint_sidecar_and_prune(tmp_path: Path, nursery: ForkServer) -> None:
+def test_the_events_are_those_of_checkpoint_sidecar_and_prune(tmp_path: Path, server: ForkServer) -> None:
     """What a run leaves that dies in its first save: every stage of a commit is seen, in its order."""
-    made, stages = lab(tmp_path, nursery, every=2), []
+    made, stages = lab(tmp_path, server, every=2), []
     for number in range(0, 26, 2):
         crash = {"folder": made.run_of(f"run-{number}"), "part": "save", "step": 2, "at": number}
-        assert nursery.run(made.words(f"run-{number}"), crash=crash) == -signal.SIGKILL
+        assert server.run(made.words(f"run-{number}"), crash=crash) == -signal.SIGKILL
         names = os.listdir(os.path.join(made.run_of(f"run-{number}"), "checkpoints"))
         stages.append(tuple(sorted(os.path.splitext(name)[1] for name in names)))
     seen = list(dict.fromkeys(stages))
     assert seen == [(), (".tmp",), (".tmp", ".tmp"), (".json", ".tmp"), (".json", ".pt")]
     crash = {"folder": made.run_of("pruned"), "part": "prune", "step": 0, "at": 1}
-    assert nursery.run(made.words("pruned"), crash=crash) == -signal.SIGKILL
+    assert server.run(made.words("pruned"), crash=crash) == -signal.SIGKILL
     left = {os.path.splitext(name) for name in os.listdir(os.path.join(made.run_of("pruned"), "checkpoints"))}
     assert [stem for stem, suffix in left if (stem, ".pt") not in left]  # between the two deletions
 

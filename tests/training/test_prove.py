@@ -37,17 +37,17 @@ def task():
 """
 
 
-def proved(path: Path, nursery: ForkServer, steps: int = 30, kills: int = 5, **sections: Any) -> Proof:
+def proved(path: Path, server: ForkServer, steps: int = 30, kills: int = 5, **sections: Any) -> Proof:
     proof = Proof(steps)
-    made = ProofRun(configured(config(**sections), steps), steps, str(path), random.Random(1), nursery, str)
+    made = ProofRun(configured(config(**sections), steps), steps, str(path), random.Random(1), server, str)
     made.fill(proof, kills, exhaustive=False)
     return proof
 
 
-def test_a_run_is_proved(tmp_path: Path, nursery: ForkServer) -> None:
+def test_a_run_is_proved(tmp_path: Path, server: ForkServer) -> None:
     schedule = {"name": "step", "args": {"step_size": 7}}
     train = {"steps": 30, "precision": "fp16", "ema": 0.9}
-    proof = proved(tmp_path, nursery, optim={"main": {"lr": 0.01, "schedule": schedule}}, train=train)
+    proof = proved(tmp_path, server, optim={"main": {"lr": 0.01, "schedule": schedule}}, train=train)
     assert proof.proved
     assert [kill.signal for kill in proof.kills] == ["KILL", "KILL in save", "TERM", "KILL", "KILL in prune"]
     assert all((kill.resumed or 0) <= kill.at for kill in proof.kills)
@@ -60,9 +60,9 @@ def test_a_run_is_proved(tmp_path: Path, nursery: ForkServer) -> None:
     assert prove_json(proof)["proved"] is True
 
 
-def test_a_part_that_a_run_has_not_is_not_left_out(tmp_path: Path, nursery: ForkServer) -> None:
+def test_a_part_that_a_run_has_not_is_not_left_out(tmp_path: Path, server: ForkServer) -> None:
     """Plain SGD remembers nothing: there is nothing to forget."""
-    proof = proved(tmp_path, nursery, steps=8, kills=1, optim={"main": {"name": "sgd", "lr": 0.01}})
+    proof = proved(tmp_path, server, steps=8, kills=1, optim={"main": {"name": "sgd", "lr": 0.01}})
     assert proof.proved
     assert proof.without == dict.fromkeys(("optimizer", "scheduler", "scaler", "ema"))
     assert "without" not in prove_text(proof)
@@ -83,10 +83,10 @@ def test_a_run_with_chance_in_it_is_disproved(tmp_path: Path, capsys: pytest.Cap
     shutil.rmtree(kept)
 
 
-def test_a_run_that_fails_by_itself_is_no_proof(tmp_path: Path, nursery: ForkServer) -> None:
+def test_a_run_that_fails_by_itself_is_no_proof(tmp_path: Path, server: ForkServer) -> None:
     (tmp_path / "mine.py").write_text("def task():\n    raise ValueError('my own mistake')\n")
     with pytest.raises(RunFailed, match="exit code 2") as raised:
-        proved(tmp_path, nursery, task=f"{tmp_path / 'mine.py'}:task")
+        proved(tmp_path, server, task=f"{tmp_path / 'mine.py'}:task")
     assert "my own mistake" in raised.value.why
 
 
@@ -122,10 +122,10 @@ def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> Non
 def test_a_run_of_several_processes_is_proved(tmp_path: Path) -> None:
     """They start as torchrun starts them; a kill is for all of them, and where the one that writes dies, the others end
     too."""
-    with ForkServer(str(tmp_path / "stderr"), 2) as nursery:
+    with ForkServer(str(tmp_path / "stderr"), 2) as server:
         proof = Proof(24, 2)
         made = ProofRun(
-            configured(config(strategy="ddp"), 24), 24, str(tmp_path / "runs"), random.Random(2), nursery, str
+            configured(config(strategy="ddp"), 24), 24, str(tmp_path / "runs"), random.Random(2), server, str
         )
         (tmp_path / "runs").mkdir()
         made.fill(proof, 3, exhaustive=False)

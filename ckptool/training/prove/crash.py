@@ -1,6 +1,6 @@
-"""A training process that ends itself, as by SIGKILL, at its N-th file-system event: what `prove` kills inside a save.
+"""A process that ends itself, as by SIGKILL, at its N-th file-system event: what `prove` kills inside a save.
 
-Events are the calls by which a run changes its folder, each killed before it; a write is killed half done too.
+`FolderCalls` sees the calls of `os` by which a process touches a folder; the tests of output build on it, too.
 """
 
 from __future__ import annotations
@@ -8,27 +8,109 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-# Calls that are given a path, or a descriptor of a file below the folder.
-_OF_PATHS = ("open", "mkdir", "link", "rename", "replace", "unlink", "remove", "rmdir")
-_OF_FILES = ("write", "pwrite", "copy_file_range", "ftruncate", "fchmod", "fsync", "fdatasync", "dup", "close")
+Call = Callable[..., Any]
+
+# The calls by which a run changes its folder: of paths, and of descriptors of its files.
+CHANGES = (
+    *("open", "mkdir", "link", "rename", "replace", "unlink", "remove", "rmdir"),
+    *("write", "pwrite", "copy_file_range", "ftruncate", "fchmod", "fsync", "fdatasync", "dup", "close"),
+)
+# The arguments that say what a call is about, where it is not the first.
+_ABOUT = dict.fromkeys(("rename", "replace", "link", "copy_file_range"), (0, 1)) | {"renameat2": (1, 3)}
 
 
-@dataclass(slots=True)
-class Crash:
-    """Where to die. at: the number of the event.  part: count events of a `save` or a `prune` only, of the state after `step` or later."""
+class FolderCalls:
+    """The calls of `os` that touch a folder; `event` is called in place of each. known: files of it that are open."""
 
-    folder: str
-    at: int
-    part: str = ""
-    step: int = 0
-    armed: bool = True
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.known: dict[int, str] = {}
 
-    def event(self, half: Callable[[], Any] | None = None) -> None:
-        """Dies here if it is time; `half` does half of what was to be done first."""
+    def install(self, names: tuple[str, ...]) -> None:
+        """Watches the functions of `os` with these names, as far as there are any."""
+        for name in names:
+            if hasattr(os, name):
+                setattr(os, name, self.wrapped(name, getattr(os, name)))
+
+    def wrapped(self, name: str, real: Call) -> Call:
+        """A function that stands for `real`."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            if self.passes(name, args):
+                return real(*args, **options)
+            about = [self._place(args[at], options) for at in _ABOUT.get(name, (0,))]
+            if not any(about):
+                return real(*args, **options)
+            return self.event(name, [part or "?" for part in about], real, args, options)
+
+        return call
+
+    def passes(self, name: str, args: tuple[Any, ...]) -> bool:
+        """True for a call that is no event, wherever it goes."""
+        return False
+
+    def event(self, name: str, about: list[str], real: Call, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Makes the call. about: the paths that it is about, from the folder."""
+        if name == "close":
+            self.known.pop(args[0], None)
+        result = real(*args, **options)
+        if name in ("open", "dup"):
+            self.known[result] = about[0]
+        return result
+
+    def _place(self, first: Any, options: dict[str, Any]) -> str | None:
+        """The path below the folder of an argument; None where it is none of it."""
+        if isinstance(first, int):
+            return self.known.get(first)
+        if not isinstance(first, (str, bytes, os.PathLike)):
+            return None
+        path = os.fsdecode(first)
+        if (parent := options.get("dir_fd")) is not None:
+            if parent not in self.known:
+                return None
+            path = os.path.join(self.folder, self.known[parent], path)
+        path = os.path.abspath(path)
+        if path == self.folder:
+            return "."
+        return path.removeprefix(self.folder + os.sep) if path.startswith(self.folder + os.sep) else None
+
+
+def half_of(name: str, real: Call, args: tuple[Any, ...]) -> Any:
+    """Does half of a write or a copy."""
+    if name in ("pwrite", "write"):
+        data = memoryview(args[1])
+        return real(args[0], data[: (len(data) + 1) // 2], *args[2:])
+    return real(args[0], args[1], (args[2] + 1) // 2, *args[3:])
+
+
+class Crash(FolderCalls):
+    """Ends the process at an event, before it or, in a write, half done.
+
+    at: the number of the event.  part: count the events of a `save` or a `prune` only, of the state after `step` or later.
+    """
+
+    def __init__(self, folder: str, at: int, part: str = "", step: int = 0) -> None:
+        super().__init__(os.path.abspath(folder))
+        self.at, self.part, self.step, self.armed = at, part, step, not part
+        if part:
+            self._arm_in_part()
+        self.install(CHANGES)
+
+    def passes(self, name: str, args: tuple[Any, ...]) -> bool:
+        """True for opening a file to read it."""
+        changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY
+        return name == "open" and not (len(args) > 1 and args[1] & changes)
+
+    def event(self, name: str, about: list[str], real: Call, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Makes the call, if it is not yet time to end."""
+        self._count()
+        if name in ("write", "pwrite") and len(args[1]) > 1:
+            self._count(lambda: half_of(name, real, args))
+        return super().event(name, about, real, args, options)
+
+    def _count(self, half: Callable[[], Any] | None = None) -> None:
         if not self.armed:
             return
         if self.at <= 0:
@@ -37,76 +119,27 @@ class Crash:
             os.kill(os.getpid(), signal.SIGKILL)
         self.at -= 1
 
+    def _arm_in_part(self) -> None:
+        """Counts only while a checkpoint of `step` or later is written, or while older ones are deleted after it."""
+        from ckptool.training.store import Store
 
-def install_crash(folder: str, at: int, part: str = "", step: int = 0) -> None:
-    """Has this process kill itself before its event number `at` below a run's folder."""
-    crash = Crash(os.path.abspath(folder), at, part, step, armed=not part)
-    if part:
-        _arm_in(crash)
-    _watch(crash)
+        commit, remove = Store.commit, Store.remove
+        newest = 0
 
+        def committed(store: Store, step: int, *args: Any, **kwargs: Any) -> Any:
+            nonlocal newest
+            newest = step
+            self.armed = self.part == "save" and step >= self.step
+            saved = commit(store, step, *args, **kwargs)
+            if self.armed:  # it had fewer events
+                self.at = 0
+                self._count()
+            return saved
 
-def _watch(crash: Crash) -> None:
-    files: set[int] = set()
-    below = crash.folder + os.sep
+        def removed(store: Store, *args: Any, **kwargs: Any) -> None:
+            self.armed = self.part == "prune" and newest >= self.step
+            remove(store, *args, **kwargs)
+            self.armed = False
 
-    def of_path(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        opens = function is opened
-        inside = (
-            os.path.abspath(os.fspath(args[0])).startswith(below) if isinstance(args[0], (str, os.PathLike)) else False
-        )
-        if inside and not (opens and not _writes(*args, **kwargs)):
-            crash.event()
-        made = function(*args, **kwargs)
-        if opens and inside and _writes(*args, **kwargs):
-            files.add(made)
-        return made
-
-    def of_file(function: Callable[..., Any], fd: int, *args: Any, **kwargs: Any) -> Any:
-        if fd not in files:
-            return function(fd, *args, **kwargs)
-        crash.event()
-        if function in writers and len(args[0]) > 1:
-            crash.event(lambda: function(fd, memoryview(args[0])[: len(args[0]) // 2], *args[1:]))
-        if function is closed:
-            files.discard(fd)
-        made = function(fd, *args, **kwargs)
-        if function is doubled:
-            files.add(made)
-        return made
-
-    opened, closed, doubled, writers = os.open, os.close, os.dup, (os.write, os.pwrite)
-    for names, watched in ((_OF_PATHS, of_path), (_OF_FILES, of_file)):
-        for name in names:
-            if hasattr(os, name):
-                setattr(os, name, partial(watched, getattr(os, name)))
-
-
-def _writes(path: Any, flags: int = 0, *args: Any, **kwargs: Any) -> bool:
-    return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY))
-
-
-def _arm_in(crash: Crash) -> None:
-    """Counts events only while a checkpoint of `crash.step` or later is written, or while what is older is deleted after it."""
-    from ckptool.training.store import Store
-
-    commit, remove = Store.commit, Store.remove
-    newest = 0
-
-    def committed(store: Store, step: int, *args: Any, **kwargs: Any) -> Any:
-        nonlocal newest
-        newest = step
-        crash.armed = crash.part == "save" and step >= crash.step
-        made = commit(store, step, *args, **kwargs)
-        if crash.armed:  # it had fewer events
-            crash.at = 0
-            crash.event()
-        return made
-
-    def removed(store: Store, *args: Any, **kwargs: Any) -> None:
-        crash.armed = crash.part == "prune" and newest >= crash.step
-        remove(store, *args, **kwargs)
-        crash.armed = False
-
-    for name, function in (("commit", committed), ("remove", removed)):
-        setattr(Store, name, function)
+        for name, function in (("commit", committed), ("remove", removed)):
+            setattr(Store, name, function)

@@ -1,8 +1,8 @@
-"""Training processes for `prove`, each forked from one that has everything imported: torch alone takes seconds to import.
+"""Processes that are forked from one that has everything imported: torch alone takes seconds to import.
 
-Run as `python -m ckptool.training.prove.fork_server`: reads one request a line, forks, answers with the process's id and
-with how it ended. The server computes nothing itself, so its children begin like new processes. Several that train
-together (ddp) are one process group, and find each other by the variables that torchrun sets.
+`python -m ckptool.training.prove.fork_server` reads one request a line, forks, answers with the process's id and with
+how it ended. The server computes nothing itself, so its children begin like new processes. Several that train together
+(ddp) are one process group, and find each other by the variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from types import TracebackType
 from typing import IO, Any
 
 from ckptool.errors import RunFailed, printable
-from ckptool.training.prove.crash import install_crash
+from ckptool.training.prove.crash import Crash
 
 GRACE = 600.0  # seconds that one process may take
+Work = Callable[[dict[str, Any]], int]
+"""What a forked process does for a request; its exit code."""
 
 
 class ForkServer:
-    """The side of `prove`: starts one process at a time, and waits for it.
+    """Starts one process, or one group of processes, at a time, and waits for it.
 
-    log: where their stderr goes.  processes: how many train together, each time.
+    log: where their stderr goes.  processes: how many train together.  module: whose `main` calls `serve`.
     """
 
-    def __init__(self, log: str, processes: int = 1) -> None:
+    def __init__(
+        self, log: str, processes: int = 1, module: str = "ckptool.training.prove.fork_server", cwd: str | None = None
+    ) -> None:
         self.log, self.processes = log, processes
         self.child: int | None = None
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ckptool.training.prove.fork_server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-m", module], cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def __enter__(self) -> ForkServer:
@@ -53,16 +56,16 @@ class ForkServer:
         self.process.wait()
 
     def start(self, words: list[str], **request: Any) -> int:
-        """Starts `ckptool WORDS`; `crash`: where the first process kills itself. Returns its id, which is that of the group too."""
+        """Starts `ckptool WORDS`; `crash`: where the first process kills itself. Returns its id, and the group's."""
         pipe: IO[str] | Any = self.process.stdin
         pipe.write(json.dumps({"words": words, "log": self.log, "processes": self.processes, **request}) + "\n")
         pipe.flush()
-        self.child = self._answer(GRACE)
+        self.child = self._answer()
         return self.child
 
     def wait(self) -> int:
         """The exit code of what was started, negative for a signal; of several, that of the first which failed."""
-        code = self._answer(GRACE)
+        code = self._answer()
         self.child = None
         return code
 
@@ -76,7 +79,7 @@ class ForkServer:
         self.start(words, **request)
         return self.wait()
 
-    def said(self) -> str:
+    def stderr_tail(self) -> str:
         """The end of what was written to stderr."""
         try:
             with open(self.log, encoding="utf-8", errors="replace") as file:
@@ -84,42 +87,32 @@ class ForkServer:
         except OSError:
             return ""
 
-    def _answer(self, seconds: float) -> int:
+    def _answer(self) -> int:
         pipe: IO[str] | Any = self.process.stdout
-        if not select.select([pipe], [], [], seconds)[0]:
-            raise RunFailed(f"a training process took more than {seconds:.0f} seconds", "It was ended.")
+        if not select.select([pipe], [], [], GRACE)[0]:
+            raise RunFailed(f"a training process took more than {GRACE:.0f} seconds", "It was ended.")
         line = pipe.readline()
         if not line.strip().lstrip("-").isdigit():
             raise RunFailed("training processes cannot be started", printable(line.strip()))
         return int(line)
 
 
-def main() -> None:
-    """The other side: until its input ends."""
-    from importlib import import_module
+# The server ----------------------------------------------------------------------------------------------------------
 
-    # What the first step of an optimizer imports is there too.
-    for name in (
-        "torch",
-        "torch._dynamo",
-        "ckptool.cli",
-        "ckptool.cli.use",
-        "ckptool.bridge.modules",
-        "ckptool.training.start",
-    ):
-        import_module(name)
+
+def serve(work: Work) -> None:
+    """Answers requests until its input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
         request = json.loads(line)
         with suppress(OSError):
             os.truncate(request["log"], 0)
         children: list[int] = []
-        places = _places(request["processes"])
-        for place in places:
+        for place in _places(request["processes"]):
             group = children[0] if children else 0
             child = os.fork()
             if not child:
-                _child_main(request, group, place)
+                _child_main(work, request, group, place)
             with suppress(OSError):
                 os.setpgid(child, group or child)  # here too: it may be killed before it gets that far
             children.append(child)
@@ -128,7 +121,7 @@ def main() -> None:
 
 
 def _places(count: int) -> list[dict[str, str]]:
-    """What torchrun puts into the environment of each process; nothing for one that trains alone."""
+    """The variables that torchrun sets for each process; none for one that trains alone."""
     if count == 1:
         return [{}]
     with socket.socket() as free:
@@ -140,7 +133,7 @@ def _places(count: int) -> list[dict[str, str]]:
 
 
 def _end_of(children: list[int]) -> int:
-    """Waits for all of them. The code of the first that failed; the others are killed then, since they may wait for it."""
+    """Waits for all. The code of the first that failed; the others are killed then, since they may wait for it."""
     left, code = list(children), 0
     while left:
         ended, status = os.wait()
@@ -160,43 +153,46 @@ def _end_of(children: list[int]) -> int:
     return code
 
 
-def _child_main(request: dict[str, Any], group: int, place: dict[str, str]) -> None:
+def _child_main(work: Work, request: dict[str, Any], group: int, place: dict[str, str]) -> None:
     """The forked process: a program of its own, in a process group (0: in one of its own)."""
     code = 2
     try:
         with suppress(OSError):  # where the first one has ended already
             os.setpgid(0, group)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _told_its_place(place)
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd, target in ((null, 0), (null, 1), (log, 2)):
-            os.dup2(fd, target)
-        code = _done(request)
+        os.environ.update(place)
+        code = work(request)
         sys.stderr.flush()
     finally:
         os._exit(code)
 
 
-def _told_its_place(place: dict[str, str]) -> None:
-    """Tells a process its place among several, each of which computes in one thread, as torchrun has it."""
-    if place:
-        import torch
-
-        os.environ.update(place)
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)
+# Training ------------------------------------------------------------------------------------------------------------
 
 
-def _done(request: dict[str, Any]) -> int:
-    from importlib import import_module
-
-    if "forget" in request:
-        return 0 if import_module("ckptool.training.prove.proof").reset_part(*request["forget"]) else 1
+def _train(request: dict[str, Any]) -> int:
+    """Runs the command of a request, or resets a part of a checkpoint's state; only the log hears of it."""
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd, target in ((null, 0), (null, 1), (log, 2)):
+        os.dup2(fd, target)
+    if "reset" in request:
+        return 0 if import_module("ckptool.training.prove.proof").reset_part(*request["reset"]) else 1
+    if request["processes"] > 1 and "OMP_NUM_THREADS" not in os.environ:
+        import_module("torch").set_num_threads(1)  # as torchrun has it
     if "crash" in request and os.environ.get("RANK", "0") == "0":  # the one that writes
-        install_crash(**request["crash"])
+        Crash(**request["crash"])
     code: int = import_module("ckptool.cli").main(request["words"])
     return code
+
+
+def main() -> None:
+    """Serves training processes."""
+    # What the first step of an optimizer imports is there too.
+    names = ("torch", "torch._dynamo", "ckptool.cli", "ckptool.cli.use", "ckptool.bridge.modules")
+    for name in (*names, "ckptool.training.start"):
+        import_module(name)
+    serve(_train)
 
 
 if __name__ == "__main__":

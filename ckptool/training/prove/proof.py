@@ -1,8 +1,8 @@
-"""`prove`: that a run killed anywhere, any number of times, ends with the same bytes as one that was never killed.
+"""`prove`: a run killed anywhere, any number of times, ends with the same bytes as one that was never killed.
 
-A reference run is trained to its end. Another of the same configuration is killed at chosen steps, inside saves and inside prunes, and
-resumed, again and again; its last file must be byte for byte the same, and the step that it resumes from must never fall as the kills come
-later. Leaving a part of the state out must make the end differ, or that part is not needed, or not used.
+A reference run is trained to its end. Another of the same configuration is killed at chosen steps, inside saves and
+inside prunes, and resumed, again and again. Its last file must be byte for byte the same, and the steps that it resumes
+from must never fall. Resetting a part of the state must make the end differ, or that part is not needed, or not used.
 """
 
 from __future__ import annotations
@@ -19,26 +19,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from ckptool.errors import FileProblem, RunFailed, UsageError, counted, printable
 from ckptool.reports.training import Kill, Proof
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
-from ckptool.training.parallel import world_of
 from ckptool.training.prove.fork_server import ForkServer
-from ckptool.training.runs import read_config
-from ckptool.training.start import first_difference
 from ckptool.training.store import Lines, Store, file_digest, name_of
-from ckptool.training.trainer import build, gathered
 
-# Parts of the state that are left out, by the beginning of their keys.
-ABLATIONS = (
-    "optimizer",
-    "scheduler",
-    "scaler",
-    "ema",
-)
+ABLATIONS = ("optimizer", "scheduler", "scaler", "ema")  # parts of the state, by the beginning of their keys
 SAVES = 20  # in a run, so that there is something to resume from wherever it is killed
 EVENTS_OF = {"save": 24, "prune": 2}  # how far into a save, or a prune, a kill may come
 SWEPT_STEPS, SWEPT_EVERY = 4, 2  # the run that is killed at every file-system event, and how often it saves
@@ -60,16 +48,16 @@ def prove(
 ) -> Proof:
     """Proves a configuration in a folder of its own, which is deleted unless the proof fails.
 
-    steps: the length of the run.  kills: how many times it is killed.  seed: where.  exhaustive: a short run is killed at every file-system
-    event too.  processes: how many train together where the strategy is `ddp` (default: 2, or one for each GPU); all of them are killed.
-    say: told what is being done.  Raises `RunFailed` where a training process fails by itself.
+    steps: the length of the run.  kills: how many times it is killed.  seed: where.  exhaustive: kill a short run at every
+    file-system event, too.  processes: how many train together under `ddp` (default: 2, or one for each GPU).  say: called
+    with what is being done.  Raises `RunFailed` where a training process fails by itself.
     """
     proof = Proof(steps, processes_of(config, processes))
     folder = tempfile.mkdtemp(prefix="ckptool-prove-")
     try:
-        with ForkServer(os.path.join(folder, "stderr"), proof.processes) as nursery:
-            lab = ProofRun(configured(config, steps), steps, folder, random.Random(seed), nursery, say)
-            lab.fill(proof, kills, exhaustive)
+        with ForkServer(os.path.join(folder, "stderr"), proof.processes) as server:
+            run = ProofRun(configured(config, steps), steps, folder, random.Random(seed), server, say)
+            run.fill(proof, kills, exhaustive)
     finally:
         if proof.result and not proof.proved:
             proof.kept = folder
@@ -79,7 +67,7 @@ def prove(
 
 
 def processes_of(config: Config, wanted: int | None) -> int:
-    """How many processes train together. Raises `UsageError` where only one can, or where torchrun has started several of this one."""
+    """How many processes train together. Raises `UsageError` where only one can, or where torchrun started this one."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "torchrun started several processes of prove",
@@ -115,13 +103,13 @@ def configured(config: Config, steps: int, every: int = 0) -> Config:
 
 @dataclass(slots=True)
 class ProofRun:
-    """Runs of one configuration under names, in a folder. dice: where kills come.  nursery: what starts the processes."""
+    """Runs of one configuration under names, in a folder. rng: chooses where kills come.  server: starts processes."""
 
     config: Config
     steps: int
     folder: str
-    dice: random.Random
-    nursery: ForkServer
+    rng: random.Random
+    server: ForkServer
     say: Say
 
     def fill(self, proof: Proof, kills: int, exhaustive: bool) -> None:
@@ -156,12 +144,12 @@ class ProofRun:
 
     def train(self, name: str, *changes: str) -> None:
         """Trains a run to its end, from wherever it is."""
-        if code := self.nursery.run(self.words(name, *changes)):
+        if code := self.server.run(self.words(name, *changes)):
             raise self.failed(code)
 
     def failed(self, code: int) -> RunFailed:
-        said = "\n".join(map(printable, self.nursery.said().splitlines()))
-        return RunFailed(f"a training process ended with exit code {code}", said)
+        tail = "\n".join(map(printable, self.server.stderr_tail().splitlines()))
+        return RunFailed(f"a training process ended with exit code {code}", tail)
 
     def end(self, name: str) -> str:
         """The sha256 of a run's last checkpoint."""
@@ -176,31 +164,27 @@ class ProofRun:
     # Kills -------------------------------------------------------------------------------------------------------
 
     def plan(self, kills: int) -> list[tuple[int, str]]:
-        """The steps of the kills, in order, and how each comes: a run can be killed anywhere, and some come inside a save and a prune."""
-        steps = sorted(self.dice.randrange(1, self.steps) for _ in range(kills))
+        """The steps of the kills, in order, and how each comes; some come inside a save or a prune."""
+        steps = sorted(self.rng.randrange(1, self.steps) for _ in range(kills))
         ways = ["KILL", "KILL in save", "TERM", "KILL", "KILL in prune"]
         return list(zip(steps, [ways[number % len(ways)] for number in range(kills)], strict=True))
 
     def killed(self, at: int, how: str, *changes: str) -> tuple[int, str] | None:
-        """Goes on with the run and kills it at a step; where that was, and how. None where it came to its end before that."""
+        """Goes on with the run and kills it at a step; where that was, and how. None where it ended before that."""
         part = how.partition(" in ")[2]
         at = max(at, self.logged("killed") + 1)
         self.say(f"{how} at {at}")
         if part:
-            crash = {
-                "folder": self.run_of("killed"),
-                "part": part,
-                "step": at,
-                "at": self.dice.randrange(EVENTS_OF[part]),
-            }
-            self.nursery.start(self.words("killed", *changes), crash=crash)
+            event = self.rng.randrange(EVENTS_OF[part])
+            crash = {"folder": self.run_of("killed"), "part": part, "step": at, "at": event}
+            self.server.start(self.words("killed", *changes), crash=crash)
         else:
-            group = self.nursery.start(self.words("killed", *changes))
-            while self.logged("killed") < at and not self.nursery.ended():
+            group = self.server.start(self.words("killed", *changes))
+            while self.logged("killed") < at and not self.server.ended():
                 time.sleep(PAUSE)
-            if not self.nursery.ended():
+            if not self.server.ended():
                 os.killpg(group, signal.Signals[f"SIG{how}"])
-        code = self.nursery.wait()
+        code = self.server.wait()
         if code not in (0, -signal.SIGKILL, 128 + signal.SIGTERM):
             raise self.failed(code)
         return (self.logged("killed"), how) if code else None
@@ -218,14 +202,14 @@ class ProofRun:
     # Ablations ---------------------------------------------------------------------------------------------------
 
     def ablated(self, reference: str) -> dict[str, bool | None]:
-        """Whether the end differs when a part of the state is forgotten half way; None for a run that has no such part."""
+        """Whether the end differs when a part of the state is reset half way; None for a run without such a part."""
         self.train("half", f"train.steps={max(1, self.steps // 2)}")
         found: dict[str, bool | None] = {}
         for part in ABLATIONS:
             self.say(f"without {part}")
             name = f"without-{part}"
             shutil.copytree(self.run_of("half"), self.run_of(name))
-            code = self.nursery.run([], forget=[self.run_of(name), part], processes=1)
+            code = self.server.run([], reset=[self.run_of(name), part], processes=1)
             if code not in (0, 1):
                 raise self.failed(code)
             if not code:
@@ -254,37 +238,37 @@ class ProofRun:
     # Every file-system event -------------------------------------------------------------------------------------
 
     def every_event(self, first: int = 0, stride: int = 1) -> tuple[int, bool]:
-        """Kills a short run at every file-system event, and resumes each. How many there were, and whether a checkpoint was ever lost.
+        """Kills a short run at every file-system event, and resumes it. How many there were; whether any lost a checkpoint.
 
         Raises `RunFailed` where one of them ends with other bytes. first, stride: only some of the events.
         """
         config = configured(self.config, SWEPT_STEPS, SWEPT_EVERY)
-        lab = ProofRun(config, SWEPT_STEPS, os.path.join(self.folder, "events"), self.dice, self.nursery, self.say)
-        os.makedirs(lab.folder)
-        lab.train("reference")
-        reference, before, lost, count = lab.end("reference"), 0, False, 0
+        short = ProofRun(config, SWEPT_STEPS, os.path.join(self.folder, "events"), self.rng, self.server, self.say)
+        os.makedirs(short.folder)
+        short.train("reference")
+        reference, before, lost, count = short.end("reference"), 0, False, 0
         for number in range(first, MAX_EVENTS, stride):
             name = f"event-{number}"
             self.say(f"killed at event {number}")
-            code = self.nursery.run(lab.words(name), crash={"folder": lab.run_of(name), "at": number})
+            code = self.server.run(short.words(name), crash={"folder": short.run_of(name), "at": number})
             if code == 0:
                 break
             if code != -signal.SIGKILL:
                 raise self.failed(code)
-            lab.train(name)
-            steps, fell = resumes(lab.run_of(name))
+            short.train(name)
+            steps, fell = resumes(short.run_of(name))
             resumed = (steps or [0])[-1] or 0
-            if lab.end(name) != reference:
+            if short.end(name) != reference:
                 raise RunFailed(f"killed at event {number}, the run ended with other bytes")
-            # A save in the background and the loop take their events in an order of the moment: there only the run's own history tells.
+            # With save.async the order of events is by chance: there only the run's own history tells.
             lost |= fell or (resumed < before and not config.save.async_)
             before, count = resumed, count + 1
-            shutil.rmtree(lab.run_of(name))
+            shutil.rmtree(short.run_of(name))
         return count, lost
 
 
 def resumes(run: str) -> tuple[list[int | None], bool]:
-    """The steps that a run was resumed from, in order (None: it began again), and whether any of them was before what it had.
+    """The steps that a run was resumed from, in order (None: it began again), and whether it lost a checkpoint.
 
     It must never go on from before a checkpoint that it had finished, nor from before where it went on the last time.
     """
@@ -302,10 +286,18 @@ def resumes(run: str) -> tuple[list[int | None], bool]:
 
 
 def reset_part(folder: str, part: str) -> bool:
-    """Gives the newest checkpoint of a run that part of the state which a new trainer has. False if the run has none, or it is empty.
+    """Resets a part of the state in the newest checkpoint of a run, as a saver leaves it that does not know of the part.
 
-    part: `optimizer`, `scheduler`, `scaler` or `ema`. A forgotten average starts again from the weights.
+    part: `optimizer`, `scheduler`, `scaler` or `ema`; an average starts again from the weights. False if the run has no
+    such part, or it is empty.
     """
+    import torch
+
+    from ckptool.training.parallel import world_of
+    from ckptool.training.runs import read_config
+    from ckptool.training.start import first_difference
+    from ckptool.training.trainer import build, gathered
+
     number, config = read_config(folder)
     store = Store(folder, number)
     newest = store.all()[-1]
@@ -318,9 +310,6 @@ def reset_part(folder: str, part: str) -> bool:
     fresh = {key: tree[key.replace(part, "model", 1)] if part == "ema" else new[key] for key in keys}
     if not first_difference({key: tree[key] for key in keys}, fresh):
         return False  # plain SGD remembers nothing
-    tree.update(fresh)
-    facts = {
-        key: value for key, value in (newest.sidecar or {}).items() if key not in ("run", "step", "bytes", "sha256")
-    }
-    store.commit(newest.step, tree, facts)
+    facts = {k: value for k, value in (newest.sidecar or {}).items() if k not in ("run", "step", "bytes", "sha256")}
+    store.commit(newest.step, tree | fresh, facts)
     return True
