@@ -1,7 +1,8 @@
 """Loading a checkpoint into a live `nn.Module`, and live modules as targets.
 
-Names are those of `state_dict()`: parameters and persistent buffers, module by module. Loading is a plan that is accepted
-first: nothing of the model changes unless the whole of it is; then the tensors that it names change, and nothing else.
+Names are those of `state_dict()`: parameters and persistent buffers, module by module. Loading is a plan that is
+accepted first: nothing of the model changes unless the whole of it is; then the tensors that it names change, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class _Slot:
         held[self.attribute] = tensor
 
 
-# Models as targets -----------------------------------------------------------------------------------------------------
+# Models as targets ---------------------------------------------------------------------------------------------------
 
 
 def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
-    """The module inside DataParallel, DistributedDataParallel and `torch.compile`; `averages`: inside `AveragedModel` too.
+    """The module inside DataParallel, DistributedDataParallel and `torch.compile`; averages: and `AveragedModel`.
 
     Raises `Unsupported` for FSDP, whose tensors are pieces of the real ones.
     """
@@ -92,7 +93,7 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
 
 
 def _expected(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> dict[str, Expected]:
-    """The tensors that a model expects. Raises `Unsupported` naming tensors of classes that only their own code can fill."""
+    """The tensors that a model expects. Raises `Unsupported` for those that only code of their own can fill."""
     odd = [
         f"{printable(name)} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN
     ]
@@ -175,7 +176,7 @@ def _values(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return nodes
 
 
-# Loading ---------------------------------------------------------------------------------------------------------------
+# Loading -------------------------------------------------------------------------------------------------------------
 
 
 def load_into(
@@ -198,14 +199,14 @@ def load_into(
 ) -> LoadReport:
     """Loads what fits of a checkpoint into a live model, all of the plan or nothing, and reports it name by name.
 
-    checkpoint: a path, `FILE#ADDRESS`, or what `ckptool.open` gave; its tensors are mapped, not read into memory.
-    at: the weights in it, where there are several.  rename, rules_file: rules `OLD => NEW` for its keys.
-    only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for other shapes.
-    min_loaded: the least share of the model's values, 0 to 1.  missing: patterns for the only names that may be missing.
-    strict: no missing and no unexpected names.  assign: put new tensors in place of the model's instead of copying into
-    them; by default where those are on the meta device.  optimizer: gets the state of the parameters that are loaded.
-    dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share, one shard.
-    Raises `PlanRefused` (with its `report`) and what opening raises; then no tensor of the model has changed.
+    checkpoint: a path, `FILE#ADDRESS`, or what `ckptool.open` gave; its tensors are mapped, not read into memory. at:
+    the weights in it, where there are several.  rename, rules_file: rules `OLD => NEW` for its keys. only, exclude:
+    patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for other shapes.  min_loaded: the
+    least share of the model's values, 0 to 1.  missing: patterns for the only names that may be missing.  strict: no
+    missing and no unexpected names.  assign: put new tensors in place of the model's instead of copying into them; by
+    default where those are on the meta device.  optimizer: gets the state of the parameters that are loaded. dry_run:
+    only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share, one shard. Raises
+    `PlanRefused` (with its `report`) and what opening raises; then no tensor of the model has changed.
     """
     options = match_options(
         rename, rules_file, only, exclude, missing, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
@@ -249,7 +250,7 @@ def _weights(
 
 
 def _with_counters(plan: WarmStartPlan, slots: Mapping[str, _Slot]) -> WarmStartPlan:
-    """The plan with zeros for the counters that an older file does not have, where the model's own are on the meta device."""
+    """The plan with zeros for counters that an older file lacks, where the model's are on the meta device."""
     names = [
         name for name in plan.report.supplied if slots[name].tensor.device.type == "meta" and name.endswith(COUNTER)
     ]
@@ -324,7 +325,7 @@ def _passing(model: nn.Module) -> Iterable[Note]:
         yield Note("meta-buffers", f"buffers that are not saved stay on the meta device: {listed(names)}")
 
 
-# Carrying it out ---------------------------------------------------------------------------------------------------------
+# Changes -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -386,7 +387,7 @@ def _is_mapped(entry: TensorEntry) -> bool:
     return isinstance(entry.storage.data, FileRange) and not entry.storage.deduplicated
 
 
-# Optimizers --------------------------------------------------------------------------------------------------------------
+# Optimizers ----------------------------------------------------------------------------------------------------------
 
 
 def _for_optimizer(
@@ -398,7 +399,7 @@ def _for_optimizer(
     slots: Mapping[str, _Slot],
     assign: bool | None,
 ) -> Carried:
-    """The state for a live optimizer. Raises `UsageError` where it is not one of this model, or would be left with old tensors."""
+    """The state for a live optimizer. Raises `UsageError` if it is not of this model, or would keep old tensors."""
     names = _names_in(optimizer, slots)
     if any(assign or slots[name].tensor.device.type == "meta" for name in names):
         raise UsageError(

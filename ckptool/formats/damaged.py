@@ -1,7 +1,8 @@
 """The checkpoint in a damaged file: the tree, with the tensors that are whole and stand-ins for the others.
 
-Of a zip, what the records' checksums prove (`zip/salvage`); of a safetensors file, which has none, what its header says.
-Where the pickle of a zip is lost, nobody can tell which bytes are which tensor: the records are given as bytes, by name.
+Of a zip, what the records' checksums prove (`zip/salvage`); of a safetensors file, which has none, what its header
+says. Where the pickle of a zip is lost, nobody can tell which bytes are which tensor: the records are given as bytes,
+by name.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ def _earlier_state(source: Source, walk: Walk, error: CkptoolError) -> Archive:
 
 
 def _listed(archive: Archive) -> tuple[list[Piece], str]:
-    """The records of a directory, each with the name that its own header confirms, or that the pickle does; their root."""
+    """The records of a directory, with the names that their own headers or the pickle confirm; their root."""
     pieces = []
     for record in archive.by_offset():
         piece = Piece(record.name, record.header, record.data_at, record.stored, record.size, record.method, record.end)
@@ -254,7 +255,7 @@ def _descriptor_crc(archive: Archive, record: Record) -> tuple[int, ...]:
 
 
 def _again(walk: Walk) -> Walk:
-    """The walk with the pickle known from the start, where it stands behind the storages and only the directory proves it."""
+    """The walk with the pickle known from the start, if it is behind the storages and only the directory proves it."""
     named = [piece for piece in walk.pieces if walk.mentions.get(piece.header, ("",))[0] == piece.name]
     pickles = [piece for piece in named if is_pickle(piece.name) and not piece.why]
     if walk.sizes.root or len(pickles) != 1:
@@ -265,7 +266,7 @@ def _again(walk: Walk) -> Walk:
 
 
 def _settle_names(walk: Walk) -> None:
-    """Believes names that the order does not prove where a directory says the same, or no other storage has the size."""
+    """Believes names that the order does not prove if a directory says the same, or no other storage has the size."""
     counts = Counter(walk.sizes.of.values())
     for piece in walk.pieces:
         name, crc, size = walk.mentions.get(piece.header, ("", 0, -1))
@@ -280,7 +281,7 @@ def _settle_names(walk: Walk) -> None:
 
 
 def _prove(source: Readable, pieces: list[Piece], progress: Progress | None = None) -> bool:
-    """Computes the checksum of every piece not known to be lost, and says in `why` which are; False if none is stored."""
+    """Checks the checksum of every piece not known to be lost; `why` says which are. False if none is stored."""
     checked = any(claim for piece in pieces for claim in piece.claims)
     archive = Archive(source, 0, 0, b"")
     whole = [piece for piece in pieces if not piece.why]

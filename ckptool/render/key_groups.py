@@ -1,8 +1,9 @@
 """Keys in few lines, exactly: `layer.{0..11}.attn.{weight, bias}` stands for those 24 keys and no others.
 
-Keys are taken apart at their dots. What differs in one part only becomes one group, from the last part to the first. Numbers are
-sorted, three or more that follow each other are a range: `{0..3, 7}`. Names stay in the order in which they were given. A brace or
-backslash of a name's own is written with a backslash, a comma only where it could be taken for the end of an alternative.
+Keys are taken apart at their dots. What differs in one part only becomes one group, from the last part to the first.
+Numbers are sorted, three or more that follow each other are a range: `{0..3, 7}`. Names stay in the order in which they
+were given. A brace or backslash of a name's own is written with a backslash, a comma only where it could be taken for
+the end of an alternative.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Group:
 
 
 class _Part(NamedTuple):
-    """The alternatives of one part of a key: `before`, then one of `middles`, then `after`. numbers: whether the middles are numbers."""
+    """The alternatives of one part of a key: `before`, one of `middles`, `after`. numbers: all middles are numbers."""
 
     before: str
     middles: tuple[str, ...]
@@ -51,7 +52,7 @@ _Row = tuple[int, ...]  # the parts of a key or a group, by their numbers in `_P
 
 
 def grouped(keys: Iterable[str]) -> list[Group]:
-    """The keys in groups, each exactly the keys that its text stands for, in natural order: `layer.2` before `layer.10`.
+    """The keys in groups, each the keys that its text stands for, in natural order: `layer.2` before `layer.10`.
 
     A key that is given twice counts once. The time is proportional to the number of keys.
     """
@@ -76,8 +77,8 @@ def grouped(keys: Iterable[str]) -> list[Group]:
 class _Parts:
     """Every part once, by a number, which is what rows are compared by.
 
-    frames: for each part what parts have in common that differ in one number only; names: the same for parts that differ as names.
-    What can be joined with nothing has its own number there.
+    frames: for each part what parts have in common that differ in one number only; names: the same for parts that
+    differ as names. What can be joined with nothing has its own number there.
     """
 
     def __init__(self) -> None:
@@ -153,7 +154,7 @@ class _Natural:
 
     @staticmethod
     def _piece(piece: str) -> tuple[str | int, ...]:
-        """Text and numbers in turn, text first. A number of more digits than 18 sorts by its length: int() is slow for thousands."""
+        """Text and numbers in turn, text first. A number of more than 18 digits sorts by its length: int() is slow."""
         split: list[str | int] = list(_DIGITS.split(piece))
         split[1::2] = [
             int(str(digits)) if len(str(digits)) < 19 else 10**18 + len(str(digits)) for digits in split[1::2]

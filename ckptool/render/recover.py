@@ -37,7 +37,7 @@ def _verdict(done: Recovery, style: Style) -> list[str]:
     if done.raw:
         return [
             f"{name}: {style.yellow('bytes only')}, {records}",
-            "  its pickle is lost, which alone says what is which tensor: each record is given as bytes, under its own name",
+            "  its pickle is lost, which alone says what is which tensor: each record is given as bytes, by its name",
         ]
     if done.complete and not (done.damage or done.how):
         return [f"{name}: {style.green('nothing is missing')}, {counted(done.tensors or 0, 'tensor')} ({records})"]
@@ -64,7 +64,7 @@ def _lost(done: Recovery, style: Style) -> list[str]:
 def _filled(done: Recovery, style: Style) -> list[str]:
     lines = []
     if done.filled:
-        title = f"filled in from {printable(done.filled_from)} ({len(done.filled):,}); the output says so wherever it is opened"
+        title = f"filled in from {printable(done.filled_from)} ({len(done.filled):,}); every later inspect reports it"
         rows = [printable(here) + ("" if here == there else f" from {printable(there)}") for here, there in done.filled]
         lines += [style.bold(title), *_few([f"  {row}" for row in rows])]
     if done.refused:

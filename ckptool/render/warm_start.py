@@ -22,7 +22,7 @@ Row = tuple[str, int, list[str]]  # what, how many, and which, a line each
 
 @provides("text", LoadReport)
 def warm_start_text(report: LoadReport, *, style: Style = PLAIN) -> str:
-    """How much of the target is loaded, then each kind of name, grouped, then why the plan is not accepted or what was written."""
+    """The share of the target that is loaded, each kind of name, grouped, then the refusals or the output."""
     lines = [_head(report, style)]
     for what, count, told in _rows(report):
         lines.append(f"{style.bold(what)} {count:,}")
@@ -83,7 +83,7 @@ def _groups(names: Sequence[str]) -> list[str]:
 
 
 def _mismatches(facts: Sequence[Mismatch]) -> list[str]:
-    """A line for each group of names that differ in the same way, and where they come from if that is called otherwise."""
+    """A line for each group of names that differ in the same way, with their sources where these have other names."""
     alike: dict[str, dict[str, str]] = {}
     for fact in facts:
         have, want = (
@@ -127,13 +127,9 @@ def _suggestions(report: LoadReport, style: Style) -> list[str]:
     lines = [style.bold("perhaps")]
     for suggestion in report.suggestions:
         lines += [f"  {style.cyan('--rename ' + _quoted(rule))}" for rule in suggestion.rules]
-        told = (
-            [
-                f"{suggestion.agree:,} of {counted(suggestion.total, 'shape')} {form(suggestion.agree, 'agrees', 'agree')}"
-            ]
-            if suggestion.rules
-            else []
-        )
+        agree = form(suggestion.agree, "agrees", "agree")
+        count = f"{suggestion.agree:,} of {counted(suggestion.total, 'shape')} {agree}"
+        told = [count] if suggestion.rules else []
         told += [printable(suggestion.why)] if suggestion.why else []
         told += [] if suggestion.unambiguous or not suggestion.rules else ["ambiguous: look before you use it"]
         lines.append(("    " if suggestion.rules else "  ") + "; ".join(told))

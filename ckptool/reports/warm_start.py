@@ -159,7 +159,7 @@ class LoadReport:
     def require(self, min_loaded: float | None = None, missing: str | Sequence[str] | None = None) -> LoadReport:
         """Raises `PlanRefused` unless this share (0 to 1) is loaded, and only names that match `missing` are not.
 
-        Returns the report itself. missing: patterns as in `--only`; None for whatever is missing.
+        Returns the report itself.  missing: patterns as in `--only`; None for whatever is missing.
         """
         if found := unmet(self, min_loaded, missing):
             raise refusal(self, found)

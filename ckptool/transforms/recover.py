@@ -1,4 +1,4 @@
-"""The tree of a damaged checkpoint without the tensors that are lost, or with those of another checkpoint in their place."""
+"""The tree of a damaged checkpoint without its lost tensors, or with those of another checkpoint in their place."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _broken_slots(tree: Any, gone: set[int]) -> tuple[set[tuple[int, Any]], list
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """Tensors that another checkpoint gives, by the id of the lost one; (address, address there), (address, why not)."""
+    """Tensors of another checkpoint, by the id of the lost one; (address, address there), (address, why not)."""
 
     new: dict[int, Any] = field(default_factory=dict)
     filled: list[tuple[str, str]] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """New keys for model roots: wrapper prefixes off and on, and rules.
 
-Whatever happens to the keys happens to what refers to them: a state dict's `_metadata` (by module path), and the names that
-an optimizer keeps of its parameters. Two keys that become one are an error, never last-wins.
+Whatever happens to the keys happens to what refers to them: a state dict's `_metadata` (by module path), and the names
+that an optimizer keeps of its parameters. Two keys that become one are an error, never last-wins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rename = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """The result of a renaming: the checkpoint, how many keys changed of how many, by root, and the names that changed, old to new."""
+    """The renamed checkpoint, the keys that changed of how many, also by root, and the names, old to new."""
 
     checkpoint: Checkpoint
     changed: int
@@ -43,10 +43,10 @@ class Renamed:
 def strip(
     checkpoint: Checkpoint, roots: Sequence[StateDict], prefixes: Sequence[str] = (), *, partial: bool = False
 ) -> Renamed:
-    """Takes wrapper prefixes off the keys of `roots`, or instead the named `prefixes`, in the order in which they are given.
+    """Takes wrapper prefixes off the keys of `roots`, or instead the named `prefixes`, in the order given.
 
-    Raises `Conflict` where only some keys of a root carry `module.` (or a named prefix), unless `partial`, and where two keys would
-    become one; `NoMatch` where a named prefix is on no key; `UsageError` for an empty prefix.
+    Raises `Conflict` where only some keys of a root carry `module.` (or a named prefix), unless `partial`, and where
+    two keys would become one; `NoMatch` where a named prefix is on no key; `UsageError` for an empty prefix.
     """
     if "" in prefixes:
         raise UsageError("the prefix is empty", "There would be nothing to take off.", "For example: --prefix 'model.'")
@@ -91,8 +91,8 @@ def _refuse_mixed(root: StateDict, names: Sequence[str], prefix: str, named: boo
     if 0 < len(without) < len(names):
         where = printable(root.address) or "the file"
         raise Conflict(
-            f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {where} begin with {printable(prefix)!r}; "
-            f"without it: {listed(without, 3)}",
+            f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {where} begin with "
+            f"{printable(prefix)!r}; without it: {listed(without, 3)}",
             "A wrapper would have put it on all of them; this may be a submodule of that name.",
             "Take it off where it is: --partial",
         )
@@ -200,7 +200,7 @@ def _renamed_root(node: dict[Any, Any], names: dict[str, str], rename: Rename, g
 def _renamed_metadata(
     metadata: dict[Any, Any], names: dict[str, str], rename: Rename, gone: Collection[str]
 ) -> dict[Any, Any]:
-    """`_metadata` by the new module paths. Where a wrapper and what it wraps become one path, the wrapped module's entry stays."""
+    """`_metadata` by the new module paths. Where a wrapper and its module become one path, the module's entry stays."""
     depth: dict[str, int] = {}
     items: dict[Any, Any] = {}
     modules = _module_names(names)
@@ -236,7 +236,7 @@ def _renamed_module(path: str, rename: Rename, modules: dict[str, str]) -> str:
 
 
 def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str]) -> dict[int, Any]:
-    """Replacements for the parts of an optimizer that name parameters: `param_names`, and string ids in `params` and `state`."""
+    """Replacements for an optimizer's names of parameters: `param_names`, string ids in `params` and `state`."""
     replaced: dict[int, Any] = {}
 
     def renamed(name: Any) -> Any:

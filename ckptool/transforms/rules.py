@@ -66,9 +66,9 @@ def refuse_idle(rules: Sequence[Rule], used: Collection[int], matches: str, why:
 def parse_rule(text: str, place: str = "") -> Rule:
     """A rule from its text: `'blocks.{n}.attn.* => layers.{n}.self_attn.*'`, or `'re:^enc\\.(.*)$ => encoder.\\1'`.
 
-    `*` stands for anything, dots included; `{name}` for something without a dot. `{n+1}` on the right is a sum; `{n}` is
-    then digits. Raises `UsageError` for a rule without `=>`, with a variable on the right that the left does not have, with
-    a brace that is no variable (`\\{` is a brace), or an invalid regular expression.
+    `*` stands for anything, dots included; `{name}` for something without a dot. `{n+1}` on the right is a sum; `{n}`
+    is then digits. Raises `UsageError` for a rule without `=>`, with a variable on the right that the left does not
+    have, with a brace that is no variable (`\\{` is a brace), or an invalid regular expression.
     """
     where = f"{place}: " if place else ""
     sides = _ARROW.split(text.strip())
@@ -211,7 +211,7 @@ def read_rules(path: str) -> list[Rule]:
 
 
 def _place_in(text: str, error: Any) -> tuple[int, str]:
-    """The line of a YAML error and what is wrong there; of a character that YAML does not have, PyYAML gives the offset."""
+    """The line of a YAML error and the problem; for an invalid character, PyYAML gives the offset only."""
     if (mark := getattr(error, "problem_mark", None)) is not None:
         return mark.line + 1, printable(str(error.problem))
     if isinstance(at := getattr(error, "position", None), int):

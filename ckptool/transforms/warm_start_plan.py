@@ -1,7 +1,7 @@
 """The plan of a warm start: which tensor of a checkpoint goes under which name of a target, before anything is changed.
 
-Only names, shapes and dtypes are looked at. Values are read where two names of the checkpoint would become one tied tensor
-of the target, and, up to so many bytes, to say whether a smaller dtype loses any.
+Only names, shapes and dtypes are looked at. Values are read where two names of the checkpoint would become one tied
+tensor of the target, and, up to so many bytes, to say whether a smaller dtype loses any.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
 
 @dataclass(frozen=True, slots=True)
 class MatchOptions:
-    """The user's wishes. only, exclude: patterns for names of the target, or of the checkpoint as they are after `rules`.
+    """The wishes for a plan. only, exclude: patterns for names of the target, or of the checkpoint after `rules`.
 
-    on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor; `slice` takes the first part of a larger
-    one; `pad` puts a smaller one into the first corner of the target's.  min_loaded: the least share of values.
+    on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor; `slice` takes the first part of a
+    larger one; `pad` puts a smaller one into the first corner of the target's.  min_loaded: the least share of values.
     missing: patterns for the only names that may be missing.
     """
 
@@ -80,7 +80,7 @@ def match_options(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """The tensor that is loaded under a name. part: the shape of the first corner that is loaded; None for all of it."""
+    """The tensor that is loaded under a name. part: the shape of the first corner to load; None for all of it."""
 
     source: str
     tensor: Tensor
@@ -100,8 +100,8 @@ class _Draft:
     """The plan so far.
 
     names: name in the checkpoint -> its name after the rules.  pairs: name of the target -> name in the checkpoint.
-    unwrapped: keys of the checkpoint that a rule matched without their prefix.  excluded: names that are not to be loaded.
-    supplied: names that torch's own modules give a value where an older file has none.
+    unwrapped: keys of the checkpoint that a rule matched without their prefix.  excluded: names that are not to be
+    loaded.  supplied: names that torch's own modules give a value where an older file has none.
     """
 
     target: Target
@@ -125,8 +125,8 @@ def plan_warm_start(
 ) -> WarmStartPlan:
     """The plan of loading the tensors of `root` into `target`. source: the name of the checkpoint.
 
-    Raises `NoMatch` for a rule or pattern that matches nothing, `Conflict` where two keys would become one, `UsageError`
-    for an unknown `on_mismatch`.
+    Raises `NoMatch` for a rule or pattern that matches nothing, `Conflict` where two keys would become one,
+    `UsageError` for an unknown `on_mismatch`.
     """
     if options.on_mismatch not in ON_MISMATCH:
         raise UsageError(
@@ -163,7 +163,7 @@ def _choices(root: StateDict, remark: str, target: Target) -> list[Note]:
 
 
 def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[str, str], list[str]]:
-    """Each key with its name by the first rule that matches it or the key without its wrappers; and the keys of the latter."""
+    """Each key with its name by the first rule that matches it or its form without wrappers; the keys of the latter."""
     used: set[int] = set()
     names, unwrapped = {}, []
     for key in tensors:
@@ -234,7 +234,7 @@ def _accept_like_torch(draft: _Draft, metadata: Any) -> None:
 
 
 def _exclude(draft: _Draft, options: MatchOptions) -> None:
-    """Takes out names that are not to be loaded, by patterns for names of the target and renamed ones of the checkpoint."""
+    """Takes out names that are not to be loaded, by patterns for names of the target and of the renamed checkpoint."""
     if not (options.only or options.exclude):
         return
     goals = {key: goal for goal, key in draft.pairs.items()}
@@ -312,7 +312,7 @@ def _part(tensor: Tensor, expected: Expected, on_mismatch: str) -> tuple[int, ..
 
 
 def _tie(draft: _Draft) -> None:
-    """Lets one name of a tied tensor stand for the others; refuses where the checkpoint has different values for them."""
+    """Lets one name of a tied tensor stand for the others; refuses where the checkpoint's values for them differ."""
     for names in tie_groups(draft.target.tensors.values()).values():
         given = [name for name in names if name in draft.chosen]
         if not given:

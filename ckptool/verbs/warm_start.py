@@ -1,4 +1,4 @@
-"""`warm-start`: what of a checkpoint fits a model, shown first and only then carried out."""
+"""`warm-start`: the tensors of a checkpoint that fit a model, shown first and only then written."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ def warm_start(
     part: bool = False,
     **options: Unpack[SaveOptions],
 ) -> LoadReport:
-    """What of the checkpoint `file` goes into the model `against`, and with `out`, a checkpoint of exactly that model's keys.
+    """Reports what of the checkpoint `file` fits the model `against`; `out`: writes a checkpoint of that model's keys.
 
-    against: another checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs torch), or a spec.
-    at: the weights in `file`, where there are several.  rename, rules_file: rules `OLD => NEW` for its keys.
-    only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for tensors of another shape.
-    min_loaded: the least share of the model's values, 0 to 1.  strict: no missing and no unexpected names.
-    optimizer: the optimizer's state goes along, by parameter name.  suggest: a new file for rules that would make more fit.
-    part: take also what is only a part of a checkpoint (a rank's share, one shard of several).
-    The report says in `refused` why a plan is not accepted: then nothing is written to `out`. `report.require()` raises instead.
+    against: another checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs
+    torch), or a spec.  at: the weights in `file`, where there are several.  rename, rules_file: rules `OLD => NEW` for
+    its keys.  only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for
+    tensors of another shape.  min_loaded: the least share of the model's values, 0 to 1.  strict: no missing and no
+    unexpected names.  optimizer: the optimizer's state goes along, by parameter name.  suggest: a new file for rules
+    that would make more fit.  part: take also what is only a part of a checkpoint (a rank's share, one shard of
+    several). The report says in `refused` why a plan is not accepted: then nothing is written to `out`.
+    `report.require()` raises instead.
     """
     wanted = match_options(
         rename, rules_file, only, exclude, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict

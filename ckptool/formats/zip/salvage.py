@@ -1,10 +1,10 @@
-"""The records of a damaged zip: what is left of them, and what proves it.
+"""The records of a damaged zip, and what proves them.
 
-A record's own header stands before its data and, in what torch writes, its size and checksum behind it; so the records of a file
-that lost its directory can be walked one after the other. The pickle is the first of them: it says which storages there are and how
-large each is, and with that the walk jumps from header to header and reads no data. Nothing is believed but what is proven: the data by
-its checksum, the name by the directory or by the place in the order in which torch writes records (no checksum covers a name). A zip
-inside of a tensor is never mistaken for the file itself.
+A record's own header stands before its data and, in what torch writes, its size and checksum behind it; so the records
+of a file that lost its directory can be walked one after the other. The pickle is the first of them: it says which
+storages there are and how large each is, and with that the walk jumps from header to header and reads no data. Nothing
+is believed but what is proven: the data by its checksum, the name by the directory or by the place in the order in
+which torch writes records (no checksum covers a name). A zip inside of a tensor is never mistaken for the file itself.
 
 Work is bounded: every byte is summed once, and searching ends after `BUDGET` times the size of the file.
 """
@@ -73,7 +73,7 @@ TWICE = "there are two different records of its name"
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A record, or what is left of it. Places and sizes in bytes.
+    """A record, or the rest of one. Places and sizes in bytes.
 
     claims: what its header, descriptor or directory say is its CRC-32.  named: its name is proven.
     why: what is wrong with it, if anything.
@@ -94,7 +94,7 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Sizes:
-    """The storages that a pickle names, by record, with their sizes, and the orders in which they may stand in a file."""
+    """The storages that a pickle names, by record, with their sizes, and the orders that they may have in a file."""
 
     root: str = ""
     of: dict[str, int] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Sizes:
 
 
 class Walk:
-    """Goes through a file from header to header. `pieces`: what it met.  states: the ends of complete archives inside the file.
+    """Goes through a file from header to header. pieces: the records.  states: the ends of complete archives inside it.
 
     mentions: what directories say, by the place of a record's header.
     """
@@ -187,7 +187,7 @@ class Walk:
     # Records ---------------------------------------------------------------------------------------------------------
 
     def _header(self, at: int) -> Piece | None:
-        """The record whose header is at `at`, not measured yet; None where there is none that torch, Python or zip would write."""
+        """The record with its header at `at`, not measured yet; None for a header that no torch, Python or zip writes."""
         raw = self._peek(at, LOCAL.size)
         if raw[:4] != b"PK\x03\x04" or len(raw) < LOCAL.size:
             return None
@@ -281,8 +281,10 @@ class Walk:
         return not self.astray and not any(is_pickle(name) or "/data/" in name for name in before)
 
     def _take_in_order(self, piece: Piece) -> None:
-        """Believes the name that comes next. Where another comes, the record before is in doubt as well, until the order goes on: bytes
-        that are missing from the middle of a file put the data of one record behind the header of another."""
+        """Believes the name that comes next. Where another comes, the record before is in doubt as well.
+
+        Bytes that are missing from the middle of a file put the data of one record behind the header of another.
+        """
         piece.named = piece.name in self.sizes.of and self.sizes.follows(self.last, piece.name)
         if self.doubted is not None and not piece.named:
             self.doubted.named = False
@@ -317,7 +319,7 @@ class Walk:
     # Where there is no header ----------------------------------------------------------------------------------------
 
     def _past_directory(self, at: int) -> int | None:
-        """Reads the directory at `at` and the end records behind it, as far as they are good; None where there is none."""
+        """Reads the directory at `at` and the end records behind it, as far as they are good; None if there is none."""
         begin = at
         while (raw := self._peek(at, CENTRAL.size))[:4] == b"PK\x01\x02" and len(raw) == CENTRAL.size:
             *_, crc, _, size, n, m, k, _, _, _, header = CENTRAL.unpack(raw)
@@ -348,7 +350,7 @@ class Walk:
         return True
 
     def _resume(self, begin: int) -> int | None:
-        """Where the walk can go on behind damage: at a record whose place is the one that the sizes of those before it lead to."""
+        """The place behind damage where the walk can go on: a record where the sizes of those before it lead to."""
         at, nested = begin, False
         places = self._places(begin)
         while (found := self._find(_NEXT, at + 1)) is not None:
@@ -379,7 +381,7 @@ class Walk:
         return name.removeprefix(self.sizes.root) in SMALL[1:]
 
     def _places(self, begin: int) -> dict[int, tuple[list[str], int]]:
-        """Where a header should be, if the next records were at `begin`: their order, and how many of them stand before it."""
+        """Places of headers, if the next records were at `begin`: the order, and how many records are before each."""
         places: dict[int, tuple[list[str], int]] = {}
         for order, at in zip(self.sizes.orders, self.sizes.places, strict=True):
             ahead, place = order[at[self.last] + 1 if self.last else 0 :], begin
@@ -421,7 +423,7 @@ def _describes(raw: bytes, layout: struct.Struct, stored: int, deflated: bool) -
 
 
 def _is_extra(extra: bytes, size: int) -> bool:
-    """True if an extra field is one that writers of checkpoints make: a wrong length would lead to the data of another record."""
+    """True for an extra field of a writer of checkpoints: a wrong length would lead to another record's data."""
     fields = extra_fields(extra)
     whole = len(extra) == size == sum(4 + len(content) for _, content in fields)
     return whole and all(

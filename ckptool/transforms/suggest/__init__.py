@@ -20,11 +20,12 @@ MOST = 10_000  # keys of a side without a counterpart: of more, only prefixes ar
 def suggest(
     source: Mapping[str, Shape], target: Mapping[str, Shape], placed: Mapping[str, str] | None = None
 ) -> list[Suggestion]:
-    """Suggestions for the keys of `source` without a counterpart in `target`: unambiguous ones first, then by their gain.
+    """Suggestions for keys of `source` without a counterpart in `target`: unambiguous ones first, then by gain.
 
     source: all keys as the rules will see them, with their shapes; None for what has none.  placed: names of the target
     that keys have already; by default those that are equal. All unambiguous suggestions together, in order, are valid
-    rules, give no two keys one name and change no key that is placed; so is each of the others alone, given before them.
+    rules, give no two keys one name and change no key that is placed; so is each of the others alone, given before
+    them.
     """
     placed = {key: key for key in source if key in target} if placed is None else placed
     names = set(placed.values())
@@ -159,7 +160,7 @@ def _grouped(drafts: Sequence[Draft], by_key: Mapping[str, Pair]) -> list[list[D
 
 
 def rules_file(suggestions: Iterable[Suggestion]) -> str:
-    """The suggestions as a rules file (YAML) for `rename --rules` and `warm-start --rules`; ambiguous ones as comments."""
+    """The suggestions as a YAML file for `rename --rules` and `warm-start --rules`; ambiguous ones as comments."""
     import yaml
 
     lines = ["# Rules OLD => NEW, tried in this order; the first that matches a key counts."]

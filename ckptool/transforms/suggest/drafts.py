@@ -46,8 +46,8 @@ class Draft:
 class Drafting:
     """The search for rules that give keys of `pairs` their names, and no key a wrong one.
 
-    keys: all of the source, sorted.  placed: those that have a place, with their names.  reserved: those that other rules
-    are for.  taken: names that no key without a counterpart may get: names that are given, and keys that stay.
+    keys: all of the source, sorted.  placed: those that have a place, with their names.  reserved: those that other
+    rules are for.  taken: names that no key without a counterpart may get: names that are given, and keys that stay.
     fits: whether a key and a name of the target have the same shape.  done: keys that have a rule already.
     """
 
@@ -119,7 +119,7 @@ class Drafting:
         return (self.keys[at] for at in places)
 
     def _renaming(self, text: str) -> Renaming | None:
-        """A rule as a function, without a limit to its time: its pattern is quick to match. None for a text that is none."""
+        """A rule as a function, with no limit to its time, as its pattern is quick; None for an invalid text."""
         if (plain := _plain(text)) is not None:
             return plain
         self.budget.left -= COMPILING
@@ -183,7 +183,7 @@ def _candidates(key: str, name: str, leaf: tuple[int, int] | None) -> Iterator[s
 
 
 def _cuts(key: str, name: str, leaf: tuple[int, int] | None) -> Iterator[tuple[str, str, str, str]]:
-    """Both names before the parts that they have in common, and rules' ends with a `*` for these: first for all of them."""
+    """Both names before the parts in common, and the ends of a rule with `*` for these: the most parts first."""
     if max(key.count("."), name.count(".")) <= DEEP and (leaf is None or all(leaf)):
         ours, theirs, ends = key.split("."), name.split("."), ["*", "*"]
         if leaf is not None:

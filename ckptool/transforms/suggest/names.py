@@ -1,4 +1,4 @@
-"""Facts that a key states by itself: older spellings of its leaf, its words, and the keys that differ from it in numbers only."""
+"""Older spellings of a key's leaf, the words in it, and families of keys that differ in their numbers only."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class Family:
 
 
 def families(shapes: Mapping[str, Shape], keys: Iterable[tuple[str, str]]) -> list[Family]:
-    """The families of `keys`, pairs of a key and its spelling of today. A number that all keys of a family share is text."""
+    """The families of `keys`, pairs of a key and today's spelling. A number that a whole family shares is text."""
     found: dict[tuple[str, ...], Family] = {}
     for order, (key, spelling) in enumerate(keys):
         split = _DIGITS.split(spelling)

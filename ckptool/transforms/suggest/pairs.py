@@ -1,8 +1,9 @@
 """Pairs of a checkpoint's key and a target's key, by names and shapes: certain with the reason, or one of several ways.
 
-Two things count as evidence: shapes at the same numbers, and words. A pair is certain only if no other key of either side
-has as much for it; what rests on the order of the keys alone never is. That makes it conservative: where every word of a
-name either stays or is replaced by one that is used nowhere else, and numbers stay, a certain pair is a true one.
+Two things count as evidence: shapes at the same numbers, and words. A pair is certain only if no other key of either
+side has as much for it; what rests on the order of the keys alone never is. That makes it conservative: where every
+word of a name either stays or is replaced by one that is used nowhere else, and numbers stay, a certain pair is a true
+one.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Pair:
 
 @dataclass(slots=True, eq=False)
 class Side:
-    """The keys of one side that have no counterpart yet, in order, with their shapes; `old`, today's spelling of some."""
+    """The keys of one side without a counterpart so far, with their shapes; `old`: today's spelling of some."""
 
     shapes: dict[str, Shape]
     old: dict[str, Spelling] = field(default_factory=dict)

@@ -133,7 +133,7 @@ class Structure:
         return ""
 
     def _has_rival(self, ours: Family, theirs: Family) -> bool:
-        """True if a family with other numbers has a tensor of such a shape, and as much in common with one of the two."""
+        """True if a family with other numbers has such a shape, and as much in common with one of the two."""
         shared, shape = ours.words.shared(theirs.words), next(iter(ours.shapes.values()))
         for family, goal, others, side in (
             (ours, theirs, self.by_shape[0], self.source),
@@ -168,7 +168,7 @@ class Structure:
                 self._match(a, b, f"the names are the nearest; {count} on both sides")
 
     def _split(self) -> None:
-        """Fixes numbers of families without a counterpart, as few as needed: `mlp.fc1`, `mlp.fc2` and `mlp.0`, `mlp.3`."""
+        """Fixes numbers of families without a counterpart, as few as needed: `mlp.fc1`, `fc2` and `mlp.0`, `3`."""
         mine, theirs = _by_signature(self.ours), _by_signature(self.theirs)
         lonely = [family for mark, group in mine.items() if mark not in theirs for family in group]
         others = [family for mark, group in theirs.items() if mark not in mine for family in group]
@@ -266,7 +266,7 @@ def _is_less(one: Shared, other: Shared) -> bool:
 
 
 def _best(family: Family, others: list[Family]) -> Family | None:
-    """The one of `others` that shares more words than every other does, and all that those share; None where none does."""
+    """The one of `others` that shares more words than every other, and all that those share; None if none does."""
     if len(others) == 1:
         return others[0]
     shared = [family.words.shared(other.words) for other in others]
