@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ckptool.checkpoint import Data, FileRange, TensorEntry
+from ckptool.checkpoint import Computed, Data, FileRange, Storage, TensorEntry
 from ckptool.checkpoint.numeric import CHUNK, aligned, scratch
 from ckptool.errors import Corrupt, printable
 
@@ -48,6 +48,18 @@ def chunks(data: Data, itemsize: int, name: str) -> Iterator[Array]:
         raw = scratch(name, "u1", min(step, data.length - place))
         fill(data, place, raw.data)
         yield raw
+
+
+def computed(count: int, itemsize: int, chunk: Callable[[int, int], bytes], *inputs: Storage) -> Computed:
+    """`count` elements of which `chunk(start, stop)` makes at most CHUNK at a time, from what is in `inputs`."""
+
+    def read(offset: int, length: int) -> bytes:
+        stop = min(count, -(-(offset + length) // itemsize))
+        parts = [chunk(place, min(place + CHUNK, stop)) for place in range(offset // itemsize, stop, CHUNK)]
+        data, skip = parts[0] if len(parts) == 1 else b"".join(parts), offset % itemsize
+        return data if len(data) == length and not skip else data[skip : skip + length]
+
+    return Computed(count * itemsize, read, inputs)
 
 
 # Sums ----------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Computed, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.blocks import computed
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.numeric import CHUNK, numbers
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
@@ -213,22 +214,17 @@ def _product(entry: TensorEntry, inputs: tuple[TensorEntry, ...], factor: Callab
     """The tensor times a factor for each element, made piece by piece, rounded once."""
     if not entry.dtype.is_float or any(not part.dtype.is_float and part.dtype.kind != "bool" for part in inputs):
         raise Unsupported(f"tensors of type {entry.dtype} are not folded", "Parametrised weights are floating.")
-    size, elements = entry.dtype.itemsize, _elements(entry)
+    elements = _elements(entry)
 
-    def read(offset: int, length: int) -> bytes:
+    def chunk(start: int, stop: int) -> bytes:
         import numpy
 
-        begin, end = offset // size, -(-(offset + length) // size)
-        parts = []
         with numpy.errstate(all="ignore"):
-            for start in range(begin, end, CHUNK):
-                stop = min(start + CHUNK, end)
-                values = elements(start, stop) * factor(start, stop)
-                made = values if entry.dtype.name == "f64" else rounded(values, entry.dtype)
-                parts.append(made.tobytes())
-        return b"".join(parts)[offset - begin * size :][:length]
+            values = elements(start, stop) * factor(start, stop)
+            return (values if entry.dtype.name == "f64" else rounded(values, entry.dtype)).tobytes()
 
-    storage = Storage(Computed(entry.nbytes, read, tuple(part.storage for part in inputs)), entry.location)
+    data = computed(entry.numel, entry.dtype.itemsize, chunk, *(part.storage for part in inputs))
+    storage = Storage(data, entry.location)
     flags = entry.flags._replace(conj=False, neg=False)
     return replace(entry, storage=storage, stride=row_major_strides(entry.shape), offset=0, flags=flags)
 

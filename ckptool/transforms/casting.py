@@ -21,9 +21,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import NO_FLAGS, Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.blocks import blocks, fill
+from ckptool.checkpoint.blocks import blocks, computed, fill
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import CHUNK, numbers, scratch
+from ckptool.checkpoint.numeric import numbers, scratch
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, UsageError
 
@@ -48,18 +48,6 @@ class CastTally:
     max_rel_error: float = 0.0
 
 
-def cast(entry: TensorEntry, target: DType, tally: CastTally | None = None) -> TensorEntry:
-    """The tensor as `target`, over a storage of its own, computed when it is read.
-
-    Raises `UsageError` unless both are floating types. To keep ties, map `cast_storage` over the storages instead.
-    """
-    if entry.dtype is target:
-        return entry
-    storage = cast_storage(entry.storage, entry.dtype, target, tally)
-    negative = entry.flags.neg and target.name != "f8_e8m0fnu"  # a type without sign
-    return replace(entry, storage=storage, dtype=target, flags=entry.flags._replace(neg=negative))
-
-
 def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTally | None = None) -> Storage:
     """The storage with every element converted, so that shapes, strides and offsets of its views stay what they were.
 
@@ -74,57 +62,53 @@ def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTall
             )
     if source is target:
         return storage
-    reader = _Cast(storage.data, source, target, tally)
-    length = storage.nbytes // source.itemsize * target.itemsize
-    return Storage(Computed(length, reader.read, (storage,)), storage.location)
+    count = storage.nbytes // source.itemsize
+    return Storage(_converted(storage, count, source, target, tally), storage.location)
 
 
-class _Cast:
-    """The bytes of `data`, elements of `source`, as elements of `target`."""
+def _converted(storage: Storage, count: int, old: DType, new: DType, tally: CastTally | None) -> Computed:
+    """The first elements of a storage in another type. Each is counted once, however often it is read."""
+    floats = old.is_float and new.is_float
+    count_in = _count_rounded if floats else _count_changed
+    seen: list[int] = []
 
-    __slots__ = ("data", "elements", "seen", "source", "tally", "target")
-
-    def __init__(self, data: Data, source: DType, target: DType, tally: CastTally | None) -> None:
-        self.data = data
-        self.source = source
-        self.target = target
-        self.elements = data.length // source.itemsize
-        self.tally = tally
-        self.seen: list[int] = []
-
-    def read(self, offset: int, length: int) -> bytes:
-        size = self.target.itemsize
-        stop = min(self.elements, -(-(offset + length) // size))
-        parts = [self._chunk(place, min(place + CHUNK, stop)) for place in range(offset // size, stop, CHUNK)]
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        skip = offset % size
-        return data if len(data) == length and not skip else data[skip : skip + length]
-
-    def _chunk(self, start: int, stop: int) -> bytes:
+    def chunk(start: int, stop: int) -> bytes:
         import numpy
 
-        size = self.source.itemsize
-        raw = scratch("cast raw", "u1", (stop - start) * size)
-        fill(self.data, start * size, raw.data)
+        raw = scratch("cast raw", "u1", (stop - start) * old.itemsize)
+        fill(storage.data, start * old.itemsize, raw.data)
         with numpy.errstate(all="ignore"):
-            before = numbers(raw, self.source, "cast before")
-            after = rounded(before, self.target)
-            if self.tally is not None:
-                for first, last in _unseen(self.seen, start, stop):
-                    self._count(self.tally, before[first - start : last - start], after[first - start : last - start])
+            before = numbers(raw, old, "cast before")
+            after = rounded(before, new) if floats else before.astype(new.to_numpy())
+            if tally is not None:
+                for first, last in _unseen(seen, start, stop):
+                    part = slice(first - start, last - start)
+                    count_in(tally, before[part], after[part], new)
         return after.tobytes()
 
-    def _count(self, tally: CastTally, before: Array, after: Array) -> None:
-        import numpy
+    return computed(count, new.itemsize, chunk, storage)
 
-        tally.elements += len(before)
-        if self.target.itemsize >= 4 and before.itemsize <= self.target.itemsize:
-            return  # every value of the smaller types exists in f32, and every f32 in f64
-        back = numbers(after.view(numpy.uint8), self.target, "cast back")
-        if before.itemsize > back.itemsize or self.target.name == "f8_e8m0fnu":
-            # Without a sign, the difference from a negative value may be too large for f32.
-            before, back = before.astype(numpy.float64), back.astype(numpy.float64)
-        _count_losses(tally, before, back)
+
+def _count_changed(tally: CastTally, before: Array, after: Array, new: DType) -> None:
+    import numpy
+
+    back = after.astype(before.dtype)
+    tally.elements += len(before)
+    tally.changed += int(numpy.count_nonzero((back != before) & (before == before)))
+    tally.overflowed += int(numpy.count_nonzero(~numpy.isfinite(after) & numpy.isfinite(before)))
+
+
+def _count_rounded(tally: CastTally, before: Array, after: Array, new: DType) -> None:
+    import numpy
+
+    tally.elements += len(before)
+    if new.itemsize >= 4 and before.itemsize <= new.itemsize:
+        return  # every value of the smaller types exists in f32, and every f32 in f64
+    back = numbers(after.view(numpy.uint8), new, "cast back")
+    if before.itemsize > back.itemsize or new.name == "f8_e8m0fnu":
+        # Without a sign, the difference from a negative value may be too large for f32.
+        before, back = before.astype(numpy.float64), back.astype(numpy.float64)
+    _count_losses(tally, before, back)
 
 
 def rounded(values: Array, target: DType) -> Array:
@@ -312,42 +296,10 @@ def converted(entry: TensorEntry, new: DType, tally: CastTally | None = None) ->
     whole = compact(entry)
     if entry.dtype.is_float and new.is_float:
         storage = cast_storage(whole.storage, entry.dtype, new, tally)
-        negative = entry.flags.neg and new.name != "f8_e8m0fnu"
+        negative = entry.flags.neg and new.name != "f8_e8m0fnu"  # a type without sign
         return replace(whole, storage=storage, dtype=new, flags=entry.flags._replace(neg=negative))
-    reader = _AsType(whole.storage.data, entry.dtype, new, tally)
-    length = whole.numel * new.itemsize
-    return replace(whole, storage=Storage(Computed(length, reader.read, (whole.storage,)), whole.location), dtype=new)
-
-
-class _AsType:
-    """The elements of `data` as numpy converts them, a chunk at a time."""
-
-    __slots__ = ("data", "new", "old", "tally")
-
-    def __init__(self, data: Data, old: DType, new: DType, tally: CastTally | None) -> None:
-        self.data, self.old, self.new, self.tally = data, old, new, tally
-
-    def read(self, offset: int, length: int) -> bytes:
-        size, count = self.new.itemsize, self.data.length // self.old.itemsize
-        stop = min(count, -(-(offset + length) // size))
-        parts = [self._chunk(place, min(place + CHUNK, stop)) for place in range(offset // size, stop, CHUNK)]
-        skip = offset % size
-        return b"".join(parts)[skip : skip + length]
-
-    def _chunk(self, start: int, stop: int) -> bytes:
-        import numpy
-
-        raw = scratch("convert raw", "u1", (stop - start) * self.old.itemsize)
-        fill(self.data, start * self.old.itemsize, raw.data)
-        before = numpy.not_equal(raw, 0) if self.old.kind == "bool" else raw.view(self.old.to_numpy())
-        with numpy.errstate(all="ignore"):
-            after = before.astype(self.new.to_numpy())
-            if self.tally is not None:
-                back = after.astype(before.dtype)
-                self.tally.elements += len(before)
-                self.tally.changed += int(numpy.count_nonzero((back != before) & (before == before)))
-                self.tally.overflowed += int(numpy.count_nonzero(~numpy.isfinite(after) & numpy.isfinite(before)))
-        return after.tobytes()
+    data = _converted(whole.storage, whole.numel, entry.dtype, new, tally)
+    return replace(whole, storage=Storage(data, whole.location), dtype=new)
 
 
 def losses(entry: TensorEntry, new: DType) -> CastTally:
@@ -372,12 +324,12 @@ def laid_over(base: TensorEntry, part: TensorEntry) -> TensorEntry:
 
     Raises `Conflict` for lazily conjugated or negated tensors, whose bytes do not say their values.
     """
-    if base.flags.lazy != NO_FLAGS[2:] or part.flags.lazy != NO_FLAGS[2:]:
+    if base.flags.lazy != NO_FLAGS.lazy or part.flags.lazy != NO_FLAGS.lazy:
         raise Conflict("a conjugated or negated view cannot be laid over another tensor", "Its values are not stored.")
     _refuse_expanded(base)
-    reader = _Laid(row_major(base), row_major(part), *_joined(base.shape, part.shape), base.dtype.itemsize)
-    storage = Storage(Computed(base.nbytes, reader.read, (base.storage, part.storage)), base.location)
-    return replace(base, storage=storage, stride=row_major_strides(base.shape), offset=0)
+    laid = _Laid(row_major(base), row_major(part), *_joined(base.shape, part.shape), base.dtype.itemsize)
+    data = computed(base.numel, base.dtype.itemsize, laid.chunk, base.storage, part.storage)
+    return replace(base, storage=Storage(data, base.location), stride=row_major_strides(base.shape), offset=0)
 
 
 def _joined(whole: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -401,14 +353,7 @@ class _Laid:
     def __init__(self, base: Data, part: Data, sizes: list[int], inner: list[int], itemsize: int) -> None:
         self.base, self.part, self.sizes, self.inner, self.itemsize = base, part, sizes, inner, itemsize
 
-    def read(self, offset: int, length: int) -> bytes:
-        size, count = self.itemsize, self.base.length // self.itemsize
-        stop = min(count, -(-(offset + length) // size))
-        parts = [self._chunk(place, min(place + CHUNK, stop)) for place in range(offset // size, stop, CHUNK)]
-        skip = offset % size
-        return b"".join(parts)[skip : skip + length]
-
-    def _chunk(self, start: int, stop: int) -> bytes:
+    def chunk(self, start: int, stop: int) -> bytes:
         import numpy
 
         out = numpy.frombuffer(

@@ -150,7 +150,7 @@ def test_whole_numbers_fit() -> None:
 def test_laid_over(monkeypatch: pytest.MonkeyPatch, data: strategies.DataObject) -> None:
     import numpy
 
-    monkeypatch.setattr(casting, "CHUNK", 7)
+    monkeypatch.setattr("ckptool.checkpoint.blocks.CHUNK", 7)
     whole = data.draw(strategies.lists(strategies.integers(1, 5), max_size=4))
     part = [data.draw(strategies.integers(0, size)) for size in whole]
     base, corner = numpy.random.rand(*whole), numpy.random.rand(*part)

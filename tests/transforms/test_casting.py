@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from dataclasses import replace
 from functools import cache
 from math import inf
 from typing import Any
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from ckptool.checkpoint import Flags, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES, DType, by_name
 from ckptool.errors import UsageError
-from ckptool.transforms.casting import CastTally, _unseen, cast, cast_storage
+from ckptool.transforms.casting import CastTally, _unseen, cast_storage
+from ckptool.transforms.casting import converted as as_type
 
 FLOATS = [dtype for dtype in DTYPES if dtype.is_float]
 PAIRS = [pytest.param(a, b, id=f"{a}-{b}") for a, b in itertools.permutations(FLOATS, 2)]
@@ -167,7 +169,7 @@ def test_views_of_a_cast_storage_stay_what_they_were() -> None:
     base = torch.randn(8, 6)
     storage = storage_of(base.numpy().tobytes() + b"xyz")  # an untyped storage may have a tail
     entry = TensorEntry(storage, by_name("f32"), (5, 8), (1, 6), 1)
-    found = cast(entry, by_name("f16"))
+    found = replace(entry, storage=cast_storage(storage, by_name("f32"), by_name("f16")), dtype=by_name("f16"))
     assert (found.shape, found.stride, found.offset, found.dtype) == ((5, 8), (1, 6), 1, by_name("f16"))
     assert (found.storage.location, found.storage.crc, found.storage.nbytes) == ("cuda:1", None, 96)
     assert found.bytes() == base.t()[1:].half().contiguous().numpy().tobytes()
@@ -175,13 +177,13 @@ def test_views_of_a_cast_storage_stay_what_they_were() -> None:
 
 def test_negative_views_stay_negative_but_for_the_type_without_sign() -> None:
     entry = TensorEntry(storage_of(bytes(8)), by_name("f32"), (2,), (1,), flags=Flags(neg=True))
-    assert cast(entry, by_name("bf16")).flags.neg
-    assert not cast(entry, by_name("f8_e8m0fnu")).flags.neg
+    assert as_type(entry, by_name("bf16")).flags.neg
+    assert not as_type(entry, by_name("f8_e8m0fnu")).flags.neg
 
 
 def test_what_is_not_cast() -> None:
     entry = TensorEntry(storage_of(bytes(8)), by_name("f32"), (2,), (1,))
-    assert cast(entry, by_name("f32")) is entry
+    assert as_type(entry, by_name("f32")) is entry
     assert cast_storage(entry.storage, by_name("f32"), by_name("f32")) is entry.storage
     for source, target in (("f32", "i8"), ("i8", "f32"), ("c64", "f32"), ("f16", "c32")):
         with pytest.raises(UsageError, match="not a floating type"):
