@@ -145,7 +145,7 @@ class Calls:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["fsync", "close"])
-def test_rows_152_and_153_an_error_of_sync_or_close_is_a_failure_and_nothing_is_renamed(
+def test_an_error_of_sync_or_close_is_a_failure_and_nothing_is_renamed(
     call: str, number: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out.pt").write_bytes(b"old")

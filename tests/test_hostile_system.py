@@ -168,7 +168,7 @@ cli.main()
 # Several at once ------------------------------------------------------------------------------------------------------
 
 
-def test_rows_158_and_159_two_writers_and_a_reader(tmp_path: Path) -> None:
+def test_two_writers_and_a_reader_see_whole_files(tmp_path: Path) -> None:
     """One complete winner; a reader sees the file of one or the other, whole, all the time."""
     file, target = saved(wrapped_state(), tmp_path / "in.pt"), tmp_path / "out.pt"
     ckptool.strip_module(file, target)

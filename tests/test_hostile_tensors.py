@@ -179,7 +179,7 @@ def opened_input(title: str, folder: Path) -> ckptool.Checkpoint:
 
 
 @pytest.mark.parametrize("title", REFUSED)
-def test_rows_87_to_101_are_refused_in_words(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
+def test_impossible_tensors_are_refused_in_words(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
     pickle, records, error = REFUSED[title]
     contents = pickle_zip(pickle, records)
     codes = set(see(contents, "inspect", "convert", "remap").codes().values())
@@ -190,7 +190,7 @@ def test_rows_87_to_101_are_refused_in_words(title: str, see: Callable[..., Seen
 
 
 @pytest.mark.parametrize("title", ACCEPTED)
-def test_rows_92_to_106_are_shown(title: str, see: Callable[..., Seen]) -> None:
+def test_odd_tensors_are_shown(title: str, see: Callable[..., Seen]) -> None:
     codes = see(pickle_zip(*ACCEPTED[title])).codes()
     assert {codes[command] for command in LOOKING} <= {"ok"}
     assert set(codes.values()) <= {"ok", "conflict", "unsupported", "usage"}, codes

@@ -134,7 +134,7 @@ INPUTS: dict[str, bytes | Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_rows_109_to_115_cost_little(name: str) -> None:
+def test_hostile_streams_cost_little(name: str) -> None:
     contents: Any = INPUTS[name]
     data = contents() if callable(contents) else contents
     outcome = meets_budget(data, ".pt")

@@ -10,7 +10,6 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from ckptool.formats import read, torch_zip
 from ckptool.formats.zip.record import LOCATOR
 from tests.support.errors import unreadable
 from tests.support.files import torch_bytes, written
-from tests.support.zip_layouts import RECORDS, Entry, Layout, changed, honest, layouts, with_entry, with_more
+from tests.support.zip_layouts import RECORDS, Entry, Layout, Put, changed, honest, layouts, with_entry, with_more
 from tests.support.zips import (
     DIRECTORY,
     END64_AT,
@@ -47,15 +46,6 @@ from tests.support.zips import (
 )
 
 OTHER = torch_bytes({"w": torch.zeros(3), "v": torch.zeros(2)})
-Put = Callable[..., Path]
-
-
-@pytest.fixture
-def put(tmp_path: Path) -> Callable[..., Path]:
-    def place(data: bytes | Layout, name: str = "a.pt") -> Path:
-        return written(data if isinstance(data, bytes) else data.build(), tmp_path / name)
-
-    return place
 
 
 def test_what_the_rows_start_from_is_read(put: Put) -> None:

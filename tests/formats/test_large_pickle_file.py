@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import pickle
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.memory import LIMIT, peak_of
 from tests.support.pickle_files import pickle_to
-
-LIMIT = 64_000_000
-
 
 _ARRAY = (  # the opcodes before and behind the data of an array of f4, without a memo
     (
@@ -50,32 +45,18 @@ def test_the_sparse_pickle_is_one(tmp_path: Path) -> None:
     ]
 
 
-def peak(program: str) -> int:
-    """The most memory, in bytes, that a process took which ran `program`."""
-    program = f"""
-import resource, sys, ckptool
-{program}
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-"""
-    # A shell between: a process begins with the peak of the one that it was forked from.
-    done = subprocess.run(
-        ["/bin/sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, program], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return int(ast.literal_eval(done.stdout))
-
-
 @pytest.mark.parametrize("nbytes", [200_000_000, pytest.param(2_000_000_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("verb", ["inspect", "convert to safetensors", "convert to npz", "diff"])
 def test_a_large_pickle_takes_little_memory(verb: str, nbytes: int, tmp_path: Path) -> None:
     file = sparse_pickle(tmp_path / "a.pkl", nbytes, 20)
-    found = peak(
+    found = peak_of(
         {
             "inspect": f"ckptool.inspect({str(file)!r})",
             "convert to safetensors": f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.safetensors')!r})",
             "convert to npz": f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.npz')!r})",
             "diff": f"assert ckptool.diff({str(file)!r}, {str(file)!r}).same",
-        }[verb]
+        }[verb],
+        tmp_path,
     )
     assert found <= LIMIT, f"{found:,}"
 
@@ -84,8 +65,8 @@ def test_a_large_pickle_takes_little_memory(verb: str, nbytes: int, tmp_path: Pa
 def test_pickles_of_20_mb_take_little_memory(protocol: int, tmp_path: Path) -> None:
     given = {"model": {f"{n}.w": np.full(1_250_000, n, "f4") for n in range(4)}}
     file = pickle_to(given, tmp_path / "a.pkl", protocol)
-    assert peak(f"ckptool.inspect({str(file)!r})") <= LIMIT
-    assert peak(f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.npz')!r})") <= LIMIT
+    assert peak_of(f"ckptool.inspect({str(file)!r})", tmp_path) <= LIMIT
+    assert peak_of(f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.npz')!r})", tmp_path) <= LIMIT
     with np.load(tmp_path / "a.npz") as again:
         assert all(np.array_equal(again[f"{n}.w"], given["model"][f"{n}.w"]) for n in range(4))
 
@@ -95,5 +76,5 @@ def test_pickles_of_20_mb_take_little_memory(protocol: int, tmp_path: Path) -> N
 def test_pickles_of_300_mb_take_little_memory(protocol: int, tmp_path: Path) -> None:
     given = {"model": {f"{n}.w": np.zeros(25_000_000, "f4") for n in range(3)}}
     file = pickle_to(given, tmp_path / "a.pkl", protocol)
-    assert peak(f"ckptool.inspect({str(file)!r})") <= LIMIT
-    assert peak(f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.npz')!r})") <= LIMIT
+    assert peak_of(f"ckptool.inspect({str(file)!r})", tmp_path) <= LIMIT
+    assert peak_of(f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.npz')!r})", tmp_path) <= LIMIT

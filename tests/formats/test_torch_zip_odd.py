@@ -159,7 +159,7 @@ def test_a_damaged_pickle_is_noticed_on_opening(tmp_path: Path) -> None:
         ("top", b"", CkptoolError),
     ],
 )
-def test_rows_45_51_52_64_87_88_odd_records(
+def test_odd_records_are_refused(
     record: str, contents: bytes | None, error: type[CkptoolError], tmp_path: Path
 ) -> None:
     original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
@@ -226,7 +226,7 @@ FLOATS, CPU = b"ctorch\nFloatStorage\n", text(b"cpu")
         (b"K\x01", Corrupt),
     ],
 )
-def test_rows_82_to_97_persistent_ids(pid: bytes, error: type[CkptoolError], tmp_path: Path) -> None:
+def test_odd_persistent_ids_are_refused(pid: bytes, error: type[CkptoolError], tmp_path: Path) -> None:
     with pytest.raises(error):
         read(persistent(pid, {"data/0": bytes(4)}, tmp_path / "a.pt"))
 

@@ -171,7 +171,7 @@ class Failing:
         (OSError(errno.EFBIG, ""), DiskFull),
     ],
 )
-def test_rows_150_and_151_nothing_is_left_of_a_run_that_failed(
+def test_nothing_is_left_of_a_run_that_failed(
     error: BaseException, expected: type[BaseException], existing: bool, tmp_path: Path
 ) -> None:
     target = tmp_path / "out"
@@ -184,7 +184,7 @@ def test_rows_150_and_151_nothing_is_left_of_a_run_that_failed(
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "link", "open", "pwrite"])
-def test_rows_152_and_154_a_system_call_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_system_call_leaves_the_old_file(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out"
     target.write_bytes(b"old")
     real = getattr(os, call)

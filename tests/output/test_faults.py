@@ -22,17 +22,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.support.faults import (
-    TEMPORARY,
-    Bench,
-    Ended,
-    FaultPoint,
-    after_power_loss,
-    error_points,
-    kill_points,
-    signal_points,
-)
+from tests.support.faults import TEMPORARY, Bench, Ended, FaultPoint, error_points, kill_points, signal_points
 from tests.support.files import load, torch_bytes
+from tests.support.power_loss import after_power_loss
 from tests.support.same import assert_same_objects
 
 Files = dict[str, bytes]
@@ -359,7 +351,7 @@ def sweep(kind: str, trial: Trial, at_most: int | None = None) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_149_to_157_a_sample_of_points(case: str, bench: Bench, tmp_path: Path) -> None:
+def test_a_fault_at_a_sample_of_points_leaves_old_or_new(case: str, bench: Bench, tmp_path: Path) -> None:
     trial = Trial(CASES[case], bench, tmp_path / "work")
     for kind in KINDS:
         sweep(kind, trial, 1)
@@ -369,7 +361,7 @@ def test_rows_149_to_157_a_sample_of_points(case: str, bench: Bench, tmp_path: P
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
-def test_rows_149_to_157_every_point(case: str, bench: Bench, tmp_path: Path) -> None:
+def test_a_fault_at_every_point_leaves_old_or_new(case: str, bench: Bench, tmp_path: Path) -> None:
     """Over all commands some 8,000: a kill at, within and after every event, every error at every event, every
     signal."""
     trial = Trial(CASES[case], bench, tmp_path / "work")

@@ -153,9 +153,7 @@ def raising(error: BaseException) -> Callable[[int, int], bytes]:
         (OSError(errno.EDQUOT, ""), DiskFull),
     ],
 )
-def test_rows_150_and_151_nothing_is_left_of_a_run_that_failed(
-    error: BaseException, expected: type[BaseException], old: Path
-) -> None:
+def test_nothing_is_left_of_a_run_that_failed(error: BaseException, expected: type[BaseException], old: Path) -> None:
     failing = Plan({"a": [InlineBytes(b"some")], "c": [InlineBytes(b"x"), Computed(4, raising(error))]})
     for target in (old, old.parent / "fresh"):
         with pytest.raises(expected):
@@ -164,7 +162,7 @@ def test_rows_150_and_151_nothing_is_left_of_a_run_that_failed(
 
 
 @pytest.mark.parametrize("call", ["fsync", "mkdir", "rename", "open", "pwrite"])
-def test_rows_152_and_154_a_system_call_that_fails(
+def test_a_failing_system_call_leaves_the_old_folder(
     call: str, way: str, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = getattr(os, call)

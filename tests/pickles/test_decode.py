@@ -232,7 +232,7 @@ def test_a_tensor_outside_its_storage_is_refused() -> None:
         b"NQK\x00K\x04\x85K\x01\x85\x89" + HOOKS + b"}X\3\0\0\0foo\x88s",  # unknown metadata
     ],
 )
-def test_rows_56_and_58_arguments_that_torch_does_not_write_stay_a_call(arguments: bytes) -> None:
+def test_arguments_that_torch_does_not_write_stay_a_call(arguments: bytes) -> None:
     found = rebuilt(arguments, storage())
     assert isinstance(found, Object) and found.name == "torch._utils._rebuild_tensor_v2"
 

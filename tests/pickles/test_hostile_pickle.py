@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[bytes, type[CkptoolError]]] = {
 
 
 @pytest.mark.parametrize("title", REFUSED)
-def test_rows_56_to_82_are_refused_in_words(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
+def test_hostile_pickles_are_refused_in_words(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
     pickle, error = REFUSED[title]
     found = see(pickle_zip(pickle), "inspect", "show", "convert")
     codes = set(found.codes().values())

@@ -44,17 +44,28 @@ def peak(verb: str, file: Path, folder: Path) -> int:
     if verb == "convert back":
         convert(file, carried, all=True)
     program = f"""
-import resource, sys, ckptool
 file, out, carried = {str(file)!r}, {str(out)!r}, {str(carried)!r}
 {(REWRITING | READING)[verb]}
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 """
     try:
-        # A shell between: a process begins with the peak of the one that it was forked from.
-        done = subprocess.run(
-            ["/bin/sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, program], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return int(ast.literal_eval(done.stdout))
+        return peak_of(program, folder)
     finally:
         shutil.rmtree(folder)
+
+
+def peak_of(program: str, folder: Path, *arguments: str) -> int:
+    """The most memory, in bytes, of a Python process that runs a program in a folder, where `sys` and `ckptool` are imported."""
+    tell = """
+import resource
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+    # A shell between: a process begins with the peak of the one that it was forked from.
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$0" -c "$@"; exit $?', sys.executable, f"import sys, ckptool\n{program}{tell}", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return int(ast.literal_eval(done.stdout))

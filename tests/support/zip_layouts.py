@@ -10,12 +10,16 @@ import io
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hypothesis import strategies as st
 
 from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR
 from tests.support.zips import FILE
+
+Put = Callable[..., Path]  # the fixture `put`
 
 
 def records_of(data: bytes) -> dict[str, bytes]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from ckptool.cli import main
 from ckptool.errors import Conflict, UsageError
 from fixtures.sparse import make_sparse
 from tests.support.files import load, torch_bytes, written
+from tests.support.memory import peak_of
 from tests.support.same import assert_same_objects
 from tests.support.zips import rezipped
 
@@ -196,9 +194,7 @@ def test_the_command_says_what_was_averaged_and_offers_only_what_it_does(
 # Memory --------------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-import resource, sys, ckptool
 ckptool.average([f"{number}.pt" for number in range(int(sys.argv[1]))], "mean.pt")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 """
 
 
@@ -206,18 +202,10 @@ def memory(folder: Path, count: int, nbytes: int) -> int:
     """The most memory, in bytes, of a process that averages `count` files of `nbytes`."""
     for number in range(count):
         make_sparse(folder / f"{number}.pt", nbytes)
-    # A shell between: a process begins with the peak of the one that it was forked from.
-    done = subprocess.run(
-        ["/bin/sh", "-c", '"$0" -c "$@"; exit $?', sys.executable, PROGRAM, str(count)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    peak = peak_of(PROGRAM, folder, str(count))
     assert (folder / "mean.pt").stat().st_size >= nbytes
     (folder / "mean.pt").unlink()
-    return int(ast.literal_eval(done.stdout))
+    return peak
 
 
 @pytest.mark.parametrize(("count", "nbytes"), [(2, 50_000_000), (2, 200_000_000), (24, 10_000_000)])

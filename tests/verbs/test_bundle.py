@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import shutil
-import subprocess
-import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -36,6 +33,7 @@ from fixtures.sparse import make_sparse
 from fixtures.traps import TRAPS
 from tests.support.errors import three_parts
 from tests.support.files import load
+from tests.support.memory import peak_of
 from tests.support.same import assert_same_objects
 
 LAYOUTS = ("gan.tar", "gan.safetensors")
@@ -512,30 +510,20 @@ def test_a_folder_for_one_file(files: Path, capsys: pytest.CaptureFixture[str]) 
 # Memory --------------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-import resource, sys, ckptool
 ckptool.bundle({"a": "a.pt", "b": "b.pt"}, "out.tar", dedup="dedup" in sys.argv)
 ckptool.unbundle("out.tar", "parts")
 ckptool.bundle(out="again.tar", from_folder="parts")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 """
 
 
 def memory(folder: Path, nbytes: int, *options: str) -> int:
     for name in ("a", "b"):
         make_sparse(folder / f"{name}.pt", nbytes)
-    # A shell between: a process begins with the peak of the one that it was forked from.
-    done = subprocess.run(
-        ["/bin/sh", "-c", '"$0" -c "$@"; exit $?', sys.executable, PROGRAM, *options],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    peak = peak_of(PROGRAM, folder, *options)
     assert ckptool.inspect(folder / "again.tar").listing.bytes == (folder / "out.tar").stat().st_size
     for path in folder.rglob("*.*"):
         path.unlink()
-    return int(ast.literal_eval(done.stdout))
+    return peak
 
 
 @pytest.mark.parametrize("options", [[], ["dedup"]], ids=["plain", "dedup"])

@@ -18,7 +18,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.errors import UsageError
 from fixtures.make import make
 from tests.support.files import saved, weights
-from tests.support.zip_mutants import rezipped_mutant, without_checksums
+from tests.support.zip_benign import rezipped_mutant, without_checksums
 
 
 def test_a_file_and_its_copy(tmp_path: Path) -> None:

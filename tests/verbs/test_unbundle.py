@@ -257,7 +257,7 @@ def there_and_back(name: str, suffix: str, **options: Any) -> bool:
     ],
     ids=["plain", "dedup", "all", "all-dedup"],
 )
-def test_rows_1_to_33_come_back_byte_for_byte(
+def test_every_trap_comes_back_byte_for_byte(
     tmp_path: Path, names: list[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -293,7 +293,7 @@ def test_large_twins_of_every_form(
     assert torch.equal(ours["b"]["w.weight"], tensor)
 
 
-def test_rows_on_sharing_come_back_from_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_tensors_come_back_from_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in SHARING:
         assert there_and_back(name, ".safetensors", dedup=True), name
