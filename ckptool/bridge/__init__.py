@@ -1,7 +1,7 @@
 """Between a tree of entries and live torch objects. Beside `training`, the only place that imports torch.
 
-`to_torch` makes one tensor, `build` a whole tree as `torch.load` would, `from_torch` turns live objects into entries. What torch's
-rebuild functions do is looked up in tables of ours; no name of a file is ever imported or called.
+`to_torch` makes one tensor, `build` a whole tree as `torch.load` would, `from_torch` turns live objects into entries.
+What torch's rebuild functions do is looked up in tables of ours; no name of a file is ever imported or called.
 Source of what they do: torch/_utils.py, torch/_tensor.py and torch/serialization.py, torch 2.4 to 2.13.
 
     storages <- tensors <- objects <- to_live

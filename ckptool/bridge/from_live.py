@@ -1,4 +1,5 @@
-"""The way from live objects to a tree: what torch itself says of its tensors and objects, as entries and inert nodes."""
+"""From live objects to a tree: torch's tensors and objects, as they reduce themselves, become entries and inert
+nodes."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ from ckptool.pickles.torch_objects import BUILDERS, SIZE
 
 
 def from_torch(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Any:
-    """The tree of nodes that says what `tree` holds: tensors, whatever `torch.save` would write, entries. No tensor is copied.
+    """The tree of nodes for live values: tensors, entries, whatever `torch.save` would write. No tensor is copied.
 
     Tensors that share a storage share it in the result. CUDA tensors keep their tag, and are copied to the CPU piece by
     piece when they are written.
-    Raises `Unsupported`, naming every object that no checkpoint should hold, `Conflict` for one storage under two types.
+    Raises `Unsupported`, naming every object that no checkpoint should hold, `Conflict` for one storage under two
+    types.
     """
     return _TorchReader(arrays_as_tensors, keep_unknown).read(tree)
 
@@ -52,7 +54,7 @@ class _TorchReader(LiveReader):
         return super().special(value)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        """What torch itself says of a tensor, as an entry or composite."""
+        """The entry or composite for a tensor, from the call by which torch pickles it."""
         answer: tuple[Any, ...] = cast(Any, tensor).__reduce_ex__(2)
         function, args = answer[:2]
         builder = self._builder(function)
@@ -88,7 +90,7 @@ class _TorchReader(LiveReader):
         return self.refuse(tensor, f"a tensor of the class {cls.__module__}.{cls.__qualname__}", _AS_PLAIN)
 
     def _ref(self, storage: torch.UntypedStorage, dtype: DType | None) -> StorageRef:
-        """The storage, once for each of torch's. Files give a storage one element type for all its views, as torch does."""
+        """The storage, once for each of torch's. A file gives a storage one element type for all its views."""
         key = storage._cdata
         found = self.storages.get(key)
         if found is None:

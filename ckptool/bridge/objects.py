@@ -1,6 +1,7 @@
-"""Containers, names and objects of known classes: torch's sizes and devices, numpy's arrays, counters, namespaces, configuration.
+"""Containers, names and objects of known classes: sizes and devices, numpy's arrays, counters, configuration.
 
-An object becomes what its own pickle would make, by a table of ours; what is in none is refused by name, and never looked up.
+An object becomes what its own pickle would make, by a table of ours; what is in none is refused by name, and never
+looked up.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def ordered(_: Builder, node: OrderedDict) -> FillLater:
 
 
 def _set_items(node: Any, made: Any, items: Mapping[Any, Any], of: Of) -> None:
-    """Fills the dictionary `made`; raises `Conflict` where two keys of `node` have become one, `Corrupt` for an unhashable key."""
+    """Fills the dictionary `made`; raises `Conflict` where two keys have become one, `Corrupt` for an unhashable
+    one."""
     count = len(made) + len(items)
     for key, value in items.items():
         try:
@@ -92,7 +94,7 @@ FACTORIES: dict[str, Any] = {
 
 
 def named(builder: Builder, name: Global) -> Any:
-    """What a name by itself stands for: a function or class of a table, an element type, a class of storages."""
+    """The meaning of a name by itself: a function or class of a table, an element type, a class of storages."""
     found = _meaning(name)
     return builder.refuse(name, f"the function or class {name}") if found is NotImplemented else found
 
@@ -212,7 +214,7 @@ def _scalar(builder: Builder, node: Object) -> Any:
 
 
 def _numpy_array(found: Array) -> Any:
-    """A new array, in the byte order that it was saved in; the bytes were counted, and there are no Python objects in it."""
+    """A new array, in the byte order that it was saved in; there are no Python objects in it."""
     import numpy
 
     kind = _numpy_type(found.type)

@@ -1,4 +1,4 @@
-"""The bytes of tensors: a file's as torch's storages, mapped or read, where `map_location` says; and torch's as data to write."""
+"""The bytes of tensors: a file's as torch's storages, mapped or read, on their device; torch's as data to write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Restorer:
 
 
 def restorer(map_location: Any) -> Restorer:
-    """What `map_location` asks for; raises `UsageError` for what is no device, dictionary or function."""
+    """The `Restorer` for a `map_location`; raises `UsageError` for what is no device, dictionary or function."""
     if map_location is None:
         return Restorer(_at_home)
     if isinstance(map_location, dict):
@@ -81,7 +81,7 @@ def is_faking() -> bool:
 
 
 class Storages:
-    """One torch storage for each storage of the tree, mapped or read when it is first asked for."""
+    """The torch storage for each storage of the tree, mapped or read when it is first asked for."""
 
     def __init__(self, restorer: Restorer, map_files: bool) -> None:
         self.restorer, self.map_files = restorer, map_files
@@ -167,5 +167,6 @@ def data_of(storage: torch.UntypedStorage) -> Computed:
 
     if storage.device.type != "cpu":
         return Computed(size, read)
-    raw = memoryview(_bytes_of(storage).numpy())  # type: ignore[arg-type]  # an array is a buffer, which its stubs do not say
+    # An array is a buffer, which its stubs do not say.
+    raw = memoryview(_bytes_of(storage).numpy())  # type: ignore[arg-type]
     return Computed(size, read, view=lambda offset, length: raw[offset : offset + length])

@@ -1,4 +1,4 @@
-"""Tensors of every kind: a plain entry over its storage, and what each of torch's rebuild functions makes of its arguments."""
+"""Tensors of every kind: a plain entry over its storage, and the results of torch's rebuild functions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ CONSTANTS: dict[str, Any] = {
     **{
         f"torch.{name}": getattr(torch, name)
         for name in (
-            "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric", "per_channel_affine_float_qparams",
-            "contiguous_format", "channels_last", "channels_last_3d", "preserve_format",
+            "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
+            "per_channel_affine_float_qparams", "contiguous_format", "channels_last", "channels_last_3d",
+            "preserve_format",
         )
     },
     "__builtin__.Ellipsis": ...,
@@ -115,7 +116,8 @@ def _rebuild(builder: Builder, node: Any, fn: Any, args: tuple[Any, ...]) -> Any
 
 
 def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
-    """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, viewed as a class of torch's, with attributes."""
+    """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, as a class of torch's, with
+    attributes."""
     if args[0] is REBUILD_JAGGED and str(args[1]) == _JAGGED:
         return _jagged(builder, node, args[2][0])
     cls = TENSOR_CLASSES.get(str(args[1]))
@@ -132,7 +134,7 @@ def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _jagged(builder: Builder, node: Any, given: dict[Any, Any]) -> Any:
-    """A nested tensor of the jagged layout: of its values, the offsets of its parts and what torch keeps beside them."""
+    """A nested tensor of the jagged layout, from its values, the offsets of its parts and torch's cache."""
     kept = given.get("_metadata_cache") or {}
     if not isinstance(kept, dict) or not set(given) <= _JAGGED_PARTS:
         return builder.refuse(node, "a jagged nested tensor with arguments that torch does not write")
@@ -149,7 +151,8 @@ def _jagged(builder: Builder, node: Any, given: dict[Any, Any]) -> Any:
 
 
 def _bare(part: Any) -> Any:
-    """A tensor without its attributes: on the parts of a nested tensor they are notes of torch's compiler, made anew when it runs."""
+    """A tensor without its attributes: on the parts of a nested tensor they are notes of torch's compiler for
+    itself."""
     if isinstance(part, Composite) and REBUILD.get(str(part.made.fn)) is from_type:
         return BUILDERS[part.made.args[0]](part.made.args[2])
     return part
@@ -210,7 +213,8 @@ def _sparse(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     shape = node.shape if isinstance(node, Composite) and node.shape is not None else size
 
     def make(*made: torch.Tensor) -> Any:
-        # torch.load does not check, and indices that point outside are followed all the same. On meta there is nothing to check.
+        # torch.load does not check, and indices that point outside are followed all the same. On meta there is nothing
+        # to check.
         check = not builder.storages.restorer.meta
         if layout is torch.sparse_coo:
             return untyped.sparse_coo_tensor(*made, shape, check_invariants=check, is_coalesced=coalesced)

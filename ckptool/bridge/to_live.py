@@ -25,9 +25,10 @@ from ckptool.pickles.calls import uses
 
 @provides("torch", TensorEntry, Composite)
 def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tensor:
-    """A new tensor with the entry's bytes, type, strides, flags and class, on `device`. Its bytes are read, nothing is mapped.
+    """A new tensor with the entry's bytes, type, strides, flags and class, on `device`; nothing is mapped.
 
-    Of a plain entry only the part of the storage that it spans is read. Raises `UnsafeObject` for a subclass that is not torch's own.
+    Of a plain entry only the part of the storage that it spans is read. Raises `UnsafeObject` for a subclass that is
+    not torch's own.
     """
     if isinstance(entry, TensorEntry):
         verify(entry)
@@ -39,13 +40,14 @@ def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tenso
 
 
 def build(checkpoint: Checkpoint, map_location: Any = "cpu", *, mmap: bool = True) -> Any:
-    """What `torch.load` would give for this tree, without running anything that the file names.
+    """The value that `torch.load` would give for this tree, without running anything that the file names.
 
     map_location: as `torch.load` takes it (a device, a dictionary, a function; None: where the tensors were saved).
-    mmap: map the file (privately: writes to the tensors do not reach it) instead of reading it, as `torch.load(mmap=True)` does.
-    Nothing is read until it is used, checksums are not checked, and the file must not be cut short or overwritten while
-    the tensors live.
-    Raises `UnsafeObject` naming every object of an unknown class and where it is, `Unsupported` for a device that is not there.
+    mmap: map the file (privately: writes to the tensors do not reach it) instead of reading it, as
+    `torch.load(mmap=True)` does. Nothing is read until it is used, checksums are not checked, and the file must not be
+    cut short or overwritten while the tensors live.
+    Raises `UnsafeObject` naming every object of an unknown class and where it is, `Unsupported` for a device that is
+    not there.
     """
     return Builder(checkpoint, restorer(map_location), map_files=mmap).build()
 
@@ -89,7 +91,7 @@ class Builder:
         )
 
     def _advice(self, bad: Iterable[str]) -> tuple[str | Command, ...]:
-        """How to load the first dictionary at the top that holds nothing unknown, if there is one."""
+        """Advice to load the first dictionary at the top that holds nothing unknown, if there is one."""
         tops = {place.partition("/")[0] for place in bad}
         tree, source = self.checkpoint.tree, self.checkpoint.source
         for key, value in tree.items() if isinstance(tree, dict) and source else ():
@@ -105,7 +107,7 @@ class Builder:
         return Unknown()
 
     def _handle(self, handler: Callable[[Builder, Any], Any], node: Any) -> Any:
-        """What a handler gives for a node; its errors say the address of the node that they are about."""
+        """The answer of a handler for a node; its errors name the address of the node."""
         try:
             return handler(self, node)
         except CkptoolError as error:
@@ -114,7 +116,7 @@ class Builder:
             raise (error.within(where) if where else error) from None
 
     def guarded(self, node: Any, make: Callable[[], Any]) -> Any:
-        """What `make` makes of a tensor's description; raises `Corrupt` where torch will not have it."""
+        """The result of `make`; raises `Corrupt` where torch refuses the description of a tensor."""
         try:
             return make()
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:

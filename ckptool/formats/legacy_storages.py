@@ -1,4 +1,4 @@
-"""The storages of torch's legacy streams and tars: which persistent id is which, and where its data is once the keys are known."""
+"""The storages of torch's legacy streams: by persistent id, and placed once their keys are known."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LegacyStorages:
         self.sources: dict[str, dict[str, str | None]] = {}
 
     def load(self, pid: Any) -> Any:
-        """What `("storage", class, key, location, elements, view)` or `("module", class, file, source)` stands for."""
+        """The value of `("storage", class, key, location, elements, view)` or `("module", class, file, source)`."""
         try:
             tag, cls, key, location, numel, view = pid
             root = self.by_class[cls][key]
@@ -112,7 +112,8 @@ class LegacyStorages:
             raise BadTensor("a view of a storage that is not as torch writes it", _NO_TENSOR)
         if offset < 0 or size < 0 or offset + size > root.numel:
             raise BadTensor(
-                f"the view {printable(key)} is of the elements {offset:,} to {offset + size:,} of a storage that has {root.numel:,}",
+                f"the view {printable(key)} is of the elements {offset:,} to {offset + size:,} "
+                f"of a storage that has {root.numel:,}",
                 _NO_TENSOR,
             )
         if key in self.roots:
@@ -202,7 +203,7 @@ def _named(keys: list[str]) -> str:
 
 
 def _unplaced(size: int) -> Computed:
-    """What stands for the data of a storage until it is known where it is."""
+    """A stand-in for the data of a storage until it is placed."""
 
     def read(offset: int, length: int) -> bytes:
         raise AssertionError(f"{length} bytes at {offset} of a storage that is not placed yet")
@@ -219,7 +220,7 @@ def turned(storage: Storage, dtype: DType | None) -> Data:
 
 
 def module_source(parts: tuple[Any, ...]) -> tuple[Global, dict[str, str | None] | None]:
-    """What `(class, file, source text)` in a persistent id says: the class as a name, and where it was and how it read, as text."""
+    """The class that `(class, file, source text)` in a persistent id names, and its file and text."""
     texts = [whole(part) for part in parts[1:]]
     if (
         len(parts) != 3

@@ -1,4 +1,4 @@
-"""torch's streams inside of pickles: the calls of `torch.storage._load_from_bytes`, by which a tensor is pickled without a file.
+"""torch's streams inside of pickles: calls of `torch.storage._load_from_bytes`, by which plain pickles hold tensors.
 
 `BUILDERS` is what the readers of files decode their pickles with.
 """

@@ -1,15 +1,16 @@
 """`torch-legacy`: what `torch.save` wrote from 0.1.10 to 1.5, and writes with `_use_new_zipfile_serialization=False`.
 
-Five pickles (magic number, version, what the machine was like, the value, the keys of its storages), then for each key the
-number of elements as an int64 and the elements. Storages are ranges of the file: nothing is loaded. The same stream lies inside
-of other pickles, as what `torch.storage._load_from_bytes` is given. It is read, not written: zips are what every torch since 1.4
-opens, and can be mapped.
+Five pickles (magic number, version, what the machine was like, the value, the keys of its storages), then for each key
+the number of elements as an int64 and the elements. Storages are ranges of the file: nothing is loaded. The same
+stream lies inside of other pickles, as what `torch.storage._load_from_bytes` is given. It is read, not written: zips
+are what every torch since 1.4 opens, and can be mapped.
 
-The elements are little-endian on every machine: torch writes them so and reads them so since 0.1.10, and what `little_endian` says
-is looked at by none (torch/csrc/serialization.cpp, pytorch#26383). Only where the numbers of elements are big-endian too was the
-whole written as it lay in memory; then the elements are turned.
+The elements are little-endian on every machine: torch writes them so and reads them so since 0.1.10, and what
+`little_endian` says is looked at by none (torch/csrc/serialization.cpp, pytorch#26383). Only where the numbers of
+elements are big-endian too was the whole written as it lay in memory; then the elements are turned.
 
-Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch 0.1.12 to 2.13; torch/storage.py (`_load_from_bytes`).
+Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch 0.1.12 to 2.13; torch/storage.py
+(`_load_from_bytes`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _USUAL = (
     b"\x80\x02\x8a\n"
     + MAGIC.to_bytes(10, "little")
     + b".\x80\x02M\xe9\x03.\x80\x02}q\0(X\x10\0\0\0protocol_versionq\1M\xe9\x03"
-    b"X\r\0\0\0little_endianq\2\x88X\n\0\0\0type_sizesq\3}q\4(X\5\0\0\0shortq\5K\2X\3\0\0\0intq\6K\4X\4\0\0\0longq\7K\4uu."
+    b"X\r\0\0\0little_endianq\2\x88X\n\0\0\0type_sizesq\3}q\4("
+    b"X\5\0\0\0shortq\5K\2X\3\0\0\0intq\6K\4X\4\0\0\0longq\7K\4uu."
 )
 _TYPE_SIZES = {"short": (2,), "int": (4,), "long": (4, 8)}
 COMPACT = command("convert", FILE, out=OUT)
@@ -57,7 +59,8 @@ COMPACT = command("convert", FILE, out=OUT)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """What a stream holds. `end`: the byte after its last storage.  sources: class -> (file, text), of pickled modules."""
+    """The contents of a stream. end: the byte after its last storage.  metadata: with the sources of pickled
+    classes."""
 
     root: Any
     end: int
@@ -67,7 +70,7 @@ class Stream:
 
 
 def begins_stream(head: bytes) -> bool:
-    """True if these first bytes (a few hundred) are those of a stream, or of one whose magic number is wrong or computed."""
+    """True for the first bytes of a stream, also of one whose magic number is wrong or computed."""
     return any(spelled in head[:64] for spelled in _SPELLED) or _goes_on_as_stream(head)
 
 
@@ -85,8 +88,8 @@ def _goes_on_as_stream(head: bytes) -> bool:
 def read_stream(data: Data, *, name: str, depth: int = 0) -> Stream:
     """The stream that is the whole of `data`. name: what to call it in errors.  depth: in how many other streams it is.
 
-    Raises `NotACheckpoint` (another magic number), `UnsafeObject` (a computed one), `Corrupt`, `BadTensor`, `Truncated`,
-    `LimitExceeded` or `Unsupported`.
+    Raises `NotACheckpoint` (another magic number), `UnsafeObject` (a computed one), `Corrupt`, `BadTensor`,
+    `Truncated`, `LimitExceeded` or `Unsupported`.
     """
     head = _head(data, name)
     little_endian = head.root
@@ -140,7 +143,8 @@ def _head(data: Data, name: str) -> Decoded:
 
 
 def small_pickle(data: Data, at: int, name: str) -> Decoded:
-    """One of the pickles around the value: no call in it means anything, and no storage is in it. Its `end` counts as `at` does."""
+    """One of the pickles around the value, without storages; no call in it is understood. Its `end` counts as `at`
+    does."""
     window = data.read(at, min(_WINDOW, data.length - at))
     try:
         found = decode(window, _no_storage, {}, name=name)
@@ -173,7 +177,7 @@ def _check_magic(magic: Decoded, name: str) -> None:
 
 
 def machine_order(info: Any, version: int, name: str) -> bool:
-    """What a file says about the machine that wrote it: whether that was little-endian. Raises `Corrupt` where it makes no sense."""
+    """True if the machine that wrote the file was little-endian; raises `Corrupt` for facts that make no sense."""
     fields = info if type(info) is dict else {}
     little_endian, sizes = fields.get("little_endian"), fields.get("type_sizes")
     if (
@@ -211,7 +215,7 @@ def _notes(little_endian: bool, left: int, tables: LegacyStorages) -> list[Note]
 
 
 def source_notes(sources: dict[str, dict[str, str | None]]) -> list[Note]:
-    """What to say about the source text of classes in a file."""
+    """A note on the source text of classes in a file."""
     if not sources:
         return []
     what = "the source text of {} is in the file: shown by inspect --json, never run, and not kept in what is written"
@@ -236,7 +240,7 @@ def read(source: Source) -> Checkpoint:
 
 
 def load_from_bytes(content: bytes | StubbedValue, depth: int = 1) -> Any:
-    """What `torch.storage._load_from_bytes(content)` stands for; `NotImplemented` where the bytes are no stream.
+    """The value of `torch.storage._load_from_bytes(content)`; `NotImplemented` where the bytes are no stream.
 
     depth: how many levels of such bytes this one is on. Storages of a blob stay where they are, in its file.
     Raises what `read_stream` does, and `LimitExceeded` below the second level.

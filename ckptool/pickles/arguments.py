@@ -1,6 +1,7 @@
 """Rules for the arguments of known calls, one for each kind of call in the table of `known`.
 
-A rule looks at the arguments themselves. What is inside of them (names, objects, further calls) is judged where it stands, by `calls`.
+A rule looks at the arguments themselves. What is inside of them (names, objects, further calls) is judged where it
+stands, by `calls`.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ def texts(args: Arguments) -> bool:
 
 
 def text_or_bytes(args: Arguments) -> bool:
-    """What `bytes` is made of; a number would be a size, and fill the memory, and any codec but the usual ones runs code of its own."""
+    """Arguments of `bytes`: no number, which would be a size and fill the memory, and no codec that runs its own
+    code."""
     return all(
         isinstance(arg, (str, bytes, StubbedValue, LazyBytes, *_SEQUENCES)) for arg in args[:1]
     ) and _usual_codec(args)
 
 
 def decoded(args: Arguments) -> bool:
-    """What `str` is made of: a scalar, or bytes and a usual codec."""
+    """Arguments of `str`: a scalar, or bytes and a usual codec."""
     return scalars(args) and _usual_codec(args)
 
 
@@ -101,12 +103,12 @@ _CONSTANTS = frozenset({"Ellipsis", "NotImplemented"})
 
 
 def application(args: Arguments) -> bool:
-    """`functools.partial`: a function or class that does no more than compute, and plain values that it will be given."""
+    """`functools.partial`: a function or class that does no more than compute, and plain values for it."""
     return bool(args) and _computes(args[0]) and _is_plain(args[1:])
 
 
 def same_application(node: Object) -> bool:
-    """True unless the state of a `functools.partial` puts another function in its place, or something that is not plain."""
+    """False where the state of a `functools.partial` has another function, or something that is not plain."""
     state = node.state
     if state is MISSING:
         return True
@@ -114,7 +116,8 @@ def same_application(node: Object) -> bool:
 
 
 def _computes(name: Any) -> bool:
-    """Layers, optimizers, losses, functions of numbers: whatever they are called with, nothing outside of the process changes."""
+    """Layers, optimizers, losses, functions of numbers: called with anything, they change nothing outside of the
+    process."""
     if type(name) is not Global:
         return False
     if name.module in ("builtins", "__builtin__"):
@@ -133,7 +136,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _all_parts(value: Any, allowed: Callable[[Any], bool]) -> bool:
-    """True if all that is in containers is a scalar, a tensor, or allowed. Containers are few and have no attributes."""
+    """True if everything in containers is a scalar, a tensor, or allowed; containers are few and have no attributes."""
     if not isinstance(value, _CONTAINERS):
         return type(value) in _SCALARS or isinstance(value, _TENSORS) or allowed(value)
     stack, left = [value], _MOST_PARTS
@@ -199,13 +202,14 @@ def union(args: Arguments) -> bool:
 
 _MOST = 64  # parts of one type
 _EXPRESSIONS = frozenset(
-    "operator.getitem operator.or_ _operator.getitem _operator.or_ types.GenericAlias functools.reduce _functools.reduce"
-    " __builtin__.reduce builtins.type __builtin__.type".split()
+    "operator.getitem operator.or_ _operator.getitem _operator.or_ types.GenericAlias functools.reduce"
+    " _functools.reduce __builtin__.reduce builtins.type __builtin__.type".split()
 )
 
 
 def getattr_of_known(args: Arguments) -> bool:
-    """`getattr(torch._C._VariableFunctionsClass, "relu")`: how torch's own functions are spelled; or a method of a module."""
+    """`getattr(torch._C._VariableFunctionsClass, "relu")`, as torch's own functions are spelled; or a method of a
+    module."""
     if len(args) != 2 or type(args[1]) is not str or not args[1].isidentifier() or args[1].startswith("__"):
         return False
     of = args[0]
@@ -214,20 +218,22 @@ def getattr_of_known(args: Arguments) -> bool:
     return isinstance(of, Object) and of.how == "new" and not of.args and _module(of).startswith("torch.nn.modules.")
 
 
-# torch's functions of tensors that models and configurations hold; `torch.from_file`, which makes files, is in the same class.
+# torch's functions of tensors that models and configurations hold; `torch.from_file`, which makes files, is in the
+# same class.
 _FUNCTIONS = frozenset(
-    "abs absolute acos acosh add addmm alpha_dropout amax amin any all arange argmax argmin asin asinh atan atan2 atanh"
-    " baddbmm bmm bitwise_and bitwise_not bitwise_or bitwise_xor cat ceil celu clamp clamp_max clamp_min clip clone concat"
-    " conv1d conv2d conv3d cos cosh cosine_similarity cumprod cumsum deg2rad det diag div divide dot dropout einsum elu embedding"
-    " empty empty_like eq erf erfc erfinv exp exp2 expm1 eye feature_dropout flatten flip floor floor_divide fmod frac full"
-    " full_like gather ge gelu group_norm gt hardshrink heaviside hypot index_select instance_norm isfinite isinf isnan kron"
-    " layer_norm le leaky_relu lerp linspace log log10 log1p log2 log_softmax logaddexp logical_and logical_not logical_or"
-    " logical_xor logit logspace logsumexp lt masked_fill masked_select matmul max maximum mean median min minimum mm mode mul"
-    " multiply mv nan_to_num ne neg negative nonzero norm normal ones ones_like outer permute pow prelu prod rad2deg rand"
-    " rand_like randint randn randn_like randperm real reciprocal relu relu6 remainder reshape rms_norm roll round rrelu rsqrt"
-    " scatter select selu sgn sigmoid sign sin sinc sinh softmax sort split sqrt square squeeze stack std sub subtract sum svd"
-    " swapaxes t take tan tanh tensor tensordot threshold tile topk trace transpose tril triu true_divide trunc unbind"
-    " unsqueeze var where xlogy zeros zeros_like".split()
+    "abs absolute acos acosh add addmm alpha_dropout amax amin any all arange argmax argmin asin asinh atan atan2"
+    " atanh baddbmm bmm bitwise_and bitwise_not bitwise_or bitwise_xor cat ceil celu clamp clamp_max clamp_min clip"
+    " clone concat conv1d conv2d conv3d cos cosh cosine_similarity cumprod cumsum deg2rad det diag div divide dot"
+    " dropout einsum elu embedding empty empty_like eq erf erfc erfinv exp exp2 expm1 eye feature_dropout flatten flip"
+    " floor floor_divide fmod frac full full_like gather ge gelu group_norm gt hardshrink heaviside hypot index_select"
+    " instance_norm isfinite isinf isnan kron layer_norm le leaky_relu lerp linspace log log10 log1p log2 log_softmax"
+    " logaddexp logical_and logical_not logical_or logical_xor logit logspace logsumexp lt masked_fill masked_select"
+    " matmul max maximum mean median min minimum mm mode mul multiply mv nan_to_num ne neg negative nonzero norm"
+    " normal ones ones_like outer permute pow prelu prod rad2deg rand rand_like randint randn randn_like randperm real"
+    " reciprocal relu relu6 remainder reshape rms_norm roll round rrelu rsqrt scatter select selu sgn sigmoid sign sin"
+    " sinc sinh softmax sort split sqrt square squeeze stack std sub subtract sum svd swapaxes t take tan tanh tensor"
+    " tensordot threshold tile topk trace transpose tril triu true_divide trunc unbind unsqueeze var where xlogy zeros"
+    " zeros_like".split()
 )
 
 
@@ -235,7 +241,7 @@ _FUNCTIONS = frozenset(
 
 
 def of_tensors(args: Arguments) -> bool:
-    """What tensors are made of: storages, tensors, sizes, numbers, element types, arrays.
+    """Arguments of tensors: storages, tensors, sizes, numbers, element types, arrays.
 
     Of anything else torch would ask for attributes and methods (`data.detach()`), and call what it is given.
     """
@@ -243,7 +249,7 @@ def of_tensors(args: Arguments) -> bool:
 
 
 def _is_tensor_call(part: Any) -> bool:
-    """True for calls that stand for a tensor, an array, a storage or a dictionary, as far as they are not made into such already."""
+    """True for calls that stand for a tensor, an array, a storage or a dictionary, and were not understood as one."""
     if not isinstance(part, Object):
         return False
     module = _module(part)
@@ -258,7 +264,7 @@ def _is_tensor_call(part: Any) -> bool:
 
 
 def without_hooks(at: int) -> Callable[[Arguments], bool]:
-    """What tensors are made of, and no backward hooks at this place: hooks are functions that torch calls when gradients are computed."""
+    """Arguments of tensors, and no backward hooks at this place: torch calls hooks when it computes gradients."""
 
     def rule(args: Arguments) -> bool:
         return (len(args) <= at or no_hooks(args[at])) and of_tensors(args[:at])
@@ -275,7 +281,7 @@ def no_hooks(hooks: Any) -> bool:
 
 
 def rebuild_and_class(args: Arguments) -> bool:
-    """`_rebuild_from_type_v2(function, class, arguments, state)` calls the function and views the result as the class."""
+    """`_rebuild_from_type_v2(function, class, arguments, state)`: calls the function, views the result as the class."""
     return (
         len(args) in (3, 4)
         and type(args[0]) is Global
@@ -291,7 +297,8 @@ _REBUILDERS = ("torch._utils", "torch.nested._internal.nested_tensor")
 
 
 def class_first(args: Arguments) -> bool:
-    """`_rebuild_wrapper_subclass(class, …)`: the class by name, which is judged where it stands, and what describes a tensor."""
+    """`_rebuild_wrapper_subclass(class, …)`: the class by name, judged where it stands, and the description of a
+    tensor."""
     return bool(args) and type(args[0]) is Global and of_tensors(args[1:])
 
 

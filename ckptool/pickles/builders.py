@@ -1,4 +1,8 @@
-"""What a builder is: the meaning of one known function in pickles, as a function from the arguments of a call to its value."""
+"""Builders: the meaning of a known function in pickles, as a function from the arguments of a call to its value.
+
+Here are those of Python's own types, by which pickles make dictionaries, sets, bytes and complex numbers.
+Source: the `__reduce__` methods of Python 2.7 to 3.14, and Lib/pickle.py (`save_bytes`, `save_set`).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ Builder = Callable[[tuple[Any, ...]], Any]
 class PerPickle:
     """A builder whose calls copy what they are given. It is made anew for each pickle: `make(spend)`.
 
-    `spend(n)` says that a call copies what takes at least `n` bytes in a file; it raises `LimitExceeded` when that is more than the
-    file can have: the same value is copied again and again.
+    `spend(n)` says that a call copies what takes at least `n` bytes in a file; it raises `LimitExceeded` when that is
+    more than the file can have: the same value is copied again and again.
     """
 
     make: Callable[[Callable[[int], None]], Builder]

@@ -1,9 +1,10 @@
 """The judgement on what loading a tree with `pickle` would run, which `scan`, `inspect`, `load` and every writer ask.
 
-Everything in a tree is one of three. *Inert*: in the table of `known`, used as the table says, and so is all that is in it. *Custom*: an
-object of somebody's own class, made without arguments, filled with a state of plain values, tensors and further such objects; loading it
-imports the class and sets the state. *Unknown*: anything else, wherever it hides: calls, constructor arguments, names that
-stand by themselves, names of Python's own modules or of a known library that are not listed.
+Everything in a tree is one of three. *Inert*: in the table of `known`, used as the table says, and so is all that is
+in it. *Custom*: an object of somebody's own class, made without arguments, filled with a state of plain values,
+tensors and further such objects; loading it imports the class and sets the state. *Unknown*: anything else, wherever
+it hides: calls, constructor arguments, names that stand by themselves, names of Python's own modules or of a known
+library that are not listed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Trail = tuple[Any, Any] | None  # where something is: the trail of what it is in
 
 
 class Use(NamedTuple):
-    """A name that is not inert where it stands. how: `called` (a call, or a class with arguments), `made` (an object), `named` (by itself).
+    """A name that is not inert where it stands.
+
+    how: `called` (a call, or a class with arguments), `made` (an object), `named` (by itself).
 
     trail: the nearest place that has an address.
     """
@@ -47,7 +50,7 @@ class Use(NamedTuple):
 
 
 def uses(root: Any) -> Iterator[Use]:
-    """Everything in a tree that is not inert, in order. Each object is looked at once, or twice where it is also an argument."""
+    """Everything in a tree that is not inert, in order; each object once, or twice where it is also an argument."""
     return _Judge().judge(root)
 
 
@@ -73,7 +76,7 @@ _Step = tuple[Any, Trail, bool]  # a value, where it is, and whether it is an ar
 
 
 class _Judge:
-    """One walk through a tree. Nothing in it recurses."""
+    """A walk through a tree with the place and the role of each part; nothing in it recurses."""
 
     def __init__(self) -> None:
         self.seen: tuple[set[int], set[int]] = (set(), set())  # as a value, as an argument
@@ -130,7 +133,7 @@ def _of_container(node: Any, trail: Trail, argument: bool) -> list[_Step]:
 
 
 def _class_of(fn: Any) -> Any:
-    """The callable that makes an object, a nested class as one name; protocols below 4 spell it `getattr(Outer, "Inner")`."""
+    """The callable of an object, a nested class as one name; protocols below 4 spell it `getattr(Outer, "Inner")`."""
     inner: list[str] = []
     while isinstance(fn, Object) and fn.how == "call" and str(fn.fn) in _GETATTR and _names_part(fn.args):
         fn, part = fn.args
@@ -146,7 +149,8 @@ def _names_part(args: Any) -> bool:
 
 
 def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[Use]:
-    """How an object itself is to be taken, whatever is in it. An argument is used while the call is made: only an inert one will do."""
+    """The use that an object itself is, whatever is in it. Arguments are used while the call is made: they must be
+    inert."""
     kind, bare = kind_of(node.fn), node.how == "new" and not node.args and not node.kwargs
     if kind is None:
         custom = bare and is_own(_class_of(node.fn))
@@ -198,7 +202,8 @@ DISCARDED = "(made and thrown away)"
 
 
 def uses_of(checkpoint: Checkpoint) -> tuple[tuple[Use, str], ...]:
-    """What in a checkpoint is not inert, each with the nearest address; last what the file makes and throws away."""
+    """Everything in a checkpoint that is not inert, with the nearest address; last what the file makes and throws
+    away."""
     if "uses" not in checkpoint.kept:
         found = [(use, address(use.path)) for use in uses(checkpoint.tree)]
         found += [(use._replace(verdict=UNKNOWN), DISCARDED) for use in uses(checkpoint.discarded)]
@@ -207,12 +212,13 @@ def uses_of(checkpoint: Checkpoint) -> tuple[tuple[Use, str], ...]:
 
 
 def _is_of_program(checkpoint: Checkpoint, use: Use) -> bool:
-    """True for a class of the program in a TorchScript file, which lies in the file itself and is imported from nowhere."""
+    """True for a class of the program in a TorchScript file, which is imported from nowhere."""
     return bool(checkpoint.extras) and use.name.startswith("__torch__.")
 
 
 def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool = False) -> tuple[Note, ...]:
-    """Raises `UnsafeObject` for what would run and is unknown, unless it is to be kept and can be; gives a note of people's own classes.
+    """Raises `UnsafeObject` for unknown calls that are not to be kept or cannot be; gives a note of people's own
+    classes.
 
     as_it_is: the file is copied, so that what it makes and throws away is kept too.
     """
@@ -232,7 +238,7 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
     thrown_away = DISCARDED in unknown.values() and not as_it_is
     raise UnsafeObject(
         f"{source} {listed(names)}",
-        "Loading the file runs this; ckptool neither ran it nor passes it on without being told to. Nothing was written.",
+        "Loading the file runs this; ckptool neither ran it nor passes it on unless told to. Nothing was written.",
         Advice(
             "What is made and thrown away cannot be kept. Write the weights alone: ",
             command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
@@ -249,7 +255,7 @@ _NAMED_UNKNOWN = 6
 
 
 def _drop(checkpoint: Checkpoint, places: Iterable[str]) -> tuple[str, ...] | tuple[str, Command, str]:
-    """How to drop what cannot be passed on, where all of it is in entries of dictionaries."""
+    """Advice to drop what cannot be passed on, where all of it is in entries of dictionaries."""
     found = [_entry(checkpoint.tree, place) for place in dict.fromkeys(places)]
     if not all(found):
         return ()
@@ -270,7 +276,7 @@ def _entry(tree: Any, place: str) -> str:
 
 
 def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:
-    """What is to be said wherever a file with objects of people's own classes is looked at or written."""
+    """The note on objects of people's own classes, wherever a file with some is looked at or written."""
     custom = (use for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM and not _is_of_program(checkpoint, use))
     names = [printable(name) for name in dict.fromkeys(use.name for use in custom)]
     what = f"loading it with pickle imports and makes {listed(names, 4)}; ckptool does not"

@@ -34,7 +34,8 @@ class Decoded:
 
     end: the byte after its STOP.
 
-    byte_strings: how many texts of Python 2 in it are not UTF-8.  unreachable: names of nested classes that its protocol cannot say.
+    byte_strings: how many texts of Python 2 in it are not UTF-8.  unreachable: names of nested classes that its
+    protocol cannot say.
     gradients: how many old parameters had one inside.
     """
 
@@ -141,8 +142,8 @@ def gradient_notes(count: int) -> list[Note]:
     if not count:
         return []
     what = counted(count, "gradient") if count > 1 else "a gradient"
-    said = f"{what} inside of parameters, as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
-    return [Note(OLD_GRADIENTS, said)]
+    why = "as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
+    return [Note(OLD_GRADIENTS, f"{what} inside of parameters, {why}")]
 
 
 def nested_name_notes(names: Sequence[Global]) -> list[Note]:

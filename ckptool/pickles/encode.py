@@ -1,8 +1,9 @@
 """A tree to a pickle of protocol 2, byte for byte as Python's pickler writes what torch gives it.
 
-One difference is meant: equal texts are written once and referred to afterwards, whatever objects they were, so that the same
-tree always gives the same bytes. Protocol 2 is what every torch reads, `weights_only` included. Three things need protocol 4: the name
-of a nested class (`Outer.Inner`), an object made with keyword arguments, and one that items are added to.
+One difference is meant: equal texts are written once and referred to afterwards, whatever objects they were, so that
+the same tree always gives the same bytes. Protocol 2 is what every torch reads, `weights_only` included. Three things
+need protocol 4: the name of a nested class (`Outer.Inner`), an object made with keyword arguments, and one that items
+are added to.
 
 Source of the conventions: Modules/_pickle.c (save_tuple, batch_list, batch_dict_exact, save_reduce).
 """
@@ -57,7 +58,7 @@ def encode(tree: Any, key_of: Callable[[Storage], str]) -> bytes:
 
 
 class _Encoder:
-    """Writes one pickle. `protocol`: raised on the way where something needs it; then names have to be written by its rules."""
+    """Writes one pickle. protocol: raised on the way where something needs it; names follow its rules then."""
 
     def __init__(self, key_of: Callable[[Storage], str], protocol: int = 2) -> None:
         self.key_of = key_of
@@ -312,7 +313,7 @@ class _Encoder:
         yield from self._items(value, exact=True)
 
     def _items(self, value: dict[Any, Any], exact: bool) -> Steps:
-        """A plain dict closes its last batch in the same way as the others; of other mappings a last single item stands alone."""
+        """A plain dict closes its last batch as the others; of other mappings a last single item stands alone."""
         items = iter(value.items())
         left = len(value)
         while left:
@@ -339,7 +340,8 @@ class _Encoder:
             self.out += b"b"
 
     def _set(self, value: Set) -> Steps:
-        # Written again inside itself, where one of its items refers to it; that ends, unless nothing new was stored on the way.
+        # Written again inside itself, where one of its items refers to it; that ends, unless nothing new was stored on
+        # the way.
         if self.begun.get(id(value)) == len(self.objects):
             raise Unsupported(
                 "a set that contains itself cannot be written",

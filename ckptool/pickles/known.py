@@ -1,9 +1,11 @@
 """The names that are understood, and for each how a pickle may use it so that nothing of unknown origin runs.
 
-A name is only ever text. There is no list of bad names to bypass, only this one to be outside of: `calls` judges by it, and `scan`,
-`inspect`, `load` and every writer ask `calls`. Names are listed one by one; a dotted name (`Path.write_text`) is in no list.
-Sources: the reducers of torch 0.1 to 2.13 (torch/_utils.py, torch/_tensor.py, torch/storage.py), the `__reduce__` methods of
-the standard library (3.6 to 3.14) and of numpy 1 and 2, and the classes of the configuration and training libraries below.
+A name is only ever text. There is no list of bad names to bypass, only this one to be outside of: `calls` judges by
+it, and `scan`, `inspect`, `load` and every writer ask `calls`. Names are listed one by one; a dotted name
+(`Path.write_text`) is in no list.
+Sources: the reducers of torch 0.1 to 2.13 (torch/_utils.py, torch/_tensor.py, torch/storage.py), the `__reduce__`
+methods of the standard library (3.6 to 3.14) and of numpy 1 and 2, and the classes of the configuration and training
+libraries below.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH
 from ckptool.checkpoint.nodes import HOMES, Global, Object
 from ckptool.pickles import arguments as given
-from ckptool.pickles.names import MOVED, PYTHON_MODULES, TORCH_CLASSES
+from ckptool.pickles.names import LIGHTNING_CALLBACKS, MOVED, PYTHON_MODULES, TORCH_CLASSES
 
 Arguments = tuple[Any, ...]
 
@@ -24,12 +26,14 @@ NOWHERE = 1 << 30  # of no call's arguments
 
 
 class Kind(NamedTuple):
-    """How the names of one kind may be used.
+    """The use that pickles may make of the names of one kind.
 
-    called: whether these arguments are ones that it may be called with, or made with (`cls.__new__`); None: with none at all.
+    called: whether these arguments are ones that it may be called with, or made with (`cls.__new__`); None: with none
+    at all.
     empty: it may be made without arguments.  state, items, elements: what may be given to the object afterwards.
     stands: it may stand by itself, as a value or a key.  state_at: the first argument that is a state.
-    custom: an object whose class runs somebody's code, as of people's own classes (it is written on, and always mentioned).
+    custom: an object whose class runs somebody's code, as of people's own classes (it is written on, and always
+    mentioned).
     filled: whether the object with its state is one that may be, where that is more than each of its parts.
     value: the word for what such an object is, by which `plain` makes its plain value and `bridge` the live object.
     weights_only: `torch.load(weights_only=True)` calls it.
@@ -59,13 +63,21 @@ _ENUM = Kind(given.one_scalar)
 _TENSOR = Kind(given.of_tensors, weights_only=True)
 _STORAGE = Kind(given.sequence)  # with its numbers, as very old pickles have it
 
+
+def _lines(text: str = TORCH_CLASSES) -> Iterator[tuple[str, str]]:
+    """The modules of a text of `names`, with their names."""
+    for line in text.strip().replace("\n    ", " ").splitlines():
+        module, _, names = line.partition(": ")
+        yield module, names
+
+
 _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     # torch: tensors, and what describes them
     (
         _TENSOR,
         {
-            "torch._utils": "_rebuild_tensor _rebuild_sparse_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage"
-            " _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor"
+            "torch._utils": "_rebuild_tensor _rebuild_sparse_tensor _rebuild_nested_tensor"
+            " _rebuild_meta_tensor_no_storage _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor"
         },
     ),
     (
@@ -115,16 +127,19 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "torch.distributed._tensor": "DTensor",
             "torch.distributed.fsdp._flat_param": "FlatParameter",
             "torch.distributed.fsdp.flat_param": "FlatParameter",
-            "torch._utils": "torch.contiguous_format torch.channels_last torch.channels_last_3d torch.preserve_format",  # protocol 4
+            # in protocol 4
+            "torch._utils": "torch.contiguous_format torch.channels_last torch.channels_last_3d torch.preserve_format",
             "torch.amp.grad_scaler": "_refresh_per_optimizer_state",
             "torch.cuda.amp.grad_scaler": "_refresh_per_optimizer_state",
-            "torch.nn.functional": "relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish sigmoid tanh softmax"
-            " log_softmax softmin softplus softsign softshrink hardshrink hardtanh hardsigmoid hardswish tanhshrink logsigmoid"
-            " glu threshold normalize cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div"
-            " binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity dropout layer_norm interpolate",
-            "torch._C._nn": "gelu silu mish elu_ hardtanh hardswish hardsigmoid leaky_relu log_sigmoid softplus softshrink",
-            "torch.nn.init": "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ normal_ uniform_ zeros_ ones_"
-            " constant_ orthogonal_ trunc_normal_ eye_ dirac_ sparse_",
+            "torch.nn.functional": "relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish sigmoid tanh"
+            " softmax log_softmax softmin softplus softsign softshrink hardshrink hardtanh hardsigmoid hardswish"
+            " tanhshrink logsigmoid glu threshold normalize cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss"
+            " huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity dropout"
+            " layer_norm interpolate",
+            "torch._C._nn": "gelu silu mish elu_ hardtanh hardswish hardsigmoid leaky_relu log_sigmoid softplus"
+            " softshrink",
+            "torch.nn.init": "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ normal_ uniform_ zeros_"
+            " ones_ constant_ orthogonal_ trunc_normal_ eye_ dirac_ sparse_",
         },
     ),
     # torch.distributed: what ranks save
@@ -132,7 +147,8 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         _OBJECT,
         {
             "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
-            "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta Shard Replicate Partial _Partial Placement",
+            "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta Shard Replicate Partial _Partial"
+            " Placement",
             "torch.distributed._tensor.dispatch": "TensorMeta",
             "torch.distributed._shard.sharded_tensor.api": "ShardedTensor",
             "torch.distributed._shard.sharded_tensor.shard": "Shard",
@@ -145,13 +161,16 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         },
     ),
     (
-        Kind(given.anything, empty=True, state=True),  # namedtuples, and classes that say themselves how they are filled
+        # namedtuples, and classes that say themselves how they are filled
+        Kind(given.anything, empty=True, state=True),
         {
             "torch.distributed.tensor._dtensor_spec": "TensorMeta ShardOrderEntry",
-            "torch.distributed.tensor.placement_types": "Placement Shard Replicate Partial _Partial _StridedShard _MaskPartial",
+            "torch.distributed.tensor.placement_types": "Placement Shard Replicate Partial _Partial _StridedShard"
+            " _MaskPartial",
             "torch.distributed._mesh_layout": "_MeshLayout",
             "torch.distributed.remote_device": "_remote_device",
-            "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING",
+            "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties"
+            " MEM_FORMAT_ENCODING",
             "torch.distributed.checkpoint.metadata": "TensorProperties _MEM_FORMAT_ENCODING",
             "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
             "torch.distributed.checkpoint._hf_utils": "_HFStorageInfo",
@@ -210,8 +229,9 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (
         _NAME,
         {
-            "typing": "Any Union Optional Dict List Tuple Set FrozenSet Callable Sequence Mapping MutableMapping Iterable Iterator"
-            " Type Literal Deque DefaultDict OrderedDict Text AnyStr Hashable Sized Collection Container NoReturn ClassVar Final",
+            "typing": "Any Union Optional Dict List Tuple Set FrozenSet Callable Sequence Mapping MutableMapping"
+            " Iterable Iterator Type Literal Deque DefaultDict OrderedDict Text AnyStr Hashable Sized Collection"
+            " Container NoReturn ClassVar Final",
             "numbers": "Number Complex Real Rational Integral",
             "math": "sqrt exp log log2 log10 sin cos tanh ceil floor",
             "inspect": "_empty",
@@ -243,18 +263,20 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (
         Kind(given.nothing),
         {
-            "numpy.dtypes": "BoolDType ByteDType UByteDType ShortDType UShortDType IntDType UIntDType LongDType ULongDType"
-            " LongLongDType ULongLongDType Int8DType UInt8DType Int16DType UInt16DType Int32DType UInt32DType Int64DType UInt64DType"
-            " Float16DType Float32DType Float64DType LongDoubleDType Complex64DType Complex128DType CLongDoubleDType ObjectDType"
-            " BytesDType StrDType StringDType VoidDType DateTime64DType TimeDelta64DType"
+            "numpy.dtypes": "BoolDType ByteDType UByteDType ShortDType UShortDType IntDType UIntDType LongDType"
+            " ULongDType LongLongDType ULongLongDType Int8DType UInt8DType Int16DType UInt16DType Int32DType"
+            " UInt32DType Int64DType UInt64DType Float16DType Float32DType Float64DType LongDoubleDType Complex64DType"
+            " Complex128DType CLongDoubleDType ObjectDType BytesDType StrDType StringDType VoidDType DateTime64DType"
+            " TimeDelta64DType"
         },
     ),
     (
         _NAME,
         {
-            "numpy": "ndarray matrix recarray chararray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32"
-            " float64 float128 longdouble complex64 complex128 str_ bytes_ object_ void datetime64 timedelta64 generic number integer"
-            " signedinteger unsignedinteger inexact floating complexfloating intc uintc intp uintp long ulong longlong ulonglong",
+            "numpy": "ndarray matrix recarray chararray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+            " float16 float32 float64 float128 longdouble complex64 complex128 str_ bytes_ object_ void datetime64"
+            " timedelta64 generic number integer signedinteger unsignedinteger inexact floating complexfloating intc"
+            " uintc intp uintp long ulong longlong ulonglong",
             "numpy.rec": "recarray",
             "numpy.core.records": "recarray",
             "numpy.core.defchararray": "chararray",
@@ -311,35 +333,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         {
             f"{home}.callbacks.{module}": names
             for home in ("pytorch_lightning", "lightning.pytorch")
-            for module, names in {
-                "model_checkpoint": "ModelCheckpoint",
-                "early_stopping": "EarlyStopping",
-                "lr_monitor": "LearningRateMonitor",
-                "gpu_stats_monitor": "GPUStatsMonitor",
-                "device_stats_monitor": "DeviceStatsMonitor",
-                "progress": "ProgressBar ProgressBarBase TQDMProgressBar RichProgressBar",
-                "progress.base": "ProgressBarBase",
-                "progress.progress_bar": "ProgressBar",
-                "progress.tqdm_progress": "TQDMProgressBar",
-                "progress.rich_progress": "RichProgressBar",
-                "model_summary": "ModelSummary",
-                "rich_model_summary": "RichModelSummary",
-                "gradient_accumulation_scheduler": "GradientAccumulationScheduler",
-                "stochastic_weight_avg": "StochasticWeightAveraging",
-                "weight_averaging": "WeightAveraging EMAWeightAveraging",
-                "finetuning": "BaseFinetuning BackboneFinetuning",
-                "lambda_function": "LambdaCallback",
-                "prediction_writer": "BasePredictionWriter",
-                "pruning": "ModelPruning",
-                "quantization": "QuantizationAwareTraining",
-                "timer": "Timer",
-                "xla_stats_monitor": "XLAStatsMonitor",
-                "throughput_monitor": "ThroughputMonitor",
-                "spike": "SpikeDetection",
-                "batch_size_finder": "BatchSizeFinder",
-                "lr_finder": "LearningRateFinder",
-                "callback": "Callback",
-            }.items()
+            for module, names in _lines(LIGHTNING_CALLBACKS)
         },
     ),
     (
@@ -348,15 +342,15 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "pytorch_lightning.trainer.states": "TrainerFn TrainerStatus RunningStage",
             "lightning.pytorch.trainer.states": "TrainerFn TrainerStatus RunningStage",
             # transformers and accelerate: what their training arguments hold
-            "transformers.trainer_utils": "IntervalStrategy SaveStrategy HubStrategy SchedulerType FSDPOption RemoveColumnsCollator"
-            " EvaluationStrategy",
+            "transformers.trainer_utils": "IntervalStrategy SaveStrategy HubStrategy SchedulerType FSDPOption"
+            " RemoveColumnsCollator EvaluationStrategy",
             "transformers.training_args": "OptimizerNames ParallelMode",
             "transformers.debug_utils": "DebugOption",
             "transformers.utils.generic": "ExplicitEnum PaddingStrategy TensorType",
             "transformers.utils.quantization_config": "QuantizationMethod AWQLinearVersion",
             "transformers.optimization": "SchedulerType",
-            "accelerate.utils.dataclasses": "DistributedType DynamoBackend LoggerType PrecisionType RNGType SageMakerDistributedType"
-            " ComputeEnvironment CustomDtype SaveDtype FP8BackendType",
+            "accelerate.utils.dataclasses": "DistributedType DynamoBackend LoggerType PrecisionType RNGType"
+            " SageMakerDistributedType ComputeEnvironment CustomDtype SaveDtype FP8BackendType",
             "accelerate.state": "DistributedType",
         },
     ),
@@ -387,17 +381,17 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         _ENUM,
         {
             "fairseq.dataclass.constants": "StrEnum DDP_BACKEND_CHOICES DDP_COMM_HOOK_CHOICES DATASET_IMPL_CHOICES"
-            " GENERATION_CONSTRAINTS_CHOICES GENERATION_DECODING_FORMAT_CHOICES LOG_FORMAT_CHOICES PIPELINE_CHECKPOINT_CHOICES"
-            " PRINT_ALIGNMENT_CHOICES SHORTEN_METHOD_CHOICES SAMPLE_BREAK_MODE_CHOICES CLIP_GRAD_NORM_TYPE_CHOICES"
-            " ZERO_SHARDING_CHOICES"
+            " GENERATION_CONSTRAINTS_CHOICES GENERATION_DECODING_FORMAT_CHOICES LOG_FORMAT_CHOICES"
+            " PIPELINE_CHECKPOINT_CHOICES PRINT_ALIGNMENT_CHOICES SHORTEN_METHOD_CHOICES SAMPLE_BREAK_MODE_CHOICES"
+            " CLIP_GRAD_NORM_TYPE_CHOICES ZERO_SHARDING_CHOICES"
         },
     ),
     (
         _NAME,
         {
-            "fairseq.dataclass.configs": "FairseqConfig CommonConfig DistributedTrainingConfig DatasetConfig OptimizationConfig"
-            " CheckpointConfig FairseqBMUFConfig GenerationConfig CommonEvalConfig EvalLMConfig InteractiveConfig EMAConfig"
-            " FairseqDataclass"
+            "fairseq.dataclass.configs": "FairseqConfig CommonConfig DistributedTrainingConfig DatasetConfig"
+            " OptimizationConfig CheckpointConfig FairseqBMUFConfig GenerationConfig CommonEvalConfig EvalLMConfig"
+            " InteractiveConfig EMAConfig FairseqDataclass"
         },
     ),
 )  # fmt: skip
@@ -405,13 +399,6 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
 # Model classes and their configurations in transformers, of which there are thousands: all below these modules.
 _MODEL_MODULES = ("transformers.models.",)
 _MODEL_FILES = ("modeling_", "configuration_")
-
-
-def _lines() -> Iterator[tuple[str, str]]:
-    """The modules of `names.TORCH_CLASSES` with their names."""
-    for line in TORCH_CLASSES.strip().replace("\n    ", " ").splitlines():
-        module, _, names = line.partition(": ")
-        yield module, names
 
 
 def _kinds() -> dict[tuple[str, str], Kind]:
@@ -425,13 +412,15 @@ def _kinds() -> dict[tuple[str, str], Kind]:
 
 
 def _constants(module: str) -> Iterator[str]:
-    """torch's element types, storages, tensor classes, quantization schemes and memory formats: values of which nothing is called."""
+    """torch's element types, storages, tensor classes, quantization schemes and memory formats: nothing of them is
+    called."""
     yield from (name for storage in BY_STORAGE if storage for name in (storage, storage.replace("Storage", "Tensor")))
     yield from ("UntypedStorage", "_UntypedStorage", "TypedStorage", "_TypedStorage")
     if module == "torch":
         yield from BY_TORCH
         yield from "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric".split()
-        yield from "per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d preserve_format".split()
+        yield from "per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d".split()
+        yield "preserve_format"
 
 
 _CONSTANTS = {
@@ -448,7 +437,7 @@ def value_word(name: Any) -> str:
 
 
 def kind_of(name: Any) -> Kind | None:
-    """How a name may be used; None for one that is not listed, and for what is no name."""
+    """The kind of a name; None for one that is not listed, and for what is no name."""
     return _kind_of(name) if type(name) is Global else None
 
 
@@ -470,7 +459,8 @@ def _kind(module: str, name: str) -> Kind | None:
 def is_own(name: Any) -> bool:
     """True for a class of people's own: in a module that is neither Python's nor a library's of which names are listed.
 
-    A nested class (`Outer.Inner`) is one; a name behind something in lower case (`os.system`) leads out of the module and is none.
+    A nested class (`Outer.Inner`) is one; a name behind something in lower case (`os.system`) leads out of the module
+    and is none.
     """
     return type(name) is Global and _is_own(name)
 

@@ -1,8 +1,8 @@
-"""The pickle machine: one loop over the opcodes, which moves values on a stack; nothing is imported, resolved or called.
+"""The pickle machine: one loop over the opcodes that moves values on a stack; nothing is imported, resolved or called.
 
-The opcodes stand in the order of their frequency in torch files: the simplest arrangement that is fast (a table of methods takes
-twice as long). It never recurses and allocates nothing larger than the bytes that remain. What takes more than a line to read
-is read by `reader`, what takes more to make is made by `objects`.
+The opcodes stand in the order of their frequency in torch files: the simplest arrangement that is fast (a table of
+methods takes twice as long). It never recurses and allocates nothing larger than the bytes that remain. What takes
+more than a line to read is read by `reader`, what takes more to make is made by `objects`.
 Source of the opcodes: the comments of Lib/pickletools.py.
 """
 
@@ -164,7 +164,8 @@ class Machine:
                 if marks or len(stack) != 1:
                     raise reader.corrupt(
                         pos,
-                        f"{counted(len(stack) + sum(map(len, marks)), 'value is', 'values are')} left on the stack instead of one",
+                        f"{counted(len(stack) + sum(map(len, marks)), 'value is', 'values are')} left on the stack "
+                        "instead of one",
                     )
                 return stack[0]
             elif op == 0x93:  # STACK_GLOBAL

@@ -1,7 +1,9 @@
-"""torch's own classes that a pickle makes without arguments and then fills: modules, optimizers, schedulers, data sets, distributions.
+"""The names of torch's own classes and of Python's modules.
 
-Each was read for what making it and setting its state do (`__new__`, `__setstate__`): they fill the object and do nothing else.
-Left out on purpose: `torch.fx` graph modules (their pickle runs source text), `torch.package`, `torch.jit`, data pipes and loaders.
+torch's classes are those that a pickle makes without arguments and then fills: modules, optimizers, schedulers, data
+sets, distributions. Each was read for what making it and setting its state do (`__new__`, `__setstate__`): they fill
+the object and do nothing else. Left out on purpose: `torch.fx` graph modules (their pickle runs source text),
+`torch.package`, `torch.jit`, data pipes and loaders.
 Source: torch 2.13, and what older versions had.
 """
 
@@ -179,6 +181,37 @@ torch.utils.data.sampler: BatchSampler RandomSampler Sampler SequentialSampler S
 torch.utils.hooks: RemovableHandle
 torch.nn.backends.thnn: THNNFunctionBackend
 torch.nn.backends.backend: FunctionBackend
+"""
+
+# Below `callbacks` of Lightning.
+LIGHTNING_CALLBACKS = """
+model_checkpoint: ModelCheckpoint
+early_stopping: EarlyStopping
+lr_monitor: LearningRateMonitor
+gpu_stats_monitor: GPUStatsMonitor
+device_stats_monitor: DeviceStatsMonitor
+progress: ProgressBar ProgressBarBase TQDMProgressBar RichProgressBar
+progress.base: ProgressBarBase
+progress.progress_bar: ProgressBar
+progress.tqdm_progress: TQDMProgressBar
+progress.rich_progress: RichProgressBar
+model_summary: ModelSummary
+rich_model_summary: RichModelSummary
+gradient_accumulation_scheduler: GradientAccumulationScheduler
+stochastic_weight_avg: StochasticWeightAveraging
+weight_averaging: WeightAveraging EMAWeightAveraging
+finetuning: BaseFinetuning BackboneFinetuning
+lambda_function: LambdaCallback
+prediction_writer: BasePredictionWriter
+pruning: ModelPruning
+quantization: QuantizationAwareTraining
+timer: Timer
+xla_stats_monitor: XLAStatsMonitor
+throughput_monitor: ThroughputMonitor
+spike: SpikeDetection
+batch_size_finder: BatchSizeFinder
+lr_finder: LearningRateFinder
+callback: Callback
 """
 
 # Where modules were before, and where they are now.

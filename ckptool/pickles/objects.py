@@ -1,4 +1,4 @@
-"""What the opcodes of a pickle make: names, calls as inert objects or as what a builder makes of them, items, elements, states."""
+"""The nodes that the opcodes of a pickle make: names, calls, items, elements, states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models 
 
 
 class ObjectMaker:
-    """Makes and changes the nodes of one pickle, and remembers what of them is not inert: it may be thrown away again."""
+    """Makes and fills the nodes of one pickle, and remembers those that are not inert: they may be thrown away
+    again."""
 
     __slots__ = ("blobs", "builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "reader")
 
@@ -66,7 +67,7 @@ class ObjectMaker:
         return found
 
     def computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:
-        """What to raise for a name that is no text."""
+        """The error for a name that is no text."""
         if isinstance(module, Object) or isinstance(attribute, Object):
             self.reader.at = pos
             return UnsafeObject(
@@ -82,7 +83,7 @@ class ObjectMaker:
         return made
 
     def new(self, cls: Any, args: Any, kwargs: Any, pos: int) -> Any:
-        """What NEWOBJ makes of a class: what its builder makes, or an inert object."""
+        """The result of NEWOBJ for a class: its builder's, or an inert object."""
         if type(args) is not tuple or not (kwargs is None or isinstance(kwargs, dict)):
             raise self.reader.corrupt(pos, "an object without an argument tuple")
         builder = self.builders.get(cls) if type(cls) is Global and not kwargs else None
@@ -90,11 +91,12 @@ class ObjectMaker:
         return self.call(cls, args, "new", kwargs or None) if value is NotImplemented else value
 
     def instance(self, cls: Any, args: tuple[Any, ...]) -> Any:
-        """INST and OBJ call the class when there are arguments; without any they only make the object, if it is a class."""
+        """The result of INST and OBJ, which call the class; without arguments they only make the object, if it is a
+        class."""
         return self.call(cls, args, "call") if args or kind_of(cls) is None else self.new(cls, (), None, self.reader.at)
 
     def set_items(self, target: Any, items: list[Any], pos: int) -> None:
-        """Keys and values in turn into a dictionary, or an object that is like one; raises `Conflict` for a key twice."""
+        """Puts keys and values in turn into a dictionary, or an object like one; raises `Conflict` for a key twice."""
         if isinstance(target, dict):
             mapping = target
         elif type(target) is Object:
@@ -172,7 +174,7 @@ class ObjectMaker:
             raise self.reader.corrupt(pos, f"values added to a {_kind(target)}")
 
     def set_state(self, target: Any, state: Any, pos: int) -> None:
-        """What BUILD gives: the state of an object, the attributes of an `OrderedDict`, the flags of a tensor."""
+        """Sets what BUILD gives: the state of an object, the attributes of an `OrderedDict`, the flags of a tensor."""
         if type(target) is Object and target.state is MISSING:
             target.state = state
             self._used(target)
@@ -197,7 +199,7 @@ class ObjectMaker:
         return set_tensor_state(target, state)
 
     def discarded(self, root: Any) -> tuple[Any, ...]:
-        """The objects and names that are not inert and do not end up in the tree: loading makes and imports them all the same."""
+        """The objects and names that are not inert and not in the tree: loading makes and imports them all the same."""
         names = {name for name in self.names if not stands_alone(name) and name not in self.builders}
         if not names and not self.objects:
             return ()

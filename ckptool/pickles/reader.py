@@ -1,4 +1,4 @@
-"""The bytes of a pickle while the machine runs over them: where it is, the frame that it is in, and the arguments of opcodes.
+"""The bytes of a pickle while the machine runs over them: its place, its frame, and the arguments of opcodes.
 
 Nothing is copied before it is known to be there, and everything raised says at which byte.
 """
@@ -13,7 +13,8 @@ from ckptool.errors import Corrupt, LimitExceeded, Truncated, counted, printable
 from ckptool.pickles.strings import MAX_STRING, python2_text, python2_unescaped
 
 MAX_INTEGER_BITS = 4_096
-# Numbers that all readers take for the same: of a leading zero, C's makes octal up to Python 3.13, and Python's own an error.
+# Numbers that all readers take for the same: of a leading zero, C's makes octal up to Python 3.13, and Python's own an
+# error.
 _NUMBER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
 _TRUTHS = {"00": False, "+0": False, "-0": False, "01": True, "+1": True}
 _FLOAT = re.compile(
@@ -24,7 +25,8 @@ DAMAGED = "The pickle was damaged, or made to mislead."
 
 
 class PickleReader:
-    """A pickle and a place in it. `data`: the pickle, or the frame that begins at its byte `base`; `at`: where in `data`."""
+    """A pickle and a place in it. data: the pickle, or the frame that begins at its byte `base`.  at: the place in
+    `data`."""
 
     __slots__ = ("at", "base", "data", "in_frame", "outer")
 
@@ -35,15 +37,16 @@ class PickleReader:
         self.at = 0
 
     def straddling(self) -> Corrupt:
-        """What to raise where the bytes of a frame run out in the middle of an opcode."""
+        """The error where the bytes of a frame run out in the middle of an opcode."""
         return Corrupt(f"an opcode reaches over the end of the frame that begins at byte {self.base:,}", DAMAGED)
 
     def corrupt(self, pos: int, what: str) -> Corrupt:
-        """What to raise about the byte at `pos`."""
+        """The error about the byte at `pos`."""
         self.at = pos
         return Corrupt(what, DAMAGED)
 
-    # Frames: the machine works on a copy of one at a time, with an opcode of our own behind it. Nothing can reach over its end then.
+    # Frames: the machine works on a copy of one at a time, with an opcode of our own behind it. Nothing can reach over
+    # its end then.
 
     def enter_frame(self, begin: int, size: int) -> bytes:
         """The bytes to go on with, from their first."""
@@ -61,7 +64,7 @@ class PickleReader:
         return self.data
 
     def stop_in_frame(self, pos: int) -> int:
-        """Where in the pickle it ends; raises `Corrupt` for a frame that goes on."""
+        """The byte after the end of the pickle; raises `Corrupt` for a frame that goes on."""
         if pos != len(self.data) - 1:
             raise self.corrupt(pos, "a frame that goes on after the end of the pickle")
         pos += self.base

@@ -1,7 +1,7 @@
-"""Live Python objects as the values of a tree: what `save` is given becomes what a pickle of it would say, without pickle.
+"""Live Python objects as the values of a tree: what a pickle of them would say, without pickle.
 
-Each object says itself how it would be pickled (`__reduce_ex__`, as Python's pickler asks it); the answer becomes an inert node.
-Needs no torch: `bridge` adds what torch's own objects say.
+Each object says itself how it would be pickled (`__reduce_ex__`, as Python's pickler asks it); the answer becomes an
+inert node. Needs no torch: `bridge` adds what torch's own objects say.
 Source of the conventions: PEP 307 and Modules/_pickle.c (save_reduce, save_global).
 """
 
@@ -42,7 +42,7 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 def from_live(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Any:
-    """The tree of nodes that says what `tree` holds: plain values, numpy arrays, entries. Nothing is copied, the tree is not changed.
+    """The tree of nodes for live values: plain values, numpy arrays, entries. Nothing is copied, nothing is changed.
 
     arrays_as_tensors: numpy arrays become tensors instead of pickled arrays.
     keep_unknown: objects of unknown classes are kept as `pickle` would write them.
@@ -184,7 +184,8 @@ def _dict(value: dict[Any, Any]) -> Any:
 
 
 def _set(value: Any) -> Any:
-    """Python orders texts in a set differently in each run; a file has them sorted, so that the same set is the same bytes."""
+    """Texts of a set are sorted: Python orders them differently in each run, and the same set is to be the same
+    bytes."""
     items: Iterable[Any] = value.items if isinstance(value, Set) else value
     if not isinstance(value, Set) and all(type(item) in (str, int, float, bool, bytes, type(None)) for item in items):
         items = sorted(items, key=lambda item: (type(item).__name__, item))
@@ -208,7 +209,7 @@ _HANDLERS: dict[type, Any] = {
 
 
 def name_of(value: Any) -> Global | None:
-    """The name under which a pickle of protocol 2 refers to a class or function; None if its module does not have it."""
+    """The name by which a pickle of protocol 2 refers to a class or function; None if its module does not have it."""
     name: str = getattr(value, "__qualname__", "") or getattr(value, "__name__", "")
     module: str = getattr(value, "__module__", "") or next(
         (
@@ -241,7 +242,7 @@ def _is_array(value: Any) -> bool:
 
 
 def array_entry(value: Any) -> TensorEntry:
-    """A numpy array or scalar as a tensor over its own memory; copied only where it is not row-major and little-endian."""
+    """A numpy array or scalar as a tensor over its own memory; copied unless it is row-major and little-endian."""
     import numpy
 
     given = numpy.asarray(value)
@@ -258,7 +259,7 @@ def array_entry(value: Any) -> TensorEntry:
 
 
 def memory(array: numpy.ndarray[Any, Any]) -> Computed:
-    """The bytes of a row-major array, read from where they are; the array stays alive for as long as they can be asked for."""
+    """The bytes of a row-major array, read from where they are; they keep the array alive."""
     import numpy
 
     raw = array.reshape(-1).view(numpy.uint8) if array.size else numpy.empty(0, numpy.uint8)

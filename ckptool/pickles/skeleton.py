@@ -1,18 +1,19 @@
 """A pickle without its long values: what a reader needs of a large pickle to know everything in it but the data.
 
-`skeleton` walks the opcodes without executing them and copies them, except that each byte string or text of at least 64 KB becomes
-a private opcode and a `Blob`, which knows where its bytes are. `decode` puts the blobs back onto its stack, and builders
-(`_load_from_bytes`, numpy's arrays) make storages of them that are read when they are wanted. `decode_lazily` does both:
+`skeleton` walks the opcodes without executing them and copies them, except that each byte string or text of at least
+64 KB becomes a private opcode and a `Blob`, which knows where its bytes are. `decode` puts the blobs back onto its
+stack, and builders (`_load_from_bytes`, numpy's arrays) make storages of them that are read when they are wanted.
+`decode_lazily` does both:
 
     made = skeleton(FileRange(source, 0, source.size), name=f"{source}")
-    decoded = decode_lazily(made, lambda blobs: decode(made.data, persistent, BUILDERS, blobs=blobs, place=made.place, …))
+    decoded = decode_lazily(made, lambda blobs: decode(made.data, …, blobs=blobs, place=made.place))
 
 and gives every blob that no builder understood its plain value. A text becomes a blob too: protocol 2 spells bytes as
 `_codecs.encode(text, "latin1")`, and the builder of that call gives a blob of bytes (see `encoded`).
 Texts in protocol 0, which end with their line, stay where they are, up to 64 MiB each.
 
-Frames are checked here (PEP 3154: no opcode reaches over the end of one, none begins inside another): `decode` goes over their
-lengths, which count the long values, when it is given blobs, be it none.
+Frames are checked here (PEP 3154: no opcode reaches over the end of one, none begins inside another): `decode` goes
+over their lengths, which count the long values, when it is given blobs, be it none.
 Source of the opcodes: the comments of Lib/pickletools.py.
 """
 
@@ -55,15 +56,17 @@ class Skeleton:
     _spots: list[tuple[int, int]] = field(repr=False)
 
     def place(self, at: int) -> int:
-        """Where byte `at` of the skeleton is in what it was read from."""
+        """The place of byte `at` of the skeleton in the data that it was read from."""
         here, there = self._spots[max(0, bisect_right(self._spots, (at, 1 << 63)) - 1)]
         return there + at - here
 
 
 def skeleton(data: Data, offset: int = 0, *, name: str) -> Skeleton:
-    """The skeleton of the one pickle that begins at byte `offset` of `data`. Reads no long value, and nothing after its end.
+    """The skeleton of the pickle that begins at byte `offset` of `data`. No long value is read, and nothing after its
+    end.
 
-    name: what to call the pickle in errors. Raises `Truncated`, `Corrupt`, `LimitExceeded` or `Unsupported`, each with the byte.
+    name: what to call the pickle in errors. Raises `Truncated`, `Corrupt`, `LimitExceeded` or `Unsupported`, each with
+    the byte.
     """
     lexer = _Lexer(data, offset)
     try:
@@ -73,7 +76,7 @@ def skeleton(data: Data, offset: int = 0, *, name: str) -> Skeleton:
 
 
 def decode_lazily(made: Skeleton, run: Callable[[Sequence[Any]], Decoded]) -> Decoded:
-    """What `run(blobs)` decodes a skeleton to, with a plain value for each blob that no builder used.
+    """The result of `run(blobs)` for a skeleton, with a plain value for each blob that no builder used.
 
     `run` is called again with those values in place of the blobs, so it must begin afresh each time.
     Raises `LimitExceeded` for such a value of more than 64 MiB.
@@ -112,7 +115,7 @@ def _too_long(size: int) -> LimitExceeded:
 
 
 def leaves(root: Any, kind: type[Leaf]) -> set[Leaf]:
-    """Every value of a kind (that refers to nothing) to which the values refer; also those inside what composites were made by."""
+    """Every value of a kind to which the values refer; also those in the calls of composites."""
     return {node for node in visit(root) if isinstance(node, kind)}
 
 
@@ -145,7 +148,7 @@ _FRAME, _STOP = 0x95, 0x2E
 
 
 def _run_of_opcodes() -> re.Pattern[bytes]:
-    """Matches opcodes with short arguments of fixed width, as many as there are (in thousands: a match remembers each)."""
+    """Matches opcodes with short arguments of fixed width, thousands at a time (a match remembers each)."""
     widths: dict[int, list[int]] = {}
     for opcode, width in _FIXED.items():
         widths.setdefault(width, []).append(opcode)
@@ -160,7 +163,7 @@ _RUN = _run_of_opcodes()
 
 
 class _Lexer:
-    """Walks the opcodes through a window. `buffer` begins at byte `base` of the data; what is before `start` in it is copied."""
+    """Walks the opcodes through a window: `buffer` begins at byte `base` of the data, and is copied up to `start`."""
 
     __slots__ = ("base", "blobs", "buffer", "data", "frame", "limit", "parts", "size", "spots", "start")
 
@@ -195,7 +198,7 @@ class _Lexer:
             buffer, limit = self.buffer, self.limit
 
     def _slowly(self, op: int, pos: int) -> int:
-        """Goes over an opcode that is rare, or that the window or frame cuts; or only moves the window, so that it is whole."""
+        """Goes over an opcode that is rare, or moves the window where it or a frame cuts the opcode."""
         if op < 0:
             return self._at_limit(pos)
         return self._value(op, pos) if op in _SIZED else self._other(op, pos)
@@ -327,7 +330,7 @@ class _Lexer:
 
 
 def left_in_file(decoded: Decoded) -> Decoded:
-    """What was decoded, with the data of large arrays as `LazyBytes` instead of the stubs that a skeleton has for them."""
+    """The decoded pickle with the data of large arrays as `LazyBytes` instead of a skeleton's stubs."""
     for node in visit((decoded.root, decoded.discarded)):
         if isinstance(node, Object):
             _leave_data(node)

@@ -68,7 +68,7 @@ _ESCAPES = {
 
 
 def python2_text(raw: bytes) -> Any:
-    """A Python 2 `str`: text where its bytes are valid UTF-8, as torch's own default reads it; else bytes of their own kind."""
+    """A Python 2 `str`: text where its bytes are UTF-8, as torch reads it; else bytes of a type of their own."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -81,7 +81,7 @@ def key_text(key: Any) -> Any:
 
 
 def encoded(text: StubbedValue) -> StubbedValue | None:
-    """The bytes that `_codecs.encode(text, "latin1")` makes of a long text; None if it has characters that latin-1 has not.
+    """The bytes of `_codecs.encode(text, "latin1")` for a long text; None where latin-1 lacks a character.
 
     The text is read through once, in pieces, to learn where each byte of it is.
     """
@@ -132,7 +132,8 @@ class StubbedValue:
     """A long value of a pickle that was left where it is: `data` are its bytes as the pickle spells them.
 
     Only builders meet it, while a pickle is decoded (see `pickles/skeleton.py`); there is none in an opened checkpoint.
-    kind: what the pickle makes of the bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (`data` is its UTF-8).
+    kind: what the pickle makes of the bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (`data` is its
+    UTF-8).
     of: the blob that it was made from, if another.
     """
 

@@ -1,8 +1,8 @@
-"""What torch's rebuild functions mean: their calls become entries, storages and composites.
+"""The meaning of torch's rebuild functions: their calls become entries, storages and composites.
 
-Each builder takes the arguments of one call and returns the value, or `NotImplemented` where the arguments are not the ones
-that torch writes; the call then stays an inert object, shown and not passed on. Source of the signatures: torch/_utils.py and
-torch/_tensor.py, torch 0.4 to 2.13.
+Each builder takes the arguments of one call and returns the value, or `NotImplemented` where the arguments are not the
+ones that torch writes; the call then stays an inert object, shown and not passed on. Source of the signatures:
+torch/_utils.py and torch/_tensor.py, torch 0.4 to 2.13.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageView:
-    """A part of a storage that old files give as a storage: its elements from `offset`. Tensors of it are made on the whole.
+    """A part of a storage that old files give as a storage: its elements from `offset`; its tensors view the whole.
 
     Only builders meet it. key: its name in the file.  window: what it would be as a storage of its own.
     """
@@ -60,7 +60,7 @@ def dtype_of(name: Any) -> DType | None:
 
 
 def storage_class(name: Any) -> tuple[bool, DType | None]:
-    """Whether `name` is one of torch's storage classes, and its element type (None for untyped storages)."""
+    """True for a name of torch's storage classes, with its element type (None for untyped storages)."""
     if type(name) is not Global or name.module not in ("torch", "torch.cuda", "torch.storage"):
         return False, None
     if name.name in ("UntypedStorage", "_UntypedStorage"):
@@ -88,8 +88,8 @@ def check_view(storage: Storage, dtype: DType, shape: Any, stride: Any, offset: 
         raise BadTensor(f"a tensor of shape {list(shape)} has more elements than 64 bits can count", _DAMAGED)
     if offset < 0 or (not empty and (last + 1) * dtype.itemsize > storage.data.length):
         raise BadTensor(
-            f"a tensor of shape {list(shape)}, strides {list(stride)} and offset {offset} needs {(last + 1) * dtype.itemsize:,} bytes; "
-            f"its storage has {storage.data.length:,}",
+            f"a tensor of shape {list(shape)}, strides {list(stride)} and offset {offset} "
+            f"needs {(last + 1) * dtype.itemsize:,} bytes; its storage has {storage.data.length:,}",
             _DAMAGED,
         )
 
@@ -112,7 +112,7 @@ def _strided(ref: Any, offset: Any, shape: Any, stride: Any, flags: Flags, dtype
 
 
 def _no_hooks(hooks: Any) -> bool:
-    """True for the empty dictionary of backward hooks that torch writes. Hooks are functions: a tensor with some stays a call."""
+    """True for the empty dictionary of backward hooks that torch writes; a tensor with hooks stays a call."""
     return (
         hooks is None
         or (isinstance(hooks, dict) and not hooks)
@@ -193,8 +193,8 @@ def _variable(parameter: bool) -> Callable[[tuple[Any, ...]], Any]:
 def set_tensor_state(entry: TensorEntry, state: Any) -> bool:
     """Gives a tensor the state that old pickles have for it; False where it is none.
 
-    `(storage, offset, sizes, strides)`; of variables and parameters `(requires_grad, volatile, hooks)`, or with their tensor
-    `(tensor, gradient, hooks, requires_grad, volatile)`. Source: torch/_tensor.py (`__setstate__`).
+    `(storage, offset, sizes, strides)`; of variables and parameters `(requires_grad, volatile, hooks)`, or with their
+    tensor `(tensor, gradient, hooks, requires_grad, volatile)`. Source: torch/_tensor.py (`__setstate__`).
     """
     if type(state) is not tuple:
         return False
@@ -284,7 +284,7 @@ def _parameter_with_state(args: tuple[Any, ...]) -> Any:
 
 
 def _from_type(args: tuple[Any, ...]) -> Any:
-    """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, and the class that its result is viewed as."""
+    """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, and the class to view its result as."""
     if len(args) not in (3, 4) or type(args[1]) is not Global or type(args[2]) is not tuple:
         return None
     if args[0] is REBUILD_JAGGED:
@@ -309,14 +309,15 @@ def _jagged(args: tuple[Any, ...]) -> Any:
 
 
 def jagged(fn: Global, dtype: DType | None, args: tuple[Any, ...]) -> Composite:
-    """A nested tensor of the jagged layout. Its parts are in a dictionary, which may not be filled yet: none is looked at."""
+    """A nested tensor of the jagged layout; its parts are in a dictionary that may not be filled yet."""
     return Composite(Object(fn, args), JAGGED, dtype, None, partial(jagged, fn, dtype))
 
 
 def _with_grad(args: tuple[Any, ...]) -> Any:
     """The tensor that `_rebuild_from_type_v2` makes, where its only attribute is that it requires gradients.
 
-    So are those written whose own call cannot say it (torch 2.13: "a leaf Variable that requires grad is being used in place").
+    So are those written whose own call cannot say it (torch 2.13: "a leaf Variable that requires grad is being used in
+    place").
     """
     if (
         len(args) != 4
@@ -339,7 +340,8 @@ def _quantized(args: tuple[Any, ...]) -> Any:
 
 
 def _sparse(args: tuple[Any, ...]) -> Any:
-    """`(layout, (indices, values, size[, is_coalesced]))`, or for compressed layouts `(layout, (compressed, plain, values, size))`."""
+    """`(layout, (indices, values, size[, is_coalesced]))`; compressed: `(layout, (compressed, plain, values,
+    size))`."""
     if len(args) != 2 or not isinstance(args[0], Object) or type(args[1]) is not tuple or len(args[1]) < 3:
         return None
     layout = str(args[0].args[0]).removeprefix("torch.").replace("_", " ") if args[0].args else "sparse"
@@ -385,13 +387,12 @@ def _device_cpu_tensor(args: tuple[Any, ...]) -> Any:
     return ("device", args[0].dtype, args[0].shape) if len(args) == 4 and _tensor_like(args[0]) else None
 
 
-# What must hold between the parts of such tensors, as far as shapes and numbers say without the data. --------------------
-# Source: torch 2.13, aten/src/ATen/native/sparse/ValidateCompressedIndicesCommon.h and SparseTensor.cpp (`_validate_*_args`),
-# aten/src/ATen/quantized/Quantizer.cpp. The values of indices are not looked at: torch does when it builds one.
+# Checks of their parts, as far as shapes and numbers go: the values of indices are not read. Source: torch 2.13,
+# aten/src/ATen/native/sparse/{ValidateCompressedIndicesCommon.h,SparseTensor.cpp}, aten/src/ATen/quantized/Quantizer.cpp.
 
 
 def check_coordinates(indices: Any, values: Any, size: tuple[int, ...]) -> None:
-    """Raises `BadTensor` unless the indices (dimensions, count) and the values (count, …) of a COO tensor fit its size."""
+    """Raises `BadTensor` unless the indices (dimensions, count) and values (count, …) of a COO tensor fit its size."""
     if not (isinstance(indices, TensorEntry) and isinstance(values, TensorEntry)):
         return
     where, what = indices.shape, values.shape
@@ -403,12 +404,13 @@ def check_coordinates(indices: Any, values: Any, size: tuple[int, ...]) -> None:
         or what[1:] != size[where[0] :]
     ):
         raise BadTensor(
-            f"a sparse tensor of shape {list(size)} with indices of shape {list(where)} and values of shape {list(what)}"
+            f"a sparse tensor of shape {list(size)} with indices of shape {list(where)} "
+            f"and values of shape {list(what)}"
         )
 
 
 def check_compressed(layout: str, parts: tuple[Any, ...], size: tuple[int, ...]) -> None:
-    """Raises `BadTensor` unless the row (or column) pointers, the indices and the values of a compressed tensor fit its size."""
+    """Raises `BadTensor` unless the pointers, the indices and the values of a compressed tensor fit its size."""
     if not all(isinstance(part, TensorEntry) for part in parts):
         return
     pointers, indices, values = (part.shape for part in parts)
@@ -425,13 +427,14 @@ def check_compressed(layout: str, parts: tuple[Any, ...], size: tuple[int, ...])
         fits = fits and pointers[-1] == size[batch + axis] // block[axis] + 1
     if not fits:
         raise BadTensor(
-            f"a {layout} tensor of shape {list(size)} with pointers of shape {list(pointers)}, indices of shape {list(indices)} "
-            f"and values of shape {list(values)}"
+            f"a {layout} tensor of shape {list(size)} with pointers of shape {list(pointers)}, "
+            f"indices of shape {list(indices)} and values of shape {list(values)}"
         )
 
 
 def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
-    """Raises `BadTensor` for a scale that is no finite number, and for scales and zero points that are not one for each channel."""
+    """Raises `BadTensor` for a scale that is not finite, and for scales and zero points that are not one per
+    channel."""
     if type(parameters) is not tuple or len(parameters) < 3:
         return
     scale = parameters[1]
@@ -443,8 +446,8 @@ def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
     channels = shape[axis] if type(axis) is int and 0 <= axis < len(shape) else None
     if channels is None or scales != (channels,) or zeros != (channels,):
         raise BadTensor(
-            f"a quantized tensor of shape {list(shape)} with scales of shape {list(scales)} and zero points of shape {list(zeros)} "
-            f"along axis {axis!r:.20}"
+            f"a quantized tensor of shape {list(shape)} with scales of shape {list(scales)} "
+            f"and zero points of shape {list(zeros)} along axis {axis!r:.20}"
         )
 
 

@@ -162,7 +162,7 @@ class _Plain:
         return self._dropped(node, "has no plain form")
 
     def _instead(self, node: Object, value: Any, word: str) -> Any:
-        """What `value` becomes, in place of the object."""
+        """The result for `value`, in place of the object."""
         self._note(node, f"{printable(node.name)} → {word}", True)
         return value if type(value) in SCALARS else self.mapper.handled(value)
 

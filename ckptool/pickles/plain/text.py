@@ -1,4 +1,4 @@
-"""Values for people and programs: one line that says what a value is, and JSON that is bounded whatever a value refers to."""
+"""Values for people and programs: a line of text, and JSON that is bounded whatever a value refers to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptool.pickles.plain.values import expand, is_known, plain, shown
 
 
 def summary(value: Any, width: int = 60) -> str:
-    """One printable line that says what a value of a tree is: `0.001`, `'adam'`, `3 items`, `numpy array f64[3, 4]`."""
+    """A printable line that says what a value of a tree is: `0.001`, `'adam'`, `3 items`, `numpy array f64[3, 4]`."""
     text = _summary(expand(value) if isinstance(value, Object) else value, width)
     return text if len(text) <= width else text[: max(1, width - 1)] + "…"
 
@@ -109,8 +109,9 @@ SHORT = 256
 def to_json(value: Any) -> Any:
     """The value as JSON can say it: keys are texts, NaN and infinities the texts "NaN", "Infinity", "-Infinity".
 
-    Bounded, whatever the value refers to: below 100 levels, and after 100,000 values, an object `{"...": what}` stands for the rest.
-    Bytes are `{"base64": …}` (`{"bytes": n}` beyond 4 KiB), tensors `{"tensor": dtype, "shape": …}`, unknown objects `{"object": name, …}`.
+    Bounded, whatever the value refers to: below 100 levels, and after 100,000 values, an object `{"...": what}` stands
+    for the rest. Bytes are `{"base64": …}` (`{"bytes": n}` beyond 4 KiB), tensors `{"tensor": dtype, "shape": …}`,
+    unknown objects `{"object": name, …}`.
     """
     return to_jsons([value])[0]
 

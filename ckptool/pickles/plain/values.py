@@ -22,7 +22,8 @@ from ckptool.errors import CkptoolError, Corrupt, printable
 from ckptool.pickles.known import is_torch_name, value_word
 
 Make = Callable[[Object], Any]
-"""The value of an object. Returns `NotImplemented`, or raises any of `_NOT_WRITTEN_SO`, where its class would not have written that."""
+"""The value of an object. `NotImplemented`, or one of `_NOT_WRITTEN_SO`, where its class would not have written
+that."""
 
 _NOT_WRITTEN_SO = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 
@@ -30,8 +31,8 @@ _NOT_WRITTEN_SO = (TypeError, ValueError, ArithmeticError, AttributeError, Looku
 def plain(value: Any) -> Any:
     """The value with every object that is understood replaced by Python's own; unknown objects and tensors stay.
 
-    Namespaces, configuration, counters become dictionaries, deques lists, `torch.Size` tuples, devices and dtypes texts, numpy scalars
-    Python's numbers, numpy arrays an `Array`. Sharing and cycles stay.
+    Namespaces, configuration, counters become dictionaries, deques lists, `torch.Size` tuples, devices and dtypes
+    texts, numpy scalars Python's numbers, numpy arrays an `Array`. Sharing and cycles stay.
     """
 
     def expanded(node: Object) -> Any:
@@ -69,7 +70,7 @@ def shown(name: Global) -> Any:
 
 
 def expand(node: Object) -> Any:
-    """One object as Python's own value; where that is a container, its parts are still nodes. The node itself if it is unknown."""
+    """An object as Python's own value (of a container, the parts are still nodes); the node itself if it is unknown."""
     make = _VALUES.get(value_word(node.fn))
     try:
         value = make(node) if make is not None else node
@@ -101,7 +102,7 @@ def python_value(node: Any) -> Any:
 
 
 def _check_arguments(node: Object, levels: int = 3) -> None:
-    """Raises `TypeError` for more arguments than these classes have, or arguments in arguments deeper than a time zone in a date."""
+    """Raises `TypeError` for more arguments than these classes have, or nested deeper than a time zone in a date."""
     if not levels or type(node.args) is not tuple or len(node.args) > 10:
         raise TypeError("more arguments than it has")
     for part in node.args:
@@ -157,7 +158,7 @@ def _primitive(cls: Callable[..., Any], *kinds: type) -> Make:
 
 
 def _fraction(node: Object) -> Any:
-    """Fractions are pickled as `numerator/denominator`. An exponent, which Python would also read, could take all memory."""
+    """Fractions are pickled as `numerator/denominator`. An exponent, which Python reads too, could take all memory."""
     args = _stateless(node)
     if any(type(arg) is str and (len(arg) > 2_500 or not set(arg) <= set("-0123456789/")) for arg in args):
         raise ValueError("not as it is written")
@@ -225,7 +226,7 @@ def _counter(node: Object) -> Any:
 
 
 def _list(node: Object) -> Any:
-    """What a list, a tuple or a deque was made of, and what was appended to it."""
+    """The items that a list, a tuple or a deque was made of, and those appended to it."""
     first = node.args[0] if node.args else []
     return [*first, *(node.elements or ())] if isinstance(first, (list, tuple)) else NotImplemented
 
