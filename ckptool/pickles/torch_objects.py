@@ -113,11 +113,9 @@ def _strided(ref: Any, offset: Any, shape: Any, stride: Any, flags: Flags, dtype
 
 def _no_hooks(hooks: Any) -> bool:
     """True for the empty dictionary of backward hooks that torch writes; a tensor with hooks stays a call."""
-    return (
-        hooks is None
-        or (isinstance(hooks, dict) and not hooks)
-        or (isinstance(hooks, Object) and hooks.fn is ORDERED_DICT and not hooks.items)
-    )
+    if isinstance(hooks, Object):
+        return hooks.fn is ORDERED_DICT and not hooks.items
+    return hooks is None or (isinstance(hooks, dict) and not hooks)
 
 
 def _tensor_flags(requires_grad: Any, metadata: Any = None) -> Flags | None:
@@ -226,7 +224,7 @@ def _newobj(args: tuple[Any, ...]) -> Any:
 
 def _made_new(cls: Global, args: tuple[Any, ...]) -> Any:
     builder = _TENSOR_CLASSES.get(cls)
-    value = builder(args) if builder is not None else NotImplemented
+    value = NotImplemented if builder is None else builder(args)
     return Object(cls, args, "new") if value is NotImplemented else value
 
 
@@ -388,7 +386,7 @@ def _device_cpu_tensor(args: tuple[Any, ...]) -> Any:
 
 
 # Checks of their parts, as far as shapes and numbers go: the values of indices are not read. Source: torch 2.13,
-# aten/src/ATen/native/sparse/{ValidateCompressedIndicesCommon.h,SparseTensor.cpp}, aten/src/ATen/quantized/Quantizer.cpp.
+# aten/src/ATen/native/sparse/{ValidateCompressedIndicesCommon.h,SparseTensor.cpp}, ATen/quantized/Quantizer.cpp.
 
 
 def check_coordinates(indices: Any, values: Any, size: tuple[int, ...]) -> None:
