@@ -162,5 +162,5 @@ def test_the_functions_of_a_type_are_where_the_package_says(name: str) -> None:
 def test_the_options_of_an_output_have_one_list_of_names() -> None:
     names = {field.name for field in fields(_save.Output)} - {"verb", "path"}
     assert names == set(_save.SaveOptions.__annotations__)
-    assert {*options.Target().options(None)} == names
-    assert {*options.ChangeTarget().options(None)} == {*_save.ChangeOptions.__annotations__, *names, "at"}
+    assert {*options.OutputOptions().options(None)} == names
+    assert {*options.ChangeOutputOptions().options(None)} == {*_save.ChangeOptions.__annotations__, *names, "at"}

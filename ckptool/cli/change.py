@@ -13,7 +13,7 @@ from ckptool.cli.options import (
     AsJson,
     At,
     ChangedFiles,
-    ChangeTarget,
+    ChangeOutputOptions,
     DryRun,
     Exclude,
     Files,
@@ -21,8 +21,8 @@ from ckptool.cli.options import (
     KeepUnknown,
     Only,
     Out,
+    OutputOptions,
     Part,
-    Target,
     examples,
     write_each,
     writes,
@@ -35,7 +35,7 @@ from ckptool.errors import UsageError, printable
 @writes
 def strip_module(
     files: ChangedFiles,
-    target: ChangeTarget,
+    target: ChangeOutputOptions,
     prefix: Annotated[
         list[str] | None,
         typer.Option("--prefix", metavar="PREFIX", help="Remove this instead of the wrappers' prefixes. Repeatable."),
@@ -55,7 +55,7 @@ def strip_module(
 @writes
 def add_module(
     files: ChangedFiles,
-    target: ChangeTarget,
+    target: ChangeOutputOptions,
     prefix: Annotated[
         str, typer.Option("--prefix", metavar="PREFIX", help="The prefix to add to every key.")
     ] = "module.",
@@ -81,7 +81,7 @@ def rename(
             show_default=False,
         ),
     ],
-    target: ChangeTarget,
+    target: ChangeOutputOptions,
     rules: Annotated[str | None, typer.Option("--rules", metavar="FILE.yaml", help="More rules, from a file.")] = None,
 ) -> Answers:
     """Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first rule that matches wins."""
@@ -130,7 +130,7 @@ def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[
 @writes
 def remap(
     files: ChangedFiles,
-    target: ChangeTarget,
+    target: ChangeOutputOptions,
     to: Annotated[
         str | None, typer.Option("--to", metavar="DEVICE", help="Device for everything: cpu, cuda:0, …")
     ] = None,
@@ -154,7 +154,7 @@ def remap(
 @writes
 def cast(
     files: ChangedFiles,
-    target: ChangeTarget,
+    target: ChangeOutputOptions,
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="DTYPE", help="bf16, f16, f32, float8_e4m3fn, …", show_default=False)
     ],
@@ -174,7 +174,7 @@ def cast(
 @writes
 def edit(
     files: ChangedFiles,
-    target: ChangeTarget,
+    target: ChangeOutputOptions,
     drop: Annotated[
         list[str] | None,
         typer.Option("--drop", metavar="PATTERN", help="Drop matching entries below the address. Repeatable."),
@@ -204,7 +204,7 @@ def edit(
 @writes
 def slim(
     files: ChangedFiles,
-    target: ChangeTarget,
+    target: ChangeOutputOptions,
     dedup: Annotated[
         bool, typer.Option("--dedup", help="Store equal tensors once; ckptool separates them again on load.")
     ] = False,
@@ -235,7 +235,7 @@ class Ties(str, Enum):
 @writes
 def convert(
     files: Files,
-    target: Target,
+    target: OutputOptions,
     all: Annotated[bool, typer.Option("--all", help="Keep everything, so that converting back restores it.")] = False,
     only: Only = None,
     exclude: Exclude = None,
@@ -357,7 +357,7 @@ class Form(str, Enum):
 @writes
 def bake(
     files: ChangedFiles,
-    target: ChangeTarget,
+    target: ChangeOutputOptions,
     spectral: Annotated[
         bool, typer.Option("--spectral", help="Fold spectral norm too, using its stored vectors.")
     ] = False,

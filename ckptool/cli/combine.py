@@ -17,8 +17,8 @@ from ckptool.cli.options import (
     File,
     Force,
     KeepUnknown,
+    OutputOptions,
     Part,
-    Target,
     Verify,
     examples,
     write_each,
@@ -33,7 +33,7 @@ _EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=
 @examples(("ckptool bundle G=a.pt D=b.pt epoch:=3 -o gan.pt", "several models in one file"))
 @partial(writes, without=("--dir", "--skip-refused"))
 def bundle(
-    target: Target,
+    target: OutputOptions,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -193,7 +193,7 @@ def average(
             show_default=False,
         ),
     ],
-    target: Target,
+    target: OutputOptions,
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="W,W,…", help="Weight of each file: 0.5,0.3,0.2.")
     ] = None,

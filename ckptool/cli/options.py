@@ -16,7 +16,7 @@ from ckptool.cli.output import Answer, Answers
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 if TYPE_CHECKING:
-    from ckptool.reports.written import Written
+    from ckptool.reports.save import Written
 
 # An address means one thing to all verbs of a kind (`verbs/opening.py`): those that read take the part, those that
 # change a file act there.
@@ -134,7 +134,7 @@ Extract = Annotated[
 
 
 @dataclass(frozen=True)
-class Target:
+class OutputOptions:
     """Where a command writes, and how."""
 
     out: Out = None
@@ -158,7 +158,7 @@ _OF_THE_PROGRAM = ("out", "folder", "skip_refused", "as_json")
 
 
 @dataclass(frozen=True)
-class ChangeTarget(Target):
+class ChangeOutputOptions(OutputOptions):
     """The same for a command that changes files, at an address or as a whole."""
 
     at: ChangedAt = None
@@ -230,7 +230,7 @@ WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in
 
 
 def write_each(
-    verb: str, files: Sequence[str], target: Target, write: Callable[..., Written], ways: str = WAYS
+    verb: str, files: Sequence[str], target: OutputOptions, write: Callable[..., Written], ways: str = WAYS
 ) -> Answers:
     """The answers of `write(file, out, **options)` for every file. Outputs are checked before the first is written.
 
@@ -241,7 +241,7 @@ def write_each(
 
 
 def _written(
-    verb: str, files: Sequence[str], outs: Sequence[str | None], target: Target, write: Callable[..., Written]
+    verb: str, files: Sequence[str], outs: Sequence[str | None], target: OutputOptions, write: Callable[..., Written]
 ) -> Iterator[Answer]:
     """The reports of all files. Of several each is planned before the first is written: where one is refused, none
     is."""
@@ -261,7 +261,7 @@ def _written(
 
 
 def _refused(
-    pairs: Sequence[tuple[str, str | None]], target: Target, write: Callable[..., Written]
+    pairs: Sequence[tuple[str, str | None]], target: OutputOptions, write: Callable[..., Written]
 ) -> Generator[Answer, None, set[str]]:
     """The files that cannot be written, each with its error as an answer. Raises the first such error unless they are
     to be skipped."""
@@ -287,7 +287,7 @@ def _stopped(error: CkptoolError, file: str, number: int, count: int) -> Ckptool
     return told
 
 
-def _outputs(verb: str, files: Sequence[str], target: Target, ways: str) -> list[str | None]:
+def _outputs(verb: str, files: Sequence[str], target: OutputOptions, ways: str) -> list[str | None]:
     chosen = [
         flag for flag, given in (("-o", target.out), ("-d", target.folder), ("--in-place", target.in_place)) if given
     ]
@@ -310,7 +310,7 @@ def _outputs(verb: str, files: Sequence[str], target: Target, ways: str) -> list
     return list(_in_folder(verb, files, target))
 
 
-def _in_folder(verb: str, files: Sequence[str], target: Target) -> Iterator[str]:
+def _in_folder(verb: str, files: Sequence[str], target: OutputOptions) -> Iterator[str]:
     """The name in the folder for each file; refuses two of one name, and what is there already."""
     from ckptool.formats.opening import split
 

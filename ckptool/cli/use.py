@@ -31,7 +31,7 @@ from ckptool.cli.output import Answer, Answers, tell
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.reports.training import Outcome
+    from ckptool.reports.train import Outcome
 
 
 class OnMismatch(str, Enum):

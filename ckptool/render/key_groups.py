@@ -21,7 +21,7 @@ NAMES = 8  # alternatives that are names and fit into one pair of braces; of num
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KeyGroup:
     """Keys under one text. `keys` are all that the text stands for, in its order."""
 
     text: str
@@ -48,21 +48,21 @@ class _Part(NamedTuple):
         return f"{_escaped(self.before)}{{{', '.join(inside)}}}{_escaped(self.after)}"
 
 
-_Row = tuple[int, ...]  # the parts of a key or a group, by their numbers in `_Parts`
+_Row = tuple[int, ...]  # the parts of a key or a group, by their numbers in `_PartTable`
 
 
-def grouped(keys: Iterable[str]) -> list[Group]:
+def grouped(keys: Iterable[str]) -> list[KeyGroup]:
     """The keys in groups, each the keys that its text stands for, in natural order: `layer.2` before `layer.10`.
 
     A key that is given twice counts once. The time is proportional to the number of keys.
     """
-    parts = _Parts()
+    parts = _PartTable()
     rows: dict[int, list[_Row]] = {}
     groups = []
     for key in dict.fromkeys(keys):
         pieces = key.split(".", DEEP)
         if len(pieces) > DEEP:
-            groups.append(Group(_escaped(key), (key,)))
+            groups.append(KeyGroup(_escaped(key), (key,)))
         else:
             rows.setdefault(len(pieces), []).append(tuple(map(parts.of_piece, pieces)))
     for depth, alike in rows.items():
@@ -74,7 +74,7 @@ def grouped(keys: Iterable[str]) -> list[Group]:
     return sorted(groups, key=lambda group: order(group.keys[0]))
 
 
-class _Parts:
+class _PartTable:
     """Every part once, by a number, which is what rows are compared by.
 
     frames: for each part what parts have in common that differ in one number only; names: the same for parts that
@@ -137,9 +137,9 @@ class _Parts:
             self._of_part[part] = self._added(part)
         return self._of_part[part]
 
-    def group(self, row: _Row) -> Group:
+    def group(self, row: _Row) -> KeyGroup:
         text = ".".join([self.texts[number] for number in row])
-        return Group(text, tuple(map(".".join, product(*[self.choices[number] for number in row]))))
+        return KeyGroup(text, tuple(map(".".join, product(*[self.choices[number] for number in row]))))
 
 
 class _Natural:

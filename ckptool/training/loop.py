@@ -20,7 +20,7 @@ import torch
 
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, NotFinite, UsageError, printable
-from ckptool.reports.training import Outcome
+from ckptool.reports.train import Outcome
 from ckptool.training.config import Config, Stop
 from ckptool.training.data import Batch, seed_all
 from ckptool.training.extensions import called, numbers

@@ -17,7 +17,7 @@ import torch
 from ckptool.checkpoint.files import absolute
 from ckptool.errors import CkptoolError, Conflict, Corrupt, UsageError, listed, printable
 from ckptool.reports.targets import names_code
-from ckptool.reports.training import Outcome, Rehearsal
+from ckptool.reports.train import Outcome, Rehearsal
 from ckptool.training import CHANGED, CONFIG, configfile
 from ckptool.training.config import Config, Stop, changes, refuse_fixed
 from ckptool.training.data import Samples

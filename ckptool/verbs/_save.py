@@ -34,8 +34,8 @@ from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS
 from ckptool.reports.diff import Diff, diff
+from ckptool.reports.save import Saved, Written
 from ckptool.reports.verify import refuse_damaged
-from ckptool.reports.written import Saved, Written
 
 
 class SaveOptions(TypedDict, total=False):
@@ -371,7 +371,7 @@ def _members_left(original: Checkpoint) -> list[Note]:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FileChange:
     """A file that is being changed. `part`: what the verb acts on.  named: it was named by an address.
 
     outside: the tree around it, with nothing in its place.  kept: the storages in there, which stay as they are.
@@ -429,7 +429,7 @@ class Change:
         return address(next(places, ()))
 
 
-def begin_change(verb: str, file: PathLike, out: PathLike | None, at: str | None, options: ChangeOptions) -> Change:
+def begin_change(verb: str, file: PathLike, out: PathLike | None, at: str | None, options: ChangeOptions) -> FileChange:
     """Opens what a verb is to change. Raises `UsageError` where nothing is at the address, or what is there cannot be put back."""
     given: dict[str, Any] = {**options}
     extract = bool(given.pop("extract", False))
@@ -442,7 +442,9 @@ def begin_change(verb: str, file: PathLike, out: PathLike | None, at: str | None
     if part.base and not extract:
         _refuse_loop(opened.checkpoint.tree, part)
         outside = replaced_at(opened.checkpoint.tree, part.base, None)
-    return Change(output, opened.checkpoint, part, opened.at is not None, outside, tuple(storages(outside)), extract)
+    return FileChange(
+        output, opened.checkpoint, part, opened.at is not None, outside, tuple(storages(outside)), extract
+    )
 
 
 def _refuse_extract(output: Output, opened: Opened) -> None:

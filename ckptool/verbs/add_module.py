@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint.state_dicts import PEELED, model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats.opening import PathLike
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms.rename import add
 from ckptool.verbs._save import ChangeOptions, begin_change
 from ckptool.verbs.strip_module import renamed_file

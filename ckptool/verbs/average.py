@@ -12,7 +12,7 @@ from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around
 from ckptool.verbs._save import SaveOptions, output_of, save, written

@@ -9,7 +9,7 @@ from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import NoMatch, counted
 from ckptool.formats.opening import PathLike
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms import bake as folding
 from ckptool.verbs._save import ChangeOptions, begin_change
 

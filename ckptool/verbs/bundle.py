@@ -16,7 +16,7 @@ from ckptool.checkpoint.tree import Path, find, map_storages
 from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, counting_whole, open_whole, split
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms.bundles import (
     Member,
     Shared,
@@ -95,7 +95,7 @@ def _left_inside(dropped: Sequence[str]) -> list[Note]:
 
 
 @dataclass(slots=True)
-class _Parts:
+class _Members:
     """What goes into a bundle. `checkpoint`: its members, as they are by now.  original: the bundle that is changed, if one is.
 
     like: the tree whose type it gets.  inputs: the files that the members are in, beside the original.  twins: storages that are
@@ -165,7 +165,7 @@ def _part(checkpoint: Checkpoint, place: Path, node: Any) -> Checkpoint:
     )
 
 
-def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool, part: bool) -> _Parts:
+def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool, part: bool) -> _Members:
     """What is there before anything is added: nothing, the members of a bundle, or those of a folder."""
     if file is not None and folder is not None:
         raise UsageError("bundle was given both a bundle to change and a folder", "It begins with one of them.")
@@ -180,10 +180,10 @@ def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool, par
     if folder is not None:
         return _of_folder(folder)
     empty = Checkpoint({}, formats.DEFAULT)
-    return _Parts(empty, empty)
+    return _Members(empty, empty)
 
 
-def _of_bundle(file: PathLike, part: bool) -> _Parts:
+def _of_bundle(file: PathLike, part: bool) -> _Members:
     path, at = split(file)
     if at is not None:
         raise UsageError(
@@ -194,17 +194,17 @@ def _of_bundle(file: PathLike, part: bool) -> _Parts:
     original = open_whole(path, part=part).checkpoint
     members = members_of(original)
     refuse_extras(original, formats.by_name(formats.DEFAULT))
-    return _Parts(original, replace(original, tree=members), original.tree)
+    return _Members(original, replace(original, tree=members), original.tree)
 
 
 @counting_whole()
-def _of_folder(path: PathLike) -> _Parts:
+def _of_folder(path: PathLike) -> _Members:
     """The members that an unbundled folder holds. Raises `Corrupt` for a record that leads out of the folder."""
     folder = Folder(path)
     record = bundle_json.read(folder)
     check_names(part.name for part in record.parts if part.file)
     empty = Checkpoint({}, record.container)
-    parts = _Parts(empty, empty, OrderedDict() if record.ordered else None)
+    parts = _Members(empty, empty, OrderedDict() if record.ordered else None)
     for part in record.parts:
         if part.file:
             parts.member(part.name, formats.read_alone(folder.open(part.file)), os.path.join(folder.path, part.file))
@@ -233,7 +233,7 @@ def _container(checkpoint: Checkpoint, output: Output) -> Format:
     return container
 
 
-def _made(parts: _Parts, container: Format, dedup: bool, in_place: bool) -> tuple[Checkpoint, int, int]:
+def _made(parts: _Members, container: Format, dedup: bool, in_place: bool) -> tuple[Checkpoint, int, int]:
     """The bundle, how many storages are stored with an equal one, and their bytes."""
     tree = bundled(parts.members, parts.like)
     count, saved_bytes = parts.twins, 0

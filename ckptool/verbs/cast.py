@@ -10,7 +10,7 @@ from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, counted, printable
 from ckptool.formats.opening import PathLike
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.verbs._save import ChangeOptions, Output, begin_change
 

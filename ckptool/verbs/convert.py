@@ -19,7 +19,7 @@ from ckptool.formats import SHARDED, Format, members
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
     Lost,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint.commands import several
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.opening import PathLike
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms import edit as edits
 from ckptool.verbs._save import ChangeOptions, begin_change
 

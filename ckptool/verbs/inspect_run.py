@@ -10,7 +10,7 @@ from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import read_small_text
 from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
 from ckptool.formats.opening import PathLike
-from ckptool.reports.training import GOOD, RunCheckpoint, RunReport
+from ckptool.reports.train import GOOD, RunCheckpoint, RunReport
 from ckptool.training import CONFIG, HISTORY, is_run
 from ckptool.training.store import (
     Lines,

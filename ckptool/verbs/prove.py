@@ -9,7 +9,7 @@ from ckptool.checkpoint.commands import several
 from ckptool.verbs._training import PathLike, Say, configuration
 
 if TYPE_CHECKING:
-    from ckptool.reports.training import Proof
+    from ckptool.reports.train import Proof
     from ckptool.training.config import Config
 
 

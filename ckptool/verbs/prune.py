@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ckptool.checkpoint.commands import several
 from ckptool.formats.opening import refuse_address
-from ckptool.reports.training import Pruned
+from ckptool.reports.train import Pruned
 from ckptool.verbs._training import PathLike, check_harness
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.errors import UsageError, counted, printable
 from ckptool.formats.opening import PathLike
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms import locations
 from ckptool.verbs._save import ChangeOptions, begin_change
 

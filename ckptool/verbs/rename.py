@@ -9,7 +9,7 @@ from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats.opening import PathLike
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
 from ckptool.verbs._save import ChangeOptions, begin_change

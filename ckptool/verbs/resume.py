@@ -10,7 +10,7 @@ from ckptool.checkpoint.commands import several
 from ckptool.verbs._training import PathLike, Say, check_harness
 
 if TYPE_CHECKING:
-    from ckptool.reports.training import Outcome
+    from ckptool.reports.train import Outcome
 
 
 def resume(run: PathLike, set: str | Sequence[str] = (), *, progress: Any = None, say: Say | None = None) -> Outcome:

@@ -8,7 +8,7 @@ from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats import named
 from ckptool.formats.opening import PathLike
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms import slim as slimming
 from ckptool.verbs._save import ChangeOptions, begin_change
 

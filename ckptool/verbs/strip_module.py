@@ -11,9 +11,9 @@ from ckptool.checkpoint.state_dicts import model_state_dicts, optimizers
 from ckptool.checkpoint.tree import address
 from ckptool.errors import counted, listed, printable
 from ckptool.formats.opening import PathLike
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 from ckptool.transforms.rename import Renamed, strip
-from ckptool.verbs._save import Change, ChangeOptions, begin_change
+from ckptool.verbs._save import ChangeOptions, FileChange, begin_change
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,7 +40,7 @@ def strip_module(
     return renamed_file(change, renamed, clean="already clean: no wrapper prefix on any key")
 
 
-def renamed_file(change: Change, renamed: Renamed, clean: str) -> Written:
+def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written:
     """Saves a renaming and reports it: what all verbs on keys do last."""
     result = change.save(renamed.checkpoint, changes=renamed.changed > 0)
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
@@ -57,7 +57,7 @@ def renamed_file(change: Change, renamed: Renamed, clean: str) -> Written:
     return change.written(result, summary, facts=facts, details=details, notes=_old_names(change, renamed))
 
 
-def _old_names(change: Change, renamed: Renamed) -> Iterator[Note]:
+def _old_names(change: FileChange, renamed: Renamed) -> Iterator[Note]:
     """The optimizers outside of the part that was changed, which call its parameters by their old names."""
     old = renamed.names.keys()
     for path, optimizer in optimizers(change.outside):

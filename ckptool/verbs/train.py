@@ -9,7 +9,7 @@ from ckptool.checkpoint.commands import several
 from ckptool.verbs._training import PathLike, Say, check_harness, configuration
 
 if TYPE_CHECKING:
-    from ckptool.reports.training import Outcome, Rehearsal
+    from ckptool.reports.train import Outcome, Rehearsal
     from ckptool.training.config import Config
 
 

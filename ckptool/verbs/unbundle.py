@@ -17,8 +17,8 @@ from ckptool.errors import CkptoolError, Conflict, UsageError, counted, printabl
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.output import check_folder, replace_folder
+from ckptool.reports.save import Saved, Written
 from ckptool.reports.verify import refuse_damaged
-from ckptool.reports.written import Saved, Written
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
 from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, verifier, written
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of

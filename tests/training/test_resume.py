@@ -11,7 +11,7 @@ import torch
 
 import ckptool
 from ckptool.errors import Conflict, NoneValid, UsageError
-from ckptool.reports.training import Outcome
+from ckptool.reports.train import Outcome
 from ckptool.training.models import MLP
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of

@@ -13,7 +13,7 @@ import pytest
 
 import ckptool
 from ckptool.errors import Conflict, Corrupt, FileProblem, UsageError
-from ckptool.render.training import inspect_run_json, inspect_run_text
+from ckptool.render.train import inspect_run_json, inspect_run_text
 from ckptool.training.runs import create, read_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.errors import FileProblem, RunFailed, UsageError, counted, printable
-from ckptool.reports.training import Kill, Proof
+from ckptool.reports.train import Kill, Proof
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
 from ckptool.training.prove.fork_server import ForkServer

@@ -6,11 +6,11 @@ from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
 from ckptool.render.json import Json, finite, notes_json
 from ckptool.render.style import PLAIN, Style, notes_text, size
-from ckptool.reports.written import Written
+from ckptool.reports.save import Written
 
 
 @provides("text", Written)
-def written_text(written: Written, style: Style = PLAIN) -> str:
+def save_text(written: Written, style: Style = PLAIN) -> str:
     """What a verb wrote, or would write: one line, then details and notes."""
     facts = [size(written.file_bytes), "in place" if written.how == "in place" else written.how]
     if written.how == "in place":
@@ -33,7 +33,7 @@ def written_text(written: Written, style: Style = PLAIN) -> str:
 
 
 @provides("json", Written)
-def written_json(written: Written) -> Json:
+def save_json(written: Written) -> Json:
     """`ckptool.written/1`: what a verb wrote, or would write."""
     return {
         "schema": "ckptool.written/1",

@@ -8,7 +8,7 @@ from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable, quoted
 from ckptool.render.json import Json, finite
 from ckptool.render.style import PLAIN, Style, columns, short, size
-from ckptool.reports.training import Outcome, Proof, Pruned, Rehearsal, RunCheckpoint, RunReport
+from ckptool.reports.train import Outcome, Proof, Pruned, Rehearsal, RunCheckpoint, RunReport
 
 
 @provides("text", Outcome)
