@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.bridge.user_code import called, own
+from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import BY_TORCH
@@ -130,17 +130,17 @@ def target_of_code(name: str) -> Target:
     A factory is called without arguments, from the seed 0, so that the same command gives the same values.
     Raises `UserCodeFailed` with its traceback where it raises, `UsageError` where it makes something else.
     """
-    made = own(name, "the target")
+    made = import_user_code(name, "the target")
     if not isinstance(made, nn.Module) and callable(made):
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(0)
-            made = called(made, "the target", name)
+            made = call_user_code(made, "the target", name)
     if isinstance(made, nn.Module):
         model = unwrapped(made)
         kinds = {
             key: PARAMETER if isinstance(slot.tensor, nn.Parameter) else BUFFER for key, slot in _slots(model).items()
         }
-        state = called(model.state_dict, "the target", name, keep_vars=True)
+        state = call_user_code(model.state_dict, "the target", name, keep_vars=True)
     elif isinstance(made, Mapping):
         kinds, state = {}, made
     else:

@@ -17,7 +17,7 @@ from ckptool.errors import CkptoolError, UsageError, UserCodeFailed, listed, pri
 from ckptool.reports.targets import names_code
 
 
-def own(name: str, what: str) -> Any:
+def import_user_code(name: str, what: str) -> Any:
     """The thing that `file.py:NAME` or `module:NAME` stands for. what: what it is for, in the messages.
 
     Raises `UsageError` for a name that leads nowhere, `UserCodeFailed` where the module raises.
@@ -31,7 +31,7 @@ def own(name: str, what: str) -> Any:
     return getattr(module, attribute)
 
 
-def called(function: Any, what: str, name: str, *args: Any, **kwargs: Any) -> Any:
+def call_user_code(function: Any, what: str, name: str, *args: Any, **kwargs: Any) -> Any:
     """The result of a call of the user's function; what it raises comes with its traceback."""
     try:
         return function(*args, **kwargs)

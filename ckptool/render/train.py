@@ -35,7 +35,8 @@ def dry_run_text(found: Rehearsal, *, style: Style = PLAIN) -> str:
     )
     kept = size(found.activations)
     if found.without:
-        kept += f", {size(found.without)} without activation checkpointing ({1 - found.activations / found.without:.0%} saved)"
+        saved = f"{1 - found.activations / found.without:.0%} saved"
+        kept += f", {size(found.without)} without activation checkpointing ({saved})"
     lines = [
         f"{style.green('it runs')}: one step, saved, loaded again, the same to the last bit; nothing was left behind",
         f"  models        {models}, on {found.device}",
@@ -59,7 +60,7 @@ def dry_run_json(found: Rehearsal) -> Json:
 @provides("text", Proof)
 def prove_text(found: Proof, *, style: Style = PLAIN) -> str:
     """The reference, the kills, what was resumed from, the result, and what each part of the state is needed for."""
-    same = found.result == found.reference
+    same = "identical" if found.result == found.reference else "another"
     kills = ", ".join(f"{kill.at} ({kill.signal})" for kill in found.kills)
     resumed = ", ".join("the beginning" if kill.resumed is None else str(kill.resumed) for kill in found.kills)
     rows = [("processes", f"{found.processes}, which train together (ddp)")] if found.processes > 1 else []
@@ -67,10 +68,7 @@ def prove_text(found: Proof, *, style: Style = PLAIN) -> str:
         ("reference", f"{counted(found.steps, 'step')}  sha256 {found.reference[:8]}…"),
         ("killed at", kills or "it ended before it could be killed"),
         ("resumed from", resumed or "nothing"),
-        (
-            "result",
-            f"{counted(found.steps, 'step')}  sha256 {found.result[:8]}…   {'identical file' if same else 'another file'}",
-        ),
+        ("result", f"{counted(found.steps, 'step')}  sha256 {found.result[:8]}…   {same} file"),
     ]
     if found.events is not None:
         rows.append(("every event", f"{counted(found.events, 'kill')}, each ended with the same bytes"))

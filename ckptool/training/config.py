@@ -53,7 +53,7 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    """The training data. `batch` is the global batch: its samples do not depend on the world size or on accumulation."""
+    """The training data. `batch` is global: its samples do not depend on the world size or on accumulation."""
 
     name: Annotated[
         str, Key("digits | blobs | images | spirals | linear | ring | modadd | text | sequences | file.py:NAME")
@@ -354,7 +354,7 @@ _EXAMPLE: dict[str, Any] = {
     "eval": {"metric": "val_acc", "mode": "max"},
 }
 _EXAMPLE_HEAD = """\
-# A run of ckptool's training harness: every key. One that is left out has the value below, or the default that is named.
+# A run of ckptool's training harness: every key. Without it, its value is the one below, or the default that is named.
 # Start it: ckptool train run.yaml    Go on with it: ckptool resume runs/digits    Prove it: ckptool prove run.yaml
 """
 _COMMENTS = 30  # the column in which comments begin

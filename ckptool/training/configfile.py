@@ -22,7 +22,7 @@ MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # more than any real confi
 
 
 def read(path: str, changes: Sequence[str] = ()) -> Config:
-    """The configuration in a file, with `KEY=VALUE` changes. Raises `UsageError` naming the line of everything that is wrong."""
+    """The configuration in a file, with `KEY=VALUE` changes. Raises `UsageError` with the line of everything wrong."""
     if is_run(path):
         raise UsageError(
             f"{printable(path)} is a run, not a configuration",
@@ -70,7 +70,7 @@ def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = 
 
 
 def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Place, int]) -> list[str]:
-    """A sentence for each place where something is wrong, in the order of lines: where, what, and what may have been meant."""
+    """A sentence for each place where something is wrong, in the order of lines: where, what, and what may be meant."""
     made: list[tuple[int, str]] = []
     found: dict[Place, list[Any]] = {}
     for problem in problems:
@@ -195,7 +195,7 @@ def written(config: Config) -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number, which PyYAML takes for a text, and `2024-13-45` a text, of which it makes a date."""
+    """YAML as people write it: `1e-3` is a number, where PyYAML takes a text; `2024-13-45` is a text."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """A value that its type cannot hold (an integer of 5,000 digits, `!!int x`) is an error with its line."""
@@ -218,7 +218,7 @@ Loader.add_implicit_resolver(
 
 
 def loaded(text: str, where: str) -> tuple[Any, dict[Place, int]]:
-    """The plain values of a YAML text, and the line of every key. Raises `UsageError`, which begins with `where` and the line."""
+    """The plain values of a YAML text, and the line of every key. A `UsageError` begins with `where` and the line."""
     try:
         root = yaml.compose(text, Loader=Loader)
         lines = dict(_lines(root)) if root is not None else {}
@@ -233,7 +233,7 @@ def loaded(text: str, where: str) -> tuple[Any, dict[Place, int]]:
 
 
 def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
-    """The line of every key. Raises `MarkedYAMLError` for one that is there twice, of which YAML would take the last."""
+    """The line of every key. Raises `MarkedYAMLError` for one that is there twice: YAML would take the last."""
     stack: list[tuple[yaml.Node, Place]] = [(node, place)]
     seen: set[int] = set()
     known: set[Place] = set()
@@ -259,7 +259,7 @@ def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
 
 
 def plain(value: Any, place: Place = ()) -> Any:
-    """A copy of plain values: texts, numbers, lists, and dictionaries by text. Paths are texts; any other object is a `UsageError`."""
+    """A copy of plain values: texts, paths as texts, numbers, lists, dictionaries. Others are a `UsageError`."""
     return _plain(value, place, [MAX_VALUES])
 
 
@@ -282,8 +282,9 @@ def _plain(value: Any, place: Place, left: list[int]) -> Any:
         return {str(key): _plain(item, (*place, key), left) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, (*place, index), left) for index, item in enumerate(value)]
+    name = printable(dotted(place)) or "the configuration"
     raise UsageError(
-        f"{printable(dotted(place)) or 'the configuration'} is {_described(value)}, and a configuration holds plain values",
+        f"{name} is {_described(value)}, and a configuration holds plain values",
         "It is written to run.yaml, from which the run goes on.",
         _instead(value),
     )

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ckptool.bridge.user_code import call_user_code
 from ckptool.errors import UsageError, printable
 from ckptool.training.config import Data
-from ckptool.training.extensions import called, load_named
+from ckptool.training.extensions import load_named
 
 if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
@@ -74,7 +75,7 @@ class Samples:
         return len(self.train) // batch if drop_last else -(-len(self.train) // batch)
 
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
-        """The micro-batches of each step, from the trainer's step to the end of the run. Closing it ends its workers."""
+        """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
         device, begin = trainer.world.device, trainer.step
         asked: deque[list[_Share]] = deque()  # the loader is some steps ahead
         loader = self._loader(_Order(self._shares(trainer, begin), asked), device)
@@ -124,21 +125,21 @@ class Samples:
 
     def _next(self, loader: Iterator[Any]) -> Any:
         """The next batch; what the user's own data set or collate function raises comes with its traceback."""
-        return called(next, "data", self.settings.name, loader)
+        return call_user_code(next, "data", self.settings.name, loader)
 
     def validation(self, device: torch.device) -> Iterator[Batch]:
         """The held-out samples, in order."""
         dataset = _Seeded(self.dataset, self.seed)
         for begin in range(0, len(self.held), self.settings.batch):
             part = self.held[begin : begin + self.settings.batch]
-            made = called(dataset.__getitems__, "data", self.settings.name, [(-1, i) for i in part])
-            data = called(self.collate, "data", self.settings.name, made)
+            made = call_user_code(dataset.__getitems__, "data", self.settings.name, [(-1, i) for i in part])
+            data = call_user_code(self.collate, "data", self.settings.name, made)
             yield Batch(to_device(data, device), len(part), len(part))
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """One process's samples of a micro-batch, as (epoch, index). total: of all processes; counts: False for a stand-in."""
+    """A process's samples of a micro-batch: (epoch, index). total: of all processes; counts: False for a stand-in."""
 
     places: list[tuple[int, int]]
     total: int
@@ -194,7 +195,7 @@ def load_data(settings: Data, seed: int) -> Samples:
         raise UsageError(
             f"data: {settings.name} made {type(made).__name__}, which is no Dataset", "It has no length, or no items."
         )
-    samples: Samples = called(Samples, "data", settings.name, made, settings, seed)
+    samples: Samples = call_user_code(Samples, "data", settings.name, made, settings, seed)
     if not samples.batches(settings.batch, settings.drop_last):
         raise UsageError(
             f"data.batch is {settings.batch}, but there are {samples.train_count} samples to train on",
@@ -271,7 +272,7 @@ def generator(seed: int, *place: object) -> torch.Generator:
 
 
 def seed_all(device: torch.device, seed: int, *place: object) -> None:
-    """Seeds the generators that a step may draw from: Python's, numpy's where it is imported, torch's on CPU and device.
+    """Seeds the generators that a step may draw from: Python's, torch's on CPU and device, numpy's if it is imported.
 
     `torch.manual_seed` would visit every backend, which takes a hundred times as long. Restoring captured generator
     states would not do: `iter(DataLoader)` itself draws from the global one, and what a killed step drew is not known.
@@ -320,7 +321,7 @@ class Arrays(Dataset[Any]):
 
 
 def digits() -> Arrays:
-    """scikit-learn's 1,797 handwritten digits: inputs f32 [1, 8, 8] from 0 to 1, 10 classes. Needs the extra `examples`."""
+    """scikit-learn's 1,797 handwritten digits: f32 [1, 8, 8] from 0 to 1, 10 classes. Needs the extra `examples`."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -453,6 +454,6 @@ def held_back() -> Iterator[None]:
 
 
 def ignore_in_worker(_: int = 0) -> None:
-    """Ignores signals in a loader's worker: one to the whole process group is for the trainer, which needs its workers."""
+    """Ignores signals in a worker: one to the whole process group is for the trainer, which still needs its workers."""
     for name in _ALL:
         signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)

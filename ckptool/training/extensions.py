@@ -1,4 +1,4 @@
-"""Things that a configuration names: what is in the box, or the user's own, as `file.py:build` or `module:function`.
+"""Code that a configuration names: built in, or the user's own as `file.py:NAME` or `module:NAME`; and its errors.
 
 The user's own code is imported only because it was named.
 """
@@ -16,36 +16,33 @@ from typing import Any
 
 import torch
 
-from ckptool.bridge.user_code import called as called
-from ckptool.bridge.user_code import own
+from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.errors import CkptoolError, RunFailed, UsageError, UserCodeFailed, listed, printable
 from ckptool.reports.targets import names_code
 
 
-def find_named(name: str, box: Mapping[str, Any], what: str) -> Any:
-    """What `name` stands for. Raises `UsageError` for a name that leads nowhere, `UserCodeFailed` where the user's module raises."""
-    if name in box:
-        return box[name]
+def find_named(name: str, built_in: Mapping[str, Any], what: str) -> Any:
+    """The object with a name. Raises `UsageError` for an unknown one, `UserCodeFailed` where its module raises."""
+    if name in built_in:
+        return built_in[name]
     if not names_code(name):
-        close = difflib.get_close_matches(name, box, 1)
+        close = difflib.get_close_matches(name, built_in, 1)
         raise UsageError(
             f"{what}: there is no {printable(name)!r}",
-            f"In the box are {listed(sorted(box), 20)}; one's own is file.py:NAME or module:NAME.",
+            f"Built in are {listed(sorted(built_in), 20)}; your own is file.py:NAME or module:NAME.",
             f"Did you mean {close[0]}?" if close else "",
         )
-    return own(name, what)
+    return import_user_code(name, what)
 
 
-def load_named(name: str, box: Mapping[str, Any], what: str, args: Mapping[str, Any]) -> Any:
-    """What the thing called `name` makes of `args`. Raises what `find_named` raises, and `UsageError` for arguments it does not take."""
-    found = find_named(name, box, what)
+def load_named(name: str, built_in: Mapping[str, Any], what: str, args: Mapping[str, Any]) -> Any:
+    """The result of calling the object with a name. Raises `UsageError` for arguments it does not take, too."""
+    found = find_named(name, built_in, what)
     try:
         inspect.signature(found).bind(**args)
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{what}: {printable(name)} does not take what it was given: {error}", _takes(found)
-        ) from error
-    return called(found, what, name, **args)
+        raise UsageError(f"{what}: {printable(name)} does not take these arguments: {error}", _takes(found)) from error
+    return call_user_code(found, what, name, **args)
 
 
 def _takes(found: Any) -> str:
@@ -81,18 +78,16 @@ _INSTALLED = tuple({os.path.dirname(torch.__path__[0]), *sysconfig.get_paths().v
 
 
 @contextmanager
-def blamed() -> Iterator[None]:
-    """Tells what is raised inside, and is not ckptool's: as `UserCodeFailed` where a file of the user's took part, else as `RunFailed`."""
+def name_culprits() -> Iterator[None]:
+    """Raises errors that are not ckptool's as `UserCodeFailed` where the user's code took part, else as `RunFailed`."""
     try:
         yield
-    except CkptoolError:
-        raise
-    except (MemoryError, RecursionError):
+    except (CkptoolError, MemoryError, RecursionError):
         raise
     except (Exception, SystemExit) as error:
-        if (told := _told(error)) is None:
+        if (described := _described(error)) is None:
             raise
-        raise told from error
+        raise described from error
 
 
 def took_part(error: BaseException) -> bool:
@@ -100,7 +95,7 @@ def took_part(error: BaseException) -> bool:
     return any(is_theirs(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _told(error: BaseException) -> CkptoolError | None:
+def _described(error: BaseException) -> CkptoolError | None:
     """The error in words; None for one that ckptool itself raised."""
     frames = traceback.extract_tb(error.__traceback__)
     what = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])[:200]}"
@@ -118,7 +113,7 @@ def _told(error: BaseException) -> CkptoolError | None:
     return RunFailed(
         f"training stopped: {what}",
         f"It was raised in {last.name} ({printable(last.filename)}:{last.lineno}).",
-        "It does not go with what it was given: look at the data, the model, the optimizer and their args.",
+        "Check that the data, the model, the optimizer and their args fit each other.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Hooks, which watch a run: norms of gradients, statistics of activations, the user's own, the profiler, TensorBoard."""
+"""Hooks, which watch a run: gradient norms, statistics of activations, the user's own, the profiler, TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.files import file_problem
 from ckptool.errors import CkptoolError, MissingExtra, UsageError, printable
 from ckptool.training.config import Profile
-from ckptool.training.extensions import called, find_named, numbers
+from ckptool.training.extensions import find_named, numbers
 
 if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
@@ -44,11 +45,11 @@ class Hooks:
     def attach(self, trainer: Trainer) -> None:
         """Gives hooks the models, before the first step."""
         for name, method in self._having("attach"):
-            called(method, "hooks", name, trainer)
+            call_user_code(method, "hooks", name, trainer)
 
     @contextmanager
     def watching(self, trainer: Trainer, folder: str) -> Iterator[None]:
-        """Attaches the hooks while a run trains, with the profiler and TensorBoard where its configuration wants them."""
+        """Attaches the hooks while a run trains, with the profiler and TensorBoard where they are configured."""
         config = trainer.config
         if trainer.world.is_first and config.profile is not None:
             self.each.append(("profile", Profiler(config.profile, folder)))
@@ -69,7 +70,7 @@ class Hooks:
         errors = []
         for name, method in self._having("ended"):
             try:
-                called(method, "hooks", name, trainer)
+                call_user_code(method, "hooks", name, trainer)
             except CkptoolError as error:
                 errors.append(error)
         return errors
@@ -77,17 +78,17 @@ class Hooks:
     def after_backward(self, trainer: Trainer, model: str) -> None:
         """Called when a model's gradients are complete, before they are clipped."""
         for name, method in self._after_backward:
-            self._found(name, called(method, "hooks", name, trainer, model))
+            self._found(name, call_user_code(method, "hooks", name, trainer, model))
 
     def after_step(self, trainer: Trainer) -> None:
         """Called after each step."""
         for name, method in self._after_step:
-            called(method, "hooks", name, trainer)
+            call_user_code(method, "hooks", name, trainer)
 
     def facts(self) -> dict[str, float]:
         """What the hooks found since the last line."""
         for name, method in self._having("facts"):
-            self._found(name, called(method, "hooks", name))
+            self._found(name, call_user_code(method, "hooks", name))
         found, self.numbers = self.numbers, {}
         return {key: value for name, each in found.items() for key, value in numbers(each, "hooks", name).items()}
 
@@ -102,14 +103,14 @@ class Hooks:
     def logged(self, trainer: Trainer, fact: dict[str, Any], rate: float) -> None:
         """Called with every line of the metrics."""
         for name, method in self._having("logged"):
-            called(method, "hooks", name, trainer, fact)
+            call_user_code(method, "hooks", name, trainer, fact)
         if self.told is not None:
             self.told({**fact, "steps": trainer.total_steps}, rate)
 
 
 def _made(name: str) -> Any:
     """The hook of this name. Raises `UsageError` where none of its methods would be called, or one is misspelt."""
-    hook = called(find_named(name, BUILT_IN, "hooks"), "hooks", name)
+    hook = call_user_code(find_named(name, BUILT_IN, "hooks"), "hooks", name)
     there = [method for method in METHODS if callable(getattr(hook, method, None))]
     kind = type(hook)
     routines = [key for key in dir(kind) if inspect.isroutine(inspect.getattr_static(kind, key))]
@@ -151,7 +152,7 @@ class GradNorm:
 
 
 class ActivationStats:
-    """Mean and deviation of the outputs of the first model's layers, in the last forward pass before a line is written."""
+    """Mean and deviation of the outputs of the first model's layers, in the last forward pass before each line."""
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, NotFinite, UsageError, printable
 from ckptool.reports.train import Outcome
 from ckptool.training.config import Config, Stop
 from ckptool.training.data import Batch, seed_all
-from ckptool.training.extensions import called, numbers
+from ckptool.training.extensions import numbers
 from ckptool.training.hooks import Hooks
 from ckptool.training.optim import clip_gradients
 from ckptool.training.parallel import World, unsynchronised
@@ -138,12 +139,14 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     for micro, batch in enumerate(batches):
         seed_all(world.device, config.seed, "step", trainer.step, number, micro, world.rank)
         with unsynchronised(runners[phase.model], micro == len(batches) - 1), autocast(config, world.device):
-            loss = _one_number(called(phase.loss, "task", config.task, runners, batch), config.task)
+            loss = _one_number(call_user_code(phase.loss, "task", config.task, runners, batch), config.task)
         # Weighted by samples, so that a last, partial window counts as what it is; processes are averaged.
         weight = batch.size * world.size / count
         scaled = loss if weight == 1 else loss * weight
         if scaled.requires_grad:  # else all that could learn is frozen
-            called(torch.autograd.backward, "task", config.task, scaler.scale(scaled) if scaler is not None else scaled)
+            call_user_code(
+                torch.autograd.backward, "task", config.task, scaler.scale(scaled) if scaler is not None else scaled
+            )
         parts.append((loss.detach(), batch.size))
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler is not None and gradients:
@@ -170,11 +173,11 @@ def _update(trainer: Trainer, name: str, mean: torch.Tensor, gradients: Sequence
     if finite:
         kind = trainer.config.optim[name].name
         if clip is not None:
-            called(clip_gradients, "optim", kind, optimizer, clip)
-        if scaler is None or not gradients or called(_scaled_step, "optim", kind, scaler, optimizer):
+            call_user_code(clip_gradients, "optim", kind, optimizer, clip)
+        if scaler is None or not gradients or call_user_code(_scaled_step, "optim", kind, scaler, optimizer):
             trainer.task.stepped.add(name)
         if scaler is None:
-            called(optimizer.step, "optim", kind)
+            call_user_code(optimizer.step, "optim", kind)
     elif trainer.config.train.on_nonfinite == "stop":
         raise NotFinite(
             f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {loss})",
@@ -284,7 +287,7 @@ def evaluate(trainer: Trainer, stop: Stopping | None = None) -> None:
     seed_all(world.device, config.seed, "eval", trainer.step)
     found: Any = {}
     with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_Dropped):
-        found = called(trainer.task.evaluate, "task", config.task, trainer.models, batches)
+        found = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches)
     if world.any_rank(batches.dropped):
         return
     trainer.metrics = world.broadcast(numbers(found, "task", f"evaluate of {config.task}"))
@@ -294,7 +297,7 @@ def evaluate(trainer: Trainer, stop: Stopping | None = None) -> None:
 
 @contextmanager
 def _evaluating(trainer: Trainer) -> Iterator[None]:
-    """Puts models into evaluation mode; afterwards each module is in its own mode again, which the user may have set."""
+    """Puts models into evaluation mode; afterwards each module is in its own mode again."""
     modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
     for model in trainer.models.values():
         model.eval()

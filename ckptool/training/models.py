@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.errors import PlanRefused, UsageError, listed, printable, quoted
 from ckptool.training.config import ActivationCheckpoint, Model
-from ckptool.training.extensions import called, find_named, load_named
+from ckptool.training.extensions import find_named, load_named
 
 if TYPE_CHECKING:
     from ckptool.training.data import Samples
@@ -200,7 +201,7 @@ def initialise(model: nn.Module, scheme: str) -> None:
     if scheme == "default":
         return
     if scheme not in _SCHEMES:
-        called(find_named(scheme, _SCHEMES, "init"), "init", scheme, model)
+        call_user_code(find_named(scheme, _SCHEMES, "init"), "init", scheme, model)
         return
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm):

@@ -172,7 +172,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> torc
     return made
 
 
-# Schedules that have an end: the argument that says where, the rate from there on, and an argument that keeps it above 0.
+# Schedules that end: the argument that says where, the rate from there on, and an argument that keeps it above 0.
 _ENDS = {
     "warmup_cosine": ("total", "0", "floor"),
     "warmup_linear": ("total", "0", "floor"),
@@ -208,10 +208,10 @@ def clip_gradients(optimizer: torch.optim.Optimizer, clip: Clip) -> None:
 
 
 class Freezing:
-    """Freezes parameters for ever or until a step. Groups are never rebuilt: a frozen one has no gradient, and no update.
+    """Freezes parameters for ever or until a step, by taking their gradients away; groups are never rebuilt.
 
-    Other parameters stay as the model's own code left them, and those that thaw become so again. Raises `UsageError` for
-    a pattern that matches nothing.
+    Other parameters stay as the model's own code left them, and those that thaw become so again. Raises `UsageError`
+    for a pattern that matches nothing.
     """
 
     def __init__(self, model: nn.Module, rules: Iterable[str | FreezeUntil]) -> None:

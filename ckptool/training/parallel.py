@@ -121,7 +121,7 @@ def _number(name: str, default: str) -> int:
 
 
 def _meet(device: torch.device, launched: bool) -> None:
-    """Joins the processes of a run, of which there is one without torchrun. Raises `RunFailed` where they do not meet."""
+    """Joins the processes of a run, one without torchrun. Raises `RunFailed` where they do not meet."""
     store: Any = torch.distributed
     alone: dict[str, Any] = {} if launched else {"store": store.HashStore(), "rank": 0, "world_size": 1}
     try:
@@ -166,7 +166,7 @@ def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
 
 
 def compiled(model: nn.Module, how: bool | str) -> Any:
-    """The model under `torch.compile`, by its default backend or a named one. Raises `UsageError` for an unknown one."""
+    """The model under `torch.compile`, by its default backend or a named one, which has to exist."""
     if not how:
         return model
     if how is True:

@@ -73,7 +73,7 @@ class Run:
         self.history.add({"event": event, **facts, "time": now, "run": self.id}, sync=True)
 
     def claim(self, name: str) -> None:
-        """Notes another file that the run writes. Raises `Conflict` where one is there that the history does not know."""
+        """Notes another file that the run writes. Raises `Conflict` where one is there, not known to the history."""
         if any(fact.get("event") == "writes" and fact.get("name") == name for fact in self.history.read()):
             return
         if os.path.lexists(os.path.join(self.folder, name)):

@@ -21,7 +21,7 @@ from ckptool.reports.train import Outcome, Rehearsal
 from ckptool.training import CHANGED, CONFIG, configfile
 from ckptool.training.config import Config, Stop, changes, refuse_fixed
 from ckptool.training.data import Samples
-from ckptool.training.extensions import blamed, is_theirs
+from ckptool.training.extensions import is_theirs, name_culprits
 from ckptool.training.hooks import Hooks, Told
 from ckptool.training.loop import Stopping, one_step, train
 from ckptool.training.models import Say, kept_bytes
@@ -42,7 +42,7 @@ def start(
     """Trains the run that a configuration names: from the beginning, or from its newest whole checkpoint.
 
     resume: `never` refuses an existing run, `auto` starts or goes on, `must` refuses a new one.  asked: keys that were
-    `--set`.  say: called with each note.  Raises `Conflict`, `NoneValid`, `UsageError`, or what building or saving raises.
+    `--set`.  say: called with each note.  Raises `Conflict`, `NoneValid`, `UsageError`, or what building and saving do.
     """
     there = is_run(config.run)
     if resume == "must" and not there:
@@ -80,7 +80,7 @@ def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> Ru
 def _trained(run: Run, world: World, told: Told | None, say: Say) -> Outcome:
     config = run.config
     hooks = Hooks(config.hooks, told if world.is_first else None)
-    with blamed(), switches_given_back(), stopping(config.stop) as stop:
+    with name_culprits(), switches_given_back(), stopping(config.stop) as stop:
         trainer = build(config, world, say, fresh=not run.store.all())
         saved = _restore(trainer, run, say)
         run.fingerprint = fingerprint(config, trainer.data)
@@ -230,7 +230,7 @@ def _digest(path: str) -> str:
 
 def rehearse(config: Config) -> Rehearsal:
     """Runs one step, saves, reloads and compares. Raises what would stop a run, `Corrupt` where the reload differs."""
-    with tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder, blamed(), switches_given_back():
+    with tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder, name_culprits(), switches_given_back():
         config = configfile.checked({**config.dumped(), "run": os.path.join(folder, "run")}, "run.yaml")
         with world_of(config) as world:
             trainer = build(config, world)

@@ -153,7 +153,7 @@ class Store:
             )
 
     def _wrote(self, path: str) -> bool:
-        """Whether this run wrote a checkpoint or its sidecar, by the sidecar, or where that was lost, by the history."""
+        """Whether this run wrote a checkpoint or its sidecar, by the sidecar, or where that was lost, the history."""
         sidecar = read_json(sidecar_of(path))
         if sidecar is not None:
             return sidecar.get("run") == self.run

@@ -1,4 +1,4 @@
-"""What is learned: the loss of a batch, and the metrics of an evaluation. A task with two models has two phases in a step."""
+"""Tasks: the loss of a batch, and the metrics of an evaluation. One with two models has two phases in a step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ckptool.bridge.user_code import call_user_code
 from ckptool.errors import UsageError
 from ckptool.training.data import Batch
-from ckptool.training.extensions import called, find_named
+from ckptool.training.extensions import find_named
 
 Models = Mapping[str, nn.Module]
 Loss = Callable[[Models, Batch], torch.Tensor]
@@ -44,7 +45,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Task:
-    """What a run learns. stepped: the models whose optimizer made its step, for their schedules."""
+    """The objective of a run. stepped: the models whose optimizer made its step, for their schedules."""
 
     phases: Sequence[Phase]
     evaluate: Evaluate
@@ -52,13 +53,13 @@ class Task:
 
 
 def inputs_of(batch: Batch) -> tuple[Any, ...]:
-    """What the model is given: everything but the second part, which is the target."""
+    """The inputs of the model: everything but the second part, which is the target."""
     parts = batch.data if isinstance(batch.data, (tuple, list)) else (batch.data,)
     return (parts[0], *parts[2:])
 
 
 def target_of(batch: Batch) -> torch.Tensor:
-    """What the output is compared with. Raises `UsageError` for samples that have none."""
+    """The target, with which the output is compared. Raises `UsageError` for samples that have none."""
     if not isinstance(batch.data, (tuple, list)) or len(batch.data) < 2:
         raise UsageError(
             f"data: a batch is {type(batch.data).__name__}, and the task needs (inputs, target)",
@@ -147,7 +148,7 @@ BUILT_IN: dict[str, Callable[[], Task]] = {"classify": classify, "regress": regr
 
 def load_task(name: str) -> Task:
     """The task that a configuration names, or the user's own: a function without arguments that gives a `Task`."""
-    made = called(find_named(name, BUILT_IN, "task"), "task", name)
+    made = call_user_code(find_named(name, BUILT_IN, "task"), "task", name)
     if not isinstance(made, Task):
         raise UsageError(f"task: {name} made {type(made).__name__}, not a ckptool.training.tasks.Task")
     return made

@@ -32,9 +32,9 @@ from ckptool.training.tasks import Task, load_task
 class Trainer:
     """The parts of a run, and how far it has come. `step` is the number of completed optimizer steps.
 
-    models: as they are saved.  runners: the same, wrapped as the strategy runs them.  loss: the mean over the samples of
-    the last step.  best: metric, value and step of the best evaluation.  samples: how many were trained on.  pending: the
-    evaluation that is due was not done.  whole: False within a step.
+    models: as they are saved.  runners: the same, wrapped as the strategy runs them.  loss: the mean over the samples
+    of the last step.  best: metric, value and step of the best evaluation.  samples: how many were trained on.
+    pending: the evaluation that is due was not done.  whole: False within a step.
     """
 
     config: Config
@@ -253,7 +253,7 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_cpu(value: Any, *, copied: bool = False) -> Any:
-    """A copy of a tree with its tensors on the CPU, shared ones still shared. copied: copy those that are there, too."""
+    """A copy of a tree with its tensors on the CPU, shared ones still shared. copied: even those that were there."""
     return _moved(value, copied, {})
 
 

@@ -1,4 +1,4 @@
-"""A run's folder, for `inspect` and `scan`: its checkpoints, with what their sidecars say, and why each is kept. Needs no torch."""
+"""A run's folder, for `inspect` and `scan`: its checkpoints, their sidecars, and why each is kept. Needs no torch."""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ def prove(
 ) -> Proof:
     """Proves that a run of this configuration which is killed anywhere ends with the same bytes as one that is not.
 
-    steps, kills: how long the run is, and how often it is killed.  seed: where.  exhaustive: a short run is killed at every file-system
-    event too.  processes: how many train together under ddp, 2 by default.  Raises `RunFailed` where a training process fails by itself.
+    steps, kills: how long the run is, and how often it is killed.  seed: where.  exhaustive: kill a short run at every
+    file-system event, too.  processes: how many train together under ddp, 2 by default.  Raises `RunFailed` where a
+    training process fails by itself.
     """
     set = several(set)
     made = configuration(config, set)

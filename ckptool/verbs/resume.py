@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def resume(run: PathLike, set: str | Sequence[str] = (), *, progress: Any = None, say: Say | None = None) -> Outcome:
-    """Goes on with a run from its newest whole checkpoint; `set` changes what may change. Raises what `train` raises."""
+    """Goes on with a run from its newest whole checkpoint; `set` changes what may change. Raises what `train` does."""
     check_harness()
     from ckptool.training.start import resume as go_on
 

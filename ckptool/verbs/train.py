@@ -23,9 +23,9 @@ def train(
 ) -> Outcome:
     """Trains the run that a configuration describes, saving on the way; `set` are `KEY=VALUE` changes.
 
-    resume: `never` refuses a run that is there, `auto` starts it or goes on, `must` only goes on.  progress: told each logged line.
-    Raises `UsageError` naming the lines that are wrong, `Conflict` for a run that is there or a changed fixed key, `NoneValid` where all
-    checkpoints are damaged.
+    resume: `never` refuses an existing run, `auto` starts or goes on, `must` only goes on.  progress: called with each
+    logged line.  Raises `UsageError` naming the lines that are wrong, `Conflict` for an existing run or a changed fixed
+    key, `NoneValid` where all checkpoints are damaged.
     """
     set = several(set)
     made = configuration(config, set)

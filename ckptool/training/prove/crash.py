@@ -88,7 +88,7 @@ def half_of(name: str, real: Call, args: tuple[Any, ...]) -> Any:
 class Crash(FolderCalls):
     """Ends the process at an event, before it or, in a write, half done.
 
-    at: the number of the event.  part: count the events of a `save` or a `prune` only, of the state after `step` or later.
+    at: the number of the event.  part: count those of a `save` or a `prune` only, of the state after `step` or later.
     """
 
     def __init__(self, folder: str, at: int, part: str = "", step: int = 0) -> None:

@@ -48,9 +48,9 @@ def prove(
 ) -> Proof:
     """Proves a configuration in a folder of its own, which is deleted unless the proof fails.
 
-    steps: the length of the run.  kills: how many times it is killed.  seed: where.  exhaustive: kill a short run at every
-    file-system event, too.  processes: how many train together under `ddp` (default: 2, or one for each GPU).  say: called
-    with what is being done.  Raises `RunFailed` where a training process fails by itself.
+    steps: the length of the run.  kills: how many times it is killed.  seed: where.  exhaustive: kill a short run at
+    every file-system event, too.  processes: how many train together under `ddp` (default: 2, or one for each GPU).
+    say: called with what is being done.  Raises `RunFailed` where a training process fails by itself.
     """
     proof = Proof(steps, processes_of(config, processes))
     folder = tempfile.mkdtemp(prefix="ckptool-prove-")
@@ -238,7 +238,7 @@ class ProofRun:
     # Every file-system event -------------------------------------------------------------------------------------
 
     def every_event(self, first: int = 0, stride: int = 1) -> tuple[int, bool]:
-        """Kills a short run at every file-system event, and resumes it. How many there were; whether any lost a checkpoint.
+        """Kills a short run at every file-system event, and resumes it. How many there were; if any lost a checkpoint.
 
         Raises `RunFailed` where one of them ends with other bytes. first, stride: only some of the events.
         """
@@ -286,7 +286,7 @@ def resumes(run: str) -> tuple[list[int | None], bool]:
 
 
 def reset_part(folder: str, part: str) -> bool:
-    """Resets a part of the state in the newest checkpoint of a run, as a saver leaves it that does not know of the part.
+    """Resets a part of the state in the newest checkpoint of a run, as if it had not been saved.
 
     part: `optimizer`, `scheduler`, `scaler` or `ema`; an average starts again from the weights. False if the run has no
     such part, or it is empty.
