@@ -220,11 +220,9 @@ def refuse_index(path: str | os.PathLike[str], written: Format) -> None:
     """Raises `UsageError` where a folder of shards would be called like a file in it."""
     name = os.fspath(path)
     if written.writes_folder and name.lower().endswith(".json"):
-        raise UsageError(
-            f"{printable(name)} is the name of an index, and shards are written as a folder",
-            "The index is one of the files in it.",
-            f"Name the folder: -o {printable(os.path.dirname(name) or 'DIR')}",
-        )
+        what = f"{printable(name)} is the name of an index, and shards are written as a folder"
+        why = "The index is one of the files in it."
+        raise UsageError(what, why, f"Name the folder: -o {printable(os.path.dirname(name) or 'DIR')}")
 
 
 def _close(word: str, other: str) -> bool:

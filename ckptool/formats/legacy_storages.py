@@ -186,11 +186,8 @@ class LegacyStorages:
 
     @staticmethod
     def _cut(key: str, at: int, size: int, end: int) -> Truncated:
-        return Truncated(
-            f"the storage {printable(key)} needs {size:,} bytes from byte {at:,}; {end - at:,} are there",
-            "The file was cut off.",
-            "Copy or download it again.",
-        )
+        what = f"the storage {printable(key)} needs {size:,} bytes from byte {at:,}; {end - at:,} are there"
+        return Truncated(what, "The file was cut off.", "Copy or download it again.")
 
 
 _ORDERS: tuple[Literal["little", "big"], ...] = ("little", "big")

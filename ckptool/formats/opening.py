@@ -79,11 +79,9 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
         return
     take = "take it as it is: --part"
     if found.kind is PartKind.MEMBERS:
-        raise OnlyAPart(
-            f"{printable(found.whole)} is a folder, of which {found.label} are there and whole",
-            f"{found.meaning[:1].upper()}{found.meaning[1:]}.",
-            f"Name one of its files: {quoted(_member(checkpoint))}; or {take}",
-        )
+        what = f"{printable(found.whole)} is a folder, of which {found.label} are there and whole"
+        why = f"{found.meaning[:1].upper()}{found.meaning[1:]}."
+        raise OnlyAPart(what, why, f"Name one of its files: {quoted(_member(checkpoint))}; or {take}")
     raise OnlyAPart(
         f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {found.label}",
         f"{found.meaning[:1].upper()}{found.meaning[1:]}.",
@@ -115,11 +113,9 @@ def open_to_change(file: PathLike, at: str | None = None) -> Opened:
             f"Name one of them: {quoted(_member(opened.checkpoint))}",
         )
     if found is not None and found.index:
-        raise OnlyAPart(
-            f"{opened.checkpoint.source} is {found.label} of {printable(os.path.join(found.whole, found.index))}",
-            "Changed alone, it would no longer fit the index and the other shards. Nothing was written.",
-            f"Name the folder instead: {quoted(found.whole)}",
-        )
+        what = f"{opened.checkpoint.source} is {found.label} of {printable(os.path.join(found.whole, found.index))}"
+        why = "Changed alone, it would no longer fit the index and the other shards. Nothing was written."
+        raise OnlyAPart(what, why, f"Name the folder instead: {quoted(found.whole)}")
     return opened
 
 

@@ -81,26 +81,20 @@ def _decoded(source: Source) -> tuple[Decoded, int]:
 
 def _refuse_id(pid: Any) -> NoReturn:
     if type(pid) is tuple and pid and pid[0] == "storage":
-        raise Unsupported(
-            "it is the data.pkl of a torch zip, taken out of it",
-            "The data of its tensors is in the other records of the archive.",
-            "Name the archive itself, or zip its folder again: zip -0 -r NEW.pt FOLDER",
-        )
+        what = "it is the data.pkl of a torch zip, taken out of it"
+        why = "The data of its tensors is in the other records of the archive."
+        raise Unsupported(what, why, "Name the archive itself, or zip its folder again: zip -0 -r NEW.pt FOLDER")
     shown = f" ({printable(pid[:40])})" if type(pid) is str else ""
-    raise Unsupported(
-        f"it refers to something outside of the pickle, by a persistent id{shown}",
-        "Only the program that wrote it knows what is meant.",
-        "Load it with that program, and save its weights with torch.save.",
-    )
+    what = f"it refers to something outside of the pickle, by a persistent id{shown}"
+    why = "Only the program that wrote it knows what is meant."
+    raise Unsupported(what, why, "Load it with that program, and save its weights with torch.save.")
 
 
 def _refuse_joblib(source: Source) -> None:
     if _JOBLIB in source.read(0, min(_FIRST, source.size)):
-        raise Unsupported(
-            f"{source} was written by joblib",
-            "Its arrays lie between the opcodes, where no pickle has them; only joblib reads that.",
-            "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))",
-        ) from None
+        what = f"{source} was written by joblib"
+        why = "Its arrays lie between the opcodes, where no pickle has them; only joblib reads that."
+        raise Unsupported(what, why, "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))") from None
 
 
 def _refuse_more(source: Source, end: int) -> NoReturn:

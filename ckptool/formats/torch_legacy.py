@@ -164,11 +164,9 @@ def _no_storage(_: Any) -> Any:
 
 def _check_magic(magic: Decoded, name: str) -> None:
     if run := next(uses(magic.aside()), None):
-        raise UnsafeObject(
-            f"{name}: its magic number is computed, by {printable(run.name)}",
-            "torch writes a number there; this file runs a program as soon as it is looked at.",
-            "Do not load it with torch.load(weights_only=False).",
-        )
+        what = f"{name}: its magic number is computed, by {printable(run.name)}"
+        why = "torch writes a number there; this file runs a program as soon as it is looked at."
+        raise UnsafeObject(what, why, "Do not load it with torch.load(weights_only=False).")
     if magic.root != MAGIC or type(magic.root) is not int:
         raise NotACheckpoint(
             f"{name} is laid out as torch's legacy files, but its magic number is {shown(magic.root)}",
@@ -249,10 +247,8 @@ def load_from_bytes(content: bytes | StubbedValue, depth: int = 1) -> Any:
     if not begins_stream(data.read(0, min(512, data.length))):
         return NotImplemented
     if depth > MAX_NESTING:
-        raise LimitExceeded(
-            f"streams nested in bytes more than {MAX_NESTING} deep",
-            "torch writes one; more are built to exhaust a reader.",
-        )
+        what = f"streams nested in bytes more than {MAX_NESTING} deep"
+        raise LimitExceeded(what, "torch writes one; more are built to exhaust a reader.")
     stream = read_stream(data, name="bytes for torch.storage._load_from_bytes", depth=depth)
     if stream.end != data.length:
         raise Corrupt(f"a stream in bytes has {data.length - stream.end:,} bytes after its end", "Nothing reads them.")

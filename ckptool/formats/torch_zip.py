@@ -365,11 +365,9 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     refuse_unknown(checkpoint, keep_unknown)
     archive = origin.archive
     if archive.edits >= directory.MAX_EDITS:
-        raise Conflict(
-            f"{archive.source} was edited in place {archive.edits} times already",
-            "Every edit leaves its old pickle and directory inside; it is time to write the file anew.",
-            Advice(command("convert", archive.source.file.path, out=OUT)),
-        )
+        what = f"{archive.source} was edited in place {archive.edits} times already"
+        why = "Every edit leaves its old pickle and directory inside; it is time to write the file anew."
+        raise Conflict(what, why, Advice(command("convert", archive.source.file.path, out=OUT)))
     layout = _Layout(origin, begin=archive.end)
     layout.add("data.pkl", InlineBytes(encode(checkpoint.tree, layout.key_of)))
     if layout.twins or origin.root + TWINS in archive.records:

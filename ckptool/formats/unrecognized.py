@@ -88,11 +88,9 @@ def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
         return Unsupported(f"{source} is compressed with {name}", "The checkpoint is inside.", fix)
     if found := _starting(head, _ARCHIVES):
         name, program = found
-        return Unsupported(
-            f"{source} is a {name} archive, whatever its name says",
-            "torch.save writes none; models are packed so to get past scanners that look for pickles in a zip.",
-            Advice("If you trust where it is from: ", other_program(program, source.path)),
-        )
+        what = f"{source} is a {name} archive, whatever its name says"
+        why = "torch.save writes none; models are packed so to get past scanners that look for pickles in a zip."
+        return Unsupported(what, why, Advice("If you trust where it is from: ", other_program(program, source.path)))
     if name := _starting(head, _OTHER_FILES):
         return NotACheckpoint(f"{source} is {name}, whatever its name says")
     return _tar(source) if head[257:262] == b"ustar" else None
@@ -150,11 +148,9 @@ def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
     last = {name.rpartition("/")[2] for name in names}
     inner = {name.partition("/")[2] for name in names}
     if "serialized_exported_program.json" in last or "archive_format" in inner:
-        return Unsupported(
-            f"{source} is a program of torch.export (.pt2)",
-            "Its tensors belong to a graph that only torch can tell them from.",
-            "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')",
-        )
+        what = f"{source} is a program of torch.export (.pt2)"
+        why = "Its tensors belong to a graph that only torch can tell them from."
+        return Unsupported(what, why, "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')")
     if ".data/extern_modules" in inner:
         return Unsupported(
             f"{source} is a torch.package archive",
@@ -168,11 +164,9 @@ def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
         what = f"{source} is a TorchServe archive (.mar)"
         return Unsupported(what, f"The checkpoint is inside: {held}.", _unzipped(source))
     if "model.json" in last:
-        return Unsupported(
-            f"{source} is a model of torch 1.0's first script format (model.json)",
-            "It holds no pickle to read.",
-            "With torch: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')",
-        )
+        what = f"{source} is a model of torch 1.0's first script format (model.json)"
+        why = "It holds no pickle to read."
+        return Unsupported(what, why, "With torch: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')")
     return _ordinary_zip(source, names)
 
 
@@ -206,17 +200,13 @@ def _text_file(head: bytes, source: Source) -> CkptoolError | None:
     start = text[:64].lower()
     if start.startswith("version https://git-lfs"):
         facts = printable(" ".join(text.split()[2:6]))
-        return NotACheckpoint(
-            f"{source} is a git-lfs pointer ({facts}), not the file itself",
-            "The repository was cloned without its large files.",
-            Advice("Fetch them: ", other_program("git lfs pull")),
-        )
+        what = f"{source} is a git-lfs pointer ({facts}), not the file itself"
+        why = "The repository was cloned without its large files."
+        return NotACheckpoint(what, why, Advice("Fetch them: ", other_program("git lfs pull")))
     if start.startswith(("<!doctype", "<html", "<head", "<?xml", "<error", "<!--")):
-        return NotACheckpoint(
-            f"{source} is a web page",
-            "The download gave a login or error page instead of the file.",
-            "Download it again, logged in.",
-        )
+        what = f"{source} is a web page"
+        why = "The download gave a login or error page instead of the file."
+        return NotACheckpoint(what, why, "Download it again, logged in.")
     if start.startswith(("{", "[")) and _is_text(head):
         return _json_text(text, source)
     return None

@@ -77,11 +77,9 @@ def read(source: Input) -> Checkpoint:
                 f"{METADATA} is not beside it: it was not copied along, or the run was stopped before it wrote it.",
                 "Copy the whole folder.",
             )
-        raise Truncated(
-            f"{folder} holds {SUFFIX} files and no {METADATA}",
-            "It is written last: the run was stopped while it saved, or the file was not copied along.",
-            "Copy the whole folder, or take an earlier checkpoint.",
-        )
+        what = f"{folder} holds {SUFFIX} files and no {METADATA}"
+        why = "It is written last: the run was stopped while it saved, or the file was not copied along."
+        raise Truncated(what, why, "Copy the whole folder, or take an earlier checkpoint.")
     if isinstance(source, Source) and os.path.basename(source.path) != METADATA:
         return _of_a_rank(folder, os.path.basename(source.path))
     facts, aside = _metadata(folder)
@@ -116,11 +114,9 @@ def _of_a_rank(folder: Folder, name: str) -> Checkpoint:
     chunks = Counter(key[0] for key in places)
     held = {key: place for key, place in places.items() if place.file == name}
     if not held:
-        raise Unsupported(
-            f"{folder} is a file that no value of {METADATA} is in",
-            "It may be left from another run; its tensors have no names.",
-            Advice("See the checkpoint beside it: ", command("inspect", folder.path)),
-        )
+        what = f"{folder} is a file that no value of {METADATA} is in"
+        why = "It may be left from another run; its tensors have no names."
+        raise Unsupported(what, why, Advice("See the checkpoint beside it: ", command("inspect", folder.path)))
     tree: dict[Any, Any] = {}
     for key in held:
         label = key[0] if chunks[key[0]] == 1 else f"{key[0]}@{','.join(map(str, key[1] or ()))}"
@@ -158,11 +154,9 @@ def _metadata(folder: Folder) -> tuple[dict[Any, Any], tuple[Any, ...]]:
             f"{source} has {len(data) - decoded.end:,} bytes after its end", "Another pickle may be hidden there."
         )
     if _class(decoded.root) != "Metadata":
-        raise NotACheckpoint(
-            f"{folder} is a folder, and its {METADATA} is not that of torch.distributed.checkpoint",
-            "Another program wrote it.",
-            Advice("Name the file: ", other_program("ls", folder.path)),
-        )
+        what = f"{folder} is a folder, and its {METADATA} is not that of torch.distributed.checkpoint"
+        why = "Another program wrote it."
+        raise NotACheckpoint(what, why, Advice("Name the file: ", other_program("ls", folder.path)))
     return decoded.root.attributes, decoded.aside()
 
 
@@ -270,18 +264,14 @@ class _Shelf:
 
     def _open(self, name: str, place: _Place) -> Any:
         if place.packed:
-            raise Unsupported(
-                f"{self.folder}: {printable(name)} is packed by {printable(listed(place.packed))}",
-                "An extension of torch's writer did that; only it can undo it.",
-                "With torch: load it with the same extension, and save it without.",
-            )
+            what = f"{self.folder}: {printable(name)} is packed by {printable(listed(place.packed))}"
+            why = "An extension of torch's writer did that; only it can undo it."
+            raise Unsupported(what, why, "With torch: load it with the same extension, and save it without.")
         part = self.folder.open(place.file).part(place.offset, place.length)
         if place.file.endswith(".safetensors"):
-            raise Unsupported(
-                f"{self.folder} was written by torch.distributed.checkpoint as safetensors",
-                "Here its folders of .distcp files are read.",
-                "With torch: torch.distributed.checkpoint.HuggingFaceStorageReader",
-            )
+            what = f"{self.folder} was written by torch.distributed.checkpoint as safetensors"
+            why = "Here its folders of .distcp files are read."
+            raise Unsupported(what, why, "With torch: torch.distributed.checkpoint.HuggingFaceStorageReader")
         if not torch_zip.detect(part.read(0, min(4, part.size)), part.file):
             what = f"{part}: there is no torch zip where {printable(name)} should be"
             raise Corrupt(what, "The file or the table is another's.")

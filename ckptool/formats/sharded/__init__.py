@@ -96,11 +96,9 @@ def read(source: Input) -> Checkpoint:
         return _read_index(Folder(os.path.dirname(source.path), shown=source.path), os.path.basename(source.path))
     found = checkpoints_in(source)
     if len(found) > 1:
-        raise Ambiguous(
-            f"{source} holds {counted(len(found), 'checkpoint')}: {listed([printable(name) for name in found])}",
-            "Nothing says which of them is meant.",
-            f"Name one of them: {printable(os.path.join(source.path, found[0]))}",
-        )
+        what = f"{source} holds {counted(len(found), 'checkpoint')}: {listed([printable(name) for name in found])}"
+        why = "Nothing says which of them is meant."
+        raise Ambiguous(what, why, f"Name one of them: {printable(os.path.join(source.path, found[0]))}")
     if not found:
         raise _no_index(source)
     if _is_index(found[0]):
@@ -116,11 +114,9 @@ def _opened(source: Source) -> Checkpoint:
 
 def _no_index(folder: Folder) -> OnlyAPart:
     shards = [name for name in folder.names if _is_shard(name)]
-    return OnlyAPart(
-        f"{folder} holds shards and no index: {listed([printable(name) for name in shards], 2)}",
-        "Which tensors make up the checkpoint, and whether all of its files are there, is only said in *.index.json.",
-        "Copy the index too; or name one shard, which is read by itself.",
-    )
+    what = f"{folder} holds shards and no index: {listed([printable(name) for name in shards], 2)}"
+    why = "Which tensors make up the checkpoint, and whether all of its files are there, is only said in *.index.json."
+    return OnlyAPart(what, why, "Copy the index too; or name one shard, which is read by itself.")
 
 
 # The index -----------------------------------------------------------------------------------------------------------
@@ -221,11 +217,9 @@ def _is_pickled(index: _Index) -> bool:
     kinds = {file: shard.container != safetensors.NAME for file, shard in index.shards.items()}
     if len(set(kinds.values())) > 1:
         odd = next(file for file in kinds if kinds[file])
-        raise Conflict(
-            f"{index} names shards of safetensors and of torch, as {printable(odd)}",
-            "Writers use one of them; the files are of two runs.",
-            "Download or copy all of them again, index included.",
-        )
+        what = f"{index} names shards of safetensors and of torch, as {printable(odd)}"
+        why = "Writers use one of them; the files are of two runs."
+        raise Conflict(what, why, "Download or copy all of them again, index included.")
     return any(kinds.values())
 
 
@@ -266,11 +260,9 @@ def _check_agreement(index: _Index) -> None:
     twice = [(name, file, where) for name, file, where in strange if where is not None and name in trees[where]]
     if twice:
         name, file, where = twice[0]
-        raise Conflict(
-            f"{index}: {printable(str(name))} is in two shards, {printable(where)} and {printable(file)}",
-            "Which of the two values is right, nothing says; readers take one or the other.",
-            "Download or copy all of them again, index included.",
-        )
+        what = f"{index}: {printable(str(name))} is in two shards, {printable(where)} and {printable(file)}"
+        why = "Which of the two values is right, nothing says; readers take one or the other."
+        raise Conflict(what, why, "Download or copy all of them again, index included.")
     if lacking or strange:
         raise Conflict(f"{index} and its shards do not belong together: {_disagreement(lacking, strange)}",
             "They are of two runs, or a shard was replaced.",

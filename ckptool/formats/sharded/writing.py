@@ -35,11 +35,9 @@ def size_in_bytes(size: int | str) -> int:
         count = int(found[1]) * scale + int(float(found[2] or 0) * scale)
         if count >= (1 if found[3] or found[5] else LEAST_BARE):
             return count
-    raise UsageError(
-        f"{printable(str(size)[:40])!r} is not a size of a shard",
-        f"It is a number with a unit (5GB), or of bytes, {LEAST_BARE:,} or more.",
-        "For example: 5GB, 500MB, 2GiB",
-    )
+    what = f"{printable(str(size)[:40])!r} is not a size of a shard"
+    why = f"It is a number with a unit (5GB), or of bytes, {LEAST_BARE:,} or more."
+    raise UsageError(what, why, "For example: 5GB, 500MB, 2GiB")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,11 +109,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     Raises `Unsupported` naming everything that cannot be kept.
     """
     if tree_record.KEY in checkpoint.metadata:
-        raise Unsupported(
-            "a whole tree (convert --all) is one safetensors file, and is not divided into shards",
-            "The record that leads back to it is in that file.",
-            "Write it as one: --to safetensors; or only its weights: without --all",
-        )
+        what = "a whole tree (convert --all) is one safetensors file, and is not divided into shards"
+        why = "The record that leads back to it is in that file."
+        raise Unsupported(what, why, "Write it as one: --to safetensors; or only its weights: without --all")
     origin = checkpoint.origin if isinstance(checkpoint.origin, DivisionOrigin) else None
     pickled = origin is not None and origin.pickled and not checkpoint.tensors_only
     units = _units_of_pickles(checkpoint) if pickled else _units_of_tensors(checkpoint)

@@ -116,11 +116,9 @@ class Packer:
             self.room -= size
         self.long[id(value)] = value
         if self.room < 0:
-            raise LimitExceeded(
-                f"one text stands in so many places that they would take more than {MAX_REPEATED:,} bytes",
-                "A pickle refers to it, this record has to repeat it.",
-                "Convert only the weights: without --all",
-            )
+            what = f"one text stands in so many places that they would take more than {MAX_REPEATED:,} bytes"
+            why = "A pickle refers to it, this record has to repeat it."
+            raise LimitExceeded(what, why, "Convert only the weights: without --all")
 
     def _index(self, node: Any) -> int:
         index = self.indices.get(id(node))
