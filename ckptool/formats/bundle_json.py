@@ -26,7 +26,7 @@ MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BundleMember:
     """A member as the record has it: the file that holds it, or (where that is empty) its plain value."""
 
     name: str | int
@@ -36,17 +36,17 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class BundleRecord:
     """What `bundle.json` says. `container`: of the bundle."""
 
     container: str
-    parts: tuple[Part, ...]
+    parts: tuple[BundleMember, ...]
     ties: tuple[tuple[str, ...], ...] = ()
     twins: tuple[tuple[tuple[str, ...], ...], ...] = ()
     ordered: bool = False
 
 
-def text(record: Record) -> bytes:
+def text(record: BundleRecord) -> bytes:
     """The file, for people as well as for programs."""
     fields: dict[str, Any] = {"schema": SCHEMA, "container": record.container}
     if record.ordered:
@@ -61,13 +61,13 @@ def text(record: Record) -> bytes:
     return made.encode() + b"\n"
 
 
-def _member(part: Part) -> dict[str, Any]:
+def _member(part: BundleMember) -> dict[str, Any]:
     if part.file:
         return {"name": part.name, "file": part.file} | ({"kind": part.kind} if part.kind else {})
     return {"name": part.name, "value": part.value}
 
 
-def read(folder: Folder) -> Record:
+def read(folder: Folder) -> BundleRecord:
     """The record in a folder. Raises `Corrupt`, `Unsupported` or `LimitExceeded` where it is not one of ours."""
     if NAME not in folder:
         raise Unsupported(
@@ -93,22 +93,22 @@ def read(folder: Folder) -> Record:
         ) from None
 
 
-def _record(fields: dict[str, Any]) -> Record:
+def _record(fields: dict[str, Any]) -> BundleRecord:
     parts = tuple(_part(member) for member in _list(fields["members"]))
     if twice := [name for name, count in Counter(str(part.name) for part in parts).items() if count > 1]:
         raise ValueError(f"it names {listed(twice)} twice")
     ties = tuple(_texts(group) for group in _list(fields.get("ties", [])))
     twins = tuple(tuple(map(_texts, _list(group))) for group in _list(fields.get("twins", [])))
-    return Record(str(fields.get("container")), parts, ties, twins, fields.get("ordered") is True)
+    return BundleRecord(str(fields.get("container")), parts, ties, twins, fields.get("ordered") is True)
 
 
-def _part(member: Any) -> Part:
+def _part(member: Any) -> BundleMember:
     if type(member) is not dict:
         raise TypeError("a member that is no object")
     name, file = member["name"], member.get("file", "")
     if type(name) not in (str, int) or type(file) is not str or bool(file) == ("value" in member):
         raise ValueError(f"the member {name!r} has no name, or not exactly one of a file and a value")
-    return Part(name, file, member.get("value"))
+    return BundleMember(name, file, member.get("value"))
 
 
 def _list(value: Any) -> list[Any]:

@@ -323,7 +323,7 @@ def _drop_copies(pieces: list[Piece], mentions: Collection[int]) -> None:
 # The tree ------------------------------------------------------------------------------------------------------------
 
 
-class _Lossy(torch_zip.Storages):
+class _Lossy(torch_zip.RecordStorages):
     """Gives storages as ever, and stand-ins for those whose record is not whole."""
 
     def __init__(self, archive: Archive, prefix: str, big_endian: bool, lost: list[LostRecord]) -> None:

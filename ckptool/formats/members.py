@@ -52,7 +52,7 @@ _OF_A_CHECKPOINT = NamePattern("", r"latest|zero_to_\w+\.py|.*\.distcp|(?:__\d+)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemberFiles:
     """The members of a folder. kind: what it is, for people.  names: its members that are there (`mp_rank_00/model_optim_rng.pt`).
 
     missing: those that it says or shows it once had.  beside_weights: weights stand for the folder; these are its other files.
@@ -68,7 +68,7 @@ def detect(head: bytes, source: Input) -> bool:
     return isinstance(source, Folder) and layout_of(source) is not None
 
 
-def layout_of(folder: Folder, *, beside: bool = False) -> Layout | None:
+def layout_of(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     """The members of a folder; None where it has none. beside: its weights were found, and stand for it."""
     return next((found for find in _KINDS if (found := find(folder, beside)) is not None), None)
 
@@ -104,7 +104,7 @@ def _world(found: Checkpoint) -> int:
     return part.count or 1 if part is not None and part.kind is PartKind.RANK else 1
 
 
-def _lacking(layout: Layout, world: int) -> Iterator[str]:
+def _lacking(layout: MemberFiles, world: int) -> Iterator[str]:
     """The files of ranks that are not there, of a world of this size."""
     for pattern in (STATES, OF_WORLD, FSDP_RANKS):
         yield from _gaps(layout.names, pattern, world)
@@ -112,7 +112,7 @@ def _lacking(layout: Layout, world: int) -> Iterator[str]:
     yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world))
 
 
-def beside_weights(folder: Folder) -> tuple[Layout, PartOf] | None:
+def beside_weights(folder: Folder) -> tuple[MemberFiles, PartOf] | None:
     """The members beside the weights of a folder, and how many of them are whole; None where there are none."""
     layout = layout_of(folder, beside=True)
     if layout is None:
@@ -142,7 +142,7 @@ def _problem(found: Checkpoint | CkptoolError) -> str:
     return part.meaning if part is not None and part.kind is PartKind.MEMBERS and not part.is_complete else ""
 
 
-def _counted(folder: Folder, layout: Layout, wrong: dict[str, str]) -> PartOf:
+def _counted(folder: Folder, layout: MemberFiles, wrong: dict[str, str]) -> PartOf:
     """How many of the members are there and whole, and what is the matter with the others."""
     count = len(layout.names) + len(layout.missing) + layout.beside_weights
     whole = len(layout.names) - len(wrong) + layout.beside_weights
@@ -156,7 +156,7 @@ def _counted(folder: Folder, layout: Layout, wrong: dict[str, str]) -> PartOf:
     return PartOf(PartKind.MEMBERS, f"{whole:,} of {counted(count, 'member')}", meaning, whole, count, folder.path)
 
 
-def opened(folder: Folder, layout: Layout) -> Iterator[tuple[str, Checkpoint | CkptoolError]]:
+def opened(folder: Folder, layout: MemberFiles) -> Iterator[tuple[str, Checkpoint | CkptoolError]]:
     """Every member with what is in it, or with why it cannot be read."""
     if len(layout.names) > MAX_MEMBERS:
         what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
@@ -198,7 +198,7 @@ def read_json(folder: Folder, name: str) -> dict[str, Any]:
 # The kinds of folders --------------------------------------------------------------------------------------------------
 
 
-def _ranks(folder: Folder, beside: bool) -> Layout | None:
+def _ranks(folder: Folder, beside: bool) -> MemberFiles | None:
     """Files that each rank saved for itself."""
     for patterns, kind in (
         ((STATES, MODEL_STATES, LAYER), "a DeepSpeed checkpoint"),
@@ -210,7 +210,7 @@ def _ranks(folder: Folder, beside: bool) -> Layout | None:
         if names and not beside:
             more = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name)]
             missing = [*_gaps(names, patterns[0]), *_gaps(names, patterns[-1]), *_without_model(names)]
-            return Layout(kind, (*names, *more), tuple(dict.fromkeys(missing)))
+            return MemberFiles(kind, (*names, *more), tuple(dict.fromkeys(missing)))
     return None
 
 
@@ -242,17 +242,17 @@ def _without_model(names: list[str]) -> list[str]:
     return [] if has_model or not of_deepspeed else ["mp_rank_00_model_states.pt"]
 
 
-def _model_parallel(folder: Folder, beside: bool) -> Layout | None:
+def _model_parallel(folder: Folder, beside: bool) -> MemberFiles | None:
     """Megatron's legacy layout: a folder for each rank."""
     ranks = [name for name in folder.names if MODEL_PARALLEL.fullmatch(name) and _is_folder(folder, name)]
     inside = [f"{rank}/{name}" for rank in ranks for name in _names_in(folder, rank) if name.endswith(".pt")]
     if not inside or beside:
         return None
     missing = [f"{rank}/" for rank in (*_gaps(ranks, MODEL_PARALLEL), *(r for r in ranks if not _names_in(folder, r)))]
-    return Layout("a Megatron checkpoint", tuple(inside), tuple(missing))
+    return MemberFiles("a Megatron checkpoint", tuple(inside), tuple(missing))
 
 
-def _pipeline(folder: Folder, beside: bool) -> Layout | None:
+def _pipeline(folder: Folder, beside: bool) -> MemberFiles | None:
     """A diffusers pipeline: `model_index.json` names its components, each in a folder of its own."""
     table = _table(folder, "model_index.json")
     if table is None or beside:
@@ -266,14 +266,14 @@ def _pipeline(folder: Folder, beside: bool) -> Layout | None:
             names.append(name)
         elif not inside or "config.json" in inside:  # what has weights has this; schedulers and tokenizers have others
             missing.append(name)
-    return Layout("a diffusers pipeline", tuple(names), tuple(missing)) if names else None
+    return MemberFiles("a diffusers pipeline", tuple(names), tuple(missing)) if names else None
 
 
 def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
 
 
-def _training(folder: Folder, beside: bool) -> Layout | None:
+def _training(folder: Folder, beside: bool) -> MemberFiles | None:
     """The files that transformers' Trainer and accelerate save beside weights, and the modules of sentence-transformers."""
     names = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name) and not _is_folder(folder, name)]
     sets = [name for name in folder.names if _FOLDERS.fullmatch(name) and _is_set(folder, name)]
@@ -287,7 +287,7 @@ def _training(folder: Folder, beside: bool) -> Layout | None:
         known = bool(sets or weights) or any(name.startswith(("trainer_state", "random_states_")) for name in names)
         if not weights and not any(name.startswith(_WITH_WEIGHTS) for name in sets):
             missing.append("pytorch_model_fsdp_0" if sets else "model.safetensors")
-    return Layout(_kind_of(names, bool(modules)), tuple(there), tuple(missing), beside) if known else None
+    return MemberFiles(_kind_of(names, bool(modules)), tuple(there), tuple(missing), beside) if known else None
 
 
 def _is_set(folder: Folder, name: str) -> bool:
@@ -320,7 +320,7 @@ def _modules(folder: Folder) -> Iterator[tuple[str, str]]:
             yield path.strip("/"), "weights" if has else "files" if inside else ""
 
 
-_KINDS: tuple[Callable[[Folder, bool], Layout | None], ...] = (_ranks, _model_parallel, _pipeline, _training)
+_KINDS: tuple[Callable[[Folder, bool], MemberFiles | None], ...] = (_ranks, _model_parallel, _pipeline, _training)
 
 
 def _table(folder: Folder, name: str, kind: type = dict) -> Any:

@@ -17,7 +17,7 @@ from ckptool.checkpoint.strided import resolved, subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
 from ckptool.formats.checksums import crc_of_rest
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.decode import Decoded
 from ckptool.pickles.plain import summary
 from ckptool.pickles.skeleton import decode_lazily, skeleton
 
@@ -33,7 +33,7 @@ def read(source: Source) -> Checkpoint:
 
     An array of texts, dates or objects is an inert object, as in a pickle. Raises `Truncated`, `Corrupt`, `Unsupported` or `Ambiguous`.
     """
-    tree, discarded = read_array(FileRange(source, 0, source.size), str(source), Budget(source.size))
+    tree, discarded = read_array(FileRange(source, 0, source.size), str(source), PickleBudget(source.size))
     other = not isinstance(tree, TensorEntry)
     notes = (Note("other-arrays", f"it is no tensor: {summary(tree)}"),) if other else ()
     return Checkpoint(tree, NAME, {}, source, notes=notes, discarded=discarded, tensors_only=True)
@@ -50,7 +50,7 @@ _DAMAGED = "The file was damaged, or numpy did not write it."
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ArrayHeader:
     """What stands before the data of an array. descr: numpy's text (or list of fields) for its type.  at: where the data begins."""
 
     descr: Any
@@ -60,7 +60,7 @@ class Header:
     raw: bytes
 
 
-class Budget:
+class PickleBudget:
     """How many bytes of pickles may still be read from a file of `size` bytes, which it may have deflated."""
 
     __slots__ = ("left",)
@@ -79,7 +79,7 @@ class Budget:
             )
 
 
-def read_array(data: Data, name: str, budget: Budget, crc: int | None = None) -> tuple[Any, tuple[Any, ...]]:
+def read_array(data: Data, name: str, budget: PickleBudget, crc: int | None = None) -> tuple[Any, tuple[Any, ...]]:
     """The tree of an array that fills `data`: a tensor, or the inert object that a pickle of another array would give.
 
     crc: the CRC-32 of all of `data`, where it is known. Also gives what a pickle in it makes and throws away. Reads no numbers.
@@ -91,7 +91,7 @@ def read_array(data: Data, name: str, budget: Budget, crc: int | None = None) ->
         raise error.within(name) from None
 
 
-def _read_array(data: Data, name: str, budget: Budget, crc: int | None) -> tuple[Any, tuple[Any, ...]]:
+def _read_array(data: Data, name: str, budget: PickleBudget, crc: int | None) -> tuple[Any, tuple[Any, ...]]:
     header = read_header(data)
     if _has_objects(header.descr):
         budget.take(data.length)
@@ -107,7 +107,7 @@ def _read_array(data: Data, name: str, budget: Budget, crc: int | None) -> tuple
     return (_array_node(node, header, LazyBytes(content, crc=own)) if entry is None else entry), ()
 
 
-def _check_size(data: Data, header: Header, size: int) -> None:
+def _check_size(data: Data, header: ArrayHeader, size: int) -> None:
     there = data.length - header.at
     if there < size:
         raise Truncated(
@@ -127,7 +127,7 @@ def _check_size(data: Data, header: Header, size: int) -> None:
 # The header ----------------------------------------------------------------------------------------------------------
 
 
-def read_header(data: Data) -> Header:
+def read_header(data: Data) -> ArrayHeader:
     """The header at the start of `data`. Raises `Truncated`, `Corrupt`, `Unsupported` or `LimitExceeded`."""
     head = data.read(0, min(_FIRST, data.length))
     if len(head) < 10:
@@ -150,7 +150,7 @@ def read_header(data: Data) -> Header:
     return _checked(literal(text), begin + size, raw)
 
 
-def _checked(fields: Any, at: int, raw: bytes) -> Header:
+def _checked(fields: Any, at: int, raw: bytes) -> ArrayHeader:
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise Corrupt("a numpy header that is not of descr, fortran_order and shape", _DAMAGED)
     shape, fortran = fields["shape"], fields["fortran_order"]
@@ -158,7 +158,7 @@ def _checked(fields: Any, at: int, raw: bytes) -> Header:
         raise BadTensor(f"a numpy array of shape {printable(repr(shape)[:60])}", _DAMAGED)
     if type(fortran) is not bool:
         raise Corrupt("a numpy header whose fortran_order is neither True nor False", _DAMAGED)
-    return Header(fields["descr"], fortran, shape, at, raw)
+    return ArrayHeader(fields["descr"], fortran, shape, at, raw)
 
 
 _TOKEN = re.compile(r"""[ \t\n]*(?:('[^'\\\n]*'|"[^"\\\n]*")|(-?\d{1,20})L?\b|(True|False|None)\b|([\[\](){},:])|\Z)""")
@@ -310,14 +310,14 @@ def _unknown(descr: Any) -> Unsupported:
 _RECONSTRUCT, _NDARRAY = Global("numpy.core.multiarray", "_reconstruct"), Global("numpy", "ndarray")
 
 
-def _array_node(kind: Object, header: Header, data: Any) -> Object:
+def _array_node(kind: Object, header: ArrayHeader, data: Any) -> Object:
     """The array as numpy would pickle it."""
     node = Object(_RECONSTRUCT, (_NDARRAY, (0,), b"b"))
     node.state = (1, header.shape, kind, header.fortran, data)
     return node
 
 
-def _pickled(data: Data, header: Header, name: str) -> Decoded:
+def _pickled(data: Data, header: ArrayHeader, name: str) -> Decoded:
     """The objects of an array that numpy could only pickle, inert."""
 
     def refuse(_: Any) -> Any:
@@ -326,12 +326,7 @@ def _pickled(data: Data, header: Header, name: str) -> Decoded:
     made = skeleton(data, header.at, name=name)
     if made.end != data.length:
         raise Ambiguous(f"{data.length - made.end:,} bytes after the end of its pickle", "Another may be hidden there.")
-    return decode_lazily(
-        made,
-        lambda blobs: decode(
-            made.data, refuse, BUILDERS, name=name, file_bytes=data.length, blobs=blobs, place=made.place
-        ),
-    )
+    return decode_lazily(made, refuse, BUILDERS, name=name, file_bytes=data.length)
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed, printable
 from ckptool.formats import marks
-from ckptool.formats.npy import MAGIC, Budget, read_array, spelled
+from ckptool.formats.npy import MAGIC, PickleBudget, read_array, spelled
 from ckptool.formats.zip import directory, writer
 from ckptool.formats.zip.record import END, LOCAL
 from ckptool.formats.zip.writer import ZipLayout
@@ -53,7 +53,7 @@ def read(source: Source) -> Checkpoint:
         raise Ambiguous(what, "numpy would read the one, torch the other.")
     tree: dict[str, Any] = {}
     discarded: list[Any] = []
-    budget, others = Budget(source.size), 0
+    budget, others = PickleBudget(source.size), 0
     mark = archive.records.get(marks.RECOVERED_RECORD)
     metadata = {marks.RECOVERED: mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")} if mark else {}
     for name, record in archive.records.items():

@@ -9,14 +9,13 @@ Sources: PEP 307, PEP 3154, PEP 574 and Lib/pickletools.py; numpy's `__reduce__`
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.files import Input, Source
 from ckptool.errors import Ambiguous, CkptoolError, Truncated, Unsupported, printable
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.decode import decode
 from ckptool.pickles.skeleton import decode_lazily, left_in_file, skeleton
 
 NAME = "pickle"
@@ -56,27 +55,17 @@ def read(source: Source) -> Checkpoint:
     what `skeleton` and `decode` raise.
     """
     try:
-        decoded, end = _decoded(source)
+        made = skeleton(FileRange(source, 0, source.size), name=str(source))
+        decoded = decode_lazily(
+            made, _refuse_id, BUILDERS, name=str(source), file_bytes=source.size, finish=left_in_file
+        )
     except CkptoolError:
         _refuse_joblib(source)
         raise
-    if end != source.size:
-        _refuse_more(source, end)
+    if made.end != source.size:
+        _refuse_more(source, made.end)
     notes = tuple(decoded.notes)
     return Checkpoint(decoded.root, NAME, {}, source, notes=notes, discarded=decoded.discarded)
-
-
-def _decoded(source: Source) -> tuple[Decoded, int]:
-    name = str(source)
-    made = skeleton(FileRange(source, 0, source.size), name=name)
-
-    def run(blobs: Sequence[Any]) -> Decoded:
-        found = decode(
-            made.data, _refuse_id, BUILDERS, name=name, file_bytes=source.size, blobs=blobs, place=made.place
-        )
-        return left_in_file(found)
-
-    return decode_lazily(made, run), made.end
 
 
 def _refuse_id(pid: Any) -> NoReturn:

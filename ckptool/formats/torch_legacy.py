@@ -15,7 +15,6 @@ Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch 0.1.12 to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,20 +95,19 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> Stream:
     made = skeleton(data, head.end, name=name)
     tables = LegacyStorages(little_endian)
 
-    def run(blobs: Sequence[Any]) -> Decoded:
-        tables.clear()
-        return decode(
-            made.data, tables.load, builders_at(depth), name=name, file_bytes=data.length, blobs=blobs, place=made.place
+    def run() -> Decoded:
+        return decode_lazily(
+            made, tables.load, builders_at(depth), name=name, file_bytes=data.length, begin=tables.clear
         )
 
-    decoded = decode_lazily(made, run)
+    decoded = run()
     for everything in (False, True):
         left = {view.key for view in leaves((decoded.root, decoded.discarded), StorageView)}
         if not left:
             break
         # They cannot be parts of other storages: see `_view`.
         tables.alone |= tables.views.keys() if everything else left
-        decoded = decode_lazily(made, run)
+        decoded = run()
     keys = small_pickle(data, made.end, name)
     try:
         end = tables.place(data, keys.root, keys.end)
@@ -143,19 +141,14 @@ def _head(data: Data, name: str) -> Decoded:
 
 
 def small_pickle(data: Data, at: int, name: str) -> Decoded:
-    """One of the pickles around the value, without storages; no call in it is understood. Its `end` counts as `at`
-    does."""
+    """One of the pickles around the value, without storages; no call in it is understood. Its `end` counts as `at`."""
     window = data.read(at, min(_WINDOW, data.length - at))
     try:
         found = decode(window, _no_storage, {}, name=name)
         return replace(found, end=at + found.end)
     except CkptoolError:  # longer than the window, or wrong: then this says where
         made = skeleton(data, at, name=name)
-
-    def run(blobs: Sequence[Any]) -> Decoded:
-        return decode(made.data, _no_storage, {}, name=name, file_bytes=data.length, blobs=blobs, place=made.place)
-
-    return replace(decode_lazily(made, run), end=made.end)
+    return replace(decode_lazily(made, _no_storage, {}, name=name, file_bytes=data.length), end=made.end)
 
 
 def _no_storage(_: Any) -> Any:

@@ -14,7 +14,6 @@ The files are read where they are: nothing is extracted, and the storages are ra
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -28,7 +27,7 @@ from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsuppor
 from ckptool.formats.legacy_storages import as_text, module_source, turned
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.torch_legacy import COMPACT, machine_order, shown, small_pickle, source_notes
-from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.decode import Decoded
 from ckptool.pickles.skeleton import decode_lazily, skeleton
 from ckptool.pickles.torch_objects import check_view, storage_class
 
@@ -64,11 +63,8 @@ def read(source: Source) -> Checkpoint:
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
     if tables.sources:
         metadata["sources"] = dict(tables.sources)
-    told = (
-        *decoded.notes,
-        *source_notes(tables.sources),
-    )
-    notes = (*told, *_notes(tables, little_endian, source.size - end))
+    odd = _notes(tables, little_endian, source.size - end)
+    notes = (*decoded.notes, *source_notes(tables.sources), *odd)
     calls = (*info.aside(), *tables.discarded, *decoded.discarded)
     return Checkpoint(decoded.root, NAME, metadata, source, notes=notes, discarded=calls)
 
@@ -76,16 +72,10 @@ def read(source: Source) -> Checkpoint:
 def _decoded(data: Data, tables: _Tables, name: str) -> Decoded:
     made = skeleton(data, name=name)
     if made.end != data.length:
-        raise Corrupt(
-            f"{name} has {data.length - made.end:,} bytes after its end", "Another pickle may be hidden there."
-        )
+        what = f"{name} has {data.length - made.end:,} bytes after its end"
+        raise Corrupt(what, "Another pickle may be hidden there.")
 
-    def run(blobs: Sequence[Any]) -> Decoded:
-        return decode(
-            made.data, tables.load, BUILDERS, name=name, file_bytes=data.length, blobs=blobs, place=made.place
-        )
-
-    return decode_lazily(made, run)
+    return decode_lazily(made, tables.load, BUILDERS, name=name, file_bytes=data.length)
 
 
 def _notes(tables: _Tables, little_endian: bool, left: int) -> list[Note]:
@@ -314,7 +304,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class TarHeader:
     """One header of an archive. kind: `0` for a file, `x` for attributes of the next one.  at: where its content begins."""
 
     name: str
@@ -369,7 +359,7 @@ def read_members(source: Source, wanted: tuple[str, ...]) -> tuple[dict[str, Dat
             size = _attributes(source, header)
         else:
             if size is not None:
-                header = Header(header.name, header.kind, size, header.at)
+                header = TarHeader(header.name, header.kind, size, header.at)
             _check_member(source, header, members, wanted)
             members[header.name] = FileRange(source, header.at, header.size)
             size = None
@@ -380,7 +370,7 @@ def read_members(source: Source, wanted: tuple[str, ...]) -> tuple[dict[str, Dat
 _CUT = "The file was cut off, or bytes of it were lost."
 
 
-def _header(source: Source, at: int) -> Header | None:
+def _header(source: Source, at: int) -> TarHeader | None:
     """The header at a byte; None for the zeros behind the last file."""
     block = source.read(at, BLOCK)
     if not block.strip(b"\0"):
@@ -395,7 +385,7 @@ def _header(source: Source, at: int) -> Header | None:
         name = block[345:500].partition(b"\0")[0] + b"/" + name
     kind = block[156:157].decode("latin-1")
     size = _number(block[124:136], source, at)
-    return Header(name.decode("latin-1"), "0" if kind == "\0" else kind, size, at + BLOCK)
+    return TarHeader(name.decode("latin-1"), "0" if kind == "\0" else kind, size, at + BLOCK)
 
 
 def _number(field: bytes, source: Source, at: int) -> int:
@@ -408,7 +398,7 @@ def _number(field: bytes, source: Source, at: int) -> int:
     return int(digits, 8)
 
 
-def _attributes(source: Source, header: Header) -> int | None:
+def _attributes(source: Source, header: TarHeader) -> int | None:
     """What a header of attributes gives as the size of the next file, if it does; raises `Corrupt` for what would change its meaning."""
     where = f"{source}: the attributes at byte {header.at:,}"
     if header.size > MAX_ATTRIBUTES or header.end > source.size:
@@ -430,7 +420,7 @@ def _attributes(source: Source, header: Header) -> int | None:
     return size
 
 
-def _check_member(source: Source, header: Header, members: dict[str, Data], wanted: tuple[str, ...]) -> None:
+def _check_member(source: Source, header: TarHeader, members: dict[str, Data], wanted: tuple[str, ...]) -> None:
     shown = f"{source}: {printable(header.name[:120])!r}"
     if header.kind != "0":
         kind = _KINDS.get(header.kind, f"of the kind {printable(header.kind)!r}")

@@ -66,7 +66,7 @@ def read(source: Readable) -> Checkpoint:
     root = pickle.name.removesuffix("data.pkl")
     _refuse_other_kinds(archive, root)
     small = small_records(archive, root)
-    storages = Storages(archive, root + "data/", big_endian=small["byteorder"] == "big")
+    storages = RecordStorages(archive, root + "data/", big_endian=small["byteorder"] == "big")
     decoded = decoded_record(pickle, storages)
     confirm_the_rest(archive)
     alignment = _alignment(source, small[".storage_alignment"])
@@ -161,7 +161,7 @@ def inflated_limit(stored: int) -> int:
     return min(max(4 << 20, 16 * stored), directory.MAX_INFLATED)
 
 
-def decoded_record(record: Record, storages: Storages, builders: Mapping[Global, Builder] = BUILDERS) -> Decoded:
+def decoded_record(record: Record, storages: RecordStorages, builders: Mapping[Global, Builder] = BUILDERS) -> Decoded:
     """The pickle in a record; raises `Ambiguous` for bytes after its end, and what `decode` raises."""
     source, name = record.archive.source, record.name.partition("/")[2]
     data = record.contents(inflated_limit(record.stored))
@@ -180,7 +180,7 @@ def _alignment(source: Readable, text: str | None) -> int:
     return int(text)
 
 
-class Storages:
+class RecordStorages:
     """Gives the storage for a persistent id: one `Storage` for each record, whatever the number of tensors that share it.
 
     prefix: the folder of the records (`archive/data/`).
@@ -268,7 +268,7 @@ def _width(dtype: DType | None) -> int:
     return dtype.itemsize if dtype is not None else 1
 
 
-def record_notes(archive: Archive, root: str, storages: Storages) -> list[Note]:
+def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[Note]:
     """What is unusual about the records of an archive, once its pickle was read."""
     notes = []
     compact = command("convert", FILE, out=OUT)

@@ -22,7 +22,7 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, counted, form, printable
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.torch_zip import (
-    Storages,
+    RecordStorages,
     confirm_the_rest,
     decoded_record,
     find_pickle,
@@ -68,7 +68,7 @@ def read(source: Readable) -> Checkpoint:
     root = pickle.name.removesuffix("data.pkl")
     small = small_records(archive, root)
     big_endian = small["byteorder"] == "big"
-    storages = Storages(archive, root + "data/", big_endian)
+    storages = RecordStorages(archive, root + "data/", big_endian)
     decoded = decoded_record(pickle, storages, _BUILDERS)
     if not _is_script(decoded.root) or root + "constants.pkl" not in archive.records:
         what = f"{source} is a checkpoint that has the records of a TorchScript program as well"
@@ -96,7 +96,7 @@ def _is_script_name(name: Global) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Class:
+class _ScriptClass:
     """What the header of a class in the program says. buffers: None where torch did not write them yet (before 1.6)."""
 
     is_module: bool
@@ -108,7 +108,7 @@ class _Class:
         return self.buffers is None or name in self.buffers or name in self.parameters
 
 
-_UNKNOWN = _Class(True, frozenset(), None)
+_UNKNOWN = _ScriptClass(True, frozenset(), None)
 _HEADER = re.compile(
     r"^class (\w+)(?:\((\w*)\))?:\n(?:  __parameters__ = \[([^\n]*)\]\n)?(?:  __buffers__ = \[([^\n]*)\]\n)?",
     re.MULTILINE,
@@ -116,9 +116,9 @@ _HEADER = re.compile(
 _QUOTED = re.compile(r'"([^"\n]*)"')
 
 
-def _tree(top: Object, classes: dict[Global, _Class]) -> dict[str, Any]:
+def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
     """`state_dict` with the names and the order that torch gives, `attributes` with everything else."""
-    owners: dict[int, _Class] = {}
+    owners: dict[int, _ScriptClass] = {}
 
     def attributes_of(node: Any) -> dict[Any, Any] | None:
         declared = classes.get(node.fn, _UNKNOWN) if _is_script(node) else None
@@ -226,16 +226,16 @@ class _Program:
         folder = f"{self.root}{name}/"
         if not any(record.startswith(folder) for record in self.archive.records):
             folder = f"{self.root}constants/"
-        return decoded_record(self.pickles[name], Storages(self.archive, folder, self.big_endian), _BUILDERS).root
+        return decoded_record(self.pickles[name], RecordStorages(self.archive, folder, self.big_endian), _BUILDERS).root
 
-    def classes(self) -> dict[Global, _Class]:
+    def classes(self) -> dict[Global, _ScriptClass]:
         """The classes that the code declares; of each only the header is looked at."""
-        found: dict[Global, _Class] = {}
+        found: dict[Global, _ScriptClass] = {}
         for name, text in self.texts(self.files).items():
             module = name.removesuffix(".py").replace("/", ".")
             for own, base, parameters, buffers in map(re.Match.groups, _HEADER.finditer(text)):
                 names = [None if part is None else frozenset(_QUOTED.findall(part)) for part in (parameters, buffers)]
-                found[Global(module, own)] = _Class(base == "Module", names[0] or frozenset(), names[1])
+                found[Global(module, own)] = _ScriptClass(base == "Module", names[0] or frozenset(), names[1])
         return found
 
 

@@ -3,12 +3,8 @@
 `skeleton` walks the opcodes without executing them and copies them, except that each byte string or text of at least
 64 KB becomes a private opcode and a `Blob`, which knows where its bytes are. `decode` puts the blobs back onto its
 stack, and builders (`_load_from_bytes`, numpy's arrays) make storages of them that are read when they are wanted.
-`decode_lazily` does both:
-
-    made = skeleton(FileRange(source, 0, source.size), name=f"{source}")
-    decoded = decode_lazily(made, lambda blobs: decode(made.data, …, blobs=blobs, place=made.place))
-
-and gives every blob that no builder understood its plain value. A text becomes a blob too: protocol 2 spells bytes as
+`decode_lazily` decodes a skeleton, and gives every blob that no builder understood its plain value.
+A text becomes a blob too: protocol 2 spells bytes as
 `_codecs.encode(text, "latin1")`, and the builder of that call gives a blob of bytes (see `encoded`).
 Texts in protocol 0, which end with their line, stay where they are, up to 64 MiB each.
 
@@ -21,17 +17,18 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckptool.checkpoint import Data
 from ckptool.checkpoint.graph import visit
-from ckptool.checkpoint.nodes import Object, canonical
+from ckptool.checkpoint.nodes import Global, Object, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted
-from ckptool.pickles.decode import Decoded
+from ckptool.pickles.builders import Builder
+from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.machine import BLOB, REFUSED
 from ckptool.pickles.reader import MAX_INTEGER_BITS
 from ckptool.pickles.strings import MAX_STRING, StubbedValue, check_size, whole
@@ -75,12 +72,28 @@ def skeleton(data: Data, offset: int = 0, *, name: str) -> Skeleton:
         raise error.within(name) from None
 
 
-def decode_lazily(made: Skeleton, run: Callable[[Sequence[Any]], Decoded]) -> Decoded:
-    """The result of `run(blobs)` for a skeleton, with a plain value for each blob that no builder used.
+def decode_lazily(
+    made: Skeleton,
+    persistent: Callable[[Any], Any],
+    builders: Mapping[Global, Builder],
+    *,
+    name: str = "data.pkl",
+    file_bytes: int = 0,
+    begin: Callable[[], None] = lambda: None,
+    finish: Callable[[Decoded], Decoded] = lambda decoded: decoded,
+) -> Decoded:
+    """The tree of a skeleton (see `decode`), with a plain value for each blob that no builder used.
 
-    `run` is called again with those values in place of the blobs, so it must begin afresh each time.
-    Raises `LimitExceeded` for such a value of more than 64 MiB.
+    It is decoded again with those values in place of the blobs: `begin` is called before each time, `finish` after.
+    Raises `LimitExceeded` for such a value of more than 64 MiB, and what `decode` raises.
     """
+
+    def run(blobs: Sequence[Any]) -> Decoded:
+        begin()
+        return finish(
+            decode(made.data, persistent, builders, name=name, file_bytes=file_bytes, blobs=blobs, place=made.place)
+        )
+
     blobs: list[Any] = list(made.blobs)
     decoded = run(blobs)
     for everything in (False, True):

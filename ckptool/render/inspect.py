@@ -14,6 +14,7 @@ from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.state_dicts import PLAIN as PLAIN_VALUES
 from ckptool.checkpoint.tree import children, segment_text
 from ckptool.errors import counted, listed, printable
+from ckptool.formats import named
 from ckptool.pickles.plain import to_json, to_jsons
 from ckptool.render.html import bar_html, page_html
 from ckptool.render.json import Json, finite, notes_json, part_json, path_json, tensor_json, type_name
@@ -67,7 +68,7 @@ def inspect_text(
 
 def _heading(listing: Listing, style: Style) -> str:
     name = printable(listing.file) + (f"#{printable(listing.at)}" if listing.at else "")
-    said = {key: value for key, value in listing.metadata.items() if listing.container != "torch-zip"}
+    said = {key: value for key, value in listing.metadata.items() if not named(listing.container).own_metadata}
     metadata = (
         f", metadata {listed([f'{printable(str(k))}={value_text(v)}' for k, v in said.items()], 4)}" if said else ""
     )

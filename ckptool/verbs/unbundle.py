@@ -57,7 +57,7 @@ def unbundle(
     files = _files(tree, container)
     rows = table(tree, files)
     kinds = dict(zip(tree, (row.kind for row in rows), strict=True))
-    record = bundle_json.Record(
+    record = bundle_json.BundleRecord(
         checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT,
         tuple(_part(name, value, files.get(name, ""), kinds[name]) for name, value in tree.items()),
         shared.ties,
@@ -97,8 +97,8 @@ def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
     return {name: f"{name}{container.suffixes[0]}" for name in names}
 
 
-def _part(name: Any, value: Any, file: str, kind: str) -> bundle_json.Part:
-    return bundle_json.Part(name, file, None, kind) if file else bundle_json.Part(name, value=value)
+def _part(name: Any, value: Any, file: str, kind: str) -> bundle_json.BundleMember:
+    return bundle_json.BundleMember(name, file, None, kind) if file else bundle_json.BundleMember(name, value=value)
 
 
 def _member(checkpoint: Checkpoint, name: Any, tree: Any) -> Checkpoint:

@@ -37,9 +37,7 @@ PROTOCOLS = range(6)
 
 
 def decoded(made: Skeleton, builders: Any = BUILDERS) -> Decoded:
-    return decode_lazily(
-        made, lambda blobs: decode(made.data, lambda pid: pid, builders, blobs=blobs, place=made.place)
-    )
+    return decode_lazily(made, lambda pid: pid, builders)
 
 
 @pytest.fixture
@@ -139,26 +137,23 @@ def test_a_blob_that_a_builder_takes_is_not_read_into_the_tree() -> None:
     noise = os.urandom(80_000)
     data = b"\x80\x03](" + call(noise) + b"e."
     made = skeleton(InlineBytes(data), name="a")
-    runs: list[Sequence[Any]] = []
-
-    def run(blobs: Sequence[Any]) -> Decoded:
-        runs.append(blobs)
-        return decode(made.data, lambda pid: pid, keep_blobs(), blobs=blobs)
-
-    assert decode_lazily(made, run).root == [80_000] and len(runs) == 1
+    runs: list[int] = []
+    found = decode_lazily(made, lambda pid: pid, keep_blobs(), begin=lambda: runs.append(1))
+    assert found.root == [80_000] and len(runs) == 1
 
 
-def test_only_the_blobs_that_are_left_become_values() -> None:
+def test_only_the_blobs_that_are_left_become_values(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = os.urandom(80_000), os.urandom(90_000)
     data = b"\x80\x03](" + call(one) + pickle.dumps(other, 3)[2:-1] + b"e."
     made = skeleton(InlineBytes(data), name="a")
     seen: list[list[type]] = []
 
-    def run(blobs: Sequence[Any]) -> Decoded:
+    def watched(data: bytes, *how: Any, blobs: Sequence[Any], **more: Any) -> Decoded:
         seen.append([type(blob) for blob in blobs])
-        return decode(made.data, lambda pid: pid, keep_blobs(), blobs=blobs)
+        return decode(data, *how, blobs=blobs, **more)
 
-    assert decode_lazily(made, run).root == [80_000, other]
+    monkeypatch.setattr(lexing, "decode", watched)
+    assert decode_lazily(made, lambda pid: pid, keep_blobs()).root == [80_000, other]
     assert seen == [[StubbedValue, StubbedValue], [StubbedValue, bytes]]
 
 
