@@ -169,7 +169,7 @@ class OnlyAPart(CkptoolError):
 
 
 class VerifyFailed(CkptoolError):
-    """What was written differs from what was meant."""
+    """The output differs from what was to be written."""
 
     code = "verify-failed"
 

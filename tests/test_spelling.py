@@ -100,7 +100,7 @@ def test_the_spellings() -> None:
         "Name a file; or use -d for the folder": "Name a file",
         "For example: -d gan2": "For example: folder='gan2'",
         "Keep the target's: --on-mismatch skip": "Keep the target's: on_mismatch='skip'",
-        "go on without --optimizer": "go on without optimizer=True",
+        "go without --optimizer": "go without optimizer=True",
         "--all keeps everything; --only and --exclude do not": "all=True keeps everything; only and exclude do not",
         "For example: --drop 'optimizer*', --set epoch:=3": "For example: drop=['optimizer*'], set={'epoch': 3}",
         "--to cpu, or --map cuda:1=cuda:0": "to='cpu', or moves={'cuda:1': 'cuda:0'}",

@@ -17,7 +17,7 @@ try:  # first of all: the modules of this package take it for granted
 except ImportError as error:
     raise Unsupported(
         "torch is not installed",
-        "Tensors of torch cannot be made or read without it; everything else of ckptool works.",
+        "Only torch's own tensors need it; everything else in ckptool works without it.",
         "pip install 'ckptool[torch]'",
     ) from error
 

@@ -100,7 +100,7 @@ class _TorchReader(LiveReader):
         elif found.nbytes and (self.dtypes[key] or _BYTES) is not (dtype or _BYTES):
             names = [kind.torch if kind else "an untyped storage" for kind in (self.dtypes[key], dtype)]
             raise Conflict(
-                f"two tensors see one storage as {names[0]} and as {names[1]}",
+                f"two tensors view one storage as {names[0]} and as {names[1]}",
                 "A torch file gives each storage one type; torch.save refuses this too.",
                 "Save a copy of one of them: tensor.clone()",
             )

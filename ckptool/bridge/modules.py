@@ -35,7 +35,7 @@ try:
     from ckptool import bridge
 except ImportError as error:
     raise MissingExtra(
-        "torch is not installed", "Live modules are torch's; files are read without it.", "pip install 'ckptool[torch]'"
+        "torch is not installed", "Live modules need torch; files are read without it.", "pip install 'ckptool[torch]'"
     ) from error
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -67,7 +67,7 @@ def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
         inner: Any = None
         if type(model).__name__ == "FullyShardedDataParallel":
             raise Unsupported(
-                "a model in FSDP has only pieces of its tensors on each machine",
+                "a model wrapped in FSDP holds only shards of its tensors on each rank",
                 "Its names and shapes are not the model's.",
                 "Load before it is wrapped; or use torch.distributed.checkpoint",
             )
@@ -99,8 +99,8 @@ def _expected(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> 
     ]
     if odd:
         raise Unsupported(
-            f"the model has tensors that are no plain ones: {listed(odd)}",
-            "Sharded, quantized and lazy tensors are filled by code of their own.",
+            f"the model has tensors that are not plain: {listed(odd)}",
+            "Sharded, quantized and lazy tensors are filled by their own code.",
             "Load before the model is sharded or quantized; run a lazy model once on a batch",
         )
     first: dict[Any, str] = {}
@@ -214,8 +214,8 @@ def load_into(
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"load_into was given {type(model).__name__}, not a torch.nn.Module",
-            "It loads into a model that is there.",
-            "The values of a checkpoint without a model: ckptool.load(FILE)",
+            "It loads into an existing model.",
+            "To get a checkpoint's values without a model: ckptool.load(FILE)",
         )
     bare = unwrapped(model)
     slots = _slots(bare)
@@ -295,7 +295,9 @@ def _with_device_facts(
     if odd:
         found.append(
             Refusal(
-                "kind-mismatch", f"no plain tensors in the checkpoint: {listed(odd)}", "Leave them out: exclude=[…]"
+                "kind-mismatch",
+                f"tensors in the checkpoint that are not plain: {listed(odd)}",
+                "Leave them out: exclude=[…]",
             )
         )
     stuck = [
@@ -303,7 +305,7 @@ def _with_device_facts(
     ]
     if stuck:
         what = f"expanded or inference tensors, which cannot be copied into: {listed(stuck)}"
-        found.append(Refusal("read-only", what, "Put new ones in their place: assign=True"))
+        found.append(Refusal("read-only", what, "Replace them with new ones: assign=True"))
     return replace(report, refused=tuple(found), normalised=(*report.normalised, *_passing(model)))
 
 
@@ -405,7 +407,7 @@ def _for_optimizer(
         raise UsageError(
             "the optimizer would keep the tensors that the model loses",
             "With assign (and on the meta device) parameters are replaced by new ones.",
-            "Load first, then make the optimizer and load again with it",
+            "Load first, then create the optimizer and load again with it",
         )
     return carried(checkpoint, root, target, plan.chosen, names)
 
@@ -420,7 +422,7 @@ def _names_in(optimizer: torch.optim.Optimizer, slots: Mapping[str, _Slot]) -> l
         raise UsageError(
             "the optimizer has parameters that are not the model's",
             "State is carried along by the names that the model gives them.",
-            "Make it of this model: torch.optim.X(model.parameters())",
+            "Create it from this model: torch.optim.X(model.parameters())",
         )
     return [names[id(parameter)] for parameter in held]
 
@@ -436,7 +438,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, moved: Carried, slots: Map
         optimizer.load_state_dict({"state": merged, "param_groups": mine["param_groups"]})
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise Conflict(
-            f"the optimizer does not take the state: {printable(str(error))[:200]}",
-            "It may be of another kind than the one that was saved. Nothing was changed.",
-            "Go on without: leave optimizer out",
+            f"the optimizer rejects the state: {printable(str(error))[:200]}",
+            "It may not be the kind of optimizer that was saved. Nothing was changed.",
+            "Go without it: omit optimizer",
         ) from error

@@ -74,7 +74,7 @@ def _hashed(cls: type, parts: list[Any]) -> Any:
 def _attributes(items: Mapping[Any, Any], of: Of) -> dict[str, Any]:
     """Attributes with their values made; raises `Corrupt` for names that are no text."""
     if not all(type(key) is str for key in items):
-        raise Corrupt("attributes whose names are no text")
+        raise Corrupt("attributes whose names are not strings")
     return {key: of(value) for key, value in items.items()}
 
 
@@ -158,7 +158,7 @@ def _default(builder: Builder, node: Object) -> Any:
 def _counter(builder: Builder, node: Object) -> Any:
     items = expand(node)
     if items is node:
-        return builder.refuse(node, "a Counter of something else than a dictionary")
+        return builder.refuse(node, "a Counter of something other than a dictionary")
     made: Any = collections.Counter()
     return FillLater(made, lambda of: _set_items(node, made, items, of))
 
@@ -166,7 +166,7 @@ def _counter(builder: Builder, node: Object) -> Any:
 def _deque(builder: Builder, node: Object) -> Any:
     items, size = expand(node), node.args[1] if len(node.args) > 1 else None
     if items is node or not (size is None or (type(size) is int and size >= 0)):
-        return builder.refuse(node, "a deque of something else than a list")
+        return builder.refuse(node, "a deque of something other than a list")
     made: Any = collections.deque(maxlen=size)
     return FillLater(made, lambda of: made.extend(map(of, items)))
 
@@ -174,7 +174,7 @@ def _deque(builder: Builder, node: Object) -> Any:
 def _size(builder: Builder, node: Object) -> Any:
     sizes = expand(node)
     if sizes is node or not all(type(size) is int for size in sizes):
-        return builder.refuse(node, "a torch.Size that is not of numbers")
+        return builder.refuse(node, "a torch.Size of something other than numbers")
     return torch.Size(sizes)
 
 

@@ -38,7 +38,9 @@ def restorer(map_location: Any) -> Restorer:
         return Restorer(lambda storage, location: _at_home(storage, str(device)), meta=device.type == "meta")
     if not callable(map_location):
         raise UsageError(
-            f"map_location={map_location!r} is no device, dictionary or function", "", "For example: map_location='cpu'"
+            f"map_location={map_location!r} is not a device, dictionary or function",
+            "",
+            "For example: map_location='cpu'",
         )
 
     def asked(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
@@ -54,7 +56,7 @@ def _device(name: Any) -> torch.device:
         return torch.device(name.decode() if isinstance(name, bytes) else name)
     except (RuntimeError, UnicodeDecodeError):
         raise UsageError(
-            f"{printable(str(name))!r} is no device", "Devices are named cpu, cuda, cuda:1, mps, meta."
+            f"{printable(str(name))!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta."
         ) from None
 
 

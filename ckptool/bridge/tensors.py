@@ -59,7 +59,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise Unsupported(
             f"this torch ({torch.__version__}) has no type {dtype.torch}",
-            "It came with a later version.",
+            "It was added in a later version.",
             "pip install --upgrade torch",
         )
     return found
@@ -295,11 +295,11 @@ def _check_packed(ref: StorageRef, offset: Any, shape: Any, stride: Any) -> None
 def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor) -> None:
     """Raises `BadTensor` unless every part of a nested tensor lies inside its buffer; torch itself does not look."""
     if sizes.shape != strides.shape or sizes.dim() != 2 or offsets.shape != sizes.shape[:1]:
-        raise BadTensor("a nested tensor whose sizes, strides and offsets do not belong together")
+        raise BadTensor("a nested tensor whose sizes, strides and offsets do not match")
     for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
         numbers = (*size, *stride, offset)
         if not all(type(number) is int and number >= 0 for number in numbers):
-            raise BadTensor("a nested tensor whose sizes, strides or offsets are no numbers")
+            raise BadTensor("a nested tensor whose sizes, strides or offsets are not numbers")
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= buffer.numel():
             raise BadTensor(

@@ -86,7 +86,7 @@ class Builder:
         source = self.checkpoint.source
         return UnsafeObject(
             f"{source or 'the checkpoint'} holds {listed(names)}",
-            "Making these would run code that the file names; ckptool does not.",
+            "Loading these would run code that the file names; ckptool does not run it.",
             Advice(*self._advice(places.values()), "See what is there: ", command("inspect", input_of(source))),
         )
 
@@ -96,7 +96,7 @@ class Builder:
         tree, source = self.checkpoint.tree, self.checkpoint.source
         for key, value in tree.items() if isinstance(tree, dict) and source else ():
             if isinstance(value, dict) and value and address((key,)) not in tops:
-                return (f"Load a part that holds none: ckptool.load({f'{source}#{printable(address((key,)))}'!r}). ",)
+                return (f"Load a part without them: ckptool.load({f'{source}#{printable(address((key,)))}'!r}). ",)
         if source and any(root.module is not None for root in find_state_dicts(self.checkpoint)):
             return "Take its weights: ", command("convert", input_of(source), out=OUT_SAFETENSORS), ". "
         return ()
@@ -123,11 +123,11 @@ class Builder:
             why = printable(str(error).splitlines()[0])[:300] if str(error) else ""
             if is_faking():
                 raise Unsupported(
-                    f"torch cannot make {printable(repr(node))} under FakeTensorMode",
+                    f"torch cannot create {printable(repr(node))} under FakeTensorMode",
                     why,
-                    "Load it outside of that mode.",
+                    "Load it outside that mode.",
                 ) from error
-            raise Corrupt(f"torch cannot make {printable(repr(node))}", why) from error
+            raise Corrupt(f"torch cannot create {printable(repr(node))}", why) from error
 
     def parts(self, node: Any, args: tuple[Any, ...], make: Callable[..., Any]) -> FromParts:
         """`make` called with the live arguments of a tensor; where one of them is refused, so is the tensor."""

@@ -53,7 +53,7 @@ def _module(place: str, what: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and place.split(".")[0] == error.name:
             raise UsageError(
-                f"{what}: there is no module {printable(place)}", "It was named as one's own code."
+                f"{what}: there is no module {printable(place)}", "It was given as your own code."
             ) from error
         raise _failed(what, place, error) from error
     except Exception as error:
@@ -74,9 +74,11 @@ def _from_file(place: str, what: str) -> Any:
         return known
     spec = importlib.util.spec_from_file_location(name, absolute(place))
     if os.path.exists(place) and not os.path.isfile(place):
-        raise UsageError(f"{what}: {printable(place)} is no file", "Code is read from a regular file.", "Name a file.")
+        raise UsageError(
+            f"{what}: {printable(place)} is not a file", "Code is read from a regular file.", "Name a file."
+        )
     if spec is None or spec.loader is None or not os.path.isfile(place):
-        raise UsageError(f"{what}: there is no file {printable(place)}", "It was named as one's own code.")
+        raise UsageError(f"{what}: there is no file {printable(place)}", "It was given as your own code.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # workers find its classes by this name
     try:
@@ -91,9 +93,9 @@ def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
     return UserCodeFailed(
         f"{what}: {printable(name)} raised {type(error).__name__}: {printable(str(error).partition(_LINE)[0])[:200]}",
         _traceback(error),
-        "This is the code that was named, not ckptool."
+        "The error is in your own code, not in ckptool."
         if names_code(name)
-        else "It does not go with what it was given: look at the data, the model, and their args.",
+        else "It does not fit what it was given: check the data, the model and their args.",
     )
 
 

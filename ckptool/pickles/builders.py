@@ -40,7 +40,8 @@ def purse(left: int) -> Callable[[int], None]:
         left -= amount
         if left < 0:
             raise LimitExceeded(
-                "one value made into others again and again", "It would fill the memory: the file is built to do that."
+                "one value made into others again and again",
+                "It would fill the memory; the file is probably malicious.",
             )
 
     return spend

@@ -279,5 +279,5 @@ def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:
     """The note on objects of people's own classes, wherever a file with some is looked at or written."""
     custom = (use for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM and not _is_of_program(checkpoint, use))
     names = [printable(name) for name in dict.fromkeys(use.name for use in custom)]
-    what = f"loading it with pickle imports and makes {listed(names, 4)}; ckptool does not"
+    what = f"loading it with pickle imports and creates {listed(names, 4)}; ckptool does not"
     return (Note("custom-class", what),) if names else ()

@@ -153,6 +153,6 @@ def nested_name_notes(names: Sequence[Global]) -> list[Note]:
     named = listed([printable(str(name)) for name in names], 1)
     what = (
         f"{form(len(names), 'the name', 'the names')} {named} {form(len(names), 'has a dot', 'have dots')}, "
-        "which pickles below protocol 4 cannot spell: torch.load fails there"
+        "which pickles below protocol 4 cannot express: torch.load fails there"
     )
     return [Note("nested-name", what, command("convert", FILE, out=OUT))]

@@ -239,7 +239,7 @@ class _Encoder:
         first = self.types[id(storage)]
         if storage.nbytes and not all(kind is None or kind.name == "u8" for kind in (first, dtype)):
             raise Conflict(
-                f"one storage is seen as {first or 'untyped'} and as {dtype or 'untyped'}",
+                f"one storage is viewed as {first or 'untyped'} and as {dtype or 'untyped'}",
                 "torch can neither save nor load that: it would read both as one type.",
             )
 
@@ -275,7 +275,7 @@ class _Encoder:
                 return steps(self, value)
         raise Unsupported(
             f"a value of type {type(value).__name__} cannot be written",
-            "A checkpoint holds tensors, texts, numbers, bytes, lists, tuples, dictionaries and sets.",
+            "A checkpoint holds tensors, strings, numbers, bytes, lists, tuples, dictionaries and sets.",
         )
 
     def _each(self, values: Any) -> Steps:
@@ -345,7 +345,7 @@ class _Encoder:
         if self.begun.get(id(value)) == len(self.objects):
             raise Unsupported(
                 "a set that contains itself cannot be written",
-                "Protocol 2, which every torch reads, has no way to say it.",
+                "Protocol 2, which every torch reads, cannot express it.",
             )
         self.begun[id(value)] = len(self.objects)
         self._global(_FROZENSET if value.frozen else _SET)

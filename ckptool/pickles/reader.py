@@ -21,7 +21,7 @@ _FLOAT = re.compile(
     r"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE
 )
 FRAME_END = 0xFE  # no opcode of Python's: it stands behind the copy of a frame
-DAMAGED = "The pickle was damaged, or made to mislead."
+DAMAGED = "The pickle is damaged or malicious."
 
 
 class PickleReader:
@@ -80,7 +80,7 @@ class PickleReader:
         if size > len(self.data) - pos:
             self.at = pos
             raise Truncated(
-                f"{size:,} bytes are promised, {max(0, len(self.data) - pos):,} are there", "The pickle was cut off."
+                f"{size:,} bytes are expected, {max(0, len(self.data) - pos):,} are there", "The pickle was cut off."
             )
         return self.data[pos : pos + size]
 

@@ -281,7 +281,7 @@ class _Lexer:
         self.frame = begin + int.from_bytes(self.buffer[pos + 1 : pos + 9], "little")
         if self.frame > self.data.length:
             what = f"a frame of {self.frame - begin:,} bytes, where {self.data.length - begin:,} are left"
-            raise self._error(Corrupt, pos, what, "The file was cut off, or made to mislead.")
+            raise self._error(Corrupt, pos, what, "The file is truncated or malicious.")
         self._set_limit()
         return pos + 9
 
@@ -307,7 +307,7 @@ class _Lexer:
         if 0 <= self.frame < end:
             raise self._corrupt(pos, "an opcode that reaches over the end of its frame")
         if end > self.data.length:
-            what = f"{length:,} bytes are promised, {self.data.length - self.base - pos:,} are there"
+            what = f"{length:,} bytes are expected, {self.data.length - self.base - pos:,} are there"
             raise self._error(Truncated, pos, what, "The pickle was cut off.")
 
     def _move_keeping(self, pos: int, length: int) -> int:
@@ -336,7 +336,7 @@ class _Lexer:
             raise _too_long(self.size)
 
     def _corrupt(self, pos: int, what: str) -> CkptoolError:
-        return self._error(Corrupt, pos, what, "The pickle was damaged, or made to mislead.")
+        return self._error(Corrupt, pos, what, "The pickle is damaged or malicious.")
 
     def _error(self, kind: type[CkptoolError], pos: int, what: str, why: str) -> CkptoolError:
         return kind(f"{what} (at byte {self.base + pos:,})", why)

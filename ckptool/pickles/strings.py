@@ -33,7 +33,7 @@ def whole(value: Any) -> Any:
         try:
             return str(content, "utf-8", "surrogatepass")
         except UnicodeDecodeError:
-            raise Corrupt("a text that is not UTF-8", "The pickle was damaged, or made to mislead.") from None
+            raise Corrupt("a text that is not UTF-8", "The pickle is damaged or malicious.") from None
     return (
         bytearray(content) if value.kind == "bytearray" else content if value.kind == "bytes" else python2_text(content)
     )

@@ -22,7 +22,7 @@ from ckptool.pickles.builders import ORDERED_DICT, PLAIN_BUILDERS
 
 MOST = (1 << 63) - 1  # what a size, a stride and a number of elements may be
 
-_DAMAGED = "The pickle contradicts itself: it was damaged, or made to mislead."
+_DAMAGED = "The pickle contradicts itself: it is damaged or malicious."
 
 REBUILD_TENSOR_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 REBUILD_TENSOR_V3 = Global("torch._utils", "_rebuild_tensor_v3")

@@ -1,4 +1,4 @@
-"""What `diff` found, as text and JSON."""
+"""Renders `diff` as text and JSON."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _verdict(found: Diff, style: Style) -> str:
     facts += [f"{counted(entries, 'entry', 'entries')} changed"] if entries else []
     facts += [f"{len(found.only_left):,} only in {printable(found.left)}"] if found.only_left else []
     facts += [f"{len(found.only_right):,} only in {printable(found.right)}"] if found.only_right else []
-    facts += ["other ties"] if found.ties else []
-    facts += ["another order"] if found.order_differs else []
+    facts += ["different ties"] if found.ties else []
+    facts += ["a different order"] if found.order_differs else []
     equal = f"; {counted(found.equal, 'tensor')} the same, {_EVIDENCE.get(found.evidence, found.evidence)}"
     return f"{style.red('differ')}: {', '.join(facts)}{equal if found.equal else ''}"
 
@@ -141,7 +141,7 @@ def _entry(value: Any) -> str:
 
 
 def _stat(found: Diff) -> list[str]:
-    """How many things differ in what."""
+    """Counts of what differs."""
     counts: dict[str, int] = {}
     for change in found.changed:
         for name in change.aspects:
@@ -164,7 +164,7 @@ _ASPECTS = {"value": "plain entries", "values": "values of tensors"}
 
 
 def _reservations(found: Diff) -> list[str]:
-    """What the verdict does not speak of, and a way to ask a better question."""
+    """The limits of the verdict, and a better question to ask."""
     lines = (
         [f"not compared (a container here cannot say it): {', '.join(found.not_compared)}"]
         if found.not_compared

@@ -1,4 +1,4 @@
-"""What `doctor` found, as text and JSON."""
+"""Renders `doctor` as text and JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ckptool.reports.findings import Finding
 
 @provides("text", Diagnosis)
 def doctor_text(found: Diagnosis, *, style: Style = PLAIN) -> str:
-    """What the file is, then each finding: what is wrong, the message that people see, and the commands, in order."""
+    """The file's kind, then each finding: what is wrong, the message that people see, and the commands, in order."""
     head = printable(found.file)
     lines = [f"{style.bold(head)}: {printable(found.is_a)}"] if found.is_a else []
     if not found.findings:
-        lines.append(style.green("nothing was found that would keep it from loading"))
+        lines.append(style.green("found nothing that would keep it from loading"))
         if not found.against:
-            lines.append("Whether a model takes these names and shapes is not known without it: --against MODEL")
+            lines.append("To check these names and shapes against a model: --against MODEL")
     number = 0
     for finding in found.findings:
         mark = style.red("problem") if finding.blocks else style.yellow("note")
@@ -31,7 +31,7 @@ def doctor_text(found: Diagnosis, *, style: Style = PLAIN) -> str:
     if found.unread:
         lines += [
             "",
-            f"Names, shapes and tables were read, the tensors' data was not: {style.cyan(printable(found.unread))}",
+            f"Only names, shapes and tables were read, not the tensors' data: {style.cyan(printable(found.unread))}",
         ]
     return "\n".join(lines).lstrip("\n") + "\n"
 

@@ -12,7 +12,7 @@ from ckptool.render.style import PLAIN, Style
 
 @provides("text", CkptoolError)
 def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
-    """What happened, what it means, what to type: a line each."""
+    """The three parts of an error, a line each: what happened, what it means, what to type."""
     name = f"error[{error.code}]"
     first, *lines = style.prose(f"{name}: {printable(error.what)}")
     lines = [style.red(name) + first.removeprefix(name), *lines]

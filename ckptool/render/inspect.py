@@ -1,4 +1,4 @@
-"""What `inspect` found, as text and JSON."""
+"""Renders `inspect` as text and JSON."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAMES = 56  # columns for names; longer ones are cut on a terminal, and push the
 def inspect_text(
     found: Inspection, *, all: bool = False, sort: str = "none", depth: int | None = None, style: Style = PLAIN
 ) -> str:
-    """What is in a file: its parts with what they look like, an outline of their tensors, notes with the commands that fix them.
+    """The contents of a file: its parts with what they look like, an outline of their tensors, notes with the commands that fix them.
 
     all: every tensor and entry, a line each.  sort: `name`, `size` or `none`.  depth: levels of the outline, instead of what fits.
     """
@@ -124,7 +124,7 @@ class OverviewRow:
 
 
 def overview(divided: Sequence[Part], order: str = "none", depth: int | None = None) -> tuple[list[OverviewRow], int]:
-    """What a person reads of a file with many parts: a row each, the largest with an outline; then how many are left out."""
+    """An overview of a file with many parts: a row each, the largest with an outline; then how many are left out."""
     alike = {} if depth is not None else like_others(divided)
     runs = _runs(_arranged(divided, order), alike)
     shown = runs if depth is not None else runs[:ROOTS]

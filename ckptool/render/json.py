@@ -78,7 +78,7 @@ def part_json(part: PartOf | None) -> Json | None:
 
 
 def type_name(value: Any) -> str:
-    """What kind of value an entry is: `int`, `dict`, `argparse.Namespace`."""
+    """The kind of value of an entry: `int`, `dict`, `argparse.Namespace`."""
     return printable(value.name) if isinstance(value, Object) else type(value).__name__
 
 

@@ -15,14 +15,14 @@ SHOWN = 20
 
 @provides("text", Recovery)
 def recover_text(done: Recovery, *, style: Style = PLAIN) -> str:
-    """What came back, what is lost and why, and where it was written."""
+    """The outcome of a recovery: what was recovered, what is lost and why, and where it was written."""
     lines = [*_verdict(done, style)]
     if done.damage:
         lines.append(f"  found: {printable(done.damage)}")
     if done.how:
         lines.append(f"  {done.how}")
     if not done.proven and not done.raw:
-        lines.append("  the file has no checksums: that these are the right bytes is not proven")
+        lines.append("  the file has no checksums: nothing proves that these are the right bytes")
     lines += _lost(done, style)
     lines += _filled(done, style)
     where = f"{printable(done.output)} ({done.container}, {size(done.file_bytes)})"
@@ -42,9 +42,11 @@ def _verdict(done: Recovery, style: Style) -> list[str]:
     if done.complete and not (done.damage or done.how):
         return [f"{name}: {style.green('nothing is missing')}, {counted(done.tensors or 0, 'tensor')} ({records})"]
     if done.complete:
-        return [f"{name}: {style.green('everything came back')}, {counted(done.tensors or 0, 'tensor')} ({records})"]
+        return [
+            f"{name}: {style.green('everything was recovered')}, {counted(done.tensors or 0, 'tensor')} ({records})"
+        ]
     gone = f"{len(done.lost):,} lost" + (f", {len(done.filled):,} filled in" if done.filled else "")
-    back = f"{done.back:,} of {counted(done.tensors or 0, 'tensor')} came back"
+    back = f"{done.back:,} of {counted(done.tensors or 0, 'tensor')} recovered"
     return [f"{name}: {style.yellow('incomplete')}, {back}, {gone} ({records})"]
 
 

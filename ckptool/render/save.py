@@ -1,4 +1,4 @@
-"""What a verb wrote, as text and JSON."""
+"""Renders what a verb wrote as text and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `scan` found, as text and JSON."""
+"""Renders `scan` as text and JSON."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _reason(file: ScannedFile) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long ago, in the largest unit that fits: `3 d`, `5 min`."""
+    """An age in the largest unit that fits: `3 d`, `5 min`."""
     for length, unit in _UNITS:
         if seconds >= length:
             return f"{int(seconds / length):,} {unit}"

@@ -1,4 +1,4 @@
-"""What `show` shows, as text and JSON."""
+"""Renders `show` as text and JSON."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ckptool.reports.targets import BUFFER, PARAMETER, tie_groups
 
 @provides("text", Spec)
 def spec_text(found: Spec, *, style: Style = PLAIN) -> str:
-    """How much it is, and where it was written."""
+    """The size of a spec, and where it was written."""
     target = found.target
     unique = target.unique
     kinds = [

@@ -1,4 +1,4 @@
-"""How text looks: colours or none, as wide as the terminal or as long as it has to be; sizes and counts for people; columns."""
+"""The style of text: colours or none, as wide as the terminal or as long as it has to be; sizes and counts for people; columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the training harness reports, as text and JSON: runs, rehearsals, proofs, and checkpoints that were deleted."""
+"""Renders the reports of training as text and JSON: runs, rehearsals, proofs, and checkpoints that were deleted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train_json(found: Outcome) -> Json:
 
 @provides("text", Rehearsal)
 def dry_run_text(found: Rehearsal, *, style: Style = PLAIN) -> str:
-    """What a rehearsal of a run showed."""
+    """The outcome of a rehearsal."""
     models = ", ".join(
         f"{printable(name)} {counted(count, 'parameter', shown=short)}" for name, count in found.parameters.items()
     )
@@ -78,7 +78,7 @@ def prove_text(found: Proof, *, style: Style = PLAIN) -> str:
             rows.append((f"without {part}", words))
     lines = [f"{name:<22}{value}" for name, value in rows]
     if found.lost:
-        lines.append("a run went on from before a checkpoint that it had: it deletes old ones before new ones are safe")
+        lines.append("a run resumed from before a checkpoint that it had: it deletes old ones before new ones are safe")
     if found.proved:
         lines.append(style.green("proved: a run killed anywhere ends with the same bytes."))
     else:
@@ -95,7 +95,7 @@ def prove_json(found: Proof) -> Json:
 
 @provides("text", Pruned)
 def prune_text(found: Pruned, *, style: Style = PLAIN) -> str:
-    """What goes, and what stays with why."""
+    """The deleted checkpoints, then those that stay, with the reasons."""
     freed = sum(nbytes for _, nbytes in found.deleted)
     verb = "would delete" if found.dry_run else "deleted"
     lines = [f"{style.bold(printable(found.run))}: {verb} {counted(len(found.deleted), 'checkpoint')}, {size(freed)}"]
@@ -118,7 +118,7 @@ def prune_json(found: Pruned) -> Json:
 
 @provides("text", RunReport)
 def inspect_run_text(found: RunReport, *, style: Style = PLAIN) -> str:
-    """What happened to a run, where it goes on, and one line for each checkpoint."""
+    """The state of a run, where it resumes, and one line for each checkpoint."""
     total = size(sum(one.bytes for one in found.checkpoints))
     head = f"{style.bold(printable(found.path))}: a run, {counted(len(found.checkpoints), 'checkpoint')}, {total}"
     if found.damaged:
@@ -138,14 +138,14 @@ def _state(found: RunReport) -> str:
         "prune": "pruned",
         "skip-damaged": "skipped",
     }
-    event = printable(words.get(found.event, found.event) or "nothing happened yet")
+    event = printable(words.get(found.event, found.event) or "nothing has happened yet")
     when = f" at step {found.step:,}" if found.step is not None else ""
     if not found.checkpoints:
         return f"{event}{when}"
     if found.event == "done" and found.resumes == found.step and found.step:
         length = f"train.epochs={2 * found.epochs}" if found.epochs else f"train.steps={2 * found.step}"
         return f"{event}{when}; make it longer: ckptool resume {quoted(found.path)} --set {length}"
-    goes = "none of them is whole" if found.resumes is None else f"goes on from step {found.resumes:,}"
+    goes = "none of them is whole" if found.resumes is None else f"resumes from step {found.resumes:,}"
     return f"{event}{when}; {goes}: ckptool resume {quoted(found.path)}"
 
 

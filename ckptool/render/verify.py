@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, as text and JSON."""
+"""Renders `verify` as text and JSON."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _verdict(found: Verification, style: Style) -> str:
     whole = (
         f"fine: {what}"
         if found.part and found.part.is_complete
-        else f"fine, and only a part: {what}"
+        else f"fine, but only a part: {what}"
         if what
         else "fine"
     )

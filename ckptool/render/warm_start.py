@@ -1,4 +1,4 @@
-"""What a warm start does, as text, JSON and HTML."""
+"""Renders a warm start as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _suggestions(report: LoadReport, style: Style) -> list[str]:
         count = f"{suggestion.agree:,} of {counted(suggestion.total, 'shape')} {agree}"
         told = [count] if suggestion.rules else []
         told += [printable(suggestion.why)] if suggestion.why else []
-        told += [] if suggestion.unambiguous or not suggestion.rules else ["ambiguous: look before you use it"]
+        told += [] if suggestion.unambiguous or not suggestion.rules else ["ambiguous: check it before you use it"]
         lines.append(("    " if suggestion.rules else "  ") + "; ".join(told))
     return lines
 

@@ -55,10 +55,10 @@ def layout(name: str) -> Object:
 
 def test_sparse_indices_that_point_outside_are_refused() -> None:
     tensor = composite("_rebuild_sparse_tensor", layout("sparse_coo"), (matrix([[0, 99]]), entry([1, 2]), (4,)))
-    with pytest.raises(Corrupt, match="torch cannot make"):
+    with pytest.raises(Corrupt, match="torch cannot create"):
         built(tensor)
     tensor = composite("_rebuild_sparse_tensor", layout("sparse_csr"), (entry([0, 1]), entry([99]), entry([1]), (1, 2)))
-    with pytest.raises(Corrupt, match="torch cannot make"):
+    with pytest.raises(Corrupt, match="torch cannot create"):
         built(tensor)
 
 

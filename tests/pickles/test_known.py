@@ -280,7 +280,7 @@ def test_objects_of_peoples_own_classes_are_written_on_and_mentioned(title: str,
     for done in write_with_every_verb(file, tmp_path):
         assert [note.code for note in done.notes if note.code in ("unsafe-global", "custom-class")] == ["custom-class"]
     (note,) = [note for note in ckptool.inspect(file).notes if note.code in ("unsafe-global", "custom-class")]
-    assert note.code == "custom-class" and __name__ in note.message and "imports and makes" in note.message
+    assert note.code == "custom-class" and __name__ in note.message and "imports and creates" in note.message
     assert ckptool.scan(file).findings
     with pytest.raises(UnsafeObject):
         ckptool.load(file)

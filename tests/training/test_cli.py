@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_shown(typed: Typed, damage: Any) -> None:
     code, out, _ = typed("scan", "--full", "runs/x")
     assert code == 1
     assert "1 damaged" in out
-    assert "goes on from step 15" in out
+    assert "resumes from step 15" in out
     assert str(path) in out.splitlines()[-1]
     code, out, err = typed("resume", "runs/x", "-q")
     assert code == 0

@@ -110,7 +110,7 @@ def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> Non
     proof = Proof(9, 1, "a" * 64, [Kill(4, "KILL", None)], "a" * 64, None, True, {"scaler": False}, "", "/tmp/kept")
     text = prove_text(proof)
     assert "resumed from          the beginning" in text
-    assert "went on from before a checkpoint that it had" in text
+    assert "resumed from before a checkpoint that it had" in text
     assert "without scaler        ends the same" in text
     assert "disproved" in text
     assert not proof.proved

@@ -159,7 +159,7 @@ def test_a_task_for_a_model_that_is_not_there() -> None:
 def test_what_does_not_go_together_is_not_blamed_on_code_of_ones_own() -> None:
     with pytest.raises(UserCodeFailed, match="task: classify raised RuntimeError") as raised:
         take(trainer(data={"name": "text", "args": {"length": 8, "samples": 40}, "batch": 8}), 1)
-    assert raised.value.fix == "It does not go with what it was given: look at the data, the model, and their args."
+    assert raised.value.fix == "It does not fit what it was given: check the data, the model and their args."
 
 
 def test_samples_without_a_target_are_an_error_that_says_so() -> None:

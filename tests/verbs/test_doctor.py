@@ -58,7 +58,7 @@ def test_a_healthy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert ckptool.doctor(file).findings == ()
     assert main(["doctor", str(file)]) == 0
     out = capsys.readouterr().out
-    assert "nothing was found" in out and "is not known without it: --against MODEL" in out
+    assert "found nothing" in out and "against a model: --against MODEL" in out
     assert main(["doctor", str(file), "--against", str(file)]) == 0
     assert "is not known" not in capsys.readouterr().out
 

@@ -87,7 +87,7 @@ def test_a_lost_directory_loses_nothing(remove: int, tmp_path: Path) -> None:
     expected = load(path)
     short = written(path.read_bytes()[:-remove], tmp_path / "short.pt")
     done = recover(short, tmp_path / "out.pt")
-    assert done.complete and not done.lost and done.proven and "everything came back" in str(done)
+    assert done.complete and not done.lost and done.proven and "everything was recovered" in str(done)
     assert_same_objects(load(tmp_path / "out.pt"), expected)
     assert "recovered-file" not in notes(tmp_path / "out.pt") and ckptool.verify(tmp_path / "out.pt").fine
     assert main(["recover", str(short), "-o", str(tmp_path / "again.pt")]) == 0

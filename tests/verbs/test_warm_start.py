@@ -367,7 +367,7 @@ def test_a_factory_that_raises(tmp_path: Path, code: Path) -> None:
     error = warm_start_refused(tmp_path, file, f"{code}:raises", UserCodeFailed, "raised ValueError: the data")
     assert 'raise ValueError("the data\\nare missing")' in error.why and "line" in error.why
     assert (
-        "ckptool/bridge/user_code.py" not in error.why and error.fix == "This is the code that was named, not ckptool."
+        "ckptool/bridge/user_code.py" not in error.why and error.fix == "The error is in your own code, not in ckptool."
     )
 
 

@@ -97,7 +97,7 @@ def python_value(node: Any) -> Any:
         return make(node)
     except _NOT_WRITTEN_SO:
         raise Corrupt(
-            f"{printable(node.name)} with arguments that it never writes", "The pickle was damaged, or made to mislead."
+            f"{printable(node.name)} with arguments that it never writes", "The pickle is damaged or malicious."
         ) from None
 
 
