@@ -22,8 +22,8 @@ from ckptool.checkpoint import commands
 from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, Advice, Command, command, other_program
 from ckptool.checkpoint.files import parted
 from ckptool.cli import COMMANDS
-from ckptool.reports.commands import Chain
 from ckptool.reports.error_texts import KNOWN
+from ckptool.reports.fixes import Chain
 
 SOURCE = Path(ckptool.__file__).parent
 

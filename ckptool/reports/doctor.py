@@ -15,10 +15,10 @@ from ckptool.errors import CkptoolError, listed, printable
 from ckptool.formats import named
 from ckptool.formats.parts import CODE as PART
 from ckptool.formats.parts import MEMBERS
-from ckptool.reports.commands import Chain
 from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
 from ckptool.reports.findings import Finding, Stage, in_order
 from ckptool.reports.fit import LOAD_MODEL, Way, best_root, find_way, mains, of_layout, of_target
+from ckptool.reports.fixes import Chain
 from ckptool.reports.inspect import Listing
 from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target

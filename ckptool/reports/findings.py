@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ckptool.checkpoint.commands import Advice, Command
-from ckptool.reports.commands import Chain
+from ckptool.reports.fixes import Chain
 
 
 class Stage(IntEnum):

@@ -8,7 +8,7 @@ from ckptool.checkpoint import Composite, Note
 from ckptool.checkpoint.files import unchanged
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats.opening import PathLike, open_file
-from ckptool.reports.commands import runnable
+from ckptool.reports.fixes import runnable
 from ckptool.reports.inspect import Inspection, Listing, listing
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from ckptool.errors import (
 from ckptool.formats import marks, members, named, parts, sharded
 from ckptool.formats.opening import PathLike, counting_whole, part_of, split
 from ckptool.output import check_target, replace_file
-from ckptool.reports.commands import Chain, runnable
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
+from ckptool.reports.fixes import Chain, runnable
 from ckptool.reports.verify import (
     ALL,
     NONE,

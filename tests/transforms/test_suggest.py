@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptool.reports.warm_start import Suggestion
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from ckptool.transforms.suggest import rules_file, suggest
-from ckptool.transforms.suggest.names import contradict, spellings, words
+from ckptool.transforms.suggest.keys import contradict, spellings, words
 from tests.support.naming_schemes import (
     CHUNKS,
     Shapes,

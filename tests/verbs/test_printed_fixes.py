@@ -19,7 +19,7 @@ import torch
 import ckptool
 from ckptool.checkpoint.commands import Advice
 from ckptool.errors import CkptoolError
-from ckptool.reports.commands import Chain
+from ckptool.reports.fixes import Chain
 from fixtures import lab
 from fixtures.make import make
 from fixtures.torch_tar import save_tar

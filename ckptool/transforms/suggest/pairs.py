@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckptool.errors import listed, printable
-from ckptool.transforms.suggest.names import Shape, Spelling, before_numbers, spellings, without_numbers
+from ckptool.transforms.suggest.keys import Shape, Spelling, before_numbers, spellings, without_numbers
 
 FOR_RULES = 800_000  # of the budget: kept for the writing of rules
 DEEP = 32  # parts of a key that is tried from all its dots
@@ -23,7 +23,7 @@ FEW = 4  # places of the target with the same ending, beyond which an ending say
 
 
 @dataclass(slots=True)
-class Budget:
+class WorkBudget:
     """Work that may still be done, in comparisons of two names or tries of a rule on a key: about a second in all."""
 
     left: int = 500_000 + FOR_RULES
@@ -78,7 +78,7 @@ class Search:
 
     source: Side
     target: Side
-    budget: Budget = field(default_factory=Budget)
+    budget: WorkBudget = field(default_factory=WorkBudget)
     certain: list[Pair] = field(default_factory=list)
     ways: list[list[Pair]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckptool.errors import counted, listed, printable
-from ckptool.transforms.suggest.names import (
+from ckptool.transforms.suggest.keys import (
     Family,
     Shape,
     Shared,
@@ -26,7 +26,7 @@ _ALONE = "nothing else has these shapes"
 
 
 @dataclass(slots=True, eq=False)
-class _Class:
+class _ShapeClass:
     """Families of both sides that have the same shapes at the same numbers."""
 
     ours: list[Family]
@@ -71,21 +71,21 @@ class Structure:
                 self._by_words(one)
             self._consider(_open(self.ours, self.source), _open(self.theirs, self.target))
 
-    def _classes(self) -> list[_Class]:
+    def _classes(self) -> list[_ShapeClass]:
         """Families by signature; one without a counterpart also by fewer of its numbers."""
         mine, theirs = _by_signature(self.ours), _by_signature(self.theirs)
-        classes = {mark: _Class(list(ours), list(theirs[mark])) for mark, ours in mine.items() if mark in theirs}
+        classes = {mark: _ShapeClass(list(ours), list(theirs[mark])) for mark, ours in mine.items() if mark in theirs}
         for lonely, others, ours in ((mine, theirs, True), (theirs, mine, False)):
             for family in [one for mark, group in lonely.items() if mark not in others for one in group]:
                 fewer = next((less for less in family.by_fewer() if less.signature in others), None)
                 if fewer is not None:
-                    one = classes.setdefault(fewer.signature, _Class([], []))
+                    one = classes.setdefault(fewer.signature, _ShapeClass([], []))
                     own, other = (one.ours, one.theirs) if ours else (one.theirs, one.ours)
                     own.append(fewer)
                     other += [] if other else others[fewer.signature]
         return sorted(classes.values(), key=lambda one: one.ours[0].order)
 
-    def _keep_open(self, one: _Class) -> None:
+    def _keep_open(self, one: _ShapeClass) -> None:
         """Drops the families that have their counterpart."""
         one.ours, one.theirs = _open(one.ours, self.source), _open(one.theirs, self.target)
 
@@ -96,13 +96,13 @@ class Structure:
         if ours.leaf == theirs.leaf:
             self.modules.setdefault(ours.module, theirs.module)
 
-    def _by_module(self, one: _Class) -> None:
+    def _by_module(self, one: _ShapeClass) -> None:
         """Matches what lies beside a tensor that is known: the bias of a weight."""
         for ours, theirs in _in_same_module(one, self.modules):
             self._match(ours, theirs, "the other tensors of the module fit")
         self._keep_open(one)
 
-    def _by_words(self, one: _Class) -> None:
+    def _by_words(self, one: _ShapeClass) -> None:
         """Matches families with more words in common with each other than with any other of their class."""
         matched = True
         while matched and one.ours and one.theirs and self.search.budget.take(2 * len(one.ours) * len(one.theirs)):
@@ -177,14 +177,14 @@ class Structure:
             ours = _in_parts(self.ours, lonely, _signatures(others) | set(theirs))
             self._consider(ours, _in_parts(self.theirs, others, _signatures(lonely) | set(mine)))
 
-    def _likely_by_module(self, one: _Class) -> None:
+    def _likely_by_module(self, one: _ShapeClass) -> None:
         """Sets aside what lies beside a tensor that is set aside."""
         self._keep_open(one)
         for ours, theirs in _in_same_module(one, self.likely):
             self.search.set_aside(_family_pairs(ours, theirs, *self.doubts[ours.module]))
         self._keep_open(one)
 
-    def _likely_by_order(self, one: _Class, leaf: str) -> None:
+    def _likely_by_order(self, one: _ShapeClass, leaf: str) -> None:
         """Sets aside the rest of a class, of weights or biases or others, in the order of the keys."""
         ours, theirs = (
             sorted((family for family in group if _kind(family) == leaf), key=lambda family: family.order)
@@ -206,7 +206,7 @@ class Structure:
                     self.likely[a.module], self.doubts[a.module] = b.module, (origin, why)
 
 
-def _in_same_module(one: _Class, modules: Mapping[str, str]) -> list[tuple[Family, Family]]:
+def _in_same_module(one: _ShapeClass, modules: Mapping[str, str]) -> list[tuple[Family, Family]]:
     """The families of a class whose modules are known to be the same, and whose leaves are."""
     places = {(family.module, family.leaf): family for family in one.theirs}
     found = ((ours, places.pop((modules.get(ours.module, "\n"), ours.leaf), None)) for ours in one.ours)
