@@ -233,7 +233,7 @@ def read(source: Source) -> Checkpoint:
 def load_from_bytes(content: bytes | StubbedValue, depth: int = 1) -> Any:
     """The value of `torch.storage._load_from_bytes(content)`; `NotImplemented` where the bytes are no stream.
 
-    depth: how many levels of such bytes this one is on. Storages of a blob stay where they are, in its file.
+    depth: how many levels of such bytes this one is on. Storages of a stub stay where they are, in its file.
     Raises what `read_stream` does, and `LimitExceeded` below the second level.
     """
     data = content.data if isinstance(content, StubbedValue) else InMemory(content)

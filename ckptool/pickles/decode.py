@@ -68,24 +68,24 @@ def decode(
     *,
     name: str = "data.pkl",
     file_bytes: int = 0,
-    blobs: Sequence[Any] | None = None,
+    stubs: Sequence[Any] | None = None,
     place: Callable[[int], int] = int,
 ) -> Decoded:
     """The tree that the pickle at the start of `data` describes.
 
     persistent: gives the value for a persistent id.  builders: known functions and what their calls mean.
     name: what to call the pickle in errors.  file_bytes: the size of the file it came from, which bounds the work.
-    blobs: for a skeleton (of which the frames were checked), the values that its opcode 0xFF stands for.
+    stubs: for a skeleton (of which the frames were checked), the values that its opcode 0xFF stands for.
     place: where in the file a byte of `data` is.
     Raises `Corrupt`, `Truncated`, `LimitExceeded`, `Unsupported` or `Conflict`; each names the byte.
     """
-    left_out = sum(blob.data.length if type(blob) is StubbedValue else len(blob) for blob in blobs or ())
+    left_out = sum(stub.data.length if type(stub) is StubbedValue else len(stub) for stub in stubs or ())
     budget = 2 * max(len(data) + left_out, file_bytes, FREE_BYTES)
     builders = {fn: made.make(purse(budget)) if type(made) is PerPickle else made for fn, made in builders.items()}
     limit = max(FREE_OPCODES, file_bytes)
     reader = PickleReader(data)
-    objects = ObjectMaker(reader, builders, limit, bool(blobs))
-    machine = Machine(reader, objects, persistent, limit, blobs)
+    objects = ObjectMaker(reader, builders, limit, bool(stubs))
+    machine = Machine(reader, objects, persistent, limit, stubs)
     try:
         root = machine.run()
         check_depth(root, max(len(data), file_bytes))

@@ -19,7 +19,7 @@ from ckptool.pickles.objects import ObjectMaker
 from ckptool.pickles.reader import FRAME_END, PickleReader
 from ckptool.pickles.strings import python2_text
 
-BLOB = 0xFF  # no opcode of Python's: in a skeleton, the number of a value that was left in the file follows
+STUB = 0xFF  # no opcode of Python's: in a skeleton, the number of a value that was left in the file follows
 
 _INT = struct.Struct("<i").unpack_from
 _UINT = struct.Struct("<I").unpack_from
@@ -29,9 +29,9 @@ _FLOAT = struct.Struct(">d").unpack_from
 
 
 class Machine:
-    """Runs one pickle. `persistent`, `limit` (in opcodes) and `blobs` are those of `decode`."""
+    """Runs one pickle. `persistent`, `limit` (in opcodes) and `stubs` are those of `decode`."""
 
-    __slots__ = ("blobs", "limit", "objects", "persistent", "protocol", "reader")
+    __slots__ = ("limit", "objects", "persistent", "protocol", "reader", "stubs")
 
     def __init__(
         self,
@@ -39,17 +39,17 @@ class Machine:
         objects: ObjectMaker,
         persistent: Callable[[Any], Any],
         limit: int,
-        blobs: Sequence[Any] | None,
+        stubs: Sequence[Any] | None,
     ) -> None:
         self.reader, self.objects = reader, objects
         self.persistent = persistent
         self.limit = limit
-        self.blobs = blobs
+        self.stubs = stubs
         self.protocol = 0
 
     def run(self) -> Any:
         """The value that the pickle leaves on the stack."""
-        reader, objects, blobs = self.reader, self.objects, self.blobs
+        reader, objects, stubs = self.reader, self.objects, self.stubs
         data, persistent, builders = reader.data, self.persistent, objects.builders
         stack: list[Any] = []
         marks: list[list[Any]] = []
@@ -187,7 +187,7 @@ class Machine:
                     ).within(f"byte {pos:,}")
                 pos += 1
             elif op == 0x95:  # FRAME
-                if blobs is None:
+                if stubs is None:
                     data, pos = reader.enter_frame(pos + 8, _ULONG(data, pos)[0]), 0
                 else:
                     pos += 8
@@ -255,8 +255,8 @@ class Machine:
                     stack.append(persistent(line))
                 else:
                     stack.append(reader.scalar(op, line, pos))
-            elif op == BLOB and blobs:
-                stack.append(blobs[_UINT(data, pos)[0]])
+            elif op == STUB and stubs:
+                stack.append(stubs[_UINT(data, pos)[0]])
                 pos += 4
             elif op == FRAME_END and pos == len(data) and reader.in_frame:
                 pos += reader.base - 1

@@ -33,13 +33,13 @@ class ObjectMaker:
     """Makes and fills the nodes of one pickle, and remembers those that are not inert: they may be thrown away
     again."""
 
-    __slots__ = ("blobs", "builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "reader")
+    __slots__ = ("builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "reader", "stubs")
 
-    def __init__(self, reader: PickleReader, builders: Mapping[Global, Builder], limit: int, blobs: bool) -> None:
+    def __init__(self, reader: PickleReader, builders: Mapping[Global, Builder], limit: int, stubs: bool) -> None:
         self.reader = reader  # which errors say where they are on
         self.builders = builders
         self.limit = limit
-        self.blobs = blobs  # whether some texts may still lie in the file
+        self.stubs = stubs  # whether some texts may still lie in the file
         self.byte_strings = 0  # texts of Python 2 that are not UTF-8
         self.names: dict[Global, None] = {}
         self.objects: dict[int, Object] = {}  # those that are not plainly inert
@@ -108,7 +108,7 @@ class ObjectMaker:
             raise self.reader.corrupt(pos, f"items set on a {_kind(target)}")
         if len(items) % 2:
             raise self.reader.corrupt(pos, "a key without a value")
-        keys = items[::2] if not self.blobs and not self.byte_strings else [key_text(whole(key)) for key in items[::2]]
+        keys = items[::2] if not self.stubs and not self.byte_strings else [key_text(whole(key)) for key in items[::2]]
         for key in keys:
             if type(key) is not str and type(key) is not int:
                 self._check_key(key, pos)

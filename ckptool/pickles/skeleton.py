@@ -1,15 +1,15 @@
 """A pickle without its long values: what a reader needs of a large pickle to know everything in it but the data.
 
 `skeleton` walks the opcodes without executing them and copies them, except that each byte string or text of at least
-64 KB becomes a private opcode and a `Blob`, which knows where its bytes are. `decode` puts the blobs back onto its
+64 KB becomes a private opcode and a stub, which knows where its bytes are. `decode` puts the stubs back onto its
 stack, and builders (`_load_from_bytes`, numpy's arrays) make storages of them that are read when they are wanted.
-`decode_lazily` decodes a skeleton, and gives every blob that no builder understood its plain value.
-A text becomes a blob too: protocol 2 spells bytes as
-`_codecs.encode(text, "latin1")`, and the builder of that call gives a blob of bytes (see `encoded`).
+`decode_lazily` decodes a skeleton, and gives every stub that no builder understood its plain value.
+A text becomes a stub too: protocol 2 spells bytes as
+`_codecs.encode(text, "latin1")`, and the builder of that call gives a stub of bytes (see `encoded`).
 Texts in protocol 0, which end with their line, stay where they are, up to 64 MiB each.
 
 Frames are checked here (PEP 3154: no opcode reaches over the end of one, none begins inside another): `decode` goes
-over their lengths, which count the long values, when it is given blobs, be it none.
+over their lengths, which count the long values, when it is given stubs, be it none.
 Source of the opcodes: the comments of Lib/pickletools.py.
 """
 
@@ -29,7 +29,7 @@ from ckptool.checkpoint.strided import subrange
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.decode import Decoded, decode
-from ckptool.pickles.machine import BLOB, REFUSED
+from ckptool.pickles.machine import REFUSED, STUB
 from ckptool.pickles.reader import MAX_INTEGER_BITS
 from ckptool.pickles.strings import MAX_STRING, StubbedValue, check_size, whole
 
@@ -43,12 +43,12 @@ _FIRST_WINDOW, _WINDOW = 1 << 16, 1 << 20
 class Skeleton:
     """A pickle without its long values.
 
-    data: its opcodes; what was at byte `place(i)` of the file is at byte `i` here.  blobs: its long values, by number.
+    data: its opcodes; what was at byte `place(i)` of the file is at byte `i` here.  stubs: its long values, by number.
     end: the byte after its STOP, counted as the offset was that it was read from.
     """
 
     data: bytes
-    blobs: list[StubbedValue]
+    stubs: list[StubbedValue]
     end: int
     _spots: list[tuple[int, int]] = field(repr=False)
 
@@ -82,41 +82,41 @@ def decode_lazily(
     begin: Callable[[], None] = lambda: None,
     finish: Callable[[Decoded], Decoded] = lambda decoded: decoded,
 ) -> Decoded:
-    """The tree of a skeleton (see `decode`), with a plain value for each blob that no builder used.
+    """The tree of a skeleton (see `decode`), with a plain value for each stub that no builder used.
 
-    It is decoded again with those values in place of the blobs: `begin` is called before each time, `finish` after.
+    It is decoded again with those values in place of the stubs: `begin` is called before each time, `finish` after.
     Raises `LimitExceeded` for such a value of more than 64 MiB, and what `decode` raises.
     """
 
-    def run(blobs: Sequence[Any]) -> Decoded:
+    def run(stubs: Sequence[Any]) -> Decoded:
         begin()
         return finish(
-            decode(made.data, persistent, builders, name=name, file_bytes=file_bytes, blobs=blobs, place=made.place)
+            decode(made.data, persistent, builders, name=name, file_bytes=file_bytes, stubs=stubs, place=made.place)
         )
 
-    blobs: list[Any] = list(made.blobs)
-    decoded = run(blobs)
+    stubs: list[Any] = list(made.stubs)
+    decoded = run(stubs)
     for everything in (False, True):
         left = (
-            {blob.of or blob for blob in leaves((decoded.root, decoded.discarded), StubbedValue)}
-            if made.blobs
+            {stub.of or stub for stub in leaves((decoded.root, decoded.discarded), StubbedValue)}
+            if made.stubs
             else set()
         )
         if not left:
             return decoded
-        chosen = {id(blob) for blob in made.blobs if everything or blob in left}
+        chosen = {id(stub) for stub in made.stubs if everything or stub in left}
         _check_total(made, chosen)
-        blobs = [whole(blob) if id(blob) in chosen else blob for blob in blobs]
-        decoded = run(blobs)
+        stubs = [whole(stub) if id(stub) in chosen else stub for stub in stubs]
+        decoded = run(stubs)
     return decoded
 
 
 def _check_total(made: Skeleton, chosen: set[int]) -> None:
     total = len(made.data)
-    for blob in made.blobs:
-        if id(blob) in chosen:
-            check_size(blob)
-            total += blob.data.length
+    for stub in made.stubs:
+        if id(stub) in chosen:
+            check_size(stub)
+            total += stub.data.length
     if total > MAX_SKELETON:
         raise _too_long(total)
 
@@ -178,7 +178,7 @@ _RUN = _run_of_opcodes()
 class _Lexer:
     """Walks the opcodes through a window: `buffer` begins at byte `base` of the data, and is copied up to `start`."""
 
-    __slots__ = ("base", "blobs", "buffer", "data", "frame", "limit", "parts", "size", "spots", "start")
+    __slots__ = ("base", "buffer", "data", "frame", "limit", "parts", "size", "spots", "start", "stubs")
 
     def __init__(self, data: Data, offset: int) -> None:
         self.data = data
@@ -187,7 +187,7 @@ class _Lexer:
         self.parts: list[bytes] = []
         self.size = 0
         self.spots: list[tuple[int, int]] = []
-        self.blobs: list[StubbedValue] = []
+        self.stubs: list[StubbedValue] = []
         self.start = 0
         self.buffer = b""
         self._move(offset, _FIRST_WINDOW)
@@ -221,7 +221,7 @@ class _Lexer:
         if self.frame not in (-1, end):
             raise self._corrupt(pos, "a frame that goes on after the end of the pickle")
         self._copy(pos)
-        return Skeleton(b"".join(self.parts), self.blobs, end, self.spots)
+        return Skeleton(b"".join(self.parts), self.stubs, end, self.spots)
 
     # One opcode ---------------------------------------------------------------------------------------------------
 
@@ -244,8 +244,8 @@ class _Lexer:
             return self._have(pos, 1 + width + size) + 1 + width + size
         begin = self.base + pos + 1 + width
         self._copy(pos)
-        self._add(bytes([BLOB]) + len(self.blobs).to_bytes(4, "little"), self.base + pos)
-        self.blobs.append(StubbedValue(subrange(self.data, begin, size), kind))
+        self._add(bytes([STUB]) + len(self.stubs).to_bytes(4, "little"), self.base + pos)
+        self.stubs.append(StubbedValue(subrange(self.data, begin, size), kind))
         return self._move(begin + size, _FIRST_WINDOW)
 
     def _other(self, op: int, pos: int) -> int:
@@ -368,6 +368,6 @@ def _leave_data(node: Object) -> None:
         node.args = (_long(args[0]), *args[1:])
 
 
-def _long(blob: StubbedValue) -> StubbedValue | LazyBytes:
+def _long(stub: StubbedValue) -> StubbedValue | LazyBytes:
     """A text is no array's data, and stays what it is."""
-    return blob if blob.kind == "text" else LazyBytes(blob.data, blob.kind == "bytearray")
+    return stub if stub.kind == "text" else LazyBytes(stub.data, stub.kind == "bytearray")

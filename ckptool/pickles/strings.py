@@ -14,9 +14,9 @@ from ckptool.errors import Corrupt, LimitExceeded
 MAX_STRING = 64 << 20
 
 
-def check_size(blob: StubbedValue) -> None:
-    """Raises `LimitExceeded` for a blob that is too long to be a plain value."""
-    size, kind = blob.data.length, "text of Python 2" if blob.kind == "string" else blob.kind
+def check_size(stub: StubbedValue) -> None:
+    """Raises `LimitExceeded` for a stub that is too long to be a plain value."""
+    size, kind = stub.data.length, "text of Python 2" if stub.kind == "string" else stub.kind
     if size > MAX_STRING:
         raise LimitExceeded(
             f"a {kind} of {size:,} bytes that belongs to no tensor", f"At most {MAX_STRING:,} are read into memory."
@@ -24,7 +24,7 @@ def check_size(blob: StubbedValue) -> None:
 
 
 def whole(value: Any) -> Any:
-    """The plain value of a blob, read into memory; anything else as it is. Raises `LimitExceeded` above 64 MiB."""
+    """The plain value of a stub, read into memory; anything else as it is. Raises `LimitExceeded` above 64 MiB."""
     if not isinstance(value, StubbedValue):
         return value
     check_size(value)
@@ -134,7 +134,7 @@ class StubbedValue:
     Only builders meet it, while a pickle is decoded (see `pickles/skeleton.py`); there is none in an opened checkpoint.
     kind: what the pickle makes of the bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (`data` is its
     UTF-8).
-    of: the blob that it was made from, if another.
+    of: the stub that it was made from, if another.
     """
 
     data: Data

@@ -50,7 +50,7 @@ def test_ties_of_arrays_are_ties_of_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "addresses"),
     [
-        ({"blobs": {"conv1_w": np.ones(2), "conv1_b": np.ones(1)}, "cfg": "…"}, ["blobs"]),
+        ({"stubs": {"conv1_w": np.ones(2), "conv1_b": np.ones(1)}, "cfg": "…"}, ["stubs"]),
         ({"w": np.ones(2), "b": np.ones(1)}, [""]),
         ({"model": {"a.w": np.ones(2)}, "ema": {"a.w": np.ones(2)}}, ["model", "ema"]),
         ({"mean": np.ones(3), "std": np.ones(3), "net": {f"l{n}.w": np.ones(2) for n in range(3)}}, ["net"]),

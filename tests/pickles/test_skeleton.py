@@ -57,7 +57,7 @@ def use_tiny(monkeypatch: pytest.MonkeyPatch, window: int = 3, long_value: int =
 
 @settings(max_examples=120, deadline=None)
 @given(graphs(), st.sampled_from(PROTOCOLS), st.integers(1, 30), st.integers(30, 40))  # names are shorter than 30
-def test_a_skeleton_with_its_blobs_is_the_pickle(graph: Any, protocol: int, window: int, long_value: int) -> None:
+def test_a_skeleton_with_its_stubs_is_the_pickle(graph: Any, protocol: int, window: int, long_value: int) -> None:
     graph = [graph, "text " * 8, b"bytes" * 8, {"key " * 9: bytearray(39)}]
     data = pickle.dumps(graph, protocol)
     assume(protocol or b"Fnan" not in data)
@@ -92,7 +92,7 @@ def test_long_values_of_both_picklers(protocol: int, pickler: Any, tmp_path: Pat
     assert made.end == 4 + len(data)
     assert made.place(0) == 4 and made.place(len(made.data)) == made.end
     if protocol:
-        assert made.blobs and all(isinstance(blob.data, FileRange) for blob in made.blobs)
+        assert made.stubs and all(isinstance(stub.data, FileRange) for stub in made.stubs)
         assert len(made.data) < 250_000
     assert_same_tree(decoded(made).root, as_tree(value))
 
@@ -107,7 +107,7 @@ def test_pythons_frames_with_long_bytes_between_them(protocol: int) -> None:
     for data in (into_file.getvalue(), pickle.dumps(value, protocol)):
         assert data.count(b"\x95") >= 2
         made = skeleton(InlineBytes(data), name="frames")
-        assert len(made.blobs) == 2
+        assert len(made.stubs) == 2
         assert decoded(made).root == value == decode(data, lambda pid: pid, BUILDERS).root
 
 
@@ -117,10 +117,10 @@ def test_values_on_the_memo_stay_shared() -> None:
     assert root[0] is root[1] is root[2]["a"] and root[0] == noise
 
 
-# What builders make of blobs ------------------------------------------------------------------------------------------
+# What builders make of stubs ------------------------------------------------------------------------------------------
 
 
-def keep_blobs(name: str = "keep") -> dict[Global, Any]:
+def keep_stubs(name: str = "keep") -> dict[Global, Any]:
     return {
         **BUILDERS,
         Global("tests", name): lambda args: (
@@ -133,31 +133,31 @@ def call(content: bytes) -> bytes:
     return b"ctests\nkeep\n" + pickle.dumps(content, 3)[2:-1] + b"\x85R"
 
 
-def test_a_blob_that_a_builder_takes_is_not_read_into_the_tree() -> None:
+def test_a_stub_that_a_builder_takes_is_not_read_into_the_tree() -> None:
     noise = os.urandom(80_000)
     data = b"\x80\x03](" + call(noise) + b"e."
     made = skeleton(InlineBytes(data), name="a")
     runs: list[int] = []
-    found = decode_lazily(made, lambda pid: pid, keep_blobs(), begin=lambda: runs.append(1))
+    found = decode_lazily(made, lambda pid: pid, keep_stubs(), begin=lambda: runs.append(1))
     assert found.root == [80_000] and len(runs) == 1
 
 
-def test_only_the_blobs_that_are_left_become_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_stubs_that_are_left_become_values(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = os.urandom(80_000), os.urandom(90_000)
     data = b"\x80\x03](" + call(one) + pickle.dumps(other, 3)[2:-1] + b"e."
     made = skeleton(InlineBytes(data), name="a")
     seen: list[list[type]] = []
 
-    def watched(data: bytes, *how: Any, blobs: Sequence[Any], **more: Any) -> Decoded:
-        seen.append([type(blob) for blob in blobs])
-        return decode(data, *how, blobs=blobs, **more)
+    def watched(data: bytes, *how: Any, stubs: Sequence[Any], **more: Any) -> Decoded:
+        seen.append([type(stub) for stub in stubs])
+        return decode(data, *how, stubs=stubs, **more)
 
     monkeypatch.setattr(lexing, "decode", watched)
-    assert decode_lazily(made, lambda pid: pid, keep_blobs()).root == [80_000, other]
+    assert decode_lazily(made, lambda pid: pid, keep_stubs()).root == [80_000, other]
     assert seen == [[StubbedValue, StubbedValue], [StubbedValue, bytes]]
 
 
-def test_no_blob_is_left_anywhere() -> None:
+def test_no_stub_is_left_anywhere() -> None:
     noise = os.urandom(70_000)
     for value in ({"a": noise}, (noise,), {noise: 1}, {"k": (1, [noise])}, frozenset([noise]), {("a",): {noise}}):
         root = decoded(skeleton(InlineBytes(pickle.dumps(value, 4)), name="a")).root
@@ -190,13 +190,13 @@ def latin1(content: bytes) -> bytes:
 def test_bytes_spelled_as_text_are_read_piece_by_piece(kind: str) -> None:
     content = {"noise": random.Random(2).randbytes(400_000), "ascii": b"a" * 200_000, "high": b"\xff" * 200_000}[kind]
     made = skeleton(InlineBytes(latin1(content)), name="a")
-    blob = encoded(made.blobs[0])
-    assert blob is not None and blob.data.length == len(content) and blob.of is made.blobs[0]
+    stub = encoded(made.stubs[0])
+    assert stub is not None and stub.data.length == len(content) and stub.of is made.stubs[0]
     rng = random.Random(3)
     for _ in range(100):
         at, length = rng.randrange(len(content) + 10), rng.randrange(150_000)
-        assert blob.data.read(at, length) == content[at : at + length]
-    assert blob.data.read(0, len(content)) == content
+        assert stub.data.read(at, length) == content[at : at + length]
+    assert stub.data.read(0, len(content)) == content
     assert decoded(made).root == content
 
 
@@ -211,7 +211,7 @@ def test_an_array_of_protocol_2_costs_no_memory(tmp_path: Path) -> None:
     array = numpy.arange(1 << 20, dtype=numpy.uint8)
     data = pickle.dumps(array, 2)
     made = skeleton(InlineBytes(data), name="a")
-    assert len(made.data) < 400 and len(made.blobs) == 1
+    assert len(made.data) < 400 and len(made.stubs) == 1
 
 
 # Damaged, and built to mislead ----------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_a_value_of_4_gb_is_not_read(tmp_path: Path) -> None:
     made = skeleton(data, name="big")
     assert time.process_time() - began < 0.5 and tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
-    assert made.blobs[0].data.length == size and made.end == data.length
+    assert made.stubs[0].data.length == size and made.end == data.length
     with pytest.raises(LimitExceeded, match="4,294,967,296 bytes"):
         decoded(made)
 
