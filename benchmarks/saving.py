@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ckptool.training.store import Saved, Store, check
+from ckptool.training.store import SavedState, Store, check
 
 
 def state_of(megabytes: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def measured(megabytes: int, runs: int, folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     store, state = Store(str(folder), "bench"), state_of(megabytes)
     store.make()
-    saved: list[Saved] = []
+    saved: list[SavedState] = []
     theirs, ours, verified = [], [], []
     for _ in range(runs + 1):
         theirs.append(seconds(lambda: by_torch(state, folder)))

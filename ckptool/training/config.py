@@ -33,7 +33,7 @@ FREE = "free"  # has no influence on the end; alone not recorded in checkpoints
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a key means, and the rule for changing it on a resume. A rule other than `FIXED` holds for all below it.
+    """The meaning of a key, and the rule for changing it on a resume. A rule other than `FIXED` holds for all below it.
 
     A section with words of its own is one line of the example; one without is written out key by key.
     """
@@ -405,7 +405,7 @@ def _default_note(field: FieldInfo, value: Any) -> str:
 
 
 def rule_of(key: str) -> str:
-    """Whether a key may change from one resume to the next: the first rule on the way to it that is not `FIXED`."""
+    """The rule for changing a key on a resume: the first on the way to it that is not `FIXED`."""
     rules = (about(field).resume for field, _ in descend(tuple(key.split("."))) if field is not None)
     return next((rule for rule in rules if rule != FIXED), FIXED)
 
@@ -427,7 +427,7 @@ def recorded(values: dict[str, Any], section: type[BaseModel] = Config) -> dict[
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangedKey:
     """A key whose value is another than the run was started with, and its rule."""
 
     key: str
@@ -436,14 +436,14 @@ class Change:
     rule: str
 
 
-def changes(before: Config, after: Config) -> list[Change]:
+def changes(before: Config, after: Config) -> list[ChangedKey]:
     """The keys that differ, each with its rule."""
     one, other = dict(_leaves(before.dumped())), dict(_leaves(after.dumped()))
     keys = [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
     settings = (*before.optim.values(), *after.optim.values())
     followed = any(each.schedule is not None and each.schedule.follows_evaluation for each in settings)
     rules = {"eval.every": DECLARED, "eval.metric": DECLARED} if followed else {}
-    return [Change(key, one.get(key), other.get(key), rules.get(key) or rule_of(key)) for key in keys]
+    return [ChangedKey(key, one.get(key), other.get(key), rules.get(key) or rule_of(key)) for key in keys]
 
 
 def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:
@@ -457,7 +457,7 @@ def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:
         yield ".".join(map(str, place)), values
 
 
-def refuse_fixed(found: Sequence[Change], asked: Sequence[str], folder: str) -> None:
+def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str) -> None:
     """Raises `Conflict` for keys that may not change in a run, and for those that change only when they are `--set`."""
     fixed = [change for change in found if change.rule == FIXED]
     silent = [change for change in found if change.rule == DECLARED and not _is_asked(change.key, asked)]

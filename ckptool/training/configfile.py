@@ -96,7 +96,7 @@ def _place(loc: Place, values: Any, missing: bool) -> Place:
 
 
 def _told(place: Place, problems: Sequence[Any]) -> str:
-    """What is wrong at a place; several problems are several things that it could be, and is not."""
+    """The problem at a place, in words; several problems are several things that it could be, and is not."""
     key, first = printable(dotted(place)), problems[0]
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(str(place[-1]), _keys_at(place[:-1]), 1)
@@ -296,7 +296,7 @@ def _described(value: Any) -> str:
 
 
 def _instead(value: Any) -> str:
-    """How a class or a function is named in a configuration."""
+    """The advice to name a class or a function by its place."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if not module or module == "builtins" or not name:
         return "Give texts, numbers, lists and dictionaries."

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
 
 METHODS = ("attach", "after_backward", "after_step", "facts", "logged", "ended")
-Told = Callable[[dict[str, Any], float], None]
+Progress = Callable[[dict[str, Any], float], None]
 """Given a line's facts, with the length of the run as `steps`, and the steps per second."""
 
 
@@ -33,19 +33,18 @@ class Hooks:
     facts() that give numbers for the next line, after_step(trainer), logged(trainer, fact), ended(trainer).
     """
 
-    def __init__(self, names: list[str], told: Told | None = None) -> None:
-        self.told = told
+    def __init__(self, names: list[str], progress: Progress | None = None) -> None:
+        self.progress = progress
         self.numbers: dict[str, dict[str, Any]] = {}
-        self.each: list[tuple[str, Any]] = [(name, _made(name)) for name in names]
-        self._after_backward, self._after_step = self._having("after_backward"), self._having("after_step")
+        self.each: list[tuple[str, Any]] = [(name, _build_hook(name)) for name in names]
 
-    def _having(self, method: str) -> list[tuple[str, Any]]:
-        return [(name, getattr(hook, method)) for name, hook in self.each if hasattr(hook, method)]
-
-    def attach(self, trainer: Trainer) -> None:
-        """Gives hooks the models, before the first step."""
-        for name, method in self._having("attach"):
-            call_user_code(method, "hooks", name, trainer)
+    def _call(self, method: str, *args: Any) -> list[tuple[str, Any]]:
+        """Calls a method of every hook that has it; the hooks' names, with what it returned."""
+        return [
+            (name, call_user_code(getattr(hook, method), "hooks", name, *args))
+            for name, hook in self.each
+            if hasattr(hook, method)
+        ]
 
     @contextmanager
     def watching(self, trainer: Trainer, folder: str) -> Iterator[None]:
@@ -55,9 +54,8 @@ class Hooks:
             self.each.append(("profile", Profiler(config.profile, folder)))
         if trainer.world.is_first and config.log.tensorboard:
             self.each.append(("tensorboard", Board(folder, trainer.step)))
-        self._after_step = self._having("after_step")
         try:
-            self.attach(trainer)
+            self._call("attach", trainer)
             yield
         except BaseException:
             self._ended(trainer)  # what stopped the run is the news
@@ -66,49 +64,45 @@ class Hooks:
             raise errors[0]
 
     def _ended(self, trainer: Trainer) -> list[CkptoolError]:
-        """Tells each hook of the end, whatever the others do; returns what they raised."""
+        """Tells each hook of the end, whatever the others do; returns the errors that they raised."""
         errors = []
-        for name, method in self._having("ended"):
+        for name, hook in self.each:
             try:
-                call_user_code(method, "hooks", name, trainer)
+                if hasattr(hook, "ended"):
+                    call_user_code(hook.ended, "hooks", name, trainer)
             except CkptoolError as error:
                 errors.append(error)
         return errors
 
     def after_backward(self, trainer: Trainer, model: str) -> None:
         """Called when a model's gradients are complete, before they are clipped."""
-        for name, method in self._after_backward:
-            self._found(name, call_user_code(method, "hooks", name, trainer, model))
+        self._keep(self._call("after_backward", trainer, model))
 
     def after_step(self, trainer: Trainer) -> None:
         """Called after each step."""
-        for name, method in self._after_step:
-            call_user_code(method, "hooks", name, trainer)
+        self._call("after_step", trainer)
 
     def facts(self) -> dict[str, float]:
-        """What the hooks found since the last line."""
-        for name, method in self._having("facts"):
-            self._found(name, call_user_code(method, "hooks", name))
-        found, self.numbers = self.numbers, {}
-        return {key: value for name, each in found.items() for key, value in numbers(each, "hooks", name).items()}
+        """The numbers of the hooks since the last line."""
+        self._keep(self._call("facts"))
+        kept, self.numbers = self.numbers, {}
+        return {key: value for name, each in kept.items() for key, value in numbers(each, "hooks", name).items()}
 
-    def _found(self, name: str, found: Any) -> None:
-        """Keeps what a hook found as it is, since a number on a device is waited for only when it is written."""
-        if found is None:
-            return
-        if not isinstance(found, Mapping):
-            numbers(found, "hooks", name)
-        self.numbers.setdefault(name, {}).update(found)
+    def _keep(self, found: list[tuple[str, Any]]) -> None:
+        """Keeps numbers as they are: one on a device is waited for only when it is written."""
+        for name, each in found:
+            if each is not None and not isinstance(each, Mapping):
+                numbers(each, "hooks", name)  # which raises
+            self.numbers.setdefault(name, {}).update(each or {})
 
     def logged(self, trainer: Trainer, fact: dict[str, Any], rate: float) -> None:
         """Called with every line of the metrics."""
-        for name, method in self._having("logged"):
-            call_user_code(method, "hooks", name, trainer, fact)
-        if self.told is not None:
-            self.told({**fact, "steps": trainer.total_steps}, rate)
+        self._call("logged", trainer, fact)
+        if self.progress is not None:
+            self.progress({**fact, "steps": trainer.total_steps}, rate)
 
 
-def _made(name: str) -> Any:
+def _build_hook(name: str) -> Any:
     """The hook of this name. Raises `UsageError` where none of its methods would be called, or one is misspelt."""
     hook = call_user_code(find_named(name, BUILT_IN, "hooks"), "hooks", name)
     there = [method for method in METHODS if callable(getattr(hook, method, None))]

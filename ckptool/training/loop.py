@@ -257,7 +257,7 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any
 # Between steps -------------------------------------------------------------------------------------------------------
 
 
-class _Dropped(BaseException):
+class _EvaluationStopped(BaseException):
     """Ends an evaluation through the user's own code, which may catch every `Exception`."""
 
 
@@ -273,7 +273,7 @@ class _UntilAsked:
     def __next__(self) -> Batch:
         if self.stop is not None and self.stop.asked:
             self.dropped = True
-            raise _Dropped
+            raise _EvaluationStopped
         return next(self.batches)
 
 
@@ -286,7 +286,7 @@ def evaluate(trainer: Trainer, stop: Stopping | None = None) -> None:
     batches = _UntilAsked(trainer.data.validation(world.device), stop)
     seed_all(world.device, config.seed, "eval", trainer.step)
     found: Any = {}
-    with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_Dropped):
+    with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_EvaluationStopped):
         found = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches)
     if world.any_rank(batches.dropped):
         return

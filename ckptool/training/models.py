@@ -339,7 +339,7 @@ def _has(module: nn.Module, kind: type) -> bool:
 
 
 class KeptBytes:
-    """How many bytes of activations autograd keeps for the backward pass."""
+    """The bytes of activations that autograd keeps for the backward pass."""
 
     def __init__(self) -> None:
         self.bytes = 0

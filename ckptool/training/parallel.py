@@ -51,13 +51,13 @@ class World:
         return value
 
     def any_rank(self, flag: bool) -> bool:
-        """True if it is so in any process: all of them decide alike."""
+        """True if the flag is set in any process: all of them decide alike."""
         if not self.distributed:
             return flag
         return bool(self.all_reduce(torch.tensor(float(flag), device=self.device)).item())
 
     def broadcast(self, value: Any) -> Any:
-        """What the first process knows, in all of them."""
+        """The value of the first process, in all of them."""
         if not self.distributed:
             return value
         box = [value]

@@ -30,7 +30,7 @@ from ckptool.training.config import Config
 from ckptool.training.store import (
     Lines,
     Retention,
-    Saved,
+    SavedState,
     Store,
     has_checkpoints,
     last_config,
@@ -86,7 +86,7 @@ class Run:
         save, by = self.config.save, self.config.eval
         return Retention(save.keep_last, save.keep_best, save.keep_every, by.metric, by.mode)
 
-    def prune(self) -> list[Saved]:
+    def prune(self) -> list[SavedState]:
         """Deletes the checkpoints that retention does not keep; returns them."""
         _, gone = self.retention.divide(self.store.all())
         for saved in gone:

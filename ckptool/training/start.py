@@ -22,12 +22,12 @@ from ckptool.training import CHANGED, CONFIG, configfile
 from ckptool.training.config import Config, Stop, changes, refuse_fixed
 from ckptool.training.data import Samples
 from ckptool.training.extensions import is_theirs, name_culprits
-from ckptool.training.hooks import Hooks, Told
+from ckptool.training.hooks import Hooks, Progress
 from ckptool.training.loop import Stopping, one_step, train
 from ckptool.training.models import Say, kept_bytes
 from ckptool.training.parallel import World, world_of
 from ckptool.training.runs import Run, create, environment, is_run, read_config, reopen
-from ckptool.training.store import Saved, has_checkpoints
+from ckptool.training.store import SavedState, has_checkpoints
 from ckptool.training.trainer import Trainer, build, gathered, restored
 
 
@@ -36,7 +36,7 @@ def start(
     *,
     resume: str = "never",
     asked: Sequence[str] = (),
-    told: Told | None = None,
+    progress: Progress | None = None,
     say: Say | None = None,
 ) -> Outcome:
     """Trains the run that a configuration names: from the beginning, or from its newest whole checkpoint.
@@ -50,16 +50,20 @@ def start(
     with world_of(config) as world:
         run = _open(config, there and resume != "never", asked, world)
         try:
-            return _trained(run, world, told, say if say and world.is_first else lambda text: None)
+            return _trained(run, world, progress, say if say and world.is_first else lambda text: None)
         finally:
             run.close()
 
 
-def resume(folder: str, changes: Sequence[str] = (), *, told: Told | None = None, say: Say | None = None) -> Outcome:
+def resume(
+    folder: str, changes: Sequence[str] = (), *, progress: Progress | None = None, say: Say | None = None
+) -> Outcome:
     """Goes on with a run where it stopped, with `KEY=VALUE` changes of what may change."""
     _, before = read_config(folder)
     config = configfile.changed({**before.dumped(), "run": folder}, changes, os.path.join(folder, CONFIG))
-    return start(config, resume="must", asked=[change.partition("=")[0] for change in changes], told=told, say=say)
+    return start(
+        config, resume="must", asked=[change.partition("=")[0] for change in changes], progress=progress, say=say
+    )
 
 
 def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> Run:
@@ -77,9 +81,9 @@ def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> Ru
     return run if world.is_first else reopen(config.run, config, write=False)
 
 
-def _trained(run: Run, world: World, told: Told | None, say: Say) -> Outcome:
+def _trained(run: Run, world: World, progress: Progress | None, say: Say) -> Outcome:
     config = run.config
-    hooks = Hooks(config.hooks, told if world.is_first else None)
+    hooks = Hooks(config.hooks, progress if world.is_first else None)
     with name_culprits(), switches_given_back(), stopping(config.stop) as stop:
         trainer = build(config, world, say, fresh=not run.store.all())
         saved = _restore(trainer, run, say)
@@ -107,10 +111,10 @@ def _note_changes(run: Run) -> None:
         run.note(CHANGED, changes=noted, config=run.config.dumped(), revision=run.revision)
 
 
-def _restore(trainer: Trainer, run: Run, say: Say) -> Saved | None:
+def _restore(trainer: Trainer, run: Run, say: Say) -> SavedState | None:
     """Gives the trainer the newest whole checkpoint, if there is one."""
 
-    def damaged(saved: Saved, error: CkptoolError) -> None:
+    def damaged(saved: SavedState, error: CkptoolError) -> None:
         say(f"skipped {printable(saved.path)}: {error.what}")
         if trainer.world.is_first:
             run.note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
@@ -133,7 +137,7 @@ def _loaded(path: str) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def _say_environment(saved: Saved, trainer: Trainer, say: Say) -> None:
+def _say_environment(saved: SavedState, trainer: Trainer, say: Say) -> None:
     """Says so where the run goes on in an environment that may change bits."""
     before = (saved.sidecar or {}).get("environment") or {}
     now = environment(trainer.world.size, trainer.world.device)

@@ -30,7 +30,7 @@ _FILE = re.compile(r"step-(\d{8,})\.(?:pt|json)")
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedState:
     """A checkpoint of a run. sidecar: the facts recorded with it; None where they are missing or damaged."""
 
     step: int
@@ -54,7 +54,7 @@ class Retention:
     metric: str
     mode: str
 
-    def reasons(self, there: Iterable[Saved]) -> dict[int, list[str]]:
+    def reasons(self, there: Iterable[SavedState]) -> dict[int, list[str]]:
         """The steps to keep, in order, each with the names of the rules that want it."""
         ordered = sorted(there, key=lambda saved: saved.step)
         wanted = {
@@ -69,7 +69,7 @@ class Retention:
                 reasons.setdefault(saved.step, []).append(name)
         return dict(sorted(reasons.items()))
 
-    def divide(self, there: Iterable[Saved]) -> tuple[dict[int, list[str]], list[Saved]]:
+    def divide(self, there: Iterable[SavedState]) -> tuple[dict[int, list[str]], list[SavedState]]:
         """The steps to keep, each with why, and the checkpoints that no rule keeps.
 
         Damaged ones stay and do not count: they are for a person to look at.
@@ -78,7 +78,7 @@ class Retention:
         kept = self.reasons(whole)
         return kept, [saved for saved in whole if saved.step not in kept]
 
-    def _ranked(self, ordered: list[Saved]) -> list[Saved]:
+    def _ranked(self, ordered: list[SavedState]) -> list[SavedState]:
         """The best first; 0.0 counts, NaN and missing values never rank, and of equal ones the older comes first."""
         sign = 1 if self.mode == "min" else -1
         measured = [saved for saved in ordered if not math.isnan(saved.metrics.get(self.metric, math.nan))]
@@ -108,7 +108,7 @@ class Store:
 
     # Writing -----------------------------------------------------------------------------------------------------
 
-    def commit(self, step: int, tree: Any, facts: dict[str, Any]) -> Saved:
+    def commit(self, step: int, tree: Any, facts: dict[str, Any]) -> SavedState:
         """Writes the state after `step` steps, and facts about it (metrics, epoch, environment) in its sidecar.
 
         Raises `DiskFull`, `FileProblem`, or `Conflict` over a file of something else; older checkpoints stay.
@@ -130,9 +130,9 @@ class Store:
             write_json(sidecar_of(path), sidecar, sync_folder=False)
 
         replace_file(plan, path, overwrite=True, verify=describe, digest=running)
-        return Saved(step, path, sidecar)
+        return SavedState(step, path, sidecar)
 
-    def remove(self, saved: Saved) -> None:
+    def remove(self, saved: SavedState) -> None:
         """Deletes a checkpoint, the file before its sidecar: a sidecar alone is no checkpoint."""
         for path in (saved.path, sidecar_of(saved.path)):
             remove_file(path)
@@ -153,7 +153,7 @@ class Store:
             )
 
     def _wrote(self, path: str) -> bool:
-        """Whether this run wrote a checkpoint or its sidecar, by the sidecar, or where that was lost, the history."""
+        """True where this run wrote a checkpoint or its sidecar, by the sidecar, or if that was lost, the history."""
         sidecar = read_json(sidecar_of(path))
         if sidecar is not None:
             return sidecar.get("run") == self.run
@@ -162,18 +162,18 @@ class Store:
 
     # Reading -----------------------------------------------------------------------------------------------------
 
-    def all(self) -> list[Saved]:
+    def all(self) -> list[SavedState]:
         """The checkpoints that are there, oldest first, whole or not; those of another run left out."""
         found = []
         for name in _names(self.folder):
             if match := _NAME.fullmatch(name):
                 path = os.path.join(self.folder, name)
-                saved = Saved(int(match[1]), path, read_json(sidecar_of(path)))
+                saved = SavedState(int(match[1]), path, read_json(sidecar_of(path)))
                 if saved.sidecar is None or saved.sidecar.get("run") == self.run:
                     found.append(saved)
         return sorted(found, key=lambda saved: saved.step)
 
-    def newest_valid(self, verify: str, damaged: Callable[[Saved, CkptoolError], None]) -> Saved | None:
+    def newest_valid(self, verify: str, damaged: Callable[[SavedState, CkptoolError], None]) -> SavedState | None:
         """The newest whole checkpoint; None where there are none at all. `damaged` is called with each one skipped.
 
         verify: `full` compares the sha256 too, `size` only the size. Raises `NoneValid` where all are damaged.
@@ -206,7 +206,7 @@ def _names(folder: str) -> list[str]:
     return []
 
 
-def check(saved: Saved, verify: str) -> None:
+def check(saved: SavedState, verify: str) -> None:
     """Raises `Corrupt` unless a checkpoint is what its sidecar says."""
     sidecar = saved.sidecar
     if sidecar is None:
@@ -230,8 +230,8 @@ def _known(sidecar: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in (sidecar, sidecar.get("replaces")) if isinstance(each, dict)]
 
 
-def has_its_size(saved: Saved) -> bool:
-    """Whether a checkpoint is as long as its sidecar says: the quick check, for retention."""
+def has_its_size(saved: SavedState) -> bool:
+    """True for a checkpoint that is as long as its sidecar says: the quick check, for retention."""
     sizes = [known.get("bytes") for known in _known(saved.sidecar or {})]
     with suppress(OSError):
         return saved.sidecar is not None and os.path.getsize(saved.path) in sizes

@@ -77,7 +77,7 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """How many steps the run has, by `train.steps` or `train.epochs`."""
+        """The length of the run, by `train.steps` or `train.epochs`."""
         train = self.config.train
         return train.steps if train.steps is not None else (train.epochs or 0) * self.steps_per_epoch
 

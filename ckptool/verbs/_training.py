@@ -1,4 +1,4 @@
-"""What the verbs of the training harness have in common: that it can be imported, and a configuration from whatever was given."""
+"""Shared by the verbs of the training harness: the check that it is installed, and a configuration from any input."""
 
 from __future__ import annotations
 

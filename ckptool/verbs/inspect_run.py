@@ -12,14 +12,7 @@ from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
 from ckptool.formats.opening import PathLike
 from ckptool.reports.train import GOOD, RunCheckpoint, RunReport
 from ckptool.training import CONFIG, HISTORY, is_run
-from ckptool.training.store import (
-    Lines,
-    Retention,
-    Saved,
-    Store,
-    check,
-    last_config,
-)
+from ckptool.training.store import Lines, Retention, SavedState, Store, check, last_config
 
 MAX_CONFIG = 1 << 20
 
@@ -86,7 +79,7 @@ def _count(section: dict[str, Any], key: str) -> int:
     return value if type(value) is int and value > 0 else 0
 
 
-def _row(saved: Saved, full: bool, kept: Iterable[str]) -> RunCheckpoint:
+def _row(saved: SavedState, full: bool, kept: Iterable[str]) -> RunCheckpoint:
     state, problem = GOOD, ""
     try:
         check(saved, "full" if full else "size")

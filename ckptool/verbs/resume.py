@@ -18,4 +18,4 @@ def resume(run: PathLike, set: str | Sequence[str] = (), *, progress: Any = None
     check_harness()
     from ckptool.training.start import resume as go_on
 
-    return go_on(os.fspath(run), several(set), told=progress, say=say)
+    return go_on(os.fspath(run), several(set), progress=progress, say=say)

@@ -31,7 +31,7 @@ def train(
     made = configuration(config, set)
     from ckptool.training.start import start
 
-    return start(made, resume=resume, asked=[change.partition("=")[0] for change in set], told=progress, say=say)
+    return start(made, resume=resume, asked=[change.partition("=")[0] for change in set], progress=progress, say=say)
 
 
 def dry_run(config: PathLike | dict[str, Any] | Config, set: str | Sequence[str] = ()) -> Rehearsal:

@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from ckptool.training.store import Retention, Saved
+from ckptool.training.store import Retention, SavedState
 
 
-def kept_steps(step: int, value: float | None) -> Saved:
-    return Saved(step, "", {"metrics": {} if value is None else {"acc": value}})
+def kept_steps(step: int, value: float | None) -> SavedState:
+    return SavedState(step, "", {"metrics": {} if value is None else {"acc": value}})
 
 
 def rules(last: int = 0, best: int = 0, every: int = 0, metric: str = "acc", mode: str = "max") -> Retention:
@@ -63,7 +63,7 @@ def test_the_newest_and_the_best_always_stay(seed: int) -> None:
     """Whatever the policies; and what was kept before a new one came is all that is needed to choose again."""
     dice = random.Random(seed)
     rule = rules(dice.randrange(3), 1, dice.choice((0, 30)))
-    left: list[Saved] = []
+    left: list[SavedState] = []
     values = [dice.choice((0.0, 0.5, 1.0, math.nan, dice.random())) for _ in range(12)]
     for number, value in enumerate(values):
         left.append(kept_steps(10 * (number + 1), value))

@@ -20,7 +20,7 @@ from ckptool.output import StreamingSha256, durable
 from ckptool.output import hashing as running_module
 from ckptool.training import store as store_module
 from ckptool.training.runs import Lock
-from ckptool.training.store import Lines, Saved, Store, check, name_of, read_json, sidecar_of
+from ckptool.training.store import Lines, SavedState, Store, check, name_of, read_json, sidecar_of
 from tests.support.small_runs import cut_short, flip_a_bit, forget_record
 
 STATE = {"model_state_dict": {"w": torch.arange(6.0)}, "step": 3}
@@ -202,7 +202,7 @@ def test_a_file_is_deleted_before_its_sidecar(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "unlink", order.append)
     store.remove(store.all()[0])
     assert [os.path.splitext(path)[1] for path in order] == [".pt", ".json"]
-    store.remove(Saved(9, str(tmp_path / "none.pt"), None))  # what is gone already is fine
+    store.remove(SavedState(9, str(tmp_path / "none.pt"), None))  # what is gone already is fine
 
 
 def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
     size = path.stat().st_size
     cut_short(path)
     with pytest.raises(Corrupt, match=f"has {size - 1:,} bytes; its sidecar says {size}"):
-        check(Saved(3, str(path), read_json(sidecar_of(str(path)))), "size")
+        check(SavedState(3, str(path), read_json(sidecar_of(str(path)))), "size")
 
 
 def test_leftovers_of_a_killed_save_are_swept(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ckptool.training.prove.crash import Crash
 
 GRACE = 600.0  # seconds that one process may take
 Work = Callable[[dict[str, Any]], int]
-"""What a forked process does for a request; its exit code."""
+"""The work of a forked process for a request; returns its exit code."""
 
 
 class ForkServer:

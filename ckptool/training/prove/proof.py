@@ -67,7 +67,7 @@ def prove(
 
 
 def processes_of(config: Config, wanted: int | None) -> int:
-    """How many processes train together. Raises `UsageError` where only one can, or where torchrun started this one."""
+    """The number of processes that train together. Raises `UsageError` where only one can, or under torchrun."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "torchrun started several processes of prove",
@@ -202,7 +202,7 @@ class ProofRun:
     # Ablations ---------------------------------------------------------------------------------------------------
 
     def ablated(self, reference: str) -> dict[str, bool | None]:
-        """Whether the end differs when a part of the state is reset half way; None for a run without such a part."""
+        """Resets each part of the state half way: True where the end then differs, None where there is no such part."""
         self.train("half", f"train.steps={max(1, self.steps // 2)}")
         found: dict[str, bool | None] = {}
         for part in ABLATIONS:
