@@ -14,7 +14,7 @@ from ckptool.errors import counted, listed, printable
 from ckptool.pickles.plain import to_json
 from ckptool.render.json import Json, finite, path_json, type_name
 from ckptool.render.style import PLAIN, WHOLE, Style, columns, number, tensor_text, value_text
-from ckptool.reports.diff import Change, Diff
+from ckptool.reports.diff import Diff, Difference
 
 
 @provides("text", Diff)
@@ -209,7 +209,7 @@ def diff_json(found: Diff) -> Json:
     }
 
 
-def _change_json(change: Change) -> Json:
+def _change_json(change: Difference) -> Json:
     aspects = {
         name: None if name == "values" else [_aspect(name, side) for side in sides]
         for name, sides in change.aspects.items()

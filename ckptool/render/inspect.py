@@ -33,7 +33,7 @@ from ckptool.render.style import (
     tensor_text,
     value_text,
 )
-from ckptool.reports.inspect import EntryRow, Inspection, Listing, Part, TensorRow, like_others, listing, parts
+from ckptool.reports.inspect import EntryRow, Inspection, Listing, PartSummary, TensorRow, like_others, listing, parts
 
 if TYPE_CHECKING:
     from ckptool.reports.statistics import Statistics
@@ -76,7 +76,7 @@ def _heading(listing: Listing, style: Style) -> str:
     return style.bold(name) + style.fit(f": {listing.container}{part}, {size(listing.bytes)}{metadata}", len(name))
 
 
-def _totals(listing: Listing, divided: Sequence[Part], style: Style) -> str:
+def _totals(listing: Listing, divided: Sequence[PartSummary], style: Style) -> str:
     if not listing.tensors:
         return style.dim("no tensors")
     tied = sum(len(part.tied) for part in divided)
@@ -92,7 +92,7 @@ Line = tuple[str, int | None, int, str]
 """A label with its indentation, bytes (None: no bar), the width of its level, details."""
 
 
-def _overview(divided: Sequence[Part], order: str, depth: int | None, style: Style) -> str:
+def _overview(divided: Sequence[PartSummary], order: str, depth: int | None, style: Style) -> str:
     if len(divided) == 1 and divided[0].root.path == () and not divided[0].rows:
         return _flat_entries(divided[0])
     shown, hidden = overview(divided, order, depth)
@@ -116,14 +116,16 @@ def _lines(shown: Sequence[OverviewRow], hint: str = "") -> list[Line]:
 class OverviewRow:
     """A part, or several that look alike, with the outline of what is in it. bytes: None where there are no tensors."""
 
-    part: Part
+    part: PartSummary
     name: str
     bytes: int | None
     detail: str
     outline: Branch | None
 
 
-def overview(divided: Sequence[Part], order: str = "none", depth: int | None = None) -> tuple[list[OverviewRow], int]:
+def overview(
+    divided: Sequence[PartSummary], order: str = "none", depth: int | None = None
+) -> tuple[list[OverviewRow], int]:
     """An overview of a file with many parts: a row each, the largest with an outline; then how many are left out."""
     alike = {} if depth is not None else like_others(divided)
     runs = _runs(_arranged(divided, order), alike)
@@ -143,9 +145,9 @@ def overview(divided: Sequence[Part], order: str = "none", depth: int | None = N
     return rows, sum(len(run) for run in runs[len(shown) :])
 
 
-def _runs(divided: Iterable[Part], alike: dict[Part, Part]) -> list[list[Part]]:
+def _runs(divided: Iterable[PartSummary], alike: dict[PartSummary, PartSummary]) -> list[list[PartSummary]]:
     """The parts; those that stand after each other and repeat the same one (a hundred clients' weights) together, where they are many."""
-    runs: list[list[Part]] = []
+    runs: list[list[PartSummary]] = []
     for first, run in groupby(divided, key=alike.get):
         together = list(run)
         if first is None or len(together) < MANY or len({(part.bytes, part.locations) for part in together}) > 1:
@@ -155,23 +157,23 @@ def _runs(divided: Iterable[Part], alike: dict[Part, Part]) -> list[list[Part]]:
     return runs
 
 
-def _arranged(divided: Sequence[Part], order: str) -> Sequence[Part]:
+def _arranged(divided: Sequence[PartSummary], order: str) -> Sequence[PartSummary]:
     if order == "size":
         return sorted(divided, key=lambda part: -part.bytes)
     return sorted(divided, key=root_name) if order == "name" else divided
 
 
-def _has_outline(part: Part, depth: int | None) -> bool:
+def _has_outline(part: PartSummary, depth: int | None) -> bool:
     """Optimizers repeat the model's names: their one line is enough, unless a depth was asked for."""
     several = len(part.rows) > 1 or (len(part.rows) == 1 and part.rows[0].path != part.root.path)
     return several and (depth is not None or part.root.is_model or part.root.kind == PLAIN_VALUES)
 
 
-def root_name(part: Part) -> str:
+def root_name(part: PartSummary) -> str:
     return printable(part.root.address) or WHOLE
 
 
-def root_detail(part: Part) -> str:
+def root_detail(part: PartSummary) -> str:
     root = part.root
     if root.kind == PLAIN_VALUES and not (part.rows and isinstance(root.node, (dict, list, tuple, Object))):
         return value_text(root.node, 100)
@@ -195,7 +197,7 @@ def _kind(node: Any) -> str:
     )
 
 
-def _branches(branch: Branch, level: int, part: Part, hint: str) -> Iterable[Line]:
+def _branches(branch: Branch, level: int, part: PartSummary, hint: str) -> Iterable[Line]:
     for child in branch.expanded:
         tied = child.leaf is not None and child.times == 1 and child.leaf in part.tied
         yield "  " * level + child.label, None if tied else child.size, level, branch_detail(child, part)
@@ -204,7 +206,7 @@ def _branches(branch: Branch, level: int, part: Part, hint: str) -> Iterable[Lin
         yield "  " * level + "…", None, level, f"{branch.hidden:,} more{hint}"
 
 
-def branch_detail(branch: Branch, part: Part) -> str:
+def branch_detail(branch: Branch, part: PartSummary) -> str:
     leaf = branch.leaf
     if leaf is None:
         return counted(branch.tensors, "tensor")
@@ -246,7 +248,7 @@ def _wrapped(text: str, used: int, width: int | None) -> str:
     return ("\n" + " " * used).join(wrap(text, max(width - used, 20)))
 
 
-def _flat_entries(part: Part) -> str:
+def _flat_entries(part: PartSummary) -> str:
     """A file of plain values: its entries, as far as they fit."""
     rows = [
         (printable(segment_text(key)), value_text(value)) for key, value in islice(children(part.root.node), LINES + 1)
@@ -259,7 +261,7 @@ def _flat_entries(part: Part) -> str:
 # Everything
 
 
-def _everything(listing: Listing, divided: Sequence[Part], order: str, style: Style) -> str:
+def _everything(listing: Listing, divided: Sequence[PartSummary], order: str, style: Style) -> str:
     tied = {id(part.rows[i]): part.rows[before] for part in divided for i, before in part.tied.items()}
     tensors = _sorted_rows(listing.tensors, order)
     rows = [(printable(row.address) or WHOLE, *_tensor_cells(row, tied.get(id(row)))) for row in tensors]

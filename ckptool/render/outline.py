@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import printable
-from ckptool.reports.inspect import Part
+from ckptool.reports.inspect import PartSummary
 
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one
@@ -31,7 +31,7 @@ class Branch:
     hidden: children that were left out below the last shown one.  start: the piece with which the labels of children begin.
     """
 
-    part: Part
+    part: PartSummary
     items: Sequence[Item]
     depth: int
     label: str
@@ -87,7 +87,7 @@ class Branch:
         return [(pieces[depth:], rows[i].tensor.dtype, rows[i].tensor.shape) for pieces, i in self.items]
 
 
-def outline(part: Part, lines: int, depth: int | None, order: str) -> Branch:
+def outline(part: PartSummary, lines: int, depth: int | None, order: str) -> Branch:
     """The tensors of a part as a branch that is expanded within `lines`, or `depth` levels deep where that is given."""
     base = len(part.root.path)
     items = [(_pieces(row.path, base), index) for index, row in enumerate(part.rows)]

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Note, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import segment_text
 from ckptool.errors import printable, quoted
-from ckptool.reports.inspect import Part
+from ckptool.reports.inspect import PartSummary
 
 BAR = 12  # characters
 WIDEST = 72  # column
@@ -131,7 +131,7 @@ def notes_text(notes: Sequence[Note], style: Style = PLAIN) -> str:
     return "\n".join(lines)
 
 
-def tensor_text(tensor: Tensor, part: Part | None = None) -> str:
+def tensor_text(tensor: Tensor, part: PartSummary | None = None) -> str:
     """`f32 [64, 3, 7, 7]`, with what is unusual about it."""
     extra = []
     if tensor.location != "cpu" and (part is None or len(part.locations) > 1):

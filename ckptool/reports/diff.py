@@ -33,7 +33,7 @@ BYTES, CHECKSUMS, VALUES, TOLERANCE = "bytes", "stored checksums", "values", "va
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Change:
+class Difference:
     """Something in both files that differs. `aspects`: in what (`shape`, `dtype`, `values`, …), old and new."""
 
     path: Path
@@ -60,7 +60,7 @@ class Diff:
     evidence: str
     tensors: int
     equal: int
-    changed: tuple[Change, ...]
+    changed: tuple[Difference, ...]
     only_left: tuple[tuple[Path, Any], ...]
     only_right: tuple[tuple[Path, Any], ...]
     ties: tuple[tuple[str, tuple[str, ...]], ...]
@@ -77,7 +77,7 @@ _Aspects = dict[str, tuple[Any, Any]]
 class _Found:
     tensors: int = 0
     equal: int = 0
-    changed: list[Change] = field(default_factory=list)
+    changed: list[Difference] = field(default_factory=list)
     only_left: list[tuple[Path, Any]] = field(default_factory=list)
     only_right: list[tuple[Path, Any]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
@@ -245,7 +245,7 @@ class _Comparer:
         key = (id(a), id(b))
         known = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
         if known[0] or kinds:
-            self.found.changed.append(Change(path, a, b, {**(kinds or {}), **known[0]}, known[1]))
+            self.found.changed.append(Difference(path, a, b, {**(kinds or {}), **known[0]}, known[1]))
         else:
             self.found.equal += counted
 
@@ -310,7 +310,7 @@ class _Comparer:
         return not (found.changed or found.only_left or found.only_right)
 
     def _change(self, path: Path, a: Any, b: Any, aspects: dict[str, tuple[Any, Any]]) -> None:
-        self.found.changed.append(Change(path, a, b, aspects))
+        self.found.changed.append(Difference(path, a, b, aspects))
 
 
 def _without_wrapper_modules(metadata: dict[Any, Any]) -> dict[Any, Any]:

@@ -295,7 +295,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class PartSummary:
     """A root and its tensors.
 
     sizes: bytes of each row's values, 0 for one that is tied to an earlier row of the part; `bytes` and `elements` are
@@ -314,7 +314,7 @@ class Part:
     locations: tuple[str, ...]
 
 
-def parts(listing: Listing) -> list[Part]:
+def parts(listing: Listing) -> list[PartSummary]:
     """Every root of a listing, in order, with its tensors. Those outside of all roots belong to none."""
     if len(listing.roots) == 1:
         return [_part(listing.roots[0], listing.tensors)]
@@ -329,11 +329,11 @@ def parts(listing: Listing) -> list[Part]:
     return [_part(root, rows[root.path]) for root in listing.roots]
 
 
-def like_others(divided: Sequence[Part]) -> dict[Part, Part]:
+def like_others(divided: Sequence[PartSummary]) -> dict[PartSummary, PartSummary]:
     """Sets of weights with the names, types and shapes of an earlier one (wrappers aside), as an EMA has: to that."""
     models = [part for part in divided if part.root.is_model]
-    alike: dict[Part, Part] = {}
-    first: dict[tuple[object, ...], Part] = {}
+    alike: dict[PartSummary, PartSummary] = {}
+    first: dict[tuple[object, ...], PartSummary] = {}
     for part in models if len(models) > 1 else ():
         base = len(part.root.path)
         shapes = tuple(
@@ -350,7 +350,7 @@ def like_others(divided: Sequence[Part]) -> dict[Part, Part]:
     return alike
 
 
-def _part(root: StateDict, rows: Sequence[TensorRow]) -> Part:
+def _part(root: StateDict, rows: Sequence[TensorRow]) -> PartSummary:
     tied = _tied(rows)
     known: dict[tuple[object, object], tuple[int, int]] = {}  # many tensors are of few shapes
     sizes: list[int] = []
@@ -370,7 +370,7 @@ def _part(root: StateDict, rows: Sequence[TensorRow]) -> Part:
         elements += fact[0]
         sizes.append(fact[1])
     dtypes = _most_frequent([row.tensor.dtype for row in rows])
-    return Part(
+    return PartSummary(
         root,
         rows,
         sizes,

@@ -32,7 +32,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SaveResult:
     """Where and how something was saved; `how` and the sizes as in `Written`. notes: what happened on the way."""
 
     output: str

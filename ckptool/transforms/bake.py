@@ -278,7 +278,7 @@ def _places(at: Array, shape: tuple[int, ...], reduced: tuple[int, ...]) -> Arra
     return places
 
 
-def told(baked: Baked) -> list[str]:
+def summary_lines(baked: Baked) -> list[str]:
     """What was folded and what was left, a line for each kind."""
     lines = []
     for kind in (WEIGHT_NORM, PRUNING, SPECTRAL):

@@ -19,7 +19,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import PLAIN, find_state_dicts, is_optimizer
 from ckptool.checkpoint.tree import address, map_storages, rebuild, storages, stored_parts, tensors, walk
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed, printable
-from ckptool.transforms.slim import as_twins, equal
+from ckptool.transforms.slim import equal, share_bytes
 
 LONGEST_NAME = 200  # bytes: with a suffix it has to be the name of a file
 MAX_PLAIN = 1 << 16  # characters of JSON; a longer value gets a file of its own
@@ -232,7 +232,7 @@ class Shared:
 
 
 def separated(tree: dict[Any, Any]) -> tuple[dict[Any, Any], Shared]:
-    """The tree with no storage marked as a twin, and what its members share.
+    """The tree with no storage marked as deduplicated, and what its members share.
 
     Raises `Ambiguous` where an address that has to be named leads to two tensors.
     """
@@ -291,7 +291,7 @@ def joined(tree: dict[Any, Any], shared: Shared) -> tuple[dict[Any, Any], int, i
         alike = [storage for places in twins for storage in _distinct(at, places)]
         wanted += max(0, len(alike) - 1)
         groups += list(equal([((storage.nbytes, storage.location), storage) for storage in alike]))
-    tree, count, _ = as_twins(tree, groups)
+    tree, count, _ = share_bytes(tree, groups)
     return tree, count, wanted - count
 
 

@@ -17,15 +17,15 @@ from ckptool.errors import UsageError, printable
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count
 # on their own.
-MIN_TWIN = 1024
+MIN_SHARED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Slimmed:
     """What was left out, and the bytes that each way saved.
 
-    dropped: addresses of the optimizers.  compacted: storages that lost bytes behind views.  twins: storages whose
-    bytes another one has.
+    dropped: addresses of the optimizers.  compacted: storages that lost bytes behind views.
+    shared: storages whose bytes are stored with those of another.
     """
 
     checkpoint: Checkpoint
@@ -33,12 +33,12 @@ class Slimmed:
     optimizer_bytes: int
     compacted: int
     waste_bytes: int
-    twins: int
-    twin_bytes: int
+    shared: int
+    shared_bytes: int
 
     @property
     def changed(self) -> bool:
-        return bool(self.dropped or self.compacted or self.twins)
+        return bool(self.dropped or self.compacted or self.shared)
 
 
 def slim(
@@ -48,8 +48,8 @@ def slim(
 
     kept: storages that are used elsewhere as well, and stay as they are.
 
-    Equal storages stay separate for `ckptool.load`: they are marked as twins, and only share their place in the file.
-    Reads no tensor data but to look for twins. Raises `UsageError` for a file that is nothing but an optimizer.
+    Equal storages stay separate for `ckptool.load`: they only share their place in the file.
+    Reads no tensor data but to look for equal storages. Raises `UsageError` for a file that is nothing but an optimizer.
     """
     tree = checkpoint.tree
     others = frozenset(map(id, kept))
@@ -58,9 +58,9 @@ def slim(
     without = _bytes(tree, others)
     tree, compacted = _compact(tree, others)
     dense = _bytes(tree, others)
-    tree, twins, twin_bytes = with_twins(tree, others) if dedup else (tree, 0, 0)
+    tree, shared, shared_bytes = deduplicate(tree, others) if dedup else (tree, 0, 0)
     changed = replace(checkpoint, tree=tree)
-    return Slimmed(changed, dropped, before - without, compacted, without - dense, twins, twin_bytes)
+    return Slimmed(changed, dropped, before - without, compacted, without - dense, shared, shared_bytes)
 
 
 def _bytes(tree: Any, others: Collection[int]) -> int:
@@ -199,12 +199,12 @@ def _placed(group: Sequence[TensorEntry], storage: Storage, shifts: dict[int, in
 # Equal bytes ---------------------------------------------------------------------------------------------------------
 
 
-def with_twins(tree: Any, kept: Collection[int] = ()) -> tuple[Any, int, int]:
-    """The tree with equal storages on one piece of data, marked as twins; how many were given up, and their bytes."""
-    return as_twins(tree, equal(list(_candidates(tree, kept))))
+def deduplicate(tree: Any, kept: Collection[int] = ()) -> tuple[Any, int, int]:
+    """The tree with equal storages on one piece of data; how many of them, and their bytes, are not stored."""
+    return share_bytes(tree, equal(list(_candidates(tree, kept))))
 
 
-def as_twins(tree: Any, groups: Iterable[Sequence[Storage]]) -> tuple[Any, int, int]:
+def share_bytes(tree: Any, groups: Iterable[Sequence[Storage]]) -> tuple[Any, int, int]:
     """The same with groups of storages that are known to be equal."""
     data: dict[int, Data] = {}
     count = saved = 0
@@ -226,7 +226,7 @@ def _candidates(tree: Any, kept: Collection[int]) -> Iterator[tuple[Any, Storage
     for group in _plain_views(tree, kept).values():
         storage = group[0].storage
         classes = {entry.dtype.storage for entry in group}
-        if len(classes) == 1 and storage.nbytes >= MIN_TWIN and not storage.deduplicated:
+        if len(classes) == 1 and storage.nbytes >= MIN_SHARED and not storage.deduplicated:
             yield (storage.nbytes, storage.location, classes.pop()), storage
 
 
@@ -241,4 +241,4 @@ def equal(candidates: Sequence[tuple[Any, Storage]]) -> Iterator[list[Storage]]:
         for storage in group:
             if len(group) > 1 and (sums[storage.crc] > 1 or None in sums):
                 same[sha256_of(storage.data).digest()].append(storage)
-        yield from (twins for twins in same.values() if len(twins) > 1)
+        yield from (equals for equals in same.values() if len(equals) > 1)

@@ -28,11 +28,11 @@ _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 
 
-class _Dropped:
+class _Omitted:
     """Stands for a value that has no plain form, until what holds it leaves it out."""
 
 
-DROPPED = _Dropped()
+DROPPED = _Omitted()
 
 
 @dataclass(frozen=True, slots=True)

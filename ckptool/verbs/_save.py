@@ -34,7 +34,7 @@ from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS
 from ckptool.reports.diff import Diff, diff
-from ckptool.reports.save import Saved, Written
+from ckptool.reports.save import SaveResult, Written
 from ckptool.reports.verify import refuse_damaged
 
 
@@ -102,7 +102,7 @@ def save(
     changes: bool = True,
     expected: Checkpoint | None = None,
     inputs: Sequence[Input] = (),
-) -> Saved:
+) -> SaveResult:
     """Writes `changed` to the output. `changes=False`: it is the original, so the output is a copy of the file.
 
     expected: what reading the output gives, where that is not `changed`.  inputs: what it was made from beside the original.
@@ -192,11 +192,11 @@ def _copy_of(source: Input) -> Plan:
 
 def _save_in_place(
     output: Output, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]
-) -> Saved:
+) -> SaveResult:
     source, container = _writable(output, original)
     if not changes:
         notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
-        return Saved(source.path, container.name, "nothing", 0, source.size, notes)
+        return SaveResult(source.path, container.name, "nothing", 0, source.size, notes)
     notes = () if container.tensors_only else refuse_unknown(changed, output.keep_unknown)
     plan = container.append(changed, keep_unknown=output.keep_unknown)
     if plan is None:
@@ -205,7 +205,7 @@ def _save_in_place(
         return replace(saved, container=container.name, notes=(*notes, *saved.notes))
     if not output.dry_run:
         _append(output, plan, source, changed, inputs)
-    return Saved(source.path, container.name, "in place", plan.nbytes, plan.keep + plan.nbytes, notes)
+    return SaveResult(source.path, container.name, "in place", plan.nbytes, plan.keep + plan.nbytes, notes)
 
 
 def _writable(output: Output, original: Checkpoint) -> tuple[Source, Format]:
@@ -249,7 +249,7 @@ def _append(output: Output, plan: Plan, source: Source, changed: Checkpoint, inp
     append_in_place(plan, source, verify=confirm, progress=output.progress)
 
 
-def _replace(output: Output, target: str, plan: Plan, expected: Checkpoint, inputs: Sequence[Input]) -> Saved:
+def _replace(output: Output, target: str, plan: Plan, expected: Checkpoint, inputs: Sequence[Input]) -> SaveResult:
     folder = os.path.dirname(target)
     makes_folder = output.make_folder and not os.path.lexists(folder or ".")
     notes: tuple[Note, ...] = ()
@@ -262,7 +262,7 @@ def _replace(output: Output, target: str, plan: Plan, expected: Checkpoint, inpu
         )
     elif not makes_folder:
         _check(target, plan, output.overwrite)
-    return Saved(target, "", "new file", plan.nbytes, plan.nbytes, notes)
+    return SaveResult(target, "", "new file", plan.nbytes, plan.nbytes, notes)
 
 
 def put_in_place(plan: Plan, target: str | os.PathLike[str], *, overwrite: bool, **options: Any) -> tuple[Note, ...]:
@@ -337,7 +337,7 @@ def _first(found: Diff) -> str:
 def written(
     output: Output,
     original: Checkpoint,
-    saved: Saved,
+    saved: SaveResult,
     summary: str,
     *,
     facts: dict[str, Any],
@@ -385,7 +385,7 @@ class FileChange:
     kept: tuple[Storage, ...]
     extract: bool
 
-    def save(self, changed: Checkpoint, *, changes: bool = True) -> Saved:
+    def save(self, changed: Checkpoint, *, changes: bool = True) -> SaveResult:
         """Writes the file with the changed part in its place, or that part alone.
 
         Raises `Conflict` where a tensor of the part would no longer be tied to one outside of it, and what saving raises.
@@ -394,7 +394,7 @@ class FileChange:
             return save(self.output, self.original, replace(changed, base=()))
         return save(self.output, self.original, self._whole(changed), changes=changes)
 
-    def written(self, saved: Saved, summary: str, **more: Any) -> Written:
+    def written(self, saved: SaveResult, summary: str, **more: Any) -> Written:
         """The report, with the facts, details and notes of the verb."""
         return written(self.output, self.original, saved, summary, **more)
 

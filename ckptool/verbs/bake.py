@@ -47,6 +47,6 @@ def bake(
     saved = change.save(changed, changes=bool(folded))
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
     facts = {"folded": [each.weight for each in folded], "left": dict(left)}
-    details = tuple(line for found in baked.values() for line in folding.told(found))
+    details = tuple(line for found in baked.values() for line in folding.summary_lines(found))
     summary = f"{counted(len(folded), 'weight')} {word}"
     return change.written(saved, summary, facts=facts, details=details)

@@ -27,7 +27,7 @@ from ckptool.transforms.bundles import (
     members_of,
     table,
 )
-from ckptool.transforms.slim import with_twins
+from ckptool.transforms.slim import deduplicate
 from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, save, written
 from ckptool.verbs.slim import new_ties
 
@@ -241,7 +241,7 @@ def _made(parts: _Members, container: Format, dedup: bool, in_place: bool) -> tu
         alone = map_storages(
             tree, lambda storage: replace(storage, deduplicated=False) if storage.deduplicated else storage
         )
-        tree, count, saved_bytes = with_twins(alone)
+        tree, count, saved_bytes = deduplicate(alone)
     # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is there.
     made = replace(
         parts.checkpoint,

@@ -42,7 +42,7 @@ def slim(
     parts = [
         f"{done.optimizer_bytes:,} bytes of optimizer state" if done.dropped else "",
         f"{done.waste_bytes:,} bytes behind views" if done.compacted else "",
-        f"{done.twin_bytes:,} bytes stored twice" if done.twins else "",
+        f"{done.shared_bytes:,} bytes stored twice" if done.shared else "",
         "records that nothing uses" if unused else "",
     ]
     source = change.original.source
@@ -55,11 +55,11 @@ def slim(
         "optimizer_bytes": done.optimizer_bytes,
         "waste_bytes": done.waste_bytes,
         "waste_storages": done.compacted,
-        "twin_bytes": done.twin_bytes,
-        "twin_storages": done.twins,
+        "twin_bytes": done.shared_bytes,
+        "twin_storages": done.shared,
     }
     details = (f"dropped {listed([printable(name) for name in done.dropped], 8)}",) if done.dropped else ()
-    notes = (new_ties(done.twins, result.container),) if done.twins else ()
+    notes = (new_ties(done.shared, result.container),) if done.shared else ()
     return change.written(result, summary, facts=facts, details=details, notes=notes)
 
 

@@ -17,7 +17,7 @@ from ckptool.errors import CkptoolError, Conflict, UsageError, counted, printabl
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.output import check_folder, replace_folder
-from ckptool.reports.save import Saved, Written
+from ckptool.reports.save import SaveResult, Written
 from ckptool.reports.verify import refuse_damaged
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
 from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, verifier, written
@@ -114,13 +114,13 @@ def _save(
     container: Format,
     checkpoint: Checkpoint,
     output: Output,
-) -> Saved:
+) -> SaveResult:
     """Writes all files as one folder, or looks whether that could be done."""
     plan = _plan(parts, record, container, output.keep_unknown)
     replaceable = {*_files_of(folder), *plan.files}
     if output.dry_run:
         check_folder(folder, overwrite=output.overwrite, replaceable=replaceable)
-        return Saved(folder, container.name, "new folder", plan.nbytes, plan.nbytes)
+        return SaveResult(folder, container.name, "new folder", plan.nbytes, plan.nbytes)
     inputs: list[Input] = [checkpoint.source] if checkpoint.source is not None else []
     if output.verify:
         refuse_damaged(checkpoint)
@@ -133,7 +133,7 @@ def _save(
         verify=_verifier(parts) if output.verify else None,
         progress=output.progress,
     )
-    return Saved(folder, container.name, "new folder", plan.nbytes, plan.nbytes, notes)
+    return SaveResult(folder, container.name, "new folder", plan.nbytes, plan.nbytes, notes)
 
 
 def _plan(parts: Mapping[str, Checkpoint], record: bytes, container: Format, keep_unknown: bool) -> Plan:

@@ -28,7 +28,7 @@ from ckptool.transforms.bundles import (
     separated,
     table,
 )
-from ckptool.transforms.slim import equal, with_twins
+from ckptool.transforms.slim import deduplicate, equal
 from tests.support.files import opened
 
 
@@ -66,7 +66,7 @@ def test_what_was_separated_joins_to_the_same(plan: list[list[int]], dedup: bool
     """Members of tensors on a few storages, some of them equal: apart without twins, together as before."""
     pool = [stored(number // 2) for number in range(6)]
     tree = bundled({f"m{i}": {f"w{j}": tensor(pool[k]) for j, k in enumerate(ks)} for i, ks in enumerate(plan)})
-    tree = with_twins(tree)[0] if dedup else tree
+    tree = deduplicate(tree)[0] if dedup else tree
     alone, shared = separated(tree)
     assert not any(storage.deduplicated for storage in storages(alone))
     # As from files: every member gets storages of its own.
