@@ -8,7 +8,7 @@ nothing else.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,13 @@ from ckptool.reports.torch_versions import COUNTER
 from ckptool.reports.warm_start import LoadReport, Refusal, not_loaded, refusal
 from ckptool.transforms.casting import first_part
 from ckptool.transforms.optimizer_state import Carried, carried
-from ckptool.transforms.warm_start_plan import Assignment, WarmStartPlan, match_options, plan_warm_start
+from ckptool.transforms.warm_start_plan import (
+    Assignment,
+    MatchOptions,
+    WarmStartPlan,
+    match_options,
+    plan_warm_start,
+)
 
 try:
     import torch
@@ -211,31 +217,61 @@ def load_into(
     options = match_options(
         rename, rules_file, only, exclude, missing, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
     )
+    load = _planned(model, checkpoint, at, part, options, assign, optimizer)
+    if dry_run:
+        return load.report
+    if load.report.refused:
+        raise refusal(load.report)
+    load.carry_out(assign, optimizer)
+    return replace(load.report, applied=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Load:
+    """A plan for a live model. state: what its optimizer gets."""
+
+    slots: Mapping[str, _Slot]
+    target: Target
+    plan: WarmStartPlan
+    report: LoadReport
+    state: Carried | None
+
+    def carry_out(self, assign: bool | None, optimizer: torch.optim.Optimizer | None) -> None:
+        changes = _staged(self.plan, self.slots, self.target, assign)
+        if optimizer is not None and self.state is not None:
+            _load_optimizer(optimizer, self.state, self.slots)
+        with torch.no_grad():
+            for change in changes:
+                change.carry_out()
+
+
+def _planned(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    at: str | None,
+    part: bool,
+    options: MatchOptions,
+    assign: bool | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> _Load:
+    """The plan, and its report with what only the live model tells."""
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"load_into was given {type(model).__name__}, not a torch.nn.Module",
-            "It loads into an existing model.",
-            "To get a checkpoint's values without a model: ckptool.load(FILE)",
+            "It loads into a model that is there.",
+            "The values of a checkpoint without a model: ckptool.load(FILE)",
         )
     bare = unwrapped(model)
     slots = _slots(bare)
     target = _target(slots, type(bare).__name__)
     whole, root, remark = _weights(checkpoint, at, part)
     plan = _with_counters(plan_warm_start(root, str(whole.source or "the checkpoint"), target, options, remark), slots)
-    report = _with_device_facts(plan, bare, slots, options.missing, assign)
-    moved = _for_optimizer(optimizer, whole, root, target, plan, slots, assign) if optimizer is not None else None
-    report = replace(report, optimizer=moved.report) if moved is not None else report
-    if dry_run:
-        return report
-    if report.refused:
-        raise refusal(report)
-    changes = _staged(plan, slots, target, assign)
-    if optimizer is not None and moved is not None:
-        _load_optimizer(optimizer, moved, slots)
-    with torch.no_grad():
-        for change in changes:
-            change.carry_out()
-    return replace(report, applied=True)
+    report = plan.report
+    refused = (*report.refused, *_refusals(plan, slots, options.missing, assign))
+    report = replace(report, refused=refused, normalised=(*report.normalised, *_passing(bare)))
+    state = _for_optimizer(optimizer, whole, root, target, plan, slots, assign) if optimizer is not None else None
+    report = replace(report, optimizer=state.report) if state is not None else report
+    return _Load(slots, target, plan, report, state)
 
 
 def _weights(
@@ -262,51 +298,35 @@ def _with_counters(plan: WarmStartPlan, slots: Mapping[str, _Slot]) -> WarmStart
     return replace(plan, chosen={**plan.chosen, **zeros}, report=replace(plan.report, supplied=supplied))
 
 
-def _with_device_facts(
-    plan: WarmStartPlan,
-    model: nn.Module,
-    slots: Mapping[str, _Slot],
-    missing: Sequence[str] | None,
-    assign: bool | None,
-) -> LoadReport:
-    """The report with what only the live model tells: tensors without memory, or that cannot be written to."""
-    report, found = plan.report, list(plan.report.refused)
+def _refusals(
+    plan: WarmStartPlan, slots: Mapping[str, _Slot], missing: Sequence[str] | None, assign: bool | None
+) -> Iterator[Refusal]:
+    """Refusals for tensors without memory, or that cannot be written to."""
     on_meta = {name for name, slot in slots.items() if slot.tensor.device.type == "meta"}
     if on_meta and assign is False:
-        found.append(
-            Refusal(
-                "meta",
-                f"{counted(len(on_meta), 'tensor is', 'tensors are')} on the meta device and have no memory",
-                "assign=True",
-            )
-        )
-    allowed = [matcher(pattern) for pattern in missing or ()]
-    partly = [name for name, choice in plan.chosen.items() if choice.part is not None and name in on_meta]
-    empty = [
-        name
-        for name in (*not_loaded(report), *report.supplied)
-        if name in on_meta and not any(matches(name) for matches in allowed)
-    ]
-    if report.loaded and (left := [printable(name) for name in (*partly, *empty)]):
+        what = f"{counted(len(on_meta), 'tensor is', 'tensors are')} on the meta device and have no memory"
+        yield Refusal("meta", what, "assign=True")
+    if plan.report.loaded and (left := _left_on_meta(plan, on_meta, missing)):
         fix = "Give them values yourself, and allow it: missing='PATTERN'"
-        found.append(Refusal("meta-missing", f"on the meta device, and without values after it: {listed(left)}", fix))
+        yield Refusal("meta-missing", f"on the meta device, and without values after it: {listed(left)}", fix)
     tensors = {name: choice.tensor for name, choice in plan.chosen.items()}
     odd = [f"{printable(name)} ({tensor.kind})" for name, tensor in tensors.items() if isinstance(tensor, Composite)]
     if odd:
-        found.append(
-            Refusal(
-                "kind-mismatch",
-                f"tensors in the checkpoint that are not plain: {listed(odd)}",
-                "Leave them out: exclude=[…]",
-            )
-        )
-    stuck = [
-        printable(name) for name in plan.chosen if assign is not True and name not in on_meta and _is_stuck(slots[name])
-    ]
-    if stuck:
+        what = f"no plain tensors in the checkpoint: {listed(odd)}"
+        yield Refusal("kind-mismatch", what, "Leave them out: exclude=[…]")
+    written = [name for name in plan.chosen if assign is not True and name not in on_meta]
+    if stuck := [printable(name) for name in written if _is_stuck(slots[name])]:
         what = f"expanded or inference tensors, which cannot be copied into: {listed(stuck)}"
-        found.append(Refusal("read-only", what, "Replace them with new ones: assign=True"))
-    return replace(report, refused=tuple(found), normalised=(*report.normalised, *_passing(model)))
+        yield Refusal("read-only", what, "Put new ones in their place: assign=True")
+
+
+def _left_on_meta(plan: WarmStartPlan, on_meta: set[str], missing: Sequence[str] | None) -> list[str]:
+    """The names on the meta device that get no values, or only some, and that may not be missing."""
+    allowed = [matcher(pattern) for pattern in missing or ()]
+    partly = [name for name, choice in plan.chosen.items() if choice.part is not None and name in on_meta]
+    others = (*not_loaded(plan.report), *plan.report.supplied)
+    empty = [name for name in others if name in on_meta and not any(matches(name) for matches in allowed)]
+    return [printable(name) for name in (*partly, *empty)]
 
 
 def _is_stuck(slot: _Slot) -> bool:

@@ -13,7 +13,16 @@ from ckptool.render.json import Json, finite, notes_json
 from ckptool.render.key_groups import grouped
 from ckptool.render.style import PLAIN, Style, short, size
 from ckptool.reports.targets import BUFFER
-from ckptool.reports.warm_start import AS_IT_IS, Absent, DtypeChange, LoadReport, Mismatch, Suggestion, percent
+from ckptool.reports.warm_start import (
+    AS_IT_IS,
+    Absent,
+    DtypeChange,
+    LoadReport,
+    Mismatch,
+    OptimizerReport,
+    Suggestion,
+    percent,
+)
 
 _LINES = 16  # of one kind on a terminal; elsewhere, all
 
@@ -171,7 +180,7 @@ def _end(report: LoadReport, style: Style) -> list[str]:
 @provides("json", LoadReport)
 def warm_start_json(report: LoadReport) -> Json:
     """`ckptool.warm_start/1`: every name of both sides, and what becomes of it."""
-    optimizer, output = report.optimizer, report.output
+    output = report.output
     return {
         "schema": "ckptool.warm_start/1",
         "source": report.source,
@@ -195,15 +204,7 @@ def warm_start_json(report: LoadReport) -> Json:
         "from_target": list(report.taken),
         "normalised": notes_json(report.normalised),
         "suggestions": [_suggestion_json(suggestion) for suggestion in report.suggestions],
-        "optimizer": None
-        if optimizer is None
-        else {
-            "address": optimizer.address,
-            "known_by": optimizer.known_by,
-            "carried": list(optimizer.carried),
-            "fresh": list(optimizer.fresh),
-            "left_out": [{"name": name, "why": why} for name, why in optimizer.left_out],
-        },
+        "optimizer": _optimizer_json(report.optimizer) if report.optimizer is not None else None,
         "output": None
         if output is None
         else {
@@ -214,6 +215,12 @@ def warm_start_json(report: LoadReport) -> Json:
         },
         "rules_file": report.rules_file or None,
     }
+
+
+def _optimizer_json(found: OptimizerReport) -> Json:
+    left_out = [{"name": name, "why": why} for name, why in found.left_out]
+    facts = {"address": found.address, "known_by": found.known_by}
+    return {**facts, "carried": list(found.carried), "fresh": list(found.fresh), "left_out": left_out}
 
 
 def _absent_json(fact: Absent) -> Json:

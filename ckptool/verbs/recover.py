@@ -44,12 +44,7 @@ def recover(
     done = salvage(source, damage)
     other = _other(fill_from)
     found = restored(done, other)
-    container = _container(target, source, done, found)
-    if done.prefix is not None and done.checkpoint.container == container.name and isinstance(source, Source):
-        plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
-    else:
-        with formats.no_collection():
-            plan = container.write(found.checkpoint, keep_unknown=keep_unknown)
+    container, plan = _plan(target, source, done, found, keep_unknown)
     there = other.source if other is not None else None
     inputs = [source] if there is None else [source, there]
     notes: tuple[Note, ...] = ()
@@ -60,21 +55,25 @@ def recover(
         report,
         file=os.fspath(file),
         output=target,
-        container=container.name,
+        container=container,
         file_bytes=plan.nbytes,
         dry_run=dry_run,
         notes=notes,
     )
 
 
-def _container(target: str, source: Input, done: Salvaged, found: Restored) -> formats.Format:
-    """The format of the output; raises `UsageError` or `OnlyAPart` where it cannot hold what was found."""
-    container = formats.for_output(target, done.checkpoint.container)
+def _plan(target: str, source: Input, done: Salvaged, found: Restored, keep_unknown: bool) -> tuple[str, Plan]:
+    """The output's container and its plan; raises `UsageError` or `OnlyAPart` where it cannot hold what was found."""
+    original = done.checkpoint.container
+    container = formats.for_output(target, original)
     if container.tensors_only:
         tree = found.checkpoint.tree
         refuse_placeholders(with_part(found.checkpoint, source), tree.items() if isinstance(tree, dict) else ())
-    formats.refuse_suffix(target, container, done.checkpoint.container, str(source))
-    return container
+    formats.refuse_suffix(target, container, original, str(source))
+    if done.prefix is not None and original == container.name and isinstance(source, Source):
+        return original, Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
+    with formats.no_collection():
+        return container.name, container.write(found.checkpoint, keep_unknown=keep_unknown)
 
 
 def _report(damage: str, done: Salvaged, found: Restored, filled_from: str) -> Recovery:

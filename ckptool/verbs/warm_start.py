@@ -50,13 +50,12 @@ def warm_start(
     """Reports what of the checkpoint `file` fits the model `against`; `out`: writes a checkpoint of that model's keys.
 
     against: another checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs
-    torch), or a spec.  at: the weights in `file`, where there are several.  rename, rules_file: rules `OLD => NEW` for
-    its keys.  only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for
-    tensors of another shape.  min_loaded: the least share of the model's values, 0 to 1.  strict: no missing and no
-    unexpected names.  optimizer: the optimizer's state goes along, by parameter name.  suggest: a new file for rules
-    that would make more fit.  part: take also what is only a part of a checkpoint (a rank's share, one shard of
-    several). The report says in `refused` why a plan is not accepted: then nothing is written to `out`.
-    `report.require()` raises instead.
+    torch), or a spec.  at: the weights in `file`.  rename, rules_file: rules `OLD => NEW` for its keys.
+    only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for other shapes.
+    min_loaded: the least share of the model's values, 0 to 1.  strict: no missing and no unexpected names.
+    optimizer: its state goes along, by parameter name.  suggest: a new file for rules that would make more fit.
+    part: take also a part of a checkpoint (a rank's share, one shard of several).
+    `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
     wanted = match_options(
         rename, rules_file, only, exclude, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
@@ -66,19 +65,14 @@ def warm_start(
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
     plan = plan_warm_start(root, opened.path, target, wanted, remark)
-    report = plan.report
-    if suggest is not None and _has_rules(report):
+    if suggest is not None and _has_rules(plan.report):
         check_target(suggest, overwrite=output.overwrite)
-    moved = _optimizer(opened.checkpoint, root, target, plan) if optimizer else None
-    if moved is not None:
-        report = replace(report, optimizer=moved.report)
+    names = _parameters(target)
+    moved = carried(opened.checkpoint, root, target, plan.chosen, names) if optimizer else None
+    report = replace(plan.report, optimizer=moved.report) if moved is not None else plan.report
     if out is not None and report.accepted:
         report = _write(opened.checkpoint, root, target, plan, report, moved, output)
     return report if suggest is None else _with_rules_file(report, suggest, output)
-
-
-def _optimizer(checkpoint: Checkpoint, root: StateDict, target: Target, plan: WarmStartPlan) -> Any:
-    return carried(checkpoint, root, target, plan.chosen, _parameters(target))
 
 
 def _parameters(target: Target) -> list[str]:
