@@ -122,14 +122,14 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def read_source(source: Input) -> Checkpoint:
-    """The same of what is open already."""
+    """Opens a checkpoint whose file or folder is open already; see `read`."""
     from ckptool.formats.parts import with_part
 
     return with_part(read_alone(source), source)
 
 
 def read_alone(source: Input) -> Checkpoint:
-    """The same of one of the files that a checkpoint is put together from: whether it is a part is not asked."""
+    """Opens one of the files that a checkpoint is put together from, without asking whether it is a part."""
     if isinstance(source, Source) and not source.size:
         what = f"{source} is empty (0 bytes)"
         raise Truncated(what, "It was never written, or lost in a crash or a full disk.", "Copy or download it again.")
@@ -149,7 +149,7 @@ def read_alone(source: Input) -> Checkpoint:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Stops the garbage collector for a while: among hundreds of thousands of new objects it would search, and find nothing."""
+    """Stops the garbage collector: among hundreds of thousands of new objects it would search, and find nothing."""
     running = gc.isenabled()
     gc.disable()
     try:
@@ -179,7 +179,7 @@ def by_name(name: str) -> Format:
 
 
 def for_output(path: str | os.PathLike[str], default: str) -> Format:
-    """The format that the suffix of an output stands for; else the one called `default`, if it is written; else torch's."""
+    """The format of an output's suffix; else the one called `default`, if it can be written; else torch's."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     for container in WRITERS:
         if suffix in container.suffixes:

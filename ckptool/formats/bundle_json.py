@@ -37,7 +37,7 @@ class BundleMember:
 
 @dataclass(frozen=True, slots=True)
 class BundleRecord:
-    """What `bundle.json` says. `container`: of the bundle."""
+    """The contents of `bundle.json`. container: that of the bundle."""
 
     container: str
     parts: tuple[BundleMember, ...]

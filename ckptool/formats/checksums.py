@@ -27,12 +27,12 @@ Progress = Callable[[int], None]
 
 
 def workers() -> int:
-    """How many threads read at once: most of the time goes into copying from the page cache."""
+    """The number of threads that read at once: most of the time goes into copying from the page cache."""
     return max(2, min(4, os.cpu_count() or 2))
 
 
 def checksums(stretches: Sequence[Data], progress: Progress | None = None) -> list[Sum]:
-    """The CRC-32 of each stretch; in its place, what went wrong where one cannot be read. `progress` is told bytes as they are done.
+    """The CRC-32 of each stretch, or the error where it cannot be read. progress: called with the bytes that are done.
 
     Raises `FileChanged`.
     """
@@ -126,7 +126,7 @@ def crc_combine(first: int, second: int, length: int) -> int:
 
 
 def crc_of_rest(whole: int, first: int, length: int) -> int:
-    """The CRC-32 of what follows: `whole` is that of everything, `first` that of what goes before; `length` of the rest."""
+    """The CRC-32 of the last `length` bytes. whole: that of everything.  first: that of the bytes before."""
     return crc_combine(first, whole, length)  # what is added is taken away by adding it again
 
 

@@ -139,7 +139,7 @@ def _salvaged_safetensors(source: Source) -> Salvaged:
     return Salvaged(checkpoint, len(every), len(every - gone), tuple(lost.values()), False, lost=lost)
 
 
-# The records of a zip -------------------------------------------------------------------------------------------------
+# The records of a zip ------------------------------------------------------------------------------------------------
 
 
 def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress | None) -> Salvaged:

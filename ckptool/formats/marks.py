@@ -85,7 +85,7 @@ _LONGEST = 200
 
 
 def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
-    """The mark for a file of which the tensors at these addresses were lost, or filled in. `before`: the mark that it had already."""
+    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had already."""
     known = recovered_facts(before)
     lost, filled = list(dict.fromkeys([*known["lost"], *lost])), list(dict.fromkeys([*known["filled"], *filled]))
     lost_count = known["lost_count"] + len(lost) - len(known["lost"])
@@ -101,7 +101,7 @@ def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
 
 
 def recovered_in_part(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The mark for a part of a checkpoint, as metadata: of the tensors below `path`, by their addresses in it. Empty if there are none."""
+    """The mark of a part of a checkpoint, as metadata: of the tensors below `path`; empty if there are none."""
     if not isinstance(text := metadata.get(RECOVERED), str):
         return {}
     if not path:
@@ -114,7 +114,7 @@ def recovered_in_part(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]
 
 
 def recovered_in_parts(parts: Iterable[tuple[Mapping[str, Any], Path]]) -> dict[str, Any]:
-    """The mark for what is made of several parts with the same names, each given with the metadata of its checkpoint."""
+    """The mark of what is made of several parts with the same names, each with the metadata of its checkpoint."""
     found: dict[str, Any] = {}
     for metadata, path in parts:
         found = with_recovered_part(found, (), recovered_in_part(metadata, path))
@@ -135,7 +135,7 @@ def _few(names: list[str]) -> list[str]:
 
 
 def recovered_facts(text: str) -> dict[str, Any]:
-    """What a mark says: names and counts of what was lost and filled. A mark that cannot be read says nothing more than that it is one."""
+    """The names and counts of lost and filled tensors in a mark; none of them for a mark that cannot be read."""
     found: dict[str, Any] = {"lost": [], "filled": [], "lost_count": 0, "filled_count": 0}
     try:
         record = json.loads(text) if text else {}
@@ -151,7 +151,7 @@ def recovered_facts(text: str) -> dict[str, Any]:
 
 
 def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
-    """What one should know about a file with this metadata: nothing, unless it was recovered."""
+    """The note on a file with this metadata, if it was recovered."""
     text = metadata.get(RECOVERED)
     if not isinstance(text, str):
         return ()

@@ -99,7 +99,7 @@ def read(source: Folder) -> Checkpoint:
 
 
 def _world(found: Checkpoint) -> int:
-    """How many ranks a rank's file says that there are."""
+    """The number of ranks, as a rank's file gives it."""
     part = found.part or part_of(found)
     return part.count or 1 if part is not None and part.kind is PartKind.RANK else 1
 
@@ -122,7 +122,7 @@ def beside_weights(folder: Folder) -> tuple[MemberFiles, PartOf] | None:
 
 
 def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The members of the folder that was named which are not in the tree, as weights stand for it; none where a file was named."""
+    """The members of the named folder that are not in the tree, as weights stand for it; none for a file."""
     source, part = checkpoint.source, checkpoint.part
     named = (part is not None and part.kind is PartKind.MEMBERS) or any(
         note.code == MEMBERS for note in checkpoint.notes
@@ -135,7 +135,7 @@ def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _problem(found: Checkpoint | CkptoolError) -> str:
-    """Why a member is not whole; empty where it is, which a rank's share is as a member."""
+    """The reason why a member is not whole; empty where it is, as a rank's share is."""
     if isinstance(found, CkptoolError):
         return found.what
     part = found.part
@@ -143,7 +143,7 @@ def _problem(found: Checkpoint | CkptoolError) -> str:
 
 
 def _counted(folder: Folder, layout: MemberFiles, wrong: dict[str, str]) -> PartOf:
-    """How many of the members are there and whole, and what is the matter with the others."""
+    """The count of members that are there and whole, and the problems of the others."""
     count = len(layout.names) + len(layout.missing) + layout.beside_weights
     whole = len(layout.names) - len(wrong) + layout.beside_weights
     problems = [
@@ -195,7 +195,7 @@ def read_json(folder: Folder, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# The kinds of folders --------------------------------------------------------------------------------------------------
+# The kinds of folders ------------------------------------------------------------------------------------------------
 
 
 def _ranks(folder: Folder, beside: bool) -> MemberFiles | None:
@@ -215,7 +215,7 @@ def _ranks(folder: Folder, beside: bool) -> MemberFiles | None:
 
 
 def _gaps(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
-    """The names that ranks lack which others of the same set have: up to the highest, or to the size of the world, where that is known."""
+    """The names that are missing in sets of ranks: up to the highest rank, or the size of the world where it is known."""
     sets: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
         if (found := pattern.fullmatch(name)) and "rank" in found.groupdict():
@@ -274,7 +274,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _training(folder: Folder, beside: bool) -> MemberFiles | None:
-    """The files that transformers' Trainer and accelerate save beside weights, and the modules of sentence-transformers."""
+    """Files that transformers' Trainer and accelerate save beside weights; the modules of sentence-transformers."""
     names = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name) and not _is_folder(folder, name)]
     sets = [name for name in folder.names if _FOLDERS.fullmatch(name) and _is_set(folder, name)]
     modules = list(_modules(folder))
@@ -310,7 +310,7 @@ def _written_last(names: list[str]) -> list[str]:
 
 
 def _modules(folder: Folder) -> Iterator[tuple[str, str]]:
-    """The modules in folders of their own that sentence-transformers lists, and what is there: weights, something, or nothing."""
+    """The modules in folders that sentence-transformers lists, and what is there: `weights`, `files` or nothing."""
     table = _table(folder, "modules.json", list)
     for module in table if isinstance(table, list) else ():
         path = module.get("path") if isinstance(module, dict) else None
@@ -350,7 +350,7 @@ def claimed(folder: Folder) -> set[str]:
 
 
 def step_of(folder: str) -> dict[str, Any]:
-    """How far a Trainer was, as its state says: `{"global_step": 500, "epoch": 1.0}`; empty where none does."""
+    """The progress of a Trainer by its state: `{"global_step": 500, "epoch": 1.0}`; empty without one."""
     try:
         found = _table(Folder(folder), "trainer_state.json")
     except CkptoolError:

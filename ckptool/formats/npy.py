@@ -51,7 +51,7 @@ _DAMAGED = "The file was damaged, or numpy did not write it."
 
 @dataclass(frozen=True, slots=True)
 class ArrayHeader:
-    """What stands before the data of an array. descr: numpy's text (or list of fields) for its type.  at: where the data begins."""
+    """The header of an array. descr: numpy's text (or list of fields) for its type.  at: where the data begins."""
 
     descr: Any
     fortran: bool
@@ -61,7 +61,7 @@ class ArrayHeader:
 
 
 class PickleBudget:
-    """How many bytes of pickles may still be read from a file of `size` bytes, which it may have deflated."""
+    """The bytes of pickles that may still be read from a file of `size` bytes, which may be compressed."""
 
     __slots__ = ("left",)
 
@@ -166,7 +166,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 def literal(text: str) -> Any:
-    """The value that a literal of Python spells, of the kinds that numpy's headers hold. Raises `Corrupt` for anything else."""
+    """The value of a Python literal of the kinds that numpy's headers hold. Raises `Corrupt` for anything else."""
     tokens = _tokens(text)
     value = _value(tokens, next(tokens), 0)
     if next(tokens) != "":
@@ -254,7 +254,7 @@ def _has_objects(descr: Any) -> bool:
 
 
 def _type_node(descr: Any, depth: int = 0) -> Object:
-    """The object by which a pickle would name the type; `numpy_arrays.array_type` says whether it is one that is read."""
+    """The object by which a pickle would name the type; `numpy_arrays.array_type` refuses those that are not read."""
     if type(descr) is list and depth < MAX_NESTING:
         return _record_node(descr, depth)
     found = _NAMED.match(descr) if type(descr) is str else None

@@ -29,7 +29,7 @@ MAX_NAME = 0xFFFF - len(ENDING)
 
 
 def detect(head: bytes, source: Input) -> bool:
-    """True for a zip whose first record is an array, and for one without records, as `numpy.savez` writes it of nothing."""
+    """True for a zip whose first record is an array, and for one without records, as `numpy.savez()` writes."""
     if head[:4] == b"PK\x05\x06":
         return source.size == END.size
     name_at = LOCAL.size
@@ -113,7 +113,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
 
 def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
-    """What `spelled` gives for each name; `Unsupported` with everything that numpy cannot hold."""
+    """The result of `spelled` for each name; raises `Unsupported` with everything that numpy cannot hold."""
     if not isinstance(tree, dict):
         what = "an .npz file holds a dictionary of arrays, nothing else"
         raise Unsupported(what, "", Advice("Choose a part: ", command("convert", FILE / "ADDRESS", out="OUT.npz")))

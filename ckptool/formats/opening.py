@@ -28,12 +28,12 @@ class Opened:
 
     @property
     def taken(self) -> Checkpoint:
-        """The whole or the part that was named, as a checkpoint of its own. Raises `UsageError` where nothing is at the address."""
+        """The whole or the part that was named, as a checkpoint. Raises `UsageError` where nothing is at the address."""
         return self.checkpoint if self.at is None else part_of(self.checkpoint, self.at)
 
 
 def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
-    """The part of a checkpoint at an address; the whole for an empty one. Raises `UsageError` where nothing is there."""
+    """The part of a checkpoint at an address; all of it for an empty one. Raises `UsageError` where nothing is there."""
     path, node = find(checkpoint.tree, at)
     if not path:
         return checkpoint
@@ -45,7 +45,7 @@ def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
 
 
 def open_file(file: PathLike, at: str | None = None) -> Opened:
-    """Opens `FILE` or `FILE#address`; a file that exists under the whole name wins. `at` is the same as the part behind `#`."""
+    """Opens `FILE` or `FILE#address` (a file that exists under the whole name wins). at: the part behind `#`."""
     path, place = split(file)
     with counting_whole():
         return Opened(formats.read(path), at if at is not None else place, path)
@@ -53,7 +53,7 @@ def open_file(file: PathLike, at: str | None = None) -> Opened:
 
 @contextmanager
 def counting_whole() -> Iterator[None]:
-    """Lets the error for a zip that was cut off say how much of it could be saved, which takes a walk through the file."""
+    """Adds to the error for a zip that was cut off how much of it could be saved, which takes a walk through the file."""
     try:
         yield
     except Truncated as error:
@@ -63,7 +63,7 @@ def counting_whole() -> Iterator[None]:
 
 
 def open_whole(file: PathLike, at: str | None = None, *, part: bool = False) -> Opened:
-    """The same for a verb that takes what it opens for a whole checkpoint. part: one that is only a part is taken, too.
+    """Opens a file for a verb that takes it for a whole checkpoint. part: one that is only a part will do.
 
     Raises `OnlyAPart` for a rank's share, one shard of several, placeholders, a folder of which members are missing or damaged.
     """
@@ -92,7 +92,7 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
 
 
 def _member(checkpoint: Checkpoint) -> str:
-    """One file of a folder: its weights, or the first."""
+    """The path of one file of a folder: its weights, or the first."""
     if isinstance(checkpoint.source, Source):
         return checkpoint.source.path
     folder = checkpoint.part.whole if checkpoint.part is not None else ""
@@ -100,7 +100,7 @@ def _member(checkpoint: Checkpoint) -> str:
 
 
 def open_to_change(file: PathLike, at: str | None = None) -> Opened:
-    """The same for a verb that changes keys, types or entries: not of one shard, which has to go on fitting its index.
+    """Opens a file for a verb that changes keys, types or entries: not one shard, which has to go on fitting its index.
 
     Raises `OnlyAPart` for a file that the index beside it names, and for a folder of files that are not joined.
     """

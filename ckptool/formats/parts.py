@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, or a part of something larger: a rank's share, one shard of several, placeholders.
+"""Parts of something larger that are taken for a checkpoint: a rank's share, one shard of several, placeholders.
 
 Decided here, from the tree (tensors that several ranks share, DeepSpeed's and Megatron's entries), the name of the file and those beside
 it. Names alone are believed where only one program writes them; an ordinary file is never called a part for its name.
@@ -47,7 +47,7 @@ class NamePattern:
 # Of shards, and the index that says which tensor is in which.
 NUMBERED = NamePattern("-of-", r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
 INDEX = NamePattern(".index.", r".+\.(?:safetensors|bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json")
-# Of what each rank saved: DeepSpeed's shares, model and layers; torch's, of FSDP and of a world; Megatron's folders; Llama's files.
+# Of what each rank saved: DeepSpeed's shares, model and layers; FSDP's; Megatron's folders; Llama's files.
 STATES = NamePattern(
     "zero_pp_rank_",
     r"(?P<set>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_(?P<rest>[\d_]+(?:optim|model)_states)\.pt",
@@ -72,7 +72,7 @@ _ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and
 
 
 def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
-    """The checkpoint, saying of what it is a part if it is one, with a note of it. opened: what was named, a file or a folder."""
+    """The checkpoint with its `part` and a note of it, if it is one. opened: the file or folder that was named."""
     part = checkpoint.part or part_of(checkpoint)
     if part is None and isinstance(opened, Folder):
         from ckptool.formats.members import beside_weights
@@ -135,7 +135,7 @@ def names_in(folder: str) -> list[str]:
         return []
 
 
-# What the tree says ----------------------------------------------------------------------------------------------------
+# What the tree says --------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -234,7 +234,7 @@ def _items(node: Any) -> Iterable[Any]:
 
 
 def _size_of_mesh(mesh: dict[Any, Any]) -> int | None:
-    """How many devices a mesh has: the name of its table differs between versions of torch."""
+    """The number of devices of a mesh; the name of its table differs between versions of torch."""
     for name in ("_flatten_rank_map", "mesh", "_rank_map"):
         table = mesh.get(name)
         if isinstance(table, TensorEntry):
@@ -262,11 +262,11 @@ def _note_ranks(facts: _Facts, rank: Any, world: Any) -> None:
         facts.world = world
 
 
-# The kinds -------------------------------------------------------------------------------------------------------------
+# The kinds -----------------------------------------------------------------------------------------------------------
 
 
 def _share(facts: _Facts, file: _File) -> PartOf | None:
-    """One rank's share of tensors that several ranks hold."""
+    """A rank's share of tensors that several ranks hold."""
     named = OF_WORLD.fullmatch(file.name)
     found = named or _RANK_IN_NAME.fullmatch(os.path.splitext(file.name)[0].lower())
     rank = int(found["rank"]) if found else facts.rank
@@ -317,7 +317,7 @@ def _of_zero(top: dict[Any, Any], facts: _Facts, file: _File) -> PartOf | None:
 
 
 def _of_model_parallel(top: dict[Any, Any], file: _File) -> PartOf | None:
-    """One of the files over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama)."""
+    """A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama)."""
     if found := MODEL_STATES.fullmatch(file.name):
         return _one_of(found["rank"], file.matching(MODEL_STATES), top.get("mp_world_size"))
     if found := _CONSOLIDATED.fullmatch(file.name):
@@ -359,7 +359,7 @@ def _piece(checkpoint: Checkpoint, file: _File) -> PartOf | None:
 
 
 def _shard(tree: Any, file: _File) -> PartOf | None:
-    """One of the files that an index puts together; without the index, one whose name numbers it among several."""
+    """A file that an index names; without the index, one whose name numbers it among several."""
     if not isinstance(tree, dict) or not all(isinstance(value, (TensorEntry, Composite)) for value in tree.values()):
         return None
     index, files = _index_of(file)
@@ -392,7 +392,7 @@ def _index_of(file: _File) -> tuple[str, list[str]]:
 
 
 def _placeholders(facts: _Facts) -> PartOf | None:
-    """A state dict most of whose weights are empty: what ZeRO stage 3 leaves where a script saves it without gathering them."""
+    """A state dict most of whose weights are empty, as ZeRO stage 3 leaves it where they were not gathered."""
     if facts.empty < 2 or 2 * facts.empty < facts.named:
         return None
     what = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0])"
@@ -400,7 +400,7 @@ def _placeholders(facts: _Facts) -> PartOf | None:
 
 
 def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]) -> None:
-    """Raises `OnlyAPart` where tensors that are to be written by themselves are there by name only: their values are in other files."""
+    """Raises `OnlyAPart` for tensors to be written by themselves whose values are in other files."""
     part = checkpoint.part
     joined = part is not None and part.kind is PartKind.MEMBERS and checkpoint.container != "folder"
     if part is None or part.kind is PartKind.SHARD or joined:

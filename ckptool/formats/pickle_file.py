@@ -32,7 +32,7 @@ _FIRST = 1 << 20  # of a file that cannot be read, in which joblib's name is loo
 
 
 def detect(head: bytes, source: Input) -> bool:
-    """True for what begins as a pickle; older ones, which begin with a letter or a bracket, are tried as far as `head` goes."""
+    """True for what begins as a pickle; older protocols, which begin like texts, are tried as far as `head` goes."""
     if not isinstance(source, Source) or source.size < SMALLEST:
         return False
     if head[0] == _PROTO:
@@ -49,7 +49,7 @@ def detect(head: bytes, source: Input) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """What a bare pickle holds. Reads its opcodes; the data of large arrays and of tensors stays in the file.
+    """The checkpoint in a bare pickle. Reads its opcodes; the data of large arrays and of tensors stays in the file.
 
     Raises `Ambiguous` for a file of several pickles, `Unsupported` for one that is a part of something else (joblib, a torch zip), and
     what `skeleton` and `decode` raise.

@@ -115,7 +115,7 @@ class _Tables:
         self.trailing = 0
 
     def load(self, pid: Any) -> Any:
-        """What a persistent id stands for: a tensor, a storage, or a module's class."""
+        """The tensor, storage or module's class that a persistent id stands for."""
         if type(pid) is tuple:
             return self._module(pid)
         key = pid
@@ -134,7 +134,7 @@ class _Tables:
         return found
 
     def _module(self, pid: tuple[Any, ...]) -> Global:
-        """The class of a pickled module: a name. The file it was in and its source text are kept as text, to be shown."""
+        """The class of a pickled module: a name. Its file and source text are kept as text, to be shown."""
         cls, source = module_source(pid)
         if source is not None:
             self.sources[str(cls)] = source
@@ -188,7 +188,7 @@ class _Tables:
         return at + 8 + size
 
     def _elements(self, header: bytes, dtype: DType, room: int, number: int) -> int:
-        """How many elements a storage has; where only the big-endian number is possible, the whole file is read so."""
+        """The number of elements of a storage; where only the big-endian one is possible, all of the file is read so."""
         count = int.from_bytes(header, "big" if self.big_endian else "little", signed=True)
         if not 0 <= count * dtype.itemsize <= room and not self.little_endian and not self.big_endian:
             self.big_endian = all(not ref.storage.nbytes for ref in self.storages.values())
@@ -305,7 +305,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class TarHeader:
-    """One header of an archive. kind: `0` for a file, `x` for attributes of the next one.  at: where its content begins."""
+    """A header of an archive. kind: `0` for a file, `x` for attributes of the next one.  at: where its content begins."""
 
     name: str
     kind: str
@@ -314,7 +314,7 @@ class TarHeader:
 
     @property
     def end(self) -> int:
-        """Where the next header begins."""
+        """The byte where the next header begins."""
         return self.at + self.size + -self.size % BLOCK
 
 
@@ -399,7 +399,7 @@ def _number(field: bytes, source: Source, at: int) -> int:
 
 
 def _attributes(source: Source, header: TarHeader) -> int | None:
-    """What a header of attributes gives as the size of the next file, if it does; raises `Corrupt` for what would change its meaning."""
+    """The size of the next file in a header of attributes, if it is there; raises `Corrupt` for others that matter."""
     where = f"{source}: the attributes at byte {header.at:,}"
     if header.size > MAX_ATTRIBUTES or header.end > source.size:
         raise Corrupt(f"{where} have {header.size:,} bytes", "They hold a time or a name.")
@@ -442,7 +442,7 @@ def _complete(source: Source, members: dict[str, Data], wanted: tuple[str, ...])
 
 
 def _end(source: Source, at: int) -> int:
-    """Where the archive ends that has a block of zeros at `at`: after the second one, and the zeros that fill its last record."""
+    """The end of the archive whose first block of zeros is at `at`: after the second, and the zeros behind it."""
     if at + 2 * BLOCK > source.size or source.size % BLOCK:
         raise Truncated(f"{source}: its last block is not whole (the file has {source.size:,} bytes)", _CUT)
     if source.read(at + BLOCK, BLOCK).strip(b"\0"):

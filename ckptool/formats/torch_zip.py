@@ -41,7 +41,7 @@ _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """What a torch zip remembers of its file: the directory, its root folder, and how its data is aligned."""
+    """The file that a torch zip was read from: its directory, its root folder, the alignment of its data."""
 
     archive: Archive
     root: str
@@ -132,7 +132,7 @@ def confirm_the_rest(archive: Archive) -> None:
 
 
 def small_records(archive: Archive, root: str) -> dict[str, str | None]:
-    """The records of a word that say how an archive was written; raises `Corrupt` for an unknown byte order or version."""
+    """The short records on how an archive was written; raises `Corrupt` for an unknown byte order or version."""
     for record in archive.records.values():
         if record.name.count("/") == 1:
             record.confirm()  # under another name in its own header, it would say something to one reader alone
@@ -157,7 +157,7 @@ def _small_record(archive: Archive, name: str) -> str | None:
 
 
 def inflated_limit(stored: int) -> int:
-    """How large a pickle or program of so many stored bytes may be when it is inflated."""
+    """The most bytes that a pickle or program of so many stored ones may have when it is inflated."""
     return min(max(4 << 20, 16 * stored), directory.MAX_INFLATED)
 
 
@@ -181,7 +181,7 @@ def _alignment(source: Readable, text: str | None) -> int:
 
 
 class RecordStorages:
-    """Gives the storage for a persistent id: one `Storage` for each record, whatever the number of tensors that share it.
+    """Gives the storage for a persistent id: one for each record, whatever the number of tensors that share it.
 
     prefix: the folder of the records (`archive/data/`).
     """
@@ -236,7 +236,7 @@ class RecordStorages:
         return ref
 
     def _known(self, key: str, location: str, dtype: DType | None) -> Storage | None:
-        """The storage that another storage class was given for the same record: uint8 and float8 views of one storage do that.
+        """The storage of the same record under another storage class, as uint8 and float8 views of one have it.
 
         So do views of one storage without bytes, of any types.
         """
@@ -269,7 +269,7 @@ def _width(dtype: DType | None) -> int:
 
 
 def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[Note]:
-    """What is unusual about the records of an archive, once its pickle was read."""
+    """Notes on the records of an archive, once its pickle was read."""
     notes = []
     compact = command("convert", FILE, out=OUT)
     unused = [
@@ -327,7 +327,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
 
 def _mark_in(archive: Archive, root: str) -> str | None:
-    """What an archive says of its being recovered."""
+    """The mark of a recovered archive; None for any other."""
     record = archive.records.get(root + marks.RECOVERED_RECORD)
     return record.contents(marks.MAX_RECORD).decode("utf-8", "replace") if record is not None else None
 
@@ -345,7 +345,7 @@ _ID_DIGITS = 40
 
 
 def _identity(sums: Sequence[int]) -> bytes:
-    """40 digits that name the contents, as torch's do (another hash: it is compared with nothing). sums: of all records, the pickle first.
+    """40 digits that name the contents, as torch's do (by another hash). sums: of all records, the pickle first.
 
     They are those of the bytes that were written, so that the same contents have the same name wherever they came from.
     """
@@ -387,7 +387,7 @@ GUARD_EVERY = 65_000
 
 
 class _Layout:
-    """Which records a new archive gets: those of the old file that are still used, and those of its own."""
+    """The records of a new archive: those of the old file that are still used, and those of its own."""
 
     def __init__(self, origin: Origin | None, begin: int = 0) -> None:
         from ckptool.formats.zip.writer import ZipLayout
@@ -396,7 +396,7 @@ class _Layout:
         self.records = origin.record_of() if origin else {}
         self.root = origin.root if origin else "archive/"
         self.alignment = origin.alignment if origin else ALIGNMENT
-        # Appended to an archive without checksums, a record has none either: one alone would say that the zeros of the others count.
+        # Appended to an archive without checksums, a record has none either: else the zeros of the others would count.
         checksums = not begin or origin is None or origin.archive.has_checksums
         self.zip = ZipLayout(self.alignment, begin, checksums)
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
@@ -407,7 +407,7 @@ class _Layout:
         self.numbers = itertools.count()
 
     def key_of(self, storage: Storage) -> str:
-        """The key of a storage: its old record's, as long as no other storage claimed that (two that were made different stay so)."""
+        """The key of a storage: its old record's, unless another storage has that (two that became different stay so)."""
         key = self.keys.get(id(storage))
         if key is not None:
             return key
@@ -430,7 +430,7 @@ class _Layout:
         self.zip.add(self.root + name, data, crc)
 
     def copy(self, record: Record) -> None:
-        """A record of the old file, unless the tree no longer uses it: whole where it moves by a multiple of the alignment."""
+        """Adds a record of the old file that the tree uses: whole where it moves by a multiple of the alignment."""
         from ckptool.formats.zip.writer import needs_zip64
 
         archive, name = record.archive, record.name.removeprefix(self.root)

@@ -92,12 +92,12 @@ def _is_script_name(name: Global) -> bool:
     return name.module == "__torch__" or name.module.startswith("__torch__.")
 
 
-# The module --------------------------------------------------------------------------------------------------------------
+# The module ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _ScriptClass:
-    """What the header of a class in the program says. buffers: None where torch did not write them yet (before 1.6)."""
+    """The header of a class in the program. buffers: None where torch did not write them yet (before 1.6)."""
 
     is_module: bool
     parameters: frozenset[str]
@@ -180,11 +180,11 @@ _BUILDERS = BUILDERS | {
 }
 
 
-# The program -------------------------------------------------------------------------------------------------------------
+# The program ---------------------------------------------------------------------------------------------------------
 
 
 class _Program:
-    """The code of an archive, and what else stands beside its module: constants, a traced module's inputs, mobile bytecode."""
+    """The code of an archive and the rest beside its module: constants, a traced module's inputs, mobile bytecode."""
 
     def __init__(self, archive: Archive, root: str, big_endian: bool) -> None:
         self.archive, self.root, self.big_endian = archive, root, big_endian
@@ -208,7 +208,7 @@ class _Program:
             )
 
     def beside(self) -> dict[str, Callable[[], Any]]:
-        """What can be shown beside the tree, by name."""
+        """The program and its constants, to be shown, by name."""
         found: dict[str, Callable[[], Any]] = {"code": lambda: _folders(self.texts(self.files))}
         if self.extra:
             found["extra"] = lambda: self.texts(self.extra)
@@ -222,7 +222,7 @@ class _Program:
         }
 
     def unpickled(self, name: str) -> Any:
-        """One of the pickles beside the module; of `constants` the tensors' bytes lie in a folder of that name."""
+        """A pickle beside the module; of `constants` the tensors' bytes lie in a folder of that name."""
         folder = f"{self.root}{name}/"
         if not any(record.startswith(folder) for record in self.archive.records):
             folder = f"{self.root}constants/"

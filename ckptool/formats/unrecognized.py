@@ -1,4 +1,4 @@
-"""What a file is when it is no checkpoint that is read here: names lie, first bytes do not.
+"""Files that are no checkpoints, and what they are: names lie, first bytes do not.
 
 Sources: the magic numbers of file(1), the git-lfs pointer specification, onnx.proto,
 saved_model.proto and the flatbuffers identifiers of TFLite (`TFL3`) and ExecuTorch (`ET12`), LevelDB's table format.
@@ -59,7 +59,7 @@ MAX_ZEROS = 1 << 20
 
 
 def refuse(head: bytes, source: Input) -> CkptoolError:
-    """The error for a file or folder that no format here reads, saying what it is as exactly as its first bytes allow."""
+    """The error for a file or folder that no format reads, naming what it is as exactly as its first bytes allow."""
     if isinstance(source, Folder):
         return _no_checkpoint_in(source)
     return (
@@ -139,7 +139,7 @@ def _protobuf(head: bytes) -> str | None:
     return "a TensorFlow graph" if _GRAPH.match(head) else None
 
 
-# Zip archives ----------------------------------------------------------------------------------------------------------
+# Zip archives --------------------------------------------------------------------------------------------------------
 
 
 def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
@@ -192,7 +192,7 @@ def _unzipped(source: Readable) -> Advice:
     return Advice("Unpack it: ", other_program("unzip -d", f"{source.file.path}.unpacked", source.file.path))
 
 
-# Texts -----------------------------------------------------------------------------------------------------------------
+# Texts ---------------------------------------------------------------------------------------------------------------
 
 
 def _text_file(head: bytes, source: Source) -> CkptoolError | None:

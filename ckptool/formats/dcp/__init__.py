@@ -107,7 +107,7 @@ def _tables(folder: Folder, tables: list[str]) -> Unsupported:
 
 
 def _of_a_rank(folder: Folder, name: str) -> Checkpoint:
-    """What is in one file: whole tensors, objects, and chunks, which are called by their tensor and where in it they begin."""
+    """The contents of one file: whole tensors, objects, and chunks, named by their tensor and their offsets in it."""
     facts, aside = _metadata(folder)
     places = _places(folder, facts.get("storage_data"))
     shelf = _Shelf(folder, places, discarded=[*aside])
@@ -129,7 +129,7 @@ def _of_a_rank(folder: Folder, name: str) -> Checkpoint:
 
 
 def _share_of(folder: Folder, name: str, held: int, places: Mapping[Key, _Place]) -> PartOf:
-    """Which rank's file it is, by its name, `__{rank}_{n}.distcp`, and those of the others."""
+    """The rank whose file it is, by its name, `__{rank}_{n}.distcp`, and those of the others."""
     ranks = {found[1] for place in places.values() if (found := _RANK.match(place.file))}
     named = _RANK.match(name)
     label = f"rank {int(named[1])} of {len(ranks):,}" if named else "what one rank saved"
@@ -185,7 +185,7 @@ def _sizes(node: Any) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a chunk or an object is: a file of the folder, and the range of its bytes."""
+    """The place of a chunk or an object: a file of the folder, and the range of its bytes."""
 
     file: str
     offset: int
@@ -194,7 +194,7 @@ class _Place:
 
 
 def _places(folder: Folder, table: Any) -> dict[Key, _Place]:
-    """Where everything is, by name and offsets."""
+    """The place of every chunk and object, by name and offsets."""
     if not isinstance(table, dict):
         raise _damaged(folder, "does not say where its values are")
     places: dict[Key, _Place] = {}
@@ -252,7 +252,7 @@ class _Shelf:
     discarded: list[Any] = field(default_factory=list)
 
     def take(self, key: Key) -> Any:
-        """What was saved under this name; of a tensor, the chunk at these offsets."""
+        """The value that was saved under this name; of a tensor, the chunk at these offsets."""
         place = self.places.get(key)
         if place is None:
             what = printable(key[0]) if key[1] is None else f"the chunk of {printable(key[0])} at {list(key[1])}"
@@ -332,7 +332,7 @@ def _properties(node: Any) -> tuple[DType | None, bool]:
 
 
 def _boxes(chunks: Any, rank: int) -> list[Box] | None:
-    """Where each chunk begins, and its sizes."""
+    """The offsets and the sizes of each chunk."""
     boxes = []
     for chunk in chunks if isinstance(chunks, list) else ():
         fields = chunk.attributes if _class(chunk) == "ChunkStorageMetadata" else {}
@@ -381,7 +381,7 @@ class _List(dict[int, Any]):
 
 
 def _nested(folder: Folder, values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[Any, Any]:
-    """The dictionaries and lists that were saved: a number in a path is a place in a list, as torch's own reader has it."""
+    """The dictionaries and lists that were saved; a number in a path is an index of a list, as in torch's own reader."""
     root: dict[Any, Any] = {}
     lists: list[tuple[dict[Any, Any], str | int]] = []
     made: set[int] = {id(root)}

@@ -34,7 +34,7 @@ class Chunk:
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a block begins on every axis, and its sizes."""
+"""The offset of a block on every axis, and its sizes."""
 
 
 def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
@@ -129,7 +129,7 @@ def boxes_between(shape: tuple[int, ...], strides: tuple[int, ...], start: int, 
 
 
 def _common(one: Box, other: Box) -> Box | None:
-    """Where two boxes overlap."""
+    """The overlap of two boxes; None without one."""
     begin, sizes = [], []
     for a, n, b, m in zip(*one, *other, strict=True):
         lo, hi = max(a, b), min(a + n, b + m)

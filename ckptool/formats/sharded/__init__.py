@@ -54,13 +54,13 @@ def detect(head: bytes, source: Input) -> bool:
 
 
 def checkpoints_in(folder: Folder) -> list[str]:
-    """The files that each stand for a whole checkpoint; where there are several, nothing is wrong with them, but one has to be named."""
+    """The files that each stand for a whole checkpoint; where there are several, one has to be named."""
     found = candidates(folder)
     return [*found, ".metadata"] if found and ".metadata" in folder else found
 
 
 def candidates(folder: Folder) -> list[str]:
-    """The names in a folder of which one stands for it: its indexes, else its single files; variants where there is nothing else."""
+    """The names of which one stands for a folder: its indexes, else its single files, else their variants."""
     indexes = [name for name in folder.names if _is_index(name)]
     usual = [name for name in indexes if name.endswith(".index.json")]
     singles = {name: found for name in folder.names if (found := SINGLE.fullmatch(name))}
@@ -82,7 +82,7 @@ def _is_index(path: str) -> bool:
 
 
 def _is_shard(name: str) -> bool:
-    """True for a name with a number among several. Those that begin with `shard-` are pieces of tensors, and are not joined here."""
+    """True for a name that numbers it among several. `shard-` begins pieces of tensors, which are not joined here."""
     return NUMBERED.fullmatch(name) is not None and not name.startswith("shard-")
 
 
@@ -223,7 +223,7 @@ def _is_pickled(index: _Index) -> bool:
     return any(kinds.values())
 
 
-# Do they belong together? ------------------------------------------------------------------------------------------------
+# Do they belong together? --------------------------------------------------------------------------------------------
 
 
 def _check_numbers(index: _Index, files: list[str]) -> None:
@@ -242,7 +242,7 @@ def _check_numbers(index: _Index, files: list[str]) -> None:
 
 
 def _check_agreement(index: _Index) -> None:
-    """Every name of the index is in its shard, and every tensor of a shard is in the index: else they are of two runs."""
+    """Raises `Conflict` unless each name of the index is in its shard and each tensor of a shard in the index."""
     trees = {file: shard.tree for file, shard in index.shards.items()}
     lacking = [name for name, file in index.map.items() if name not in trees[file]]
     strange = []
@@ -285,7 +285,7 @@ def _disagreement(lacking: list[str], strange: list[tuple[Any, str, str | None]]
 
 
 def _check_size(index: _Index, tree: dict[Any, Any]) -> list[Note]:
-    """What the index says of the bytes in all. Many writers get it wrong, so it is a note, unless it tells two runs apart."""
+    """Compares the index's sum of bytes. Many writers get it wrong: it is a note, unless it tells two runs apart."""
     said = index.metadata.get("total_size")
     if said is None:
         return []
@@ -303,7 +303,7 @@ def _check_size(index: _Index, tree: dict[Any, Any]) -> list[Note]:
 
 
 def _refuse_two_types(index: _Index, said: int) -> None:
-    """Raises `Conflict` where shards have different float types, and the index's sum fits one of these for all of them."""
+    """Raises `Conflict` for shards of different float types where the index's sum fits one of these for all."""
     sums: dict[str, int] = {}
     entries = {file: [e for e in s.tree.values() if isinstance(e, TensorEntry)] for file, s in index.shards.items()}
     floats = {file: {e.dtype for e in found if e.dtype.kind == "float"} for file, found in entries.items()}
@@ -333,7 +333,7 @@ def _refuse_two_types(index: _Index, said: int) -> None:
 
 
 def _in_order(index: _Index, pickled: bool) -> dict[Any, Any]:
-    """All tensors: in the order of the index; of pickles, whose order is that of the model, in theirs (indexes are often sorted)."""
+    """All tensors in the order of the index, which is often sorted; those of pickles in theirs, the model's."""
     if pickled:
         return _joined([shard.tree for shard in index.shards.values()])
     tree = {name: index.shards[file].tree[name] for name, file in index.map.items()}
@@ -343,7 +343,7 @@ def _in_order(index: _Index, pickled: bool) -> dict[Any, Any]:
 
 
 def _joined(trees: list[dict[Any, Any]]) -> dict[Any, Any]:
-    """The dictionaries of all shards as one: ordered if they are, with all that is set on them (`_metadata`, of every module)."""
+    """The dictionaries of all shards as one: ordered if they are, with all that is set on them (`_metadata`)."""
     items = {name: value for tree in trees for name, value in tree.items()}
     if not all(isinstance(tree, OrderedDict) for tree in trees):
         return items
@@ -356,7 +356,7 @@ def _joined(trees: list[dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def _recorded_ties(index: _Index, tree: dict[Any, Any]) -> dict[str, str]:
-    """The names that were left out as ties of others: `{dropped: kept}`, in the index's metadata (the hub's savers) or a shard's."""
+    """The names left out as ties: `{dropped: kept}` in the metadata of the index (the hub's savers) or of a shard."""
     ties: dict[str, str] = {}
     for place in (index.metadata, *(shard.metadata for shard in index.shards.values())):
         for dropped, kept in place.items():

@@ -25,7 +25,7 @@ LEAST_BARE = 1_000_000  # bytes, of a size without a unit
 
 
 def size_in_bytes(size: int | str) -> int:
-    """The number of bytes that a text like `5GB` (10^9), `5GiB` (2^30), `500MB` or `24B` says, or a number. Raises `UsageError`.
+    """The number of bytes in a text like `5GB` (10^9), `5GiB` (2^30), `500MB` or `24B`. Raises `UsageError`.
 
     A number without a unit is at least a million: `5` was meant to be 5 GB.
     """
@@ -42,7 +42,7 @@ def size_in_bytes(size: int | str) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """How to divide a checkpoint anew: at most `limit` bytes of tensors to a shard."""
+    """A new division of a checkpoint: at most `limit` bytes of tensors to a shard."""
 
     limit: int
     stem: str = "model"
@@ -50,7 +50,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DivisionOrigin:
-    """How a checkpoint was divided: the files, and what was in which.
+    """The division that a checkpoint was read from: the files, and what was in which.
 
     pickled: the shards are torch's files.  metadata: what each shard says beside its tensors.
     """
@@ -65,7 +65,7 @@ class DivisionOrigin:
 
     @classmethod
     def of(cls, index: str, pickled: bool, shards: Mapping[str, Checkpoint], ties: Mapping[str, str]) -> DivisionOrigin:
-        """What is to be remembered of these shards; `ties` across them are recorded anew when they are written."""
+        """The division of these shards; `ties` across them are recorded anew when they are written."""
         alive = {id(storage): (storage, file) for file, shard in shards.items() for storage in storages(shard.tree)}
         return cls(
             index,
@@ -79,7 +79,7 @@ class DivisionOrigin:
 
     @property
     def stem(self) -> str:
-        """How the names of its shards begin."""
+        """The beginning of the names of its shards."""
         found = next(filter(None, map(NUMBERED.fullmatch, self.metadata)), None)
         return found["stem"] if found else "model"
 
@@ -92,7 +92,7 @@ class DivisionOrigin:
 
 
 def divided(checkpoint: Checkpoint, shard_size: int | str) -> Checkpoint:
-    """The same checkpoint, to be written in shards of at most this size, which counts the bytes of tensors."""
+    """The checkpoint, to be written in shards of at most this size, which counts the bytes of tensors."""
     stem = (
         checkpoint.origin.stem
         if isinstance(checkpoint.origin, DivisionOrigin) and not checkpoint.origin.pickled
@@ -171,7 +171,7 @@ def _bytes_of(tree: dict[Any, Any], names: Iterable[Any]) -> int:
 
 
 def _split(units: list[_Unit], limit: int) -> list[list[_Unit]]:
-    """The units in order, as many to a shard as fit; one that is too large for any has a shard of its own, as the hub's savers do it."""
+    """The units in order, as many to a shard as fit; one that is too large has its own, as with the hub's savers."""
     shards: list[list[_Unit]] = []
     current: list[_Unit] = []
     size = 0

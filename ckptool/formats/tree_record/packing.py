@@ -108,7 +108,7 @@ class Packer:
         return {"n": self._index(value)}
 
     def _count(self, value: Any) -> None:
-        """Raises `LimitExceeded` where long texts are repeated so often that the record would be many times longer than the file."""
+        """Raises `LimitExceeded` where repeated long texts would make the record many times longer than the file."""
         size = value.bit_length() // 4 if type(value) is int else len(value)
         if size <= 256:
             return
@@ -217,7 +217,7 @@ _MADE_OF_PARTS = (tuple, Composite, Object)
 
 
 def _made_of(node: Any) -> tuple[Any, ...]:
-    """What must be there before `node` can be made."""
+    """The values that must be there before `node` can be made."""
     if isinstance(node, tuple):
         return node
     return (node.fn, node.args, node.kwargs) if isinstance(node, Object) else node.made.args
@@ -228,7 +228,7 @@ def _float_bits(value: float) -> str:
 
 
 def covers(tree: Any) -> dict[int, TensorEntry]:
-    """For each storage the first tensor that covers it: every element once, none outside, of a type that can be stored."""
+    """For each storage the first tensor that covers it: every element once, of a type that can be stored."""
     found: dict[int, TensorEntry] = {}
     for _, node in walk(tree):
         if isinstance(node, TensorEntry) and id(node.storage) not in found and _is_cover(node):

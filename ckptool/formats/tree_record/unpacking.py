@@ -1,4 +1,4 @@
-"""A record and its tensors as the tree that they were; a record that does not fit together is an error of Python's, or `Conflict`."""
+"""A record and its tensors as the tree that they were; one that does not fit is a Python error, or `Conflict`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptool.pickles.torch_objects import REBUILD_JAGGED, check_view, jagged, re
 
 
 def unpack(source: Source, stored: dict[str, TensorEntry], metadata: dict[str, str]) -> Any:
-    """The tree that `pack` was given. Raises `Corrupt` where the record is damaged, `Conflict` where the file no longer agrees with it."""
+    """The tree that was packed. Raises `Corrupt` for a damaged record, `Conflict` where the file disagrees with it."""
 
     try:
         record = json.loads(metadata[KEY])

@@ -118,7 +118,7 @@ def refuse_zip_behind(head: bytes, source: Readable) -> None:
 
 
 def _ends_as_zip(source: Readable) -> bool:
-    """True if the file ends in the directory of a zip archive: some readers look nowhere else to tell what a file is."""
+    """True if the file ends in the directory of a zip archive: some readers look nowhere else."""
     tail_at = max(0, source.size - END.size - FULL16)
     tail = source.read(tail_at, source.size - tail_at)
     found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - END.size + 4))
@@ -134,7 +134,7 @@ def _ends_as_zip(source: Readable) -> bool:
 
 
 def _find_end(source: Readable) -> int:
-    """Where the last end record is; nothing may follow it but what a torn in-place edit leaves, not even a comment."""
+    """The byte of the last end record; only what a torn in-place edit leaves may follow it, not even a comment."""
     tail_at = max(0, source.size - 2 * END.size - LOCATOR.size - FULL16)
     tail = source.read(tail_at, source.size - tail_at)
     found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - END.size + 4))
@@ -176,7 +176,7 @@ def _has_comment(tail: bytes, last: int) -> bool:
 
 
 class _Counts(NamedTuple):
-    """What an end record says of the directory: entries in this file, entries in all, its size in bytes, its offset."""
+    """The directory by an end record: entries in this file, entries in all, its size in bytes, its offset."""
 
     here: int
     entries: int
@@ -225,7 +225,7 @@ def _check_counts(source: Readable, counts: _Counts, directory_end: int) -> None
 
 
 def _zip64_end_record(source: Readable, end_at: int, locator: bytes, counts: _Counts) -> tuple[int, _Counts]:
-    """Where the zip64 end record is, and what it says; `counts` is what the other end record says."""
+    """The byte of the zip64 end record, and its counts. counts: those of the other end record."""
     _, disk, at, disks = LOCATOR.unpack(locator)
     raw = source.read(at, END64.size) if at + END64.size <= end_at else b""
     if raw[:4] != b"PK\x06\x06":
@@ -433,7 +433,7 @@ def _check_copy(source: Readable, end_at: int, records_end: int, end_records: by
 
 
 def _ends_another(source: Readable, end_at: int, size: int) -> bool:
-    """True if some reader would take what stands before the last end record, a copy of an earlier one, for its directory.
+    """True if some reader would find a directory before the last end record, which is a copy of an earlier one.
 
     However odd its entries are, another reader may be content with them: one signature is enough.
     """
@@ -463,7 +463,7 @@ def _refuse_foreign_tail(archive: Archive) -> None:
 
 
 def _begins_as_edit(archive: Archive) -> bool:
-    """True for a hole (a power cut may have lost what was in it), and for the header of a new pickle, or its beginning."""
+    """True for a hole (a power cut may have lost what was in it), and for the beginning of a new pickle's header."""
     source, names = archive.source, [name for name in archive.records if name.endswith("/data.pkl")]
     if len(names) != 1:
         return False  # no checkpoint of torch's: nothing else is edited in place

@@ -1,4 +1,4 @@
-"""One record of a zip archive: where its bytes are, whether they are really there, and what they are when inflated.
+"""A record of a zip archive: where its bytes are, whether they are really there, and what they inflate to.
 
 The directory says where a record's header is and how large its data. The header stands before the data and repeats most of it; some
 readers believe the one, some the other. Here the bytes of a record are used only when both agree.
@@ -40,7 +40,7 @@ _ZIP64_VERSION = 45
 
 
 class Record:
-    """One entry of the directory. Sizes and offsets in bytes; `data_at` is predicted until `confirm` has looked."""
+    """An entry of the directory. Sizes and offsets in bytes; `data_at` is not certain before `confirm`."""
 
     __slots__ = (
         "_confirmed", "_data", "archive", "central", "crc", "data_at", "descriptor_size", "end", "flags", "header",
@@ -60,7 +60,7 @@ class Record:
         header: int,
         zip64: bool,
     ) -> None:
-        """central: the 46 fixed bytes of its entry.  header: where its local header is.  zip64: its entry has 64-bit values."""
+        """central: the 46 fixed bytes of its entry.  header: the byte of its local header.  zip64: it has 64-bit values."""
         self.archive, self.name, self.central, self.flags, self.method = archive, name, central, flags, method
         self.crc, self.stored, self.size, self.header, self.zip64 = crc, stored, size, header, zip64
         # As torch writes it.
@@ -100,7 +100,7 @@ class Record:
 
     @property
     def has_usual_descriptor(self) -> bool:
-        """False where the directory does not say how large the descriptor is: writers of zip64 may have 64 bits at any size."""
+        """False where the directory does not tell the descriptor's size: writers of zip64 may use 64 bits at any size."""
         return self.central[6] < _ZIP64_VERSION
 
     @property
@@ -162,7 +162,7 @@ class Record:
         self._confirmed = True
 
     def _own_header(self) -> tuple[int, int, int, int, int, int, int]:
-        """Flags, method, checksum, stored size, size, and the lengths of name and extra field, by a header that has the right name."""
+        """Flags, method, checksum, stored size, size, lengths of name and extra field in a header of the right name."""
         source = self.archive.source
         raw_name = self.name.encode()
         head = source.read(self.header, min(LOCAL.size + len(raw_name), source.size - self.header))
@@ -175,7 +175,7 @@ class Record:
         return flags, method, crc, stored, size, name_size, extra_size
 
     def _compare(self, crc: int, stored: int, size: int, extra_size: int) -> None:
-        """What the header and the descriptor say of checksum and sizes, against the directory."""
+        """Compares checksum and sizes in the header and the descriptor with the directory."""
         expected = self.crc, self.stored, self.size
         if not self.descriptor_size:
             if FULL in (stored, size):

@@ -1,4 +1,4 @@
-"""A new zip archive: records laid out one after the other, so that each one's place, and the directory, is known before a byte is written.
+"""A new zip archive: records laid out one after the other, all places known before a byte is written.
 
 Records are stored, with the headers and descriptors that torch would write.
 """
@@ -53,7 +53,7 @@ class ZipLayout:
         self.at += sum(segment.length for segment in record.segments())
 
     def add_late(self, name: str, length: int, make: Callable[[Sequence[int]], bytes]) -> None:
-        """A record of `length` bytes that `make` gives when those before it have passed, from their checksums in order."""
+        """Adds `length` bytes that `make` gives when the records before have passed, from their checksums in order."""
         before = [part.total for part in self._segments if isinstance(part, _NewRecord)]
         record = _LateRecord(self, name, length, self.at, lambda: make([total.value for total in before]))
         self._segments.append(record)
@@ -87,7 +87,7 @@ class ZipLayout:
 
 
 class _NewRecord:
-    """A record of our own. What stands around its data is made when it is asked for: a layout may have 50,000 of them."""
+    """A new record. Headers are made when they are asked for: a layout may have 50,000 records."""
 
     __slots__ = ("at", "data", "head", "layout", "name", "total")
 
@@ -199,7 +199,7 @@ _LINK = 0xA  # the file type of Unix, at the top of the external attributes
 
 
 def moved_entry(record: Record, at: int) -> bytes:
-    """The directory's entry for a record that was copied whole to byte `at`; one that was marked as a symbolic link is a file there."""
+    """The directory's entry for a record that was copied whole to byte `at`, as a file if it was a symbolic link."""
     stored, size = struct.unpack_from("<2I", record.central, 20)  # Python's zipfile goes to 64 bits at 2 GiB already
     offset = FULL if at >= FULL or record.zip64 else at
     values = [value for short, value in ((size, record.size), (stored, record.stored), (offset, at)) if short == FULL]
