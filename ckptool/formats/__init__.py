@@ -1,9 +1,10 @@
 """Containers: bytes to a tree, and a tree to a plan of what to write.
 
-A format is a module or folder with `detect(head, source)` and `read(source)`, and one line in `FORMATS` with every fact about it. One that
-can be written has `write(checkpoint, keep_unknown=...)`, one that can be edited in place `append(checkpoint, keep_unknown=...)`, which
-gives None where it has to be written anew. To add one: its file, its line, its test through the contract. Files are known by their
-content, never by their name; a module is imported when the first bytes ask for it.
+A format is a module or folder with `detect(head, source)` and `read(source)`, and one line in `FORMATS` with every fact
+about it. One that can be written has `write(checkpoint, keep_unknown=...)`, one that can be edited in place
+`append(checkpoint, keep_unknown=...)`, which gives None where it has to be written anew. To add one: its file, its
+line, its test through the contract. Files are known by their content, never by their name; a module is imported when
+the first bytes ask for it.
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
 
 
 _NOT_WRITTEN = frozenset(
-    ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv .zip .gz .dcp"
-    " .distcp".split()
+    ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv .zip"
+    " .gz .dcp .distcp".split()
 )
 # What a suffix looks like: `.foo`, and not the end of `Llama-3.1-8B` or `epoch=3-loss=0.25`.
 _SUFFIX = r"\.[a-z][a-z0-9_]{0,11}"
@@ -198,8 +199,9 @@ _SUFFIX = r"\.[a-z][a-z0-9_]{0,11}"
 def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str = "", source: str = "") -> None:
     """Raises `UsageError` where an output's suffix is a slip of the pen, or promises what is not written.
 
-    written: the container that would be.  original, source: container and name of the input, whose own suffix is as good as any while its
-    container stays. From one torch file to another, suffixes that stand for nothing (`.state`) are a matter of taste.
+    written: the container that would be.  original, source: container and name of the input, whose own suffix is as
+    good as any while its container stays. From one torch file to another, suffixes that stand for nothing (`.state`)
+    are a matter of taste.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     known = [known for container in WRITERS for known in container.suffixes]

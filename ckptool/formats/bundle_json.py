@@ -5,8 +5,9 @@
      "ties": [["generator/emb.weight", "discriminator/emb.weight"], …],
      "twins": [[["model/fc.weight"], ["ema/fc.weight"]], …]}
 
-A name is a text or a number, as the bundle's key is. ties: addresses of tensors on one storage, in several members. twins: for each
-piece of data that is stored once, the separate storages on it, each as the addresses of its tensors. ordered: it is an OrderedDict.
+A name is a text or a number, as the bundle's key is. ties: addresses of tensors on one storage, in several members.
+twins: for each piece of data that is stored once, the separate storages on it, each as the addresses of its tensors.
+ordered: it is an OrderedDict.
 """
 
 from __future__ import annotations

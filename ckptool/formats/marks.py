@@ -32,7 +32,8 @@ def record_of(tree: Any) -> bytes:
 def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
     """The tree in which the storages that a record names are separate again, and a note that says so.
 
-    Raises `Corrupt` for a record of another shape. Addresses that lead to no tensor are passed over: the tensor is gone.
+    Raises `Corrupt` for a record of another shape. Addresses that lead to no tensor are passed over: the tensor is
+    gone.
     """
     owner = {place: (number, index) for number, index, place in _places(record)}
     storages: dict[tuple[int, int, int], Storage] = {}
@@ -85,7 +86,8 @@ _LONGEST = 200
 
 
 def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
-    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had already."""
+    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had
+    already."""
     known = recovered_facts(before)
     lost, filled = list(dict.fromkeys([*known["lost"], *lost])), list(dict.fromkeys([*known["filled"], *filled]))
     lost_count = known["lost_count"] + len(lost) - len(known["lost"])

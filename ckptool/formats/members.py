@@ -1,11 +1,14 @@
-"""`folder`: a folder of several files that together are a training checkpoint or a pipeline, its members, which are not joined here.
+"""`folder`: a folder of several files that together are a training checkpoint or a pipeline, its members, which are not
+joined here.
 
-Members are known by the names that one program writes. Where the weights stand for the folder (an index, `model.safetensors`, a folder of
-torch.distributed.checkpoint) the folder is read as those, and its other members are only looked at: whether each is whole.
+Members are known by the names that one program writes. Where the weights stand for the folder (an index,
+`model.safetensors`, a folder of torch.distributed.checkpoint) the folder is read as those, and its other members are
+only looked at: whether each is whole.
 
-Source: transformers/trainer.py (`_save_checkpoint`: weights, optimizer, scheduler, random states, and `trainer_state.json` last),
-accelerate/checkpointing.py (random states last), deepspeed/runtime/engine.py, megatron/training/checkpointing.py, diffusers
-(`model_index.json`), sentence-transformers (`modules.json`), verl (`*_world_size_W_rank_R.pt`).
+Source: transformers/trainer.py (`_save_checkpoint`: weights, optimizer, scheduler, random states, and
+`trainer_state.json` last), accelerate/checkpointing.py (random states last), deepspeed/runtime/engine.py,
+megatron/training/checkpointing.py, diffusers (`model_index.json`), sentence-transformers (`modules.json`), verl
+(`*_world_size_W_rank_R.pt`).
 """
 
 from __future__ import annotations
@@ -53,9 +56,11 @@ _OF_A_CHECKPOINT = NamePattern("", r"latest|zero_to_\w+\.py|.*\.distcp|(?:__\d+)
 
 @dataclass(frozen=True, slots=True)
 class MemberFiles:
-    """The members of a folder. kind: what it is, for people.  names: its members that are there (`mp_rank_00/model_optim_rng.pt`).
+    """The members of a folder. kind: what it is, for people.  names: its members that are there
+    (`mp_rank_00/model_optim_rng.pt`).
 
-    missing: those that it says or shows it once had.  beside_weights: weights stand for the folder; these are its other files.
+    missing: those that it says or shows it once had.  beside_weights: weights stand for the folder; these are its other
+    files.
     """
 
     kind: str
@@ -74,9 +79,11 @@ def layout_of(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
 
 
 def read(source: Folder) -> Checkpoint:
-    """A folder whose members are checkpoints of their own, or parts of one that are not joined here: each under its name.
+    """A folder whose members are checkpoints of their own, or parts of one that are not joined here: each under its
+    name.
 
-    Raises `LimitExceeded` for more than 512 members; a member that cannot be read is left out, and counted as not whole.
+    Raises `LimitExceeded` for more than 512 members; a member that cannot be read is left out, and counted as not
+    whole.
     """
     layout = layout_of(source)
     assert layout is not None
@@ -215,7 +222,8 @@ def _ranks(folder: Folder, beside: bool) -> MemberFiles | None:
 
 
 def _gaps(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
-    """The names that are missing in sets of ranks: up to the highest rank, or the size of the world where it is known."""
+    """The names that are missing in sets of ranks: up to the highest rank, or the size of the world where it is
+    known."""
     sets: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
         if (found := pattern.fullmatch(name)) and "rank" in found.groupdict():

@@ -31,7 +31,8 @@ def detect(head: bytes, source: Input) -> bool:
 def read(source: Source) -> Checkpoint:
     """The tensor in a file of `numpy.save`. Reads the header only.
 
-    An array of texts, dates or objects is an inert object, as in a pickle. Raises `Truncated`, `Corrupt`, `Unsupported` or `Ambiguous`.
+    An array of texts, dates or objects is an inert object, as in a pickle. Raises `Truncated`, `Corrupt`, `Unsupported`
+    or `Ambiguous`.
     """
     tree, discarded = read_array(FileRange(source, 0, source.size), str(source), PickleBudget(source.size))
     other = not isinstance(tree, TensorEntry)
@@ -75,15 +76,16 @@ class PickleBudget:
             raise LimitExceeded(
                 f"an array of Python objects with a pickle of {size:,} bytes",
                 "That is more than a file of this size should hold; it is built to exhaust its reader.",
-                "If you trust it, let numpy save it without compression: numpy.savez(NEW, **numpy.load(FILE, allow_pickle=True))",
+                "If you trust it, let numpy save it without compression: "
+                "numpy.savez(NEW, **numpy.load(FILE, allow_pickle=True))",
             )
 
 
 def read_array(data: Data, name: str, budget: PickleBudget, crc: int | None = None) -> tuple[Any, tuple[Any, ...]]:
     """The tree of an array that fills `data`: a tensor, or the inert object that a pickle of another array would give.
 
-    crc: the CRC-32 of all of `data`, where it is known. Also gives what a pickle in it makes and throws away. Reads no numbers.
-    Raises `Truncated`, `Corrupt`, `Unsupported`, `Ambiguous` or `LimitExceeded`, which begin with `name`.
+    crc: the CRC-32 of all of `data`, where it is known. Also gives what a pickle in it makes and throws away. Reads no
+    numbers. Raises `Truncated`, `Corrupt`, `Unsupported`, `Ambiguous` or `LimitExceeded`, which begin with `name`.
     """
     try:
         return _read_array(data, name, budget, crc)

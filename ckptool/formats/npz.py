@@ -1,7 +1,8 @@
 """`npz`: what `numpy.savez` and `savez_compressed` write, a zip of one `.npy` for each name.
 
-Source: numpy/lib/_npyio_impl.py (`_savez`) and Lib/zipfile; `npy_array` has the arrays. Written as `numpy.savez` does, without compression,
-with the array of each record aligned in the file. Names may differ in case alone: numpy tells them apart.
+Source: numpy/lib/_npyio_impl.py (`_savez`) and Lib/zipfile; `npy_array` has the arrays. Written as `numpy.savez` does,
+without compression, with the array of each record aligned in the file. Names may differ in case alone: numpy tells them
+apart.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def detect(head: bytes, source: Input) -> bool:
 def read(source: Source) -> Checkpoint:
     """The arrays in an `.npz` by their names. Reads the directory and the headers of the arrays, no numbers.
 
-    Arrays of texts, dates and objects are inert objects, as in a pickle; records that are no arrays are bytes, as `numpy.load` has them.
-    Raises what `read_archive` and `read_array` raise.
+    Arrays of texts, dates and objects are inert objects, as in a pickle; records that are no arrays are bytes, as
+    `numpy.load` has them. Raises what `read_archive` and `read_array` raise.
     """
     archive = directory.read_archive(source, case_matters=True)
     if pickles := [name for name in archive.records if name.rpartition("/")[2] == "data.pkl"]:

@@ -28,12 +28,14 @@ class Opened:
 
     @property
     def taken(self) -> Checkpoint:
-        """The whole or the part that was named, as a checkpoint. Raises `UsageError` where nothing is at the address."""
+        """The whole or the part that was named, as a checkpoint. Raises `UsageError` where nothing is at the
+        address."""
         return self.checkpoint if self.at is None else part_of(self.checkpoint, self.at)
 
 
 def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
-    """The part of a checkpoint at an address; all of it for an empty one. Raises `UsageError` where nothing is there."""
+    """The part of a checkpoint at an address; all of it for an empty one. Raises `UsageError` where nothing is
+    there."""
     path, node = find(checkpoint.tree, at)
     if not path:
         return checkpoint
@@ -53,7 +55,8 @@ def open_file(file: PathLike, at: str | None = None) -> Opened:
 
 @contextmanager
 def counting_whole() -> Iterator[None]:
-    """Adds to the error for a zip that was cut off how much of it could be saved, which takes a walk through the file."""
+    """Adds to the error for a zip that was cut off how much of it could be saved, which takes a walk through the
+    file."""
     try:
         yield
     except Truncated as error:
@@ -65,7 +68,8 @@ def counting_whole() -> Iterator[None]:
 def open_whole(file: PathLike, at: str | None = None, *, part: bool = False) -> Opened:
     """Opens a file for a verb that takes it for a whole checkpoint. part: one that is only a part will do.
 
-    Raises `OnlyAPart` for a rank's share, one shard of several, placeholders, a folder of which members are missing or damaged.
+    Raises `OnlyAPart` for a rank's share, one shard of several, placeholders, a folder of which members are missing or
+    damaged.
     """
     opened = open_file(file, at)
     refuse_part(opened.checkpoint, part=part)
@@ -108,7 +112,8 @@ def open_to_change(file: PathLike, at: str | None = None) -> Opened:
     found = opened.checkpoint.part
     if not formats.named(opened.checkpoint.container).joined:
         raise OnlyAPart(
-            f"{opened.checkpoint.source} is a folder of {counted(len(opened.checkpoint.tree), 'file')}, each a checkpoint or a part of one",
+            f"{opened.checkpoint.source} is a folder of {counted(len(opened.checkpoint.tree), 'file')}, "
+            "each a checkpoint or a part of one",
             "Several files are not changed as one. Nothing was written.",
             f"Name one of them: {quoted(_member(opened.checkpoint))}",
         )

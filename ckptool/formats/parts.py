@@ -1,11 +1,12 @@
 """Parts of something larger that are taken for a checkpoint: a rank's share, one shard of several, placeholders.
 
-Decided here, from the tree (tensors that several ranks share, DeepSpeed's and Megatron's entries), the name of the file and those beside
-it. Names alone are believed where only one program writes them; an ordinary file is never called a part for its name.
+Decided here, from the tree (tensors that several ranks share, DeepSpeed's and Megatron's entries), the name of the file
+and those beside it. Names alone are believed where only one program writes them; an ordinary file is never called a
+part for its name.
 
-Source: torch/distributed/tensor and _shard/sharded_tensor (what their pickles hold), deepspeed/runtime/engine.py (names of files, and
-`param_shapes`), megatron/training/checkpointing.py (`mp_rank_TT_PPP`), huggingface_hub/serialization (names of shards), verl and
-accelerate (`_world_size_W_rank_R`).
+Source: torch/distributed/tensor and _shard/sharded_tensor (what their pickles hold), deepspeed/runtime/engine.py (names
+of files, and `param_shapes`), megatron/training/checkpointing.py (`mp_rank_TT_PPP`), huggingface_hub/serialization
+(names of shards), verl and accelerate (`_world_size_W_rank_R`).
 """
 
 from __future__ import annotations
@@ -142,8 +143,9 @@ def names_in(folder: str) -> list[str]:
 class _Facts:
     """Counts of a tree.
 
-    tensors: those of torch.distributed; shared: those of them of which only a rank's share is there.  rank, world: as they say.
-    flat: parameters are flattened.  empty: weights of the dictionary with most that are empty; named: all of its weights.
+    tensors: those of torch.distributed; shared: those of them of which only a rank's share is there.  rank, world: as
+    they say. flat: parameters are flattened.  empty: weights of the dictionary with most that are empty; named: all of
+    its weights.
     """
 
     tensors: int = 0
@@ -407,8 +409,9 @@ def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]
         return
     empty = [printable(name) for name, value in names if isinstance(value, TensorEntry) and value.shape == (0,)]
     if empty:
+        source, count = checkpoint.source or "the checkpoint", f"{len(empty):,} of the tensors"
         raise OnlyAPart(
-            f"{checkpoint.source or 'the checkpoint'}: {len(empty):,} of the tensors have no values here: {listed(empty, 3)}",
+            f"{source}: {count} have no values here: {listed(empty, 3)}",
             f"It is {part.label}; written by themselves, empty tensors would pass for weights. Nothing was written.",
             "Leave them out: --exclude NAME",
         )

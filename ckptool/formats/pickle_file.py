@@ -1,9 +1,9 @@
 """`pickle`: a pickle by itself, as `pickle.dump` writes it, of any protocol. It is read, not run, and not written.
 
-It may hold numpy arrays, whose data stays in the file, and tensors, which torch pickles as a stream inside of a byte string
-(`torch.storage._load_from_bytes`; see `torch_legacy.py`). One file is one pickle: what follows it would be lost without a word, so a
-file of several is refused.
-Sources: PEP 307, PEP 3154, PEP 574 and Lib/pickletools.py; numpy's `__reduce__` methods; joblib/numpy_pickle.py for what is no pickle.
+It may hold numpy arrays, whose data stays in the file, and tensors, which torch pickles as a stream inside of a byte
+string (`torch.storage._load_from_bytes`; see `torch_legacy.py`). One file is one pickle: what follows it would be lost
+without a word, so a file of several is refused. Sources: PEP 307, PEP 3154, PEP 574 and Lib/pickletools.py; numpy's
+`__reduce__` methods; joblib/numpy_pickle.py for what is no pickle.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ckptool.pickles.skeleton import decode_lazily, left_in_file, skeleton
 NAME = "pickle"
 SMALLEST = 4  # bytes; an empty dictionary of protocol 2 has as many
 _PROTO = 0x80
-# How a pickle of protocol 0 or 1 begins: with a container, a class, an object of a class, or a tuple of such things. Their opcodes are
-# letters and brackets, so texts begin like that too; whoever matches is tried.
+# How a pickle of protocol 0 or 1 begins: with a container, a class, an object of a class, or a tuple of such things.
+# Their opcodes are letters and brackets, so texts begin like that too; whoever matches is tried.
 _NAME = rb"[\w.]{1,200}\n[\w.]{1,200}\n"
 _OLD = re.compile(
     rb"[\]}]|\([dlt]|\(*(?:c%b|\(i%b|\((?:[\]}(KMJX]|I-?\d+\n|L-?\d+L?\n|F[-\d]|S['\"]|V[^\n]*\n))" % (_NAME, _NAME)
@@ -51,8 +51,8 @@ def detect(head: bytes, source: Input) -> bool:
 def read(source: Source) -> Checkpoint:
     """The checkpoint in a bare pickle. Reads its opcodes; the data of large arrays and of tensors stays in the file.
 
-    Raises `Ambiguous` for a file of several pickles, `Unsupported` for one that is a part of something else (joblib, a torch zip), and
-    what `skeleton` and `decode` raise.
+    Raises `Ambiguous` for a file of several pickles, `Unsupported` for one that is a part of something else (joblib, a
+    torch zip), and what `skeleton` and `decode` raise.
     """
     try:
         made = skeleton(FileRange(source, 0, source.size), name=str(source))

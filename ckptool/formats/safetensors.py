@@ -1,8 +1,9 @@
 """`safetensors`: a JSON header of names, types, shapes and byte ranges, then the bytes.
 
-Source: https://github.com/huggingface/safetensors#format. Read more strictly than the stock library does (duplicate names are
-refused, as two readers could take two different tensors); written so that it and every loader that expects `format: pt` can read it.
-The header lists tensors in the order of their keys; the data is sorted by item size, so that every tensor is aligned to it.
+Source: https://github.com/huggingface/safetensors#format. Read more strictly than the stock library does (duplicate
+names are refused, as two readers could take two different tensors); written so that it and every loader that expects
+`format: pt` can read it. The header lists tensors in the order of their keys; the data is sorted by item size, so that
+every tensor is aligned to it.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ def detect(head: bytes, source: Input) -> bool:
 def read(source: Source, *, cut: bool = False) -> Checkpoint:
     """The checkpoint in a safetensors file. Reads the header only.
 
-    Tensors that stock `save_model` left out as tied (`{dropped: kept}` in the metadata) are there again, tied. A file that `convert --all`
-    made gives its whole tree back. cut: data may be missing at its end, or too much be there; whoever reads a tensor has to look.
-    Raises `Truncated`, `Corrupt`, `Ambiguous`, `BadTensor` or `LimitExceeded`.
+    Tensors that stock `save_model` left out as tied (`{dropped: kept}` in the metadata) are there again, tied. A file
+    that `convert --all` made gives its whole tree back. cut: data may be missing at its end, or too much be there;
+    whoever reads a tensor has to look. Raises `Truncated`, `Corrupt`, `Ambiguous`, `BadTensor` or `LimitExceeded`.
     """
     size = int.from_bytes(source.read(0, 8), "little")
     if size < 2:
@@ -85,7 +86,8 @@ def read(source: Source, *, cut: bool = False) -> Checkpoint:
         tree = unpacking.unpack(source, tree, metadata)
         metadata = {key: value for key, value in metadata.items() if key != tree_record.KEY}
     elif ties:
-        message = f"{counted(len(ties), 'name is', 'names are')} stored as ties of others: {listed([printable(name) for name in ties], 3)}"
+        names = listed([printable(name) for name in ties], 3)
+        message = f"{counted(len(ties), 'name is', 'names are')} stored as ties of others: {names}"
         notes = (*notes, Note("ties-recorded", message))
     notes += marks.recovered_notes(metadata)
     return Checkpoint(tree, NAME, metadata, source, notes=notes, tensors_only=not whole_tree)
@@ -144,10 +146,8 @@ class _Header:
             raise _bad_fields(source, name, fields)
         stride, count = _contiguous(shape)
         if count * dtype.itemsize != end - begin:
-            shown = listed(shape, 8)
-            raise BadTensor(
-                f"{source}: {printable(name)} of type {dtype} and shape [{printable(shown)[:200]}] has {end - begin:,} bytes"
-            )
+            shown = f"of type {dtype} and shape [{printable(listed(shape, 8))[:200]}]"
+            raise BadTensor(f"{source}: {printable(name)} {shown} has {end - begin:,} bytes")
         if len(fields) > 3:
             for key in fields.keys() - {"dtype", "shape", "data_offsets"}:
                 if key in self.unknown or len(self.unknown) < 100:
@@ -199,9 +199,10 @@ def _check_cover(source: Source, ranges: Sequence[tuple[int, int]], size: int) -
             raise Corrupt(f"{source}: tensors {'overlap' if begin < at else 'leave a hole'} at byte {at:,} of the data")
         at = end
     if at > size:
+        whole = sum(end <= size for _, end in ranges)
         raise Truncated(
             f"{source} ends {at - size:,} bytes before the data that its header promises",
-            f"The file was cut off. Whole: {sum(end <= size for _, end in ranges):,} of its {counted(len(ranges), 'tensor')}.",
+            f"The file was cut off. Whole: {whole:,} of its {counted(len(ranges), 'tensor')}.",
             Advice("Save what is whole: ", command("recover", source.path, out=OUT), "; or copy or download it again."),
         )
     if at < size:
@@ -216,7 +217,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """The plan of a safetensors file: the tree must be a dictionary of texts to tensors that the format can hold.
 
     A tree that was read from a file of `convert --all` is carried again.
-    Exact ties are stored once and recorded as stock `save_model` does. Raises `Unsupported` naming everything that cannot be kept.
+    Exact ties are stored once and recorded as stock `save_model` does. Raises `Unsupported` naming everything that
+    cannot be kept.
     """
     if checkpoint.container == NAME and not checkpoint.tensors_only:
         checkpoint = packing.pack(checkpoint)  # it was read from a file with a whole tree, and stays one

@@ -40,10 +40,11 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
 def members(raw: bytes, what: str, texts: str) -> Iterator[tuple[str, Any]]:
     """Name and value of each member of the JSON object that `raw` is, one after the other.
 
-    So many a value may be in `raw`, only one is in memory as an object: a hostile header would take thirty times its size. A value may have
-    65,536 characters; the one of the member called `texts` may be larger, and is an object of nothing but texts.
-    Raises `Corrupt` for anything that is not strict JSON, `Ambiguous` for a name that is there twice in a value (whether `members`
-    gave one twice is for the caller to see), `LimitExceeded` for more than a million texts.
+    So many a value may be in `raw`, only one is in memory as an object: a hostile header would take thirty times its
+    size. A value may have 65,536 characters; the one of the member called `texts` may be larger, and is an object of
+    nothing but texts. Raises `Corrupt` for anything that is not strict JSON, `Ambiguous` for a name that is there twice
+    in a value (whether `members` gave one twice is for the caller to see), `LimitExceeded` for more than a million
+    texts.
     """
     try:
         cursor = _Cursor(raw.decode("utf-8"), what)

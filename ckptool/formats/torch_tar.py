@@ -1,14 +1,14 @@
 """`torch-tar`: what `torch.save` wrote before 0.1.10 (the first ResNets of torchvision), a tar archive of four files.
 
 `sys_info`: a pickle of what the machine was like.
-`storages`: the number of storages; for each a pickle `(key, location, type)`, its number of elements as an int64, and the elements;
-then a pickle of the views among them, `[(key, root key, offset, elements)]`. The first versions had no locations and no views.
-`tensors`: the number of tensors; for each a pickle `(key, storage key, type)`, the number of dimensions (4 bytes, and 4 that count for
-nothing), sizes, strides and offset as int64.
-`pickle`: the value; a persistent id is the key of a tensor or storage, or `(class, file, source text)` of a module.
+`storages`: the number of storages; for each a pickle `(key, location, type)`, its number of elements as an int64, and
+the elements; then a pickle of the views among them, `[(key, root key, offset, elements)]`. The first versions had no
+locations and no views. `tensors`: the number of tensors; for each a pickle `(key, storage key, type)`, the number of
+dimensions (4 bytes, and 4 that count for nothing), sizes, strides and offset as int64. `pickle`: the value; a
+persistent id is the key of a tensor or storage, or `(class, file, source text)` of a module.
 
-The files are read where they are: nothing is extracted, and the storages are ranges of the archive. torch refuses such files with
-`weights_only=True`. Source: torch/serialization.py (`legacy_load`; `save` of torch 0.1.9).
+The files are read where they are: nothing is extracted, and the storages are ranges of the archive. torch refuses such
+files with `weights_only=True`. Source: torch/serialization.py (`legacy_load`; `save` of torch 0.1.9).
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ class _Tables:
         return at + 8 + size
 
     def _elements(self, header: bytes, dtype: DType, room: int, number: int) -> int:
-        """The number of elements of a storage; where only the big-endian one is possible, all of the file is read so."""
+        """The number of elements of a storage; where only the big-endian one is possible, all of the file is read
+        so."""
         count = int.from_bytes(header, "big" if self.big_endian else "little", signed=True)
         if not 0 <= count * dtype.itemsize <= room and not self.little_endian and not self.big_endian:
             self.big_endian = all(not ref.storage.nbytes for ref in self.storages.values())
@@ -196,10 +197,9 @@ class _Tables:
         if count < 0:
             raise Corrupt(f"storage {number:,} has {counted(count, 'element')}", _DAMAGED)
         if count * dtype.itemsize > room:
-            raise Truncated(
-                f"storage {number:,} has {counted(count, 'element')} of {dtype.itemsize} bytes; {room:,} bytes are left",
-                "The file was cut off, or the number is wrong.",
-            )
+            size = f"{counted(count, 'element')} of {dtype.itemsize} bytes"
+            what = f"storage {number:,} has {size}; {room:,} bytes are left"
+            raise Truncated(what, "The file was cut off, or the number is wrong.")
         return count
 
     def _view(self, view: Any) -> None:
@@ -217,10 +217,9 @@ class _Tables:
             raise BadTensor(f"a view of the storage {shown(root)}, which is not in the file or a view itself", _DAMAGED)
         width = whole.dtype.itemsize if whole.dtype else 1
         if offset < 0 or size < 0 or (offset + size) * width > whole.storage.nbytes:
-            raise BadTensor(
-                f"a view of the elements {offset:,} to {offset + size:,} of a storage that has {whole.storage.nbytes // width:,}",
-                _DAMAGED,
-            )
+            there = whole.storage.nbytes // width
+            what = f"a view of the elements {offset:,} to {offset + size:,} of a storage that has {there:,}"
+            raise BadTensor(what, _DAMAGED)
         part = Storage(subrange(whole.storage.data, offset * width, size * width), whole.storage.location)
         self.views[target] = _View(StorageRef(part, whole.dtype), whole, offset)
 
@@ -305,7 +304,8 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class TarHeader:
-    """A header of an archive. kind: `0` for a file, `x` for attributes of the next one.  at: where its content begins."""
+    """A header of an archive. kind: `0` for a file, `x` for attributes of the next one.  at: where its content
+    begins."""
 
     name: str
     kind: str

@@ -1,8 +1,8 @@
 """`torch-zip`: what `torch.save` writes since 1.6, a zip of a pickle and one stored record for each storage.
 
-Source: torch/serialization.py (`_save`, `_load`) and caffe2/serialize/inline_container.cc, torch 1.6 to 2.13. A new file has the
-root folder `archive`; a copied one keeps its own. Records are copied whole, headers included, wherever they move by a multiple
-of the alignment, so that a rename is one new pickle and one long range of the old file.
+Source: torch/serialization.py (`_save`, `_load`) and caffe2/serialize/inline_container.cc, torch 1.6 to 2.13. A new
+file has the root folder `archive`; a copied one keeps its own. Records are copied whole, headers included, wherever
+they move by a multiple of the alignment, so that a rename is one new pickle and one long range of the old file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def detect(head: bytes, source: Input) -> bool:
 def read(source: Readable) -> Checkpoint:
     """The checkpoint in a torch zip. Reads the directory and the pickle, no tensor data.
 
-    Raises `NotACheckpoint` for another kind of zip, `Unsupported` for TorchScript, and what `read_archive` and `decode` raise.
+    Raises `NotACheckpoint` for another kind of zip, `Unsupported` for TorchScript, and what `read_archive` and `decode`
+    raise.
     """
     archive = directory.read_archive(source)
     pickle = find_pickle(archive)
@@ -221,10 +222,12 @@ class RecordStorages:
             )
         record = self.archive.records.get(self.prefix + key)
         if record is None:
-            what = f"the storage {printable(key[:200])} has no record {printable((self.prefix + key)[:200])} in the archive"
+            name = printable((self.prefix + key)[:200])
+            what = f"the storage {printable(key[:200])} has no record {name} in the archive"
             raise Corrupt(what, "Its data is not in the file.")
         if numel < 0 or numel * _width(dtype) != record.size:
-            what = f"the storage {printable(key)} should have {numel} elements; its record {record} has {record.size:,} bytes"
+            there = f"its record {record} has {record.size:,} bytes"
+            what = f"the storage {printable(key)} should have {numel} elements; {there}"
             raise Corrupt(what, "The file was cut and mended, or its pickle is of another file.")
         storage = self._known(key, location, dtype) if record.is_used else None
         if storage is None:
@@ -279,19 +282,13 @@ def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[
     ]
     if unused:
         size = sum(record.stored for record in unused)
-        notes.append(
-            Note(
-                "unused-record",
-                f"{counted(len(unused), 'record')} with {size:,} bytes {form(len(unused), 'is', 'are')} used by no tensor",
-                compact,
-            )
-        )
+        records = f"{counted(len(unused), 'record')} with {size:,} bytes {form(len(unused), 'is', 'are')}"
+        notes.append(Note("unused-record", f"{records} used by no tensor", compact))
     if any(record.method for record in archive.records.values()):
         notes.append(Note("deflated", "re-zipped with compression: torch cannot map it (mmap=True)", compact))
     if archive.records and not archive.has_checksums:
-        notes.append(
-            Note("no-checksums", "the archive stores no checksums: damage to its data cannot be noticed", compact)
-        )
+        message = "the archive stores no checksums: damage to its data cannot be noticed"
+        notes.append(Note("no-checksums", message, compact))
     if storages.big_endian:
         notes.append(Note("big-endian", "written on a big-endian machine", compact))
     return notes
@@ -407,7 +404,8 @@ class _Layout:
         self.numbers = itertools.count()
 
     def key_of(self, storage: Storage) -> str:
-        """The key of a storage: its old record's, unless another storage has that (two that became different stay so)."""
+        """The key of a storage: its old record's, unless another storage has that (two that became different stay
+        so)."""
         key = self.keys.get(id(storage))
         if key is not None:
             return key

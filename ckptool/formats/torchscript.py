@@ -1,8 +1,10 @@
-"""`torchscript`: what `torch.jit.save` writes, a zip of a pickled module, the program that runs it, and the program's constants.
+"""`torchscript`: what `torch.jit.save` writes, a zip of a pickled module, the program that runs it, and the program's
+constants.
 
-Source: torch/csrc/jit/serialization (export_module.cpp, import.cpp, import_source.cpp, python_print.cpp), torch 1.4 to 2.13. The tree is
-what `torch.jit.load(...).state_dict()` gives, and beside it every other attribute by its dotted name; which attributes are parameters
-and buffers is read off the headers of the classes in the program's text. The program is shown as text, never run.
+Source: torch/csrc/jit/serialization (export_module.cpp, import.cpp, import_source.cpp, python_print.cpp), torch 1.4 to
+2.13. The tree is what `torch.jit.load(...).state_dict()` gives, and beside it every other attribute by its dotted name;
+which attributes are parameters and buffers is read off the headers of the classes in the program's text. The program is
+shown as text, never run.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def detect(head: bytes, source: Input) -> bool:
 
 
 def read(source: Readable) -> Checkpoint:
-    """The tensors and attributes of a TorchScript file. Reads the directory, the pickle and the program's text, no tensor data.
+    """The tensors and attributes of a TorchScript file. Reads the directory, the pickle and the program's text, no
+    tensor data.
 
     Raises `Ambiguous` for an archive that is a plain checkpoint as well, and what `read_archive` and `decode` raise.
     """
@@ -260,7 +263,8 @@ def _folders(texts: dict[str, str]) -> dict[str, Any]:
 def _program_notes(program: _Program, tree: dict[str, Any]) -> list[Note]:
     path = program.archive.source.file.path
     shown = ", ".join(program.beside())
-    message = f"holds a program as well ({counted(len(program.files), 'file')} of code), which is never run; to be shown: {shown}"
+    what = f"holds a program as well ({counted(len(program.files), 'file')} of code)"
+    message = f"{what}, which is never run; to be shown: {shown}"
     notes = [Note("torchscript", message, command("show", f"{path}#code"))]
     if not tree["state_dict"]:
         packed = next(tensors(tree["attributes"]), None) is not None

@@ -1,8 +1,10 @@
-"""`dcp`: a folder that `torch.distributed.checkpoint.save` wrote: `.metadata`, and what each rank saved, one thing after the other.
+"""`dcp`: a folder that `torch.distributed.checkpoint.save` wrote: `.metadata`, and what each rank saved, one thing
+after the other.
 
-Source: torch/distributed/checkpoint (metadata.py, filesystem.py, _nested_dict.py, _traverse.py), torch 2.0 to 2.13. `.metadata` is a pickle
-of a `Metadata`: for every name the size and chunks of a tensor or nothing (an object), for every chunk the bytes of a `.distcp` file
-where it is, and for every name its path in the nested dictionaries that were saved. The bytes of each are a torch zip by themselves.
+Source: torch/distributed/checkpoint (metadata.py, filesystem.py, _nested_dict.py, _traverse.py), torch 2.0 to 2.13.
+`.metadata` is a pickle of a `Metadata`: for every name the size and chunks of a tensor or nothing (an object), for
+every chunk the bytes of a `.distcp` file where it is, and for every name its path in the nested dictionaries that were
+saved. The bytes of each are a torch zip by themselves.
 """
 
 from __future__ import annotations
@@ -61,11 +63,12 @@ def _is_table(source: Source) -> bool:
 
 
 def read(source: Input) -> Checkpoint:
-    """The checkpoint in a folder of `torch.distributed.checkpoint`, or whose table this is; of a rank's file, what is in that.
+    """The checkpoint in a folder of `torch.distributed.checkpoint`, or whose table this is; of a rank's file, what is
+    in that.
 
-    Reads the table and the directories of the zips, no tensor data. A tensor that several ranks share is one entry, put together when its
-    bytes are asked for. The nesting of dictionaries and lists is as it was saved; without a record of it, names stay flat.
-    Raises `Truncated`, `Corrupt`, `Ambiguous`, `Unsupported` or `LimitExceeded`.
+    Reads the table and the directories of the zips, no tensor data. A tensor that several ranks share is one entry, put
+    together when its bytes are asked for. The nesting of dictionaries and lists is as it was saved; without a record of
+    it, names stay flat. Raises `Truncated`, `Corrupt`, `Ambiguous`, `Unsupported` or `LimitExceeded`.
     """
     folder = source if isinstance(source, Folder) else Folder(os.path.dirname(source.path), shown=source.path)
     if METADATA not in folder:
@@ -281,7 +284,8 @@ class _Shelf:
 
 
 def _settled(value: Any) -> Any:
-    """A tensor by itself without the directory of its zip, whose place in the file is confirmed; anything else as it is.
+    """A tensor by itself without the directory of its zip, whose place in the file is confirmed; anything else as it
+    is.
 
     There may be hundreds of thousands of them, each in a zip of its own.
     """
@@ -347,10 +351,9 @@ def _chunk(folder: Folder, shelf: _Shelf, name: str, dtype: DType, box: Box) -> 
     value = shelf.take((name, box[0]))
     if isinstance(value, TensorEntry) and (value.shape, value.dtype) == (box[1], dtype):
         return value
-    raise Corrupt(
-        f"{folder}: the chunk of {printable(name)} at {list(box[0])} should be {dtype}{list(box[1])}, its file has {value!r:.100}",
-        "The files are of two checkpoints, or one of them was damaged.",
-    )
+    meant = f"the chunk of {printable(name)} at {list(box[0])} should be {dtype}{list(box[1])}"
+    what = f"{folder}: {meant}, its file has {value!r:.100}"
+    raise Corrupt(what, "The files are of two checkpoints, or one of them was damaged.")
 
 
 # The tree ------------------------------------------------------------------------------------------------------------
@@ -381,7 +384,8 @@ class _List(dict[int, Any]):
 
 
 def _nested(folder: Folder, values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[Any, Any]:
-    """The dictionaries and lists that were saved; a number in a path is an index of a list, as in torch's own reader."""
+    """The dictionaries and lists that were saved; a number in a path is an index of a list, as in torch's own
+    reader."""
     root: dict[Any, Any] = {}
     lists: list[tuple[dict[Any, Any], str | int]] = []
     made: set[int] = {id(root)}
@@ -418,20 +422,12 @@ def _notes(folder: Folder, shelf: _Shelf) -> list[Note]:
     notes = []
     unused = sorted({printable(name) for name, _ in shelf.places.keys() - shelf.taken})
     if unused:
-        notes.append(
-            Note(
-                "unused-record",
-                f"{counted(len(unused), 'name has', 'names have')} data that no tensor uses: {listed(unused, 3)}",
-            )
-        )
+        what = f"{counted(len(unused), 'name has', 'names have')} data that no tensor uses"
+        notes.append(Note("unused-record", f"{what}: {listed(unused, 3)}"))
     named = {place.file for place in shelf.places.values()}
     stale = [name for name in folder.names if name.endswith(SUFFIX) and name not in named]
     if stale:
         shown = listed([printable(name) for name in stale], 3)
-        notes.append(
-            Note(
-                "stale-shards",
-                f"{counted(len(stale), 'file is', 'files are')} of no value in {METADATA}, perhaps left from another run: {shown}",
-            )
-        )
+        what = f"{counted(len(stale), 'file is', 'files are')} of no value in {METADATA}"
+        notes.append(Note("stale-shards", f"{what}, perhaps left from another run: {shown}"))
     return notes

@@ -1,7 +1,7 @@
 """One tensor out of rectangular chunks, as the ranks of a distributed run each saved theirs.
 
-The row-major bytes are made when they are asked for: the rectangle that a read covers is put together from the chunks that it
-touches, so memory holds what was asked for and no more.
+The row-major bytes are made when they are asked for: the rectangle that a read covers is put together from the chunks
+that it touches, so memory holds what was asked for and no more.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     """True if the boxes lie in the shape and fill it, every element once.
 
-    Each box adds its corners to a sum, with the signs of the corners of an integral; exactly where the corners of the whole are
-    left over, every element is in one box. That is linear in the number of boxes. Raises `Unsupported` for boxes that are cut
-    along more than 8 axes.
+    Each box adds its corners to a sum, with the signs of the corners of an integral; exactly where the corners of the
+    whole are left over, every element is in one box. That is linear in the number of boxes. Raises `Unsupported` for
+    boxes that are cut along more than 8 axes.
     """
     if any(not 0 <= lo <= lo + n <= full for box in boxes for lo, n, full in zip(*box, shape, strict=True)):
         return False

@@ -1,8 +1,9 @@
 """`sharded`: one checkpoint in several files, and an index that says which tensor is in which.
 
-Source: huggingface_hub/serialization (`split_state_dict_into_shards_factory`, `save_torch_state_dict`) and what transformers, diffusers
-and accelerate read: `{"metadata": {"total_size": n}, "weight_map": {name: file}}`, the shards safetensors or torch files. Here
-index and shards must agree on every name. A folder with an index stands for it; one with a single file of the usual names, for that file.
+Source: huggingface_hub/serialization (`split_state_dict_into_shards_factory`, `save_torch_state_dict`) and what
+transformers, diffusers and accelerate read: `{"metadata": {"total_size": n}, "weight_map": {name: file}}`, the shards
+safetensors or torch files. Here index and shards must agree on every name. A folder with an index stands for it; one
+with a single file of the usual names, for that file.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ SINGLE = re.compile(
     r"(?P<variant>\.[A-Za-z0-9_]+)?\.(?:safetensors|bin)|consolidated\.00\.pth"
 )
 MAX_INDEX = 100_000_000
+_AGAIN = "Download or copy all of them again, index included."
 HEAD = 512
 
 
@@ -87,10 +89,12 @@ def _is_shard(name: str) -> bool:
 
 
 def read(source: Input) -> Checkpoint:
-    """The checkpoint that an index, or the one index in a folder, puts together. Reads the tables of all shards, no tensor data.
+    """The checkpoint that an index, or the one index in a folder, puts together. Reads the tables of all shards, no
+    tensor data.
 
-    Tensors are in the index's order, those of torch files in the order of the shards. Raises `Corrupt` for an index that leads outside
-    of its folder, to missing files or to itself, `Conflict` where index and shards disagree, `Ambiguous` for a folder of two checkpoints.
+    Tensors are in the index's order, those of torch files in the order of the shards. Raises `Corrupt` for an index
+    that leads outside of its folder, to missing files or to itself, `Conflict` where index and shards disagree,
+    `Ambiguous` for a folder of two checkpoints.
     """
     if isinstance(source, Source):
         return _read_index(Folder(os.path.dirname(source.path), shown=source.path), os.path.basename(source.path))
@@ -219,7 +223,7 @@ def _is_pickled(index: _Index) -> bool:
         odd = next(file for file in kinds if kinds[file])
         what = f"{index} names shards of safetensors and of torch, as {printable(odd)}"
         why = "Writers use one of them; the files are of two runs."
-        raise Conflict(what, why, "Download or copy all of them again, index included.")
+        raise Conflict(what, why, _AGAIN)
     return any(kinds.values())
 
 
@@ -262,11 +266,11 @@ def _check_agreement(index: _Index) -> None:
         name, file, where = twice[0]
         what = f"{index}: {printable(str(name))} is in two shards, {printable(where)} and {printable(file)}"
         why = "Which of the two values is right, nothing says; readers take one or the other."
-        raise Conflict(what, why, "Download or copy all of them again, index included.")
+        raise Conflict(what, why, _AGAIN)
     if lacking or strange:
         raise Conflict(f"{index} and its shards do not belong together: {_disagreement(lacking, strange)}",
             "They are of two runs, or a shard was replaced.",
-            "Download or copy all of them again, index included.",
+            _AGAIN,
         )  # fmt: skip
 
 
@@ -278,9 +282,8 @@ def _disagreement(lacking: list[str], strange: list[tuple[Any, str, str | None]]
         )
     if strange:
         names = [f"{printable(str(name))} in {printable(file)}" for name, file, _ in strange]
-        parts.append(
-            f"{counted(len(strange), 'tensor')} of shards {form(len(strange), 'is', 'are')} not in it ({listed(names, 3)})"
-        )
+        tensors = f"{counted(len(strange), 'tensor')} of shards {form(len(strange), 'is', 'are')}"
+        parts.append(f"{tensors} not in it ({listed(names, 3)})")
     return ", and ".join(parts)
 
 
@@ -322,11 +325,9 @@ def _refuse_two_types(index: _Index, said: int) -> None:
             odd = [
                 file for file, found in floats.items() if dtype_name not in {str(dtype) for dtype in found} and found
             ]
-            raise Conflict(
-                f"{index} counts the bytes of a checkpoint in {dtype_name}; of another type are {listed([printable(f) for f in odd], 3)}",
-                "The shards are of two runs, or of two versions of one.",
-                "Download or copy all of them again, index included.",
-            )
+            others = listed([printable(f) for f in odd], 3)
+            what = f"{index} counts the bytes of a checkpoint in {dtype_name}; of another type are {others}"
+            raise Conflict(what, "The shards are of two runs, or of two versions of one.", _AGAIN)
 
 
 # The tree ------------------------------------------------------------------------------------------------------------
@@ -362,10 +363,9 @@ def _recorded_ties(index: _Index, tree: dict[Any, Any]) -> dict[str, str]:
         for dropped, kept in place.items():
             tied = type(kept) is str and isinstance(tree.get(kept), TensorEntry) and dropped not in tree
             if tied and ties.setdefault(dropped, kept) != kept:
-                raise Conflict(
-                    f"{index}: {printable(dropped)} is recorded as a tie of {printable(kept)} and of {printable(ties[dropped])}",
-                    "The shards are of two runs.",
-                )
+                both = f"{printable(kept)} and of {printable(ties[dropped])}"
+                what = f"{index}: {printable(dropped)} is recorded as a tie of {both}"
+                raise Conflict(what, "The shards are of two runs.")
     return ties
 
 
@@ -401,7 +401,5 @@ def _stale(index: _Index, files: Iterable[str]) -> Iterator[Note]:
     ]
     if stale:
         shown = listed([printable(name) for name in stale], 3)
-        yield Note(
-            "stale-shards",
-            f"{counted(len(stale), 'file is', 'files are')} named like shards and not in the index, perhaps of another run: {shown}",
-        )
+        what = f"{counted(len(stale), 'file is', 'files are')} named like shards and not in the index"
+        yield Note("stale-shards", f"{what}, perhaps of another run: {shown}")

@@ -104,9 +104,9 @@ def divided(checkpoint: Checkpoint, shard_size: int | str) -> Checkpoint:
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """The plan of a folder: shards, and their index; of one shard, `model.safetensors` without an index.
 
-    A checkpoint that was read from shards keeps its division, and shards of torch's own files stay such; any other is divided in the
-    order of its keys, at most 5 GB of tensors to a shard (a single tensor may be larger). Ties stay together and are recorded.
-    Raises `Unsupported` naming everything that cannot be kept.
+    A checkpoint that was read from shards keeps its division, and shards of torch's own files stay such; any other is
+    divided in the order of its keys, at most 5 GB of tensors to a shard (a single tensor may be larger). Ties stay
+    together and are recorded. Raises `Unsupported` naming everything that cannot be kept.
     """
     if tree_record.KEY in checkpoint.metadata:
         what = "a whole tree (convert --all) is one safetensors file, and is not divided into shards"

@@ -45,11 +45,9 @@ class Unpacker:
         self.source, self.stored, self.record = source, stored, record
         names = {fields[0] for fields in record["storages"]}
         if names != set(stored):
-            odd = sorted(names ^ set(stored))
-            raise Conflict(
-                f"{source}: its tensors and the record of its tree no longer agree ({listed([printable(str(name)) for name in odd])})",
-                "Another program added, removed or renamed tensors and kept the record.",
-            )
+            odd = listed([printable(str(name)) for name in sorted(names ^ set(stored))])
+            what = f"{source}: its tensors and the record of its tree no longer agree ({odd})"
+            raise Conflict(what, "Another program added, removed or renamed tensors and kept the record.")
         self.alike: dict[tuple[int, str], Data] = {}
         self.storages = [self._storage(*fields) for fields in record["storages"]]
         self.tensors = [self._tensor(*fields) for fields in record["tensors"]]

@@ -6,13 +6,13 @@ directory (the next local header, less the data descriptor, less the size: right
 50,000 seeks cheaper) and confirmed against the record's own local header before its bytes are used.
 
 An in-place edit stretches the file, puts a copy of the old end records (the guard) at its very end, and writes the new
-records in between (`output/append.py`). A reader that goes by the offset in the copy finds the old archive. One that looks
-for a directory right before the copy must find nothing that it could take for one; and only what begins as such an edit
-does is ever cut off.
+records in between (`output/append.py`). A reader that goes by the offset in the copy finds the old archive. One that
+looks for a directory right before the copy must find nothing that it could take for one; and only what begins as such
+an edit does is ever cut off.
 
-Sources: PKWARE APPNOTE 6.3.10; caffe2/serialize/inline_container.cc and miniz for what torch writes: stored, flags 0x0808,
-sizes and CRC zero in the local header and true in the data descriptor (24 bytes where sizes or offsets need 64 bits), the
-extra field `FB` as padding.
+Sources: PKWARE APPNOTE 6.3.10; caffe2/serialize/inline_container.cc and miniz for what torch writes: stored, flags
+0x0808, sizes and CRC zero in the local header and true in the data descriptor (24 bytes where sizes or offsets need 64
+bits), the extra field `FB` as padding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A record of a zip archive: where its bytes are, whether they are really there, and what they inflate to.
 
-The directory says where a record's header is and how large its data. The header stands before the data and repeats most of it; some
-readers believe the one, some the other. Here the bytes of a record are used only when both agree.
+The directory says where a record's header is and how large its data. The header stands before the data and repeats most
+of it; some readers believe the one, some the other. Here the bytes of a record are used only when both agree.
 
-Sources: PKWARE APPNOTE 6.3.10; caffe2/serialize/inline_container.cc and miniz for what torch writes; Lib/zipfile for what Python does.
+Sources: PKWARE APPNOTE 6.3.10; caffe2/serialize/inline_container.cc and miniz for what torch writes; Lib/zipfile for
+what Python does.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Record:
         header: int,
         zip64: bool,
     ) -> None:
-        """central: the 46 fixed bytes of its entry.  header: the byte of its local header.  zip64: it has 64-bit values."""
+        """central: the 46 fixed bytes of its entry.  header: the byte of its local header.  zip64: it has 64-bit
+        values."""
         self.archive, self.name, self.central, self.flags, self.method = archive, name, central, flags, method
         self.crc, self.stored, self.size, self.header, self.zip64 = crc, stored, size, header, zip64
         # As torch writes it.
@@ -100,7 +102,8 @@ class Record:
 
     @property
     def has_usual_descriptor(self) -> bool:
-        """False where the directory does not tell the descriptor's size: writers of zip64 may use 64 bits at any size."""
+        """False where the directory does not tell the descriptor's size: writers of zip64 may use 64 bits at any
+        size."""
         return self.central[6] < _ZIP64_VERSION
 
     @property
@@ -226,7 +229,8 @@ def extra_fields(extra: bytes) -> list[tuple[int, bytes]]:
 
 
 def inflated(record: Record, raw: FileRange) -> Computed:
-    """The bytes of a deflated record. Each thread reads at a place of its own: one may read ahead while another checks the sum."""
+    """The bytes of a deflated record. Each thread reads at a place of its own: one may read ahead while another checks
+    the sum."""
     threads = threading.local()
 
     def read(offset: int, length: int) -> bytes:
