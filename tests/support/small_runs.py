@@ -4,7 +4,7 @@ bit."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ckptool.training.parallel import World
 from ckptool.training.start import first_difference, start
 from ckptool.training.store import Lines
 from ckptool.training.trainer import Trainer, build, gathered, restored
+from tests.support.files import contents
 
 MLP: dict[str, Any] = {
     "run": "unused",
@@ -145,3 +146,14 @@ def scheduled(name: str, **more: Any) -> dict[str, Any]:
 
 def events(run: Path) -> list[dict[str, Any]]:
     return list(Lines(str(run / "history.jsonl")).read())
+
+
+Typed = Callable[..., tuple[int, str, str]]
+
+
+def train_typed(typed: Typed, *changes: str) -> tuple[int, str, str]:
+    return typed("train", "run.yaml", *[word for change in changes for word in ("--set", change)])
+
+
+def contents_but_lock(folder: str) -> dict[str, bytes]:
+    return {name: data for name, data in contents(Path(folder)).items() if Path(name).name != "lock"}

@@ -10,49 +10,24 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ckptool import cli
 from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.store import name_of
-from tests.support.files import contents
-from tests.support.small_runs import MLP, cut_short, flip_a_bit, forget_record
+from tests.support.small_runs import Typed, contents_but_lock, flip_a_bit, train_typed
 
-Typed = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
-    """A command line in an empty folder that has a run.yaml: exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(MLP | {"run": "runs/x"}))
-
-    def run(*words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.main(words)
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def train(typed: Typed, *changes: str) -> tuple[int, str, str]:
-    return typed("train", "run.yaml", *[word for change in changes for word in ("--set", change)])
-
-
-def contents_but_lock(folder: str) -> dict[str, bytes]:
-    return {name: data for name, data in contents(Path(folder)).items() if Path(name).name != "lock"}
+pytestmark = pytest.mark.usefixtures("harness")
 
 
 # The everyday ---------------------------------------------------------------------------------------------------------
 
 
 def test_train_and_resume(typed: Typed) -> None:
-    code, out, err = train(typed)
+    code, out, err = train_typed(typed)
     assert (code, out) == (0, "done: 20 steps → runs/x\n")
     assert err.splitlines()[0].startswith("step 5  loss ")  # where it was evaluated, else every ten steps
     assert [line.split()[1] for line in err.splitlines()] == ["5", "10", "15", "20"]
@@ -67,7 +42,7 @@ def test_a_run_that_stops_before_its_first_step_claims_no_save(typed: Typed, tmp
         "import os, signal\nclass Stop:\n    def attach(self, trainer):\n        os.kill(os.getpid(), signal.SIGINT)\n"
     )
     (tmp_path / "hook.py").write_text(text)
-    code, out, _ = train(typed, "hooks=[hook.py:Stop]")
+    code, out, _ = train_typed(typed, "hooks=[hook.py:Stop]")
     assert (code, out.splitlines()[0]) == (130, "stopped before the first step: runs/x")
     assert typed("resume", "runs/x", "--set", "hooks=[]")[1] == "done: 20 steps → runs/x\n"
 
@@ -77,9 +52,9 @@ def test_the_time_of_a_run_begins_with_its_first_step(typed: Typed, tmp_path: Pa
     (tmp_path / "hook.py").write_text(
         "import time\nclass Slow:\n    def attach(self, trainer):\n        time.sleep(0.3)\n"
     )
-    code, out, _ = train(typed, "stop.after=0.0001", "hooks=[hook.py:Slow]")
+    code, out, _ = train_typed(typed, "stop.after=0.0001", "hooks=[hook.py:Slow]")
     assert (code, out.splitlines()[0]) == (0, "stopped after 1 step, saved → runs/x")
-    assert train(typed, "stop.after=0.29", "hooks=[hook.py:Slow]", "run=runs/y", "train.steps=2")[1].startswith(
+    assert train_typed(typed, "stop.after=0.29", "hooks=[hook.py:Slow]", "run=runs/y", "train.steps=2")[1].startswith(
         "done: 2"
     )
 
@@ -87,7 +62,7 @@ def test_the_time_of_a_run_begins_with_its_first_step(typed: Typed, tmp_path: Pa
 def test_only_the_first_process_tells(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun all of them end alike; one says so."""
     monkeypatch.setenv("RANK", "1")
-    assert train(typed)[:2] == (0, "")
+    assert train_typed(typed)[:2] == (0, "")
     monkeypatch.setenv("RANK", "0")
     assert typed("resume", "runs/x", "-q")[1] == "done: 20 steps → runs/x\n"
 
@@ -105,59 +80,8 @@ def test_the_example_runs(typed: Typed, tmp_path: Path) -> None:
     code, out, _ = typed("train", "--init")
     assert code == 0
     (tmp_path / "run.yaml").write_text(out)
-    assert train(typed, "data.name=images", "train.steps=3")[:2] == (0, "done: 3 steps → runs/digits\n")
+    assert train_typed(typed, "data.name=images", "train.steps=3")[:2] == (0, "done: 3 steps → runs/digits\n")
     assert json.loads(typed("train", "--schema")[1])["title"] == "Config"
-
-
-def test_a_run_is_inspected_and_scanned(typed: Typed) -> None:
-    train(typed, "save.keep_last=2", "eval.metric=val_acc", "eval.mode=max")
-    for verb in ("inspect", "scan"):
-        code, out, _ = typed(verb, "runs/x")
-        assert code == 0
-        assert "done at step 20; make it longer: ckptool resume runs/x --set train.steps=40\n" in out
-        assert out.splitlines()[3].split() == ["step", "epoch", "loss", "val_acc", "size", "kept"]
-        assert out.splitlines()[-1].split()[0] == "20"
-        assert "newest, last" in out.splitlines()[-1]
-    found = json.loads(typed("inspect", "runs/x", "--json")[1])
-    assert (found["schema"], found["resumes"], found["metric"]) == ("ckptool.run/1", 20, "val_acc")
-    (newest,) = [row for row in found["checkpoints"] if row["step"] == 20]
-    assert set(newest["metrics"]) == {"val_loss", "val_acc"}
-    assert newest["bytes"] == os.path.getsize(newest["path"])
-
-
-@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, forget_record], ids=lambda made: made.__name__)
-def test_a_damaged_checkpoint_is_shown(typed: Typed, damage: Any) -> None:
-    train(typed)
-    path = Path("runs/x/checkpoints") / name_of(20)
-    damage(path)
-    code, out, _ = typed("scan", "--full", "runs/x")
-    assert code == 1
-    assert "1 damaged" in out
-    assert "resumes from step 15" in out
-    assert str(path) in out.splitlines()[-1]
-    code, out, err = typed("resume", "runs/x", "-q")
-    assert code == 0
-    assert f"skipped {path}" in err
-
-
-def test_a_folder_that_is_no_run_is_not_taken_for_one(typed: Typed, tmp_path: Path) -> None:
-    (tmp_path / "x" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "x" / "run.yaml").write_text("[1, 2\n")
-    assert typed("inspect", "x")[0] == 2
-    assert "is not the configuration of a run" in typed("scan", "x")[2]
-
-
-def test_prune(typed: Typed) -> None:
-    train(typed, "save.every=2", "save.keep_last=9", "save.keep_best=0")
-    before = contents_but_lock("runs/x")
-    code, out, _ = typed("prune", "runs/x", "-n", "--set", "save.keep_last=2")
-    assert code == 0
-    assert out.startswith("runs/x: would delete 7 checkpoints")
-    assert contents_but_lock("runs/x") == before
-    assert typed("prune", "runs/x", "--set", "save.keep_last=2")[1].startswith("runs/x: deleted 7 checkpoints")
-    assert sorted(path.name for path in Path("runs/x/checkpoints").glob("*.pt")) == [name_of(18), name_of(20)]
-    assert typed("prune", "runs/x")[1].startswith("runs/x: deleted 0 checkpoints")
-    assert json.loads(typed("prune", "runs/x", "--json")[1])["kept"][-1] == {"step": 20, "why": ["newest", "last"]}
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------
@@ -192,7 +116,7 @@ def test_garbage_is_collected_while_a_run_trains(typed: Typed, tmp_path: Path) -
     )
     gc.disable()
     try:
-        assert train(typed, "hooks=[hook.py:Look]")[0] == 0
+        assert train_typed(typed, "hooks=[hook.py:Look]")[0] == 0
     finally:
         gc.enable()
     assert json.loads(Path("runs/x/metrics.jsonl").read_text().splitlines()[-1])["gc"] == 1.0
@@ -216,7 +140,7 @@ def test_progress_on_a_terminal_is_one_line_that_stays(typed: Typed, monkeypatch
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setenv("COLUMNS", "50")
-    train(typed)
+    train_typed(typed)
     drawn = stderr.getvalue().split("\r\x1b[K")[1:]
     assert len(drawn) == 4
     assert drawn[1].startswith("████████         step 10  loss ")
@@ -228,13 +152,13 @@ def test_progress_on_a_terminal_is_one_line_that_stays(typed: Typed, monkeypatch
 def test_nobody_reads_the_progress(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ckptool train run.yaml 2>&1 | head`: the run goes on."""
     monkeypatch.setattr(sys, "stderr", Closed())
-    assert train(typed)[0] == 0
+    assert train_typed(typed)[0] == 0
 
 
 def test_a_run_that_is_there(typed: Typed) -> None:
-    train(typed)
+    train_typed(typed)
     before = contents_but_lock("runs/x")
-    code, _, err = train(typed)
+    code, _, err = train_typed(typed)
     assert code == 2
     assert "runs/x is a run already" in err
     assert "ckptool resume runs/x" in err
@@ -243,7 +167,7 @@ def test_a_run_that_is_there(typed: Typed) -> None:
 
 
 def test_a_changed_fixed_key(typed: Typed) -> None:
-    train(typed)
+    train_typed(typed)
     before = contents_but_lock("runs/x")
     code, _, err = typed("resume", "runs/x", "--set", "train.accumulate=2")
     assert code == 2
@@ -253,16 +177,16 @@ def test_a_changed_fixed_key(typed: Typed) -> None:
 
 def test_a_run_folder_that_is_a_file(typed: Typed, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    code, _, err = train(typed, "run=file")
+    code, _, err = train_typed(typed, "run=file")
     assert code == 2
     assert "cannot make the run file: it is a file" in err
     assert (tmp_path / "file").read_text() == "mine"
-    assert "file/x" in train(typed, "run=file/x")[2]
+    assert "file/x" in train_typed(typed, "run=file/x")[2]
 
 
 def test_a_folder_that_cannot_be_written_to(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that became read-only: what is there stays, and the run says so."""
-    train(typed)
+    train_typed(typed)
     before = contents_but_lock("runs/x")
     opened = os.open
 
@@ -273,14 +197,14 @@ def test_a_folder_that_cannot_be_written_to(typed: Typed, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refused)
-        told = [typed("resume", "runs/x", "--set", "train.steps=30"), train(typed, "run=runs/new")]
+        told = [typed("resume", "runs/x", "--set", "train.steps=30"), train_typed(typed, "run=runs/new")]
     assert [code for code, _, _ in told] == [2, 2]
     assert all("Read-only file system" in err for _, _, err in told)
     assert contents_but_lock("runs/x") == before
 
 
 def test_all_are_damaged(typed: Typed) -> None:
-    train(typed)
+    train_typed(typed)
     for path in Path("runs/x/checkpoints").glob("*.pt"):
         flip_a_bit(path)
     before = contents_but_lock("runs/x/checkpoints")
@@ -294,12 +218,12 @@ def test_all_are_damaged(typed: Typed) -> None:
 
 def test_a_user_module_that_raises(typed: Typed, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def model(inputs):\n    return 1 / 0\n")
-    code, _, err = train(typed, "models.main.name=mine.py:model", "models.main.args={}")
+    code, _, err = train_typed(typed, "models.main.name=mine.py:model", "models.main.args={}")
     assert code == 2
     assert "ZeroDivisionError" in err
     assert "mine.py" in err
-    assert train(typed)[0] == 0  # mended, it begins by the same command
-    train(typed, "run=runs/y")
+    assert train_typed(typed)[0] == 0  # mended, it begins by the same command
+    train_typed(typed, "run=runs/y")
     before = contents_but_lock("runs/y/checkpoints")
     (tmp_path / "hook.py").write_text("def made():\n    raise RuntimeError('my own')\n")
     code, _, err = typed("resume", "runs/y", "--set", "train.steps=30", "--set", "hooks=[hook.py:made]")
@@ -332,7 +256,7 @@ def test_two_trainers_on_one_run(
 
 def test_a_disk_that_is_full(typed: Typed, tmp_path: Path) -> None:
     """The checkpoint does not fit below the limit of a process; those that are there stay."""
-    train(typed)
+    train_typed(typed)
     before = contents_but_lock("runs/x/checkpoints")
     size = (Path("runs/x/checkpoints") / name_of(20)).stat().st_size
     program = "import sys; from ckptool import cli; sys.exit(cli.main(sys.argv[1:]))"

@@ -17,7 +17,9 @@ from ckptool.render.train import inspect_run_json, inspect_run_text
 from ckptool.training.runs import create, read_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
-from tests.support.small_runs import config, cut_short, flip_a_bit
+from tests.support.small_runs import Typed, config, cut_short, flip_a_bit, forget_record, train_typed
+
+pytestmark = pytest.mark.usefixtures("harness")
 
 
 @pytest.fixture
@@ -152,3 +154,41 @@ def test_a_file_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(FileProblem, match="it is a file"):
         create(config(run=tmp_path / "run"))
+
+
+def test_a_run_is_inspected_and_scanned(typed: Typed) -> None:
+    train_typed(typed, "save.keep_last=2", "eval.metric=val_acc", "eval.mode=max")
+    for verb in ("inspect", "scan"):
+        code, out, _ = typed(verb, "runs/x")
+        assert code == 0
+        assert "done at step 20; make it longer: ckptool resume runs/x --set train.steps=40\n" in out
+        assert out.splitlines()[3].split() == ["step", "epoch", "loss", "val_acc", "size", "kept"]
+        assert out.splitlines()[-1].split()[0] == "20"
+        assert "newest, last" in out.splitlines()[-1]
+    found = json.loads(typed("inspect", "runs/x", "--json")[1])
+    assert (found["schema"], found["resumes"], found["metric"]) == ("ckptool.run/1", 20, "val_acc")
+    (newest,) = [row for row in found["checkpoints"] if row["step"] == 20]
+    assert set(newest["metrics"]) == {"val_loss", "val_acc"}
+    assert newest["bytes"] == os.path.getsize(newest["path"])
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, forget_record], ids=lambda made: made.__name__)
+def test_a_damaged_checkpoint_is_shown(typed: Typed, damage: Any) -> None:
+    train_typed(typed)
+    path = Path("runs/x/checkpoints") / name_of(20)
+    damage(path)
+    code, out, _ = typed("scan", "--full", "runs/x")
+    assert code == 1
+    assert "1 damaged" in out
+    assert "resumes from step 15" in out
+    assert str(path) in out.splitlines()[-1]
+    code, out, err = typed("resume", "runs/x", "-q")
+    assert code == 0
+    assert f"skipped {path}" in err
+
+
+def test_a_folder_that_is_no_run_is_not_taken_for_one(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "x" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "x" / "run.yaml").write_text("[1, 2\n")
+    assert typed("inspect", "x")[0] == 2
+    assert "is not the configuration of a run" in typed("scan", "x")[2]

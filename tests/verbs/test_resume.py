@@ -17,6 +17,8 @@ from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
 from tests.support.small_runs import GAN, config, cut_short, events, flip_a_bit, forget_record, last
 
+pytestmark = pytest.mark.usefixtures("harness")
+
 
 def begun(path: Path, *changes: str, steps: int = 10, **sections: Any) -> Path:
     """A run that stopped after so many steps."""

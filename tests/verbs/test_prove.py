@@ -22,6 +22,9 @@ from ckptool.training.prove.proof import ProofRun, configured, processes_of, res
 from ckptool.training.store import Lines
 from tests.support.small_runs import MLP, config
 
+pytestmark = pytest.mark.usefixtures("harness")
+
+
 BROKEN = """
 import torch
 from torch.nn import functional
