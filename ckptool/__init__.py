@@ -1,4 +1,4 @@
-"""ckptool: open any PyTorch checkpoint without running its code, without importing torch, without loading it into memory.
+"""ckptool: open any PyTorch checkpoint without running its code, without importing torch, without loading it.
 
     >>> import ckptool
     >>> ckpt = ckptool.open("model.pt")                # lazy: tables only
@@ -6,8 +6,8 @@
     >>> ckptool.strip_module("model.pt", "clean.pt")   # every command is a function
     >>> weights = ckptool.load("clean.pt")             # what torch.load gives, safely
 
-Names are resolved when they are first used, so that importing the package costs nothing. Nothing at all is imported here: the program
-starts with this file, and first has to take the working directory off the path (`__main__.py`).
+Names are resolved when they are first used, so that importing the package costs nothing. Nothing at all is imported
+here: the program starts with this file, and first has to take the working directory off the path (`__main__.py`).
 """
 
 TYPE_CHECKING = False  # as checkers of types read it: True

@@ -1,7 +1,8 @@
 """The program, as `ckptool` and as `python -m ckptool`.
 
-Nothing is imported here, not even `__future__`, before the working directory is off the path: what lies beside a checkpoint may be
-called `typing.py` or `numpy.py`, and importing it would run it. For the same reason `ckptool/__init__.py` imports nothing.
+Nothing is imported here, not even `__future__`, before the working directory is off the path: what lies beside a
+checkpoint may be called `typing.py` or `numpy.py`, and importing it would run it. For the same reason
+`ckptool/__init__.py` imports nothing.
 """
 
 import os  # which Python has loaded before any line of ours
@@ -19,7 +20,8 @@ def main() -> int:
 def forget_working_directory() -> None:
     """Takes the working directory off the path of modules, unless `PYTHONPATH` names it in full.
 
-    Python puts it there for `-m`, and for an empty or relative part of PYTHONPATH (`$PYTHONPATH:/x`, where it was not set).
+    Python puts it there for `-m`, and for an empty or relative part of PYTHONPATH (`$PYTHONPATH:/x`, where it was not
+    set).
     """
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in os.environ else []
     if sys.flags.ignore_environment:

@@ -19,7 +19,7 @@ from ckptool.reports.diff import Diff, Difference
 
 @provides("text", Diff)
 def diff_text(found: Diff, *, stat: bool = False, name_only: bool = False, style: Style = PLAIN) -> str:
-    """The verdict, then every difference in groups. stat: counts only.  name_only: nothing but the addresses that differ."""
+    """The verdict, then every difference in groups.  stat: counts only.  name_only: only the addresses that differ."""
     if name_only:
         return "".join(f"{name}\n" for name in _differing(found))
     blocks = [[_verdict(found, style)], [printable(remark) for remark in found.remarks]]
@@ -45,7 +45,8 @@ _EVIDENCE = {
 
 def _verdict(found: Diff, style: Style) -> str:
     if found.same:
-        return f"{style.green('same')}: {counted(found.tensors, 'tensor')}, {_EVIDENCE.get(found.evidence, found.evidence)}"
+        evidence = _EVIDENCE.get(found.evidence, found.evidence)
+        return f"{style.green('same')}: {counted(found.tensors, 'tensor')}, {evidence}"
     tensors = sum(1 for change in found.changed if _is_tensor(change.left))
     facts = [f"{tensors:,} of {counted(found.tensors, 'tensor')} changed"] if tensors else []
     entries = len(found.changed) - tensors
@@ -70,10 +71,8 @@ def _differences(found: Diff, style: Style) -> list[list[str]]:
         _values_table(found, style),
         _entries_changed(found, style),
     ]
-    ties = [
-        f"  tied only in {printable(found.left if side == 'left' else found.right)}: {listed([printable(n) for n in names], 20)}"
-        for side, names in found.ties
-    ]
+    sides = {"left": printable(found.left), "right": printable(found.right)}
+    ties = [f"  tied only in {sides[side]}: {listed([printable(n) for n in names], 20)}" for side, names in found.ties]
     order = [f"  {printable(name) or WHOLE}: the same keys in another order" for name in found.order_differs]
     blocks += [[style.bold("ties"), *ties] if ties else [], [style.bold("order"), *order] if order else []]
     return blocks

@@ -49,9 +49,9 @@ NAMES = 56  # columns for names; longer ones are cut on a terminal, and push the
 def inspect_text(
     found: Inspection, *, all: bool = False, sort: str = "none", depth: int | None = None, style: Style = PLAIN
 ) -> str:
-    """The contents of a file: its parts with what they look like, an outline of their tensors, notes with the commands that fix them.
+    """The parts of a file, an outline of their tensors, notes with the commands that fix them.
 
-    all: every tensor and entry, a line each.  sort: `name`, `size` or `none`.  depth: levels of the outline, instead of what fits.
+    all: every tensor and entry, a line each.  sort: `name`, `size` or `none`.  depth: levels of the outline.
     """
     listing = found.listing
     divided = parts(listing)

@@ -1,6 +1,7 @@
 """Reports as JSON: one object with a versioned schema, strictly valid, stable from run to run.
 
-NaN and infinities are texts; what is not ASCII is escaped, so no control character of a file passes raw. Keys are in the order below.
+NaN and infinities are texts; what is not ASCII is escaped, so no control character of a file passes raw. Keys are in
+the order below.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def finite(value: Any) -> Any:
 
 
 def tensor_json(path: Path, tensor: Tensor, storage: int | None) -> Json:
-    """One tensor: shape, stride and offset count elements, `nbytes` its values; a composite has a `kind` and no stride."""
+    """One tensor: shape, stride and offset count elements; a composite has a `kind` and no stride."""
     fact: Json = {
         "path": path_json(path),
         "dtype": tensor.dtype.name if tensor.dtype else None,

@@ -1,4 +1,4 @@
-"""The tensors of a part as a short outline: modules with their sizes, repeated layers folded, only as deep as there is room.
+"""The tensors of a part as a short outline: modules with sizes, repeated layers folded, as deep as there is room.
 
 Nothing is split or added up that is not shown: a file may have a million tensors, and a person reads forty lines.
 """
@@ -27,8 +27,8 @@ Item = tuple[Sequence[str], int]
 class Branch:
     """Tensors whose names begin alike.
 
-    depth: how many pieces they share.  times: how often this very structure is repeated.  size: bytes, repetitions included.
-    hidden: children that were left out below the last shown one.  start: the piece with which the labels of children begin.
+    depth: how many pieces they share.  times: how often this structure is repeated.  size: bytes, repetitions included.
+    hidden: children that are left out.  start: the piece with which the labels of children begin.
     """
 
     part: PartSummary
@@ -161,7 +161,7 @@ def _below(branch: Branch) -> list[Branch]:
 
 
 def _compressed(branch: Branch, start: int) -> Branch:
-    """A branch that goes on without forking, under one name: `conv1.weight` instead of `conv1` with one line below it."""
+    """A branch that goes on without forking, under one name: `conv1.weight` instead of `conv1` and a line below it."""
     while branch.leaf is None and len(branch.children) == 1 and "{" not in branch.label:
         branch = branch.children[0]
     pieces, index = branch.items[0]

@@ -60,7 +60,8 @@ def _latest(found: Scan) -> str:
 
 
 def _summary(found: Scan, style: Style) -> str:
-    head = f"{style.bold(printable(found.path))}: {counted(sum(file.state != MEMBER for file in found.files), 'checkpoint')}"
+    count = sum(file.state != MEMBER for file in found.files)
+    head = f"{style.bold(printable(found.path))}: {counted(count, 'checkpoint')}"
     bad = sum(1 for file in found.files if not file.is_good and file.state != MEMBER)
     if bad:
         head += f", {style.red(f'{bad:,} not good')}"

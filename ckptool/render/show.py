@@ -75,7 +75,7 @@ def _value_lines(value: Any, limit: int | None) -> Iterable[str]:
 
 
 def _entry_text(value: Any, limit: int | None) -> str:
-    """A value below the one that is shown; of a text of many lines (a program) only how many, unless everything was asked for."""
+    """A value below the one that is shown; unless everything is wanted, only the size of a text of many lines."""
     if isinstance(value, str) and limit is not None and value.count("\n") > 3:
         return f"a text of {counted(value.count(chr(10)), 'line')}"
     return value_text(value, None if limit is None else WIDEST)
@@ -104,7 +104,7 @@ def _inside_flat(value: Any, path: Sequence[Any]) -> bool:
 
 @provides("json", Shown)
 def show_json(shown: Shown) -> Json:
-    """`ckptool.show/1`: a tensor with its values as nested lists (none where only the corners were read), or a value."""
+    """`ckptool.show/1`: a tensor with its values as nested lists (none if only corners were read), or a value."""
     head: Json = {"schema": "ckptool.show/1", "file": shown.file, "address": shown.address}
     entry = shown.entry
     if not isinstance(entry, (TensorEntry, Composite)):

@@ -1,4 +1,4 @@
-"""The style of text: colours or none, as wide as the terminal or as long as it has to be; sizes and counts for people; columns."""
+"""The style of text: colours, width, sizes and counts for people, columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDEST = 72  # column
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """colour: ANSI colours are wanted.  width: columns of the terminal; None where lines may be as long as they have to be."""
+    """colour: ANSI colours are wanted.  width: columns of the terminal; None for lines of any length."""
 
     colour: bool = False
     width: int | None = None
@@ -105,7 +105,7 @@ def number(value: float | int | None) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ", gap: str = "  ") -> list[str]:
-    """Rows of plain cells as aligned lines; the columns in `right` are aligned to the right. Few very long cells stand out."""
+    """Rows of plain cells as aligned lines; the columns in `right` to the right. Few very long cells stand out."""
     widths = [min(max(map(len, column)), WIDEST) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptool.checkpoint.registry import provides
-from ckptool.errors import counted, listed, printable, quoted
+from ckptool.errors import counted, form, listed, printable, quoted
 from ckptool.render.json import Json, notes_json, part_json
 from ckptool.render.style import PLAIN, WHOLE, Style, columns, notes_text, short, size
 from ckptool.reports.digests import Compared
@@ -40,7 +40,7 @@ def _verdict(found: Verification, style: Style) -> str:
     if found.checked:
         which = "" if found.checksums == ALL else " (not all data has one)"
         facts.append(
-            f"{counted(found.checked, 'record')} checked against {'its' if found.checked == 1 else 'their'} checksums{which}"
+            f"{counted(found.checked, 'record')} checked against {form(found.checked, 'its', 'their')} checksums{which}"
         )
     about = ", ".join(facts)
     what = "" if found.part is None else printable(found.part.label)

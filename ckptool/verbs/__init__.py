@@ -1,4 +1,5 @@
-"""One file per verb: open, transform, save or report. What both faces call, the command line and the library.
+"""One file per verb: open, transform, save or report. The command line and the library call the same function.
 
-A verb is a function of the name of its command. Those that write take the options of `saving.SaveOptions` and return `Written`.
+A verb is a function of the name of its command. Those that write take the options of `_save.SaveOptions`, and return
+`Written`.
 """

@@ -39,12 +39,12 @@ from ckptool.reports.verify import refuse_damaged
 
 
 class SaveOptions(TypedDict, total=False):
-    """in_place: change the input itself.  overwrite: an existing output is replaced.  dry_run: report the plan, write nothing.
+    """in_place: change the input itself.  overwrite: replace an existing output.  dry_run: only report the plan.
 
-    verify: check the stored checksums of the input, then re-read the output and compare every tensor before it takes its name.
-    keep_unknown: pass calls of unknown functions on.
+    verify: check the stored checksums of the input, then read the output again and compare every tensor before it takes
+    its name.  keep_unknown: pass calls of unknown functions on.
     container: the container to write, instead of the one that the suffix of the output stands for.
-    progress: told bytes done and in all.  make_folder: the folder of the output is made if there is none.
+    progress: told bytes done and in all.  make_folder: make the folder of the output if there is none.
     """
 
     in_place: bool
@@ -105,7 +105,7 @@ def save(
 ) -> SaveResult:
     """Writes `changed` to the output. `changes=False`: it is the original, so the output is a copy of the file.
 
-    expected: what reading the output gives, where that is not `changed`.  inputs: what it was made from beside the original.
+    expected: what reading the output gives, if not `changed`.  inputs: what it was made from beside the original.
     Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises.
     """
     source = original.source
@@ -148,7 +148,7 @@ def _refuse_input(output: Output, target: str, inputs: Sequence[Input], source: 
 
 
 def _refuse_placeholders(original: Checkpoint, changed: Checkpoint, container: Format) -> None:
-    """Raises `OnlyAPart` where tensors without values would be written by themselves, without what says where their values are."""
+    """Raises `OnlyAPart` where tensors would be written without their values and without what says where those are."""
     if changed.part is None or tree_record.KEY in changed.metadata:
         return
     before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
@@ -179,7 +179,7 @@ def _container(checkpoint: Checkpoint, output: Output, target: str) -> Format:
 
 
 def _stays(checkpoint: Checkpoint, container: Format, output: Output) -> bool:
-    """True if a file that nothing was to be changed in can be copied: its container is the one to write, or is not written at all."""
+    """True if an unchanged file can be copied: it is of the container to write, or of one that is only read."""
     as_asked = output.container is None and container.name == formats.DEFAULT
     only_read = formats.writer(checkpoint.container) is None and not isinstance(checkpoint.source, Folder)
     return checkpoint.container == container.name or (only_read and as_asked)
@@ -266,7 +266,7 @@ def _replace(output: Output, target: str, plan: Plan, expected: Checkpoint, inpu
 
 
 def put_in_place(plan: Plan, target: str | os.PathLike[str], *, overwrite: bool, **options: Any) -> tuple[Note, ...]:
-    """Writes a plan to `target`, a file or a folder, with the options of `replace_file`. Returns what its user should know of it."""
+    """Writes a plan to a file or a folder, with the options of `replace_file`; returns the notes of that."""
     if _is_folder(plan):
         return replace_folder(plan, target, overwrite=overwrite, replaceable=_files_at(target), **options)
     return replace_file(plan, target, overwrite=overwrite, **options)
@@ -300,7 +300,7 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
 
 
 def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
-    """Re-reads what was written and compares every tensor and entry with what was meant, and its data with its checksums if asked to."""
+    """Reads the output again, compares every tensor and entry with what was meant, and data with its checksums."""
 
     def verify(path: str) -> None:
         written = formats.read(path)
@@ -365,7 +365,7 @@ def written(
 
 
 def _members_left(original: Checkpoint) -> list[Note]:
-    """What to say where weights were taken for the folder that holds them: the optimizer's file beside them is not in the output."""
+    """The note on an optimizer's file beside the weights, which is not in the output."""
     names = [printable(name) for name in members.beside(original)]
     return [Note(MEMBERS, f"left behind, as weights alone are written: {listed(names, 6)}")] if names else []
 
@@ -388,7 +388,7 @@ class FileChange:
     def save(self, changed: Checkpoint, *, changes: bool = True) -> SaveResult:
         """Writes the file with the changed part in its place, or that part alone.
 
-        Raises `Conflict` where a tensor of the part would no longer be tied to one outside of it, and what saving raises.
+        Raises `Conflict` where a tensor of the part would lose its tie to one outside of it, and what saving raises.
         """
         if self.extract:
             return save(self.output, self.original, replace(changed, base=()))
@@ -430,7 +430,7 @@ class FileChange:
 
 
 def begin_change(verb: str, file: PathLike, out: PathLike | None, at: str | None, options: ChangeOptions) -> FileChange:
-    """Opens what a verb is to change. Raises `UsageError` where nothing is at the address, or what is there cannot be put back."""
+    """Opens what a verb is to change. Raises `UsageError` where nothing is at the address or cannot be put back."""
     given: dict[str, Any] = {**options}
     extract = bool(given.pop("extract", False))
     output = output_of(verb, out, given)  # type: ignore[arg-type]
@@ -463,7 +463,7 @@ def _refuse_extract(output: Output, opened: Opened) -> None:
 
 
 def _refuse_loop(tree: Any, part: Checkpoint) -> None:
-    """Raises `UsageError` for a part that holds what it is in: no copy of it could be put back without changing the rest."""
+    """Raises `UsageError` for a part that holds what it is in: putting a copy back would change the rest."""
     around = {id(holder) for holder in holders(tree, part.base)}
     if any(id(node) in around for node in visit(part.tree)):
         raise UsageError(

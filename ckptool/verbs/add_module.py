@@ -24,7 +24,10 @@ def add_module(
     prefix: str = PEELED,
     **options: Unpack[ChangeOptions],
 ) -> Written:
-    """Puts `module.` (or `prefix`) before every key of all model weights in `file`, as DataParallel does: what `strip_module` undoes."""
+    """Puts `module.` (or `prefix`) before every key of all model weights in `file`, as DataParallel does.
+
+    Undone by `strip_module`.
+    """
     if not prefix:
         raise UsageError("the prefix is empty", "There would be nothing to add.")
     change = begin_change("add-module", file, out, at, options)

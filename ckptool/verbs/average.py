@@ -31,10 +31,10 @@ def average(
     part: bool = False,
     **options: Unpack[SaveOptions],
 ) -> Written:
-    """Writes the mean of one set of weights over several files: equal shares, `weights`, or an exponential moving average (`ema`).
+    """Writes the mean of one set of weights over several files: equal shares, `weights`, or a moving average (`ema`).
 
-    The files are read side by side, in pieces. Counters and booleans are the last file's, and named. at: the part of each file.
-    part: take also files that are only a part of a checkpoint (the same shard of each).
+    The files are read side by side, in pieces. Counters and booleans are the last file's, and named.
+    at: the part of each file.  part: take also files that are only a part of a checkpoint (the same shard of each).
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
     """
     if isinstance(files, (str, bytes)) or len(files) < 2:

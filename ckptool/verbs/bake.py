@@ -28,8 +28,9 @@ def bake(
 ) -> Written:
     """Folds weight norm and pruning into plain weights, in all model weights of a file or the part `at`.
 
-    spectral: spectral norm too, with its vectors as they are stored.  form: `old` or `new` instead give weight norm its other names
-    (`weight_g` or `parametrizations.weight.original0`), exactly. Raises `NoMatch` where there is nothing of the kind.
+    spectral: spectral norm too, with its vectors as they are stored.  form: `old` or `new` give weight norm its other
+    names (`weight_g` or `parametrizations.weight.original0`) instead, exactly.
+    Raises `NoMatch` where there is nothing of the kind.
     """
     change = begin_change("bake", file, out, at, options)
     checkpoint = change.part
@@ -40,7 +41,8 @@ def bake(
     if not folded and not left:
         raise NoMatch(
             f"{checkpoint.source} has no parametrised weights",
-            "Known are weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) and spectral norm.",
+            "Known are weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) "
+            "and spectral norm.",
         )
     tree = rebuild(checkpoint.tree, replaced={number: found.tree for number, found in baked.items()})
     changed = replace(checkpoint, tree=tree)

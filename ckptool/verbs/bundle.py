@@ -52,13 +52,13 @@ def bundle(
 ) -> Written:
     """Writes one file that holds several: `{name: FILE or FILE#ADDRESS}`, then plain `values` by name (`{"epoch": 3}`).
 
-    To `.pt` or `.tar`: a dictionary with exactly these names, as the tutorials save it and `torch.load` reads it. To `.safetensors`:
-    tensors called `name/key`, and a record from which ckptool gives back everything. Without an address, a file is taken as a whole.
-    file: a bundle to change instead: members and values are added to it, `drop` and `rename` (old: new) name some of its own; no tensor
-    of the others is touched.  from_folder: what `unbundle` wrote, put together again.  dedup: equal storages are stored once; `unbundle`
-    and `ckptool.load` give each member its own again, stock `torch.load` ties them.  part: members may be parts of checkpoints (a rank's
-    share, one shard of several).
-    Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an unknown member.
+    To `.pt` or `.tar`: a dictionary with exactly these names, which `torch.load` reads. To `.safetensors`: tensors
+    called `name/key`, and a record from which ckptool restores everything. file: a bundle to change instead: members
+    and values are added, `drop` and `rename` (old: new) name some of its own; no tensor of the others is touched.
+    from_folder: put together again what `unbundle` wrote. dedup: equal storages are stored once; `unbundle` and
+    `ckptool.load` give each member its own again, stock `torch.load` ties them.  part: members may be parts of
+    checkpoints (a rank's share, one shard of several). Raises `Conflict` for names that clash or cannot be those of
+    files, `UsageError` for an unknown member.
     """
     output = output_of("bundle", out, options)
     parts = _gathered(file, from_folder, bool(drop or rename), part)
@@ -96,10 +96,10 @@ def _left_inside(dropped: Sequence[str]) -> list[Note]:
 
 @dataclass(slots=True)
 class _Members:
-    """What goes into a bundle. `checkpoint`: its members, as they are by now.  original: the bundle that is changed, if one is.
+    """What goes into a bundle.
 
-    like: the tree whose type it gets.  inputs: the files that the members are in, beside the original.  twins: storages that are
-    stored with an equal one.
+    original: the bundle that is changed, if one is.  checkpoint: the members so far.  like: the tree whose type it
+    gets. inputs: the files of the members, beside the original.  twins: storages that are stored with an equal one.
     """
 
     original: Checkpoint
@@ -214,7 +214,8 @@ def _of_folder(path: PathLike) -> _Members:
     tree, parts.twins, gone = joined(bundled(parts.members), Shared(record.ties, record.twins))
     parts.checkpoint = replace(parts.checkpoint, tree=tree)
     if gone:
-        message = f"{counted(gone, 'storage')} stored with an equal one before {form(gone, 'differs', 'differ')} from it now: stored apart"
+        differs = form(gone, "differs", "differ")
+        message = f"{counted(gone, 'storage')} stored with an equal one before {differs} from it now: stored apart"
         parts.notes.append(Note("no-longer-equal", message))
     return parts
 

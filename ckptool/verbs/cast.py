@@ -28,10 +28,10 @@ def cast(
     exclude: str | Sequence[str] = (),
     **options: Unpack[ChangeOptions],
 ) -> Written:
-    """Converts the floating tensors of all model weights in `file` to `dtype`, with the bits that torch's `tensor.to(dtype)` gives.
+    """Converts the floating tensors of all model weights to `dtype`, as torch's `tensor.to(dtype)` does, bit for bit.
 
-    only, exclude: patterns for keys. Optimizer state, integers, complex and quantized tensors stay as they are. The report says
-    which tensors lost values, and the largest error; it can only after the values have passed, so not in a dry run.
+    only, exclude: patterns for keys. Optimizer state, integers, complex and quantized tensors stay as they are.
+    The report names the tensors that lost values, with the largest error; a dry run, which reads no values, does not.
     """
     target = parse_dtype(dtype)
     change = begin_change("cast", file, out, at, options)
@@ -51,7 +51,8 @@ def cast(
     )
     result = change.save(plan.checkpoint, changes=plan.tensors > 0)
     if plan.tensors:
-        summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {plan.bytes_before:,} → {plan.bytes_after:,} bytes"
+        sizes = f"{plan.bytes_before:,} → {plan.bytes_after:,} bytes"
+        summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {sizes}"
     elif plan.skipped:
         left = counted(len(plan.skipped), "tensor is", "tensors are")
         summary = f"nothing was cast: {left} left as before; any others are {target.name} already"

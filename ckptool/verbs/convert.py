@@ -59,13 +59,13 @@ def convert(
 ) -> Written:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
 
-    To safetensors: one set of weights, naming what stays behind; or the whole tree (`all`), which converting back restores bit for bit.
-    To `.pt`: everything, in a compact file (records that nothing uses, and what in-place edits left, are gone). Of a whole module that
-    `at` names, and of TorchScript, the state dict.
-    at: one part.  only, exclude: patterns for keys.  ties: `record` stores tied tensors once, `copy` once for each name.
-    materialize: write out expanded views.  weights_only: plain values in place of what `torch.load(weights_only=True)` refuses, each named.
-    shard_size: write a folder of safetensors files of at most this many bytes of tensors (`5GB`, `500MiB`), and their index.
-    part: take also what is only a part of a checkpoint (a rank's share, one shard of several).
+    To safetensors: one set of weights, naming what stays behind; or the whole tree (`all`), which converting back
+    restores bit for bit. To `.pt`: everything, in a compact file without unused records and what in-place edits left.
+    Of a whole module that `at` names, and of TorchScript, the state dict.
+    at: one part.  only, exclude: patterns for keys.  ties: `record` stores tied tensors once, `copy` once per name.
+    materialize: write out expanded views.  weights_only: plain values in place of what
+    `torch.load(weights_only=True)` refuses, each named.  shard_size: write a folder of safetensors files of at most
+    this many bytes of tensors (`5GB`, `500MiB`), and their index.  part: take also what is only a part of a checkpoint.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     if ties not in TIES:
@@ -103,11 +103,12 @@ def convert(
 
 
 def _in_shards(output: Output) -> str:
-    """The container of an output that a size of shards was given for; raises `UsageError` where another was asked for."""
+    """The container for an output with a size of shards. Raises `UsageError` where another was asked for."""
     container = output.format(SHARDED)
     if not container.writes_folder:
         raise UsageError(
-            f"--shard-size writes a folder of safetensors files, and {printable(output.path or '')} was to be {container.name}",
+            f"--shard-size writes a folder of safetensors files, "
+            f"and {printable(output.path or '')} was to be {container.name}",
             "A file is not divided.",
             "For example: -o DIR --shard-size 5GB",
         )
@@ -118,7 +119,7 @@ Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
 
 
 def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, tuple[str, ...], list[str]]:
-    """The part that was asked for with plain values only, a line for each value that was changed or dropped, and what stays behind."""
+    """The part with plain values only, a line for each value that was changed or dropped, and what stays behind."""
     plain = plain_values(part)
     if plain.checkpoint.tree is None and part.tree is not None:
         raise Unsupported(

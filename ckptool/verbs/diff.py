@@ -30,11 +30,12 @@ def diff(
     quick: bool = False,
     stat: bool = True,
 ) -> Diff:
-    """Compares two checkpoints of any containers: whole files where both have the same parts, else one set of model weights each.
+    """Compares two checkpoints of any containers: whole files with the same parts, else one set of model weights each.
 
-    atol, rtol: values within `atol + rtol * |right|` count as equal.  ignore: `device`, `dtype`, `order`, `prefix`, `strides`, `ties`,
-    `requires_grad`, `metadata`.  quick: equal stored checksums count as equal bytes, and the report says so.  stat=False: no tensor data is
-    compared beyond equality.  Raises `UsageError` where a file has several sets of weights and none was named.
+    atol, rtol: values within `atol + rtol * |right|` count as equal.  ignore: `device`, `dtype`, `order`, `prefix`,
+    `strides`, `ties`, `requires_grad`, `metadata`.  quick: equal stored checksums count as equal bytes, and the report
+    says so.  stat=False: tensor data is compared for equality only. Raises `UsageError` where a file has several sets
+    of weights and none was named.
     """
     ignore = ignored(several(ignore))
     a, b = open_file(left), open_file(right)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def inspect(file: PathLike, *, at: str | None = None, stats: bool = False) -> Inspection:
-    """Lists what is in `file`, or in the part at an address, with notes on what one should know and the commands that fix it.
+    """Lists the contents of `file`, or of the part at an address, with notes and the commands that fix things.
 
-    Reads no tensor data, unless `stats`: then min, max, mean, std, norm, zeros, NaN and Inf of every plain tensor, read in chunks.
+    Reads no tensor data, unless `stats`: then min, max, mean, std, norm, zeros, NaN and Inf of every plain tensor.
     """
     opened = open_file(file, at)
     found = listing(opened.checkpoint, opened.at or "")
@@ -30,7 +30,7 @@ def inspect(file: PathLike, *, at: str | None = None, stats: bool = False) -> In
 
 
 def _numbers(found: Listing) -> dict[str, Statistics]:
-    """The statistics of every plain tensor by its address; tensors that are the same view of the same data are read once."""
+    """The statistics of every plain tensor by its address; tensors that are one view of the data are read once."""
     from ckptool.reports.statistics import statistics
 
     numbers: dict[str, Statistics] = {}

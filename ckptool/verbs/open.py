@@ -7,7 +7,7 @@ from ckptool.formats.opening import PathLike, open_file
 
 
 def open(file: PathLike) -> Checkpoint:
-    """Opens `FILE` or `FILE#address`, whose part then is the tree. Reads tables, no tensor data; imports and runs nothing of the file.
+    """Opens `FILE`, or `FILE#address`, whose part is the tree. Reads tables, no tensor data; runs nothing of the file.
 
         >>> ckptool.open("model.pt")["state_dict"]["fc.weight"].numpy()
 

@@ -24,10 +24,9 @@ def remap(
     at: str | None = None,
     **options: Unpack[ChangeOptions],
 ) -> Written:
-    """Tags every storage with the device `to`, as `torch.load(map_location=…)` would place it, or by `moves`, old to new.
+    """Tags every storage with the device `to`, as `torch.load(map_location=…)` would, or by `moves`, old to new.
 
-    at: only those of this part.
-    The result loads without `map_location` on a machine that has the new device. (The container to write is told by `out`'s suffix.)
+    at: only those of this part. The result loads without `map_location` on a machine that has the new device.
     Raises `UsageError` for a device that makes no sense, `NoMatch` where nothing is on a device of `moves`.
     """
     if to is None and not moves:

@@ -28,10 +28,10 @@ def rename(
     at: str | None = None,
     **options: Unpack[ChangeOptions],
 ) -> Written:
-    """Renames the keys of all model weights in `file` by rules `OLD => NEW`; for each key the first rule that matches counts.
+    """Renames the keys of all model weights by rules `OLD => NEW`; for each key the first that matches counts.
 
-    rules_file: a YAML file of more rules, tried after `rules`. Raises `UsageError` for a rule that cannot work (with its line),
-    `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
+    rules_file: a YAML file of more rules, tried after `rules`. Raises `UsageError` for a rule that cannot work (with
+    its line), `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
     """
     parsed = [parse_rule(rule) for rule in several(rules)]
     parsed += read_rules(rules_file) if rules_file is not None else []

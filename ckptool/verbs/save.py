@@ -25,9 +25,9 @@ def save(
 ) -> None:
     """Writes `tree` to `path`: what `torch.save` takes, and entries and checkpoints that ckptool opened.
 
-    container: `torch-zip`, `safetensors`, `sharded`, `npz`, …; by default what the suffix of `path` stands for, else `torch-zip`.
+    container: `torch-zip`, `safetensors`, `sharded`, `npz`, …; by default that of the suffix, else `torch-zip`.
     overwrite: replace what is there; it stays whole under its name until the new file is.
-    keep_unknown: write objects of unknown classes as `torch.save` would (the file then opens with `weights_only=False` only).
+    keep_unknown: write objects of unknown classes as `torch.save` would (they load with `weights_only=False` only).
     Numpy arrays become tensors in safetensors and other containers of tensors alone, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """

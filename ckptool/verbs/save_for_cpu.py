@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes a model's state dict as any machine can load it: unwrapped, tagged `cpu`, without prefixes of wrappers; durably.
+    """Writes a model's state dict as any machine can load it: unwrapped, tagged `cpu`, without wrappers' prefixes.
 
-    The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path, weights_only=True)` and
-    `model.load_state_dict` take it as it is.  overwrite: replace what is there.
-    Raises `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
+    The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path,
+    weights_only=True)` and `model.load_state_dict` take it as it is.  overwrite: replace what is there. Raises
+    `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
     """
     state: Any = unwrapped(model, averages=True).state_dict()
     tree = map_storages(bridge.from_torch(state), _on_cpu)
@@ -36,6 +36,6 @@ def _on_cpu(storage: Storage) -> Storage:
 
 
 def _without_inner(key: str) -> str:
-    """The key without what `torch.compile` and the like put on submodules; a submodule called `module` keeps its name."""
+    """The key without what `torch.compile` and the like put on submodules; a submodule `module` keeps its name."""
     *modules, name = key.split(".")
     return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])

@@ -25,8 +25,8 @@ _BESIDE = frozenset({"training_args.bin"})
 def scan(path: PathLike, *, full: bool = False, latest_only: bool = False) -> Scan:
     """Looks at every checkpoint below a folder, or at one file, without running anything.
 
-    full: every checksum is verified too; else only tables and structure are read. Files that cannot be opened are rows of the report.
-    latest_only: whether there is a good one, and which is the newest, is all that is asked for.
+    full: verify every checksum too, not only tables and structure. Files that cannot be opened are rows of the report.
+    latest_only: only whether there is a good one, and which is the newest.
     Raises `FileProblem` where the path cannot be read, and for a single file whatever opening it raises.
     """
     name = os.fspath(path)
@@ -76,7 +76,7 @@ def _verify(path: str) -> None:
 
 
 def _files(folder: str) -> Iterator[str | None]:
-    """The checkpoints of a folder and below it, in order of names; None for each file that is none by its name. Links are not followed."""
+    """The checkpoints of a folder and below it, by name; None for each file of another name. Links are not followed."""
     count = 0
     stack = [folder]
     while stack:

@@ -22,10 +22,10 @@ EDGE = 3
 
 
 def show(file: PathLike, *, at: str | None = None, slice: str | None = None, all: bool = False) -> Shown:
-    """The entry at an address of `file`: a tensor with its values (or those of a slice, `'0:4,:'`), a plain value, a dictionary.
+    """The entry at an address of `file`: a tensor with its values (or a slice, `'0:4,:'`), a plain value, a dictionary.
 
-    Of a tensor with more than 1,000 elements only the corners are read, unless `all`. Raises `UsageError` for an address that
-    leads nowhere, a slice that does not fit, or a slice of something else.
+    Of a tensor with more than 1,000 elements only the corners are read, unless `all`. Raises `UsageError` for an
+    address that leads nowhere, a slice that does not fit, or a slice of something else.
     """
     opened = open_file(file, at)
     path, node = find(_holder(opened.checkpoint, opened.at or ""), opened.at or "")

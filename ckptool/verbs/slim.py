@@ -27,8 +27,8 @@ def slim(
 ) -> Written:
     """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor shows.
 
-    dedup: storages with equal bytes are stored once; `ckptool.load` gives each its own memory again, stock `torch.load` ties them.
-    keep_optimizer: only the waste goes.  at: only there.
+    dedup: store storages with equal bytes once; `ckptool.load` gives each its own memory again, stock `torch.load` ties
+    them.  keep_optimizer: only the waste goes.  at: only there.
     Raises `UsageError` for `in_place` (the old bytes would stay) and for a file of optimizer state only.
     """
     if options.get("in_place"):

@@ -1,4 +1,4 @@
-"""`spec`: a model's names, shapes, types and ties, to check checkpoints against without its values, its code or torch."""
+"""`spec`: a model's names, shapes, types and ties, to check checkpoints against without its values or its code."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def spec(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Spec:
-    """Names, shapes, types, ties and kinds of the tensors that a model has, written to `out` as JSON (`ckptool.spec/1`).
+    """Names, shapes, types, ties and kinds of a model's tensors, written to `out` as JSON (`ckptool.spec/1`).
 
     target: a checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (needs torch), or another spec.
     at: the part of a checkpoint.  part: take also one that is only a rank's share or one shard.
-    overwrite: an existing `out` is replaced.  dry_run: nothing is written.
+    overwrite: replace an existing `out`.  dry_run: write nothing.
     Raises `UserCodeFailed` with the traceback where the factory raises, and what opening a checkpoint raises.
     """
     from ckptool.render.spec import spec_file

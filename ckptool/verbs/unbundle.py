@@ -35,12 +35,12 @@ def unbundle(
     part: bool = False,
     **options: Unpack[SaveOptions],
 ) -> Written:
-    """Writes every member of a bundle to a file of its own in a new folder, and `bundle.json`, from which `bundle` makes it again.
+    """Writes every member of a bundle to a file of its own in a new folder, and `bundle.json`, which `bundle` reads.
 
-    Any file whose top is a dictionary of several parts is one, whoever wrote it. Plain values (numbers, texts, short lists) go into
-    `bundle.json`, whatever else into files in the bundle's container, or the one that is asked for. Tensors that one member shared with
-    another are written for each. only: these members.  part: take also a file that is only a part of a checkpoint.
-    Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that cannot be those of files.
+    A bundle is any file whose top is a dictionary of several parts. Plain values (numbers, texts, short lists) go into
+    `bundle.json`, the rest into files in the bundle's container, or the one that is asked for. Tensors that one member
+    shared with another are written for each.  only: these members.  part: take also a file that is only a part.
+    Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that no file can have.
     """
     if folder is None or options.get("in_place"):
         raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", "For example: -d gan")

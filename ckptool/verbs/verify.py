@@ -61,11 +61,11 @@ def verify(
 ) -> Verification:
     """Reads all of a checkpoint and reports everything that is wrong with it: checksums, headers, missing data.
 
-    Where a container stores no checksums the report says so. at: only the data of that part is read.  finite: also look for NaN and Inf.
-    digest: the digests of the tensors of one set of weights (the only one, or the model beside its EMA; or the part `at`).
-    write_digest: keep them in this file.  against: compare with those kept in this file.  progress: told bytes as they are read.
-    Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where several sets of weights could be
-    meant.
+    Where a container stores no checksums the report says so. at: only the data of that part.  finite: look for NaN and
+    Inf. digest: the digests of the tensors of one set of weights (the only one, the model beside its EMA, or the part
+    `at`). write_digest: keep them in this file.  against: compare with those in this file.  progress: told bytes as
+    they are read. Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where
+    several sets of weights could be meant.
     """
     path, place = split(file)
     named = at if at is not None else place
@@ -162,7 +162,7 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
 def _with_members(
     found: Verification, folder: Folder, checkpoint: Checkpoint, progress: Progress | None
 ) -> Verification:
-    """The same with everything that is wrong with the members of a folder, each of which is read as a file of its own."""
+    """The same with what is wrong with the members of a folder, each of which is read as a file of its own."""
     joined = named(checkpoint.container).joined
     layout = members.layout_of(folder, beside=joined)
     if layout is None:

@@ -47,7 +47,7 @@ def warm_start(
     part: bool = False,
     **options: Unpack[SaveOptions],
 ) -> LoadReport:
-    """Reports what of the checkpoint `file` fits the model `against`; `out`: writes a checkpoint of that model's keys.
+    """Matches a checkpoint with the model `against`; with `out`, writes a checkpoint of exactly the model's keys.
 
     against: another checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs
     torch), or a spec.  at: the weights in `file`.  rename, rules_file: rules `OLD => NEW` for its keys.
