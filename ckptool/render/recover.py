@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import asdict
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
@@ -106,20 +107,8 @@ def recover_json(done: Recovery) -> Json:
         "records": done.records,
         "whole_records": done.whole,
         "file_bytes": done.file_bytes,
-        "lost": [
-            {
-                "address": item.address,
-                "record": item.record,
-                "offset": item.offset,
-                "nbytes": item.nbytes,
-                "why": item.why,
-            }
-            for item in done.lost
-        ],
-        "lost_records": [
-            {"name": record.name, "offset": record.offset, "nbytes": record.nbytes, "why": record.why}
-            for record in done.lost_records
-        ],
+        "lost": [asdict(item) for item in done.lost],
+        "lost_records": [asdict(record) for record in done.lost_records],
         "dropped": list(done.dropped),
         "filled_from": done.filled_from,
         "filled": [{"address": here, "from": there} for here, there in done.filled],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from html import escape
 from typing import Any
 
@@ -180,14 +181,13 @@ def _end(report: LoadReport, style: Style) -> list[str]:
 @provides("json", LoadReport)
 def warm_start_json(report: LoadReport) -> Json:
     """`ckptool.warm_start/1`: every name of both sides, and what becomes of it."""
-    output = report.output
     return {
         "schema": "ckptool.warm_start/1",
         "source": report.source,
         "root": report.root,
         "target": {"name": report.target, "kind": report.target_kind},
         "accepted": report.accepted,
-        "refused": [{"code": fact.code, "what": fact.what, "fix": fact.fix} for fact in report.refused],
+        "refused": [asdict(fact) for fact in report.refused],
         "share": finite(report.share),
         "elements": report.elements,
         "total": report.total,
@@ -205,14 +205,7 @@ def warm_start_json(report: LoadReport) -> Json:
         "normalised": notes_json(report.normalised),
         "suggestions": [_suggestion_json(suggestion) for suggestion in report.suggestions],
         "optimizer": _optimizer_json(report.optimizer) if report.optimizer is not None else None,
-        "output": None
-        if output is None
-        else {
-            "file": output.output,
-            "container": output.container,
-            "bytes": output.file_bytes,
-            "written": report.applied,
-        },
+        "output": _output_json(report) if report.output is not None else None,
         "rules_file": report.rules_file or None,
     }
 
@@ -221,6 +214,12 @@ def _optimizer_json(found: OptimizerReport) -> Json:
     left_out = [{"name": name, "why": why} for name, why in found.left_out]
     facts = {"address": found.address, "known_by": found.known_by}
     return {**facts, "carried": list(found.carried), "fresh": list(found.fresh), "left_out": left_out}
+
+
+def _output_json(report: LoadReport) -> Json:
+    saved = report.output
+    facts = {"file": saved.output, "container": saved.container, "bytes": saved.file_bytes}
+    return {**facts, "written": report.applied}
 
 
 def _absent_json(fact: Absent) -> Json:
@@ -250,8 +249,7 @@ def _change_json(fact: DtypeChange) -> Json:
 
 
 def _suggestion_json(suggestion: Suggestion) -> Json:
-    facts = {"rules": list(suggestion.rules), "agree": suggestion.agree, "total": suggestion.total}
-    return {**facts, "unambiguous": suggestion.unambiguous, "why": suggestion.why}
+    return {**asdict(suggestion), "rules": list(suggestion.rules)}
 
 
 # HTML ----------------------------------------------------------------------------------------------------------------

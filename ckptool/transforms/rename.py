@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
@@ -104,19 +105,10 @@ def add(checkpoint: Checkpoint, roots: Sequence[StateDict], prefix: str = PEELED
     The `_metadata` entry of the outermost module moves along; the wrapper gets the one that torch gives a fresh module.
     """
     renamed = apply(checkpoint, roots, lambda key: key if key == COUNTER else prefix + key)
-    paths = {id(_at(renamed.checkpoint.tree, root)): root for root in roots}
-    fresh = {
-        node_id: _with_outer_modules(_at(renamed.checkpoint.tree, root), prefix) for node_id, root in paths.items()
-    }
-    return replace(
-        renamed, checkpoint=replace(renamed.checkpoint, tree=rebuild(renamed.checkpoint.tree, replaced=fresh))
-    )
-
-
-def _at(tree: Any, root: StateDict) -> Any:
-    for segment in root.path:
-        tree = tree[segment]
-    return tree
+    tree = renamed.checkpoint.tree
+    nodes = [reduce(lambda node, segment: node[segment], root.path, tree) for root in roots]
+    fresh = {id(node): _with_outer_modules(node, prefix) for node in nodes}
+    return replace(renamed, checkpoint=replace(renamed.checkpoint, tree=rebuild(tree, replaced=fresh)))
 
 
 def _with_outer_modules(node: Any, prefix: str) -> Any:
@@ -166,9 +158,9 @@ def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
     counts = Counter(names.values())
     where = printable(root.address) or "the file"
     if clashes := [new for new, count in counts.items() if count > 1]:
-        told = [_clash([old for old in names if names[old] == new], new) for new in clashes[:3]]
+        texts = [_clash([old for old in names if names[old] == new], new) for new in clashes[:3]]
         raise Conflict(
-            f"keys of {where} would collide: {'; '.join(told)}",
+            f"keys of {where} would collide: {'; '.join(texts)}",
             "Only one of them could stay. Nothing was written.",
             "See the keys: ckptool inspect FILE --all",
         )
@@ -190,10 +182,8 @@ def _renamed_root(node: dict[Any, Any], names: dict[str, str], rename: Rename, g
         return items
     attributes = node.attributes
     if node.metadata is not None and attributes is not None:
-        attributes = {
-            **attributes,
-            "_metadata": _same_kind(node.metadata, _renamed_metadata(node.metadata, names, rename, gone)),
-        }
+        metadata = _renamed_metadata(node.metadata, names, rename, gone)
+        attributes = {**attributes, "_metadata": _same_kind(node.metadata, metadata)}
     return OrderedDict(items, attributes)
 
 

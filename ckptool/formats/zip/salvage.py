@@ -49,25 +49,16 @@ _STEP = 256  # what one step of a search costs, in bytes of reading
 _MAX_NAME = 4_096
 _NEAR = 1_024  # bytes that the small records before the first storage take up
 _PADDING = 0x4246  # "FB"
-# Extra fields with 64-bit sizes, and with the times, owners and names that Info-ZIP writes.
-_EXTRAS = {
-    _PADDING,
-    0x0001,
-    0x000A,
-    0x5455,
-    0x5855,
-    0x7075,
-    0x7855,
-    0x7875,
-}
+# Extra fields: padding, 64-bit sizes, and the times, owners and names that Info-ZIP writes.
+_EXTRAS = frozenset((_PADDING, 0x0001, 0x000A, 0x5455, 0x5855, 0x7075, 0x7855, 0x7875))
 _NEXT = re.compile(rb"PK(?:\x03\x04|\x01\x02)")
 SMALL = ("data.pkl", ".format_version", ".storage_alignment", "byteorder", "version", ".data/serialization_id")
 
-CUT, DAMAGED, HEADER = "the file ends before it does", "its data does not match its checksum", "its header is damaged"
-NO_SUM, NO_NAME = (
-    "its checksum is damaged or cut off",
-    "its name cannot be proven: its header or the directory is damaged",
-)
+CUT = "the file ends before it does"
+DAMAGED = "its data does not match its checksum"
+HEADER = "its header is damaged"
+NO_SUM = "its checksum is damaged or cut off"
+NO_NAME = "its name cannot be proven: its header or the directory is damaged"
 TWICE = "there are two different records of its name"
 
 
@@ -187,7 +178,7 @@ class Walk:
     # Records ---------------------------------------------------------------------------------------------------------
 
     def _header(self, at: int) -> Piece | None:
-        """The record with its header at `at`, not measured yet; None for a header that no torch, Python or zip writes."""
+        """The record with its header at `at`, not measured yet; None for a header that no usual writer makes."""
         raw = self._peek(at, LOCAL.size)
         if raw[:4] != b"PK\x03\x04" or len(raw) < LOCAL.size:
             return None
@@ -328,14 +319,10 @@ class Walk:
                 size, _, header = zip64_values(extra[n:], size, 0, header) or (size, 0, header)
             self.mentions[header] = (extra[:n].decode("utf-8", "replace"), crc, size)
             at += CENTRAL.size + n + m + k
-        for signature, length in (
-            (b"PK\x06\x06", END64.size),
-            (b"PK\x06\x07", LOCATOR.size),
-            (b"PK\x05\x06", END.size),
-        ):
+        for signature, layout in ((b"PK\x06\x06", END64), (b"PK\x06\x07", LOCATOR), (b"PK\x05\x06", END)):
             if self._peek(at, 4) == signature:
-                at += length
-                if signature == b"PK\x05\x06" and at <= self.source.size and self._is_state(at):
+                at += layout.size
+                if layout is END and at <= self.source.size and self._is_state(at):
                     self.states.append(at)
         return min(at, self.source.size) if at > begin else None
 
@@ -365,14 +352,16 @@ class Walk:
                     break  # of another zip, inside of a record
                 self.astray = True
                 return found
-            elif skipped >= 0 and (
-                piece.name == order[skipped] if skipped < len(order) else self._is_small(piece.name)
-            ):
+            elif skipped >= 0 and self._fits(piece.name, order[skipped:]):
                 return self._skip(order[:skipped], begin, found)
             elif self.last is None and found - begin < _NEAR and not nested and self._begins(piece.name):
                 return found
             nested = nested or (piece is not None and is_pickle(piece.name))
         return self._skip([self.sizes.after(self.last) or ""], begin, None)
+
+    def _fits(self, name: str, order: list[str]) -> bool:
+        """True for the next storage of an order; behind the last one, for a small record."""
+        return name == order[0] if order else self._is_small(name)
 
     def _begins(self, name: str) -> bool:
         return self._is_small(name) or name == self.sizes.after(None)
