@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckptool.bridge import objects, tensors
+from ckptool.bridge import live_objects, tensors
 from ckptool.bridge.storages import Restorer, Storages, is_faking, restorer
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.blocks import verify
@@ -148,11 +148,11 @@ _HANDLERS: Mapping[type, Callable[[Builder, Any], Any]] = {
     TensorEntry: tensors.strided,
     Composite: tensors.composite,
     StorageRef: tensors.storage_ref,
-    dict: objects.dictionary,
-    OrderedDict: objects.ordered,
-    Set: objects.set_of,
+    dict: live_objects.dictionary,
+    OrderedDict: live_objects.ordered,
+    Set: live_objects.set_of,
     bytearray: lambda _, node: bytearray(node),
     ByteString: lambda _, node: bytes(node),
-    Global: objects.named,
-    Object: objects.known,
+    Global: live_objects.named,
+    Object: live_objects.known,
 }

@@ -25,7 +25,7 @@ CALLED, MADE, NAMED = "called", "made", "named"
 Trail = tuple[Any, Any] | None  # where something is: the trail of what it is in, and its key or index there
 
 
-class Use(NamedTuple):
+class NameUse(NamedTuple):
     """A name that is not inert where it stands.
 
     how: `called` (a call, or a class with arguments), `made` (an object), `named` (by itself).
@@ -49,7 +49,7 @@ class Use(NamedTuple):
         return tuple(reversed(keys))
 
 
-def uses(root: Any) -> Iterator[Use]:
+def uses(root: Any) -> Iterator[NameUse]:
     """Everything in a tree that is not inert, in order; each object once, or twice where it is also an argument."""
     return _Judge().judge(root)
 
@@ -82,14 +82,14 @@ class _Judge:
         self.seen: tuple[set[int], set[int]] = (set(), set())  # as a value, as an argument
         self.given: set[tuple[int, int, bool]] = set()  # arguments, from where on they are a state, and as what
 
-    def judge(self, root: Any) -> Iterator[Use]:
+    def judge(self, root: Any) -> Iterator[NameUse]:
         stack: list[_Step] = [(root, None, False)]
         while stack:
             node, trail, argument = stack.pop()
             kind = type(node)
             if kind is Global:
                 if not stands_alone(node):
-                    yield Use(UNKNOWN, NAMED, str(node), trail)
+                    yield NameUse(UNKNOWN, NAMED, str(node), trail)
                 continue
             if kind not in _LOOKED_INTO or id(node) in self.seen[argument] or id(node) in self.seen[True]:
                 continue
@@ -148,7 +148,7 @@ def _names_part(args: Any) -> bool:
     return type(args) is tuple and len(args) == 2 and type(args[1]) is str and args[1].isidentifier()
 
 
-def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[Use]:
+def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[NameUse]:
     """The use that an object itself is, whatever is in it. Arguments are used while the call is made: they must be
     inert."""
     kind, bare = kind_of(node.fn), node.how == "new" and not node.args and not node.kwargs
@@ -159,10 +159,10 @@ def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[Use]:
             return
         custom = True
     else:
-        yield Use(UNKNOWN, CALLED, node.name, trail)
+        yield NameUse(UNKNOWN, CALLED, node.name, trail)
         return
     verdict = CUSTOM if custom and not argument and _plain_slots(node) else UNKNOWN
-    yield Use(verdict, MADE if bare else CALLED, str(_class_of(node.fn)) if custom else node.name, trail)
+    yield NameUse(verdict, MADE if bare else CALLED, str(_class_of(node.fn)) if custom else node.name, trail)
 
 
 def _fits(kind: Kind, node: Object, bare: bool) -> bool:
@@ -201,7 +201,7 @@ _MOST_SLOTS = 64  # of one class: each of its objects looks at all of them
 DISCARDED = "(made and thrown away)"
 
 
-def uses_of(checkpoint: Checkpoint) -> tuple[tuple[Use, str], ...]:
+def uses_of(checkpoint: Checkpoint) -> tuple[tuple[NameUse, str], ...]:
     """Everything in a checkpoint that is not inert, with the nearest address; last what the file makes and throws
     away."""
     if "uses" not in checkpoint.kept:
@@ -211,7 +211,7 @@ def uses_of(checkpoint: Checkpoint) -> tuple[tuple[Use, str], ...]:
     return checkpoint.kept["uses"]  # type: ignore[no-any-return]
 
 
-def _is_of_program(checkpoint: Checkpoint, use: Use) -> bool:
+def _is_of_program(checkpoint: Checkpoint, use: NameUse) -> bool:
     """True for a class of the program in a TorchScript file, which is imported from nowhere."""
     return bool(checkpoint.extras) and use.name.startswith("__torch__.")
 

@@ -11,7 +11,7 @@ from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, listed, printable
-from ckptool.pickles.plain import to_json
+from ckptool.pickles.plain.text import to_json
 from ckptool.render.json import Json, finite, path_json, type_name
 from ckptool.render.style import PLAIN, WHOLE, Style, columns, number, tensor_text, value_text
 from ckptool.reports.diff import Diff, Difference

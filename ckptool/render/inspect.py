@@ -15,7 +15,7 @@ from ckptool.checkpoint.state_dicts import PLAIN as PLAIN_VALUES
 from ckptool.checkpoint.tree import children, segment_text
 from ckptool.errors import counted, listed, printable
 from ckptool.formats import named
-from ckptool.pickles.plain import to_json, to_jsons
+from ckptool.pickles.plain.text import to_json, to_jsons
 from ckptool.render.html import bar_html, page_html
 from ckptool.render.json import Json, finite, notes_json, part_json, path_json, tensor_json, type_name
 from ckptool.render.outline import SHOWN, Branch, outline

@@ -15,7 +15,7 @@ from ckptool.checkpoint import Note, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import printable
-from ckptool.pickles.plain import summary
+from ckptool.pickles.plain.text import summary
 
 Json = dict[str, Any]
 

@@ -10,7 +10,7 @@ from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.tree import segment_text, walk
 from ckptool.errors import counted, printable
-from ckptool.pickles.plain import to_json
+from ckptool.pickles.plain.text import to_json
 from ckptool.render.json import Json, finite, tensor_json, type_name
 from ckptool.render.style import PLAIN, Style, size, tensor_text, value_text
 from ckptool.reports.show import Shown
@@ -46,7 +46,7 @@ def _array_text(shown: Shown, style: Style) -> str:
 
 def _value_lines(value: Any, limit: int | None) -> Iterable[str]:
     from ckptool.checkpoint.numpy_arrays import Array
-    from ckptool.pickles.plain import plain
+    from ckptool.pickles.plain.values import plain
 
     value = plain(value)
     if isinstance(value, str):

@@ -147,7 +147,8 @@ def value_text(value: Any, width: int | None = 60) -> str:
     """A value of a file in one line. Small dictionaries are written out."""
     if value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 1024):
         return str(value)
-    from ckptool.pickles.plain import plain, summary
+    from ckptool.pickles.plain.text import summary
+    from ckptool.pickles.plain.values import plain
 
     wide = width or 1_000_000
     if isinstance(value, Object):

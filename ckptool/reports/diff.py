@@ -19,7 +19,7 @@ from ckptool.checkpoint.strided import without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, walk
 from ckptool.errors import Conflict, UsageError, printable
 from ckptool.pickles.encode import in_python_3
-from ckptool.pickles.plain import summary
+from ckptool.pickles.plain.text import summary
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")

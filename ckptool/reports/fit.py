@@ -17,7 +17,7 @@ from ckptool.checkpoint.state_dicts import AVERAGE, COUNTER, WEIGHTS, StateDict,
 from ckptool.checkpoint.tree import Path, address, item_at, walk
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats import named
-from ckptool.pickles.plain import expand
+from ckptool.pickles.plain.values import expand
 from ckptool.reports.findings import Finding, Stage
 from ckptool.reports.inspect import Listing
 from ckptool.reports.targets import CHECKPOINT, SPEC, Target, tie_groups

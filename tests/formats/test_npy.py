@@ -17,7 +17,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array, array_entry
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import npy, read
-from ckptool.pickles.plain import plain
+from ckptool.pickles.plain.values import plain
 from tests.support.files import written
 
 NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]

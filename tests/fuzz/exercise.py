@@ -22,8 +22,8 @@ from ckptool.cli.output import Answer
 from ckptool.errors import CkptoolError
 from ckptool.formats import torch_zip
 from ckptool.pickles.calls import uses_of
-from ckptool.pickles.plain import summary
 from ckptool.pickles.plain import text as plain_text
+from ckptool.pickles.plain.text import summary
 from ckptool.render.inspect import inspect_html
 from ckptool.render.json import dumps
 from ckptool.render.style import PLAIN

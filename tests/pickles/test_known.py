@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.bridge import objects, tensors
+from ckptool.bridge import live_objects, tensors
 from ckptool.checkpoint.nodes import Global
 from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
@@ -74,11 +74,11 @@ def test_pythons_own_modules_are_in_the_closed_list() -> None:
 
 def test_every_word_for_a_value_is_one_that_a_value_is_made_for() -> None:
     words = {kind.value for kind in known._KINDS.values()} - {""}
-    assert words == set(values._VALUES) | set(objects._OBJECTS)
+    assert words == set(values._VALUES) | set(live_objects._OBJECTS)
 
 
 def test_what_bridge_takes_by_name_is_listed() -> None:
-    names = {*objects.FACTORIES, *tensors.CONSTANTS, *tensors.TENSOR_CLASSES, *tensors.REBUILD}
+    names = {*live_objects.FACTORIES, *tensors.CONSTANTS, *tensors.TENSOR_CLASSES, *tensors.REBUILD}
     for each in names:
         assert known.kind_of(Global(*each.rsplit(".", 1))) is not None, each
 
