@@ -175,6 +175,15 @@ class TensorEntry:
         """True for the same elements in the same order with the same lazy flags, of this storage or of another."""
         return self.layout == other.layout and self.flags.lazy == other.flags.lazy
 
+    def with_storage(self, storage: Storage) -> TensorEntry:
+        """The same view of another storage."""
+        return TensorEntry(storage, self.dtype, self.shape, self.stride, self.offset, self.flags)
+
+    def with_values(self, data: Data) -> TensorEntry:
+        """The same tensor with other values, in row-major order, on a storage of its own."""
+        storage = Storage(data, self.storage.location)
+        return TensorEntry(storage, self.dtype, self.shape, row_major_strides(self.shape), 0, self.flags)
+
     @property
     def numel(self) -> int:
         n = 1
@@ -267,6 +276,9 @@ class StorageRef:
 
     storage: Storage
     dtype: DType | None
+
+    def with_storage(self, storage: Storage) -> StorageRef:
+        return StorageRef(storage, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -61,6 +61,11 @@ class OrderedDict(dict[Any, Any]):
         return found if isinstance(found, dict) else None
 
 
+def same_kind(node: Any, items: dict[Any, Any]) -> dict[Any, Any]:
+    """A dictionary with these items, of the type of `node` and with its attributes."""
+    return OrderedDict(items, node.attributes) if isinstance(node, OrderedDict) else items
+
+
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None)})
 SHOWN = 100  # items of a set in its `repr`
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.blocks import blocks, verify
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import file_problem
@@ -339,10 +339,7 @@ def resolved(entry: TensorEntry) -> TensorEntry:
     if entry.dtype.kind not in ("float", "complex"):
         raise Unsupported(f"a negated view of type {entry.dtype} cannot be resolved")
     data = flipped(row_major(entry), entry.dtype, entry.flags.conj, entry.flags.neg, entry.storage)
-    flags = Flags(entry.flags.requires_grad, entry.flags.parameter)
-    return TensorEntry(
-        Storage(data, entry.location), entry.dtype, entry.shape, row_major_strides(entry.shape), 0, flags
-    )
+    return replace(entry.with_values(data), flags=entry.flags._replace(conj=False, neg=False))
 
 
 def flipped(data: Data, dtype: DType, conj: bool, neg: bool, storage: Storage) -> Computed:

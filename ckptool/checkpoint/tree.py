@@ -284,9 +284,7 @@ def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:
             storage = made[id(node.storage)] = function(node.storage)
         if storage is node.storage:
             return node
-        if isinstance(node, StorageRef):
-            return StorageRef(storage, node.dtype)
-        return TensorEntry(storage, node.dtype, node.shape, node.stride, node.offset, node.flags)
+        return node.with_storage(storage)
 
     return rebuild(tree, leaf)
 

@@ -44,9 +44,7 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
             storage = storages.setdefault(
                 (id(old), *found), Storage(old.data, old.location, old.crc, deduplicated=True)
             )
-            entries.setdefault(
-                id(node), TensorEntry(storage, node.dtype, node.shape, node.stride, node.offset, node.flags)
-            )
+            entries.setdefault(id(node), node.with_storage(storage))
     if not entries:
         return tree, []
     note = Note(

@@ -15,7 +15,7 @@ from ckptool.checkpoint import Composite, Computed, Storage, TensorEntry, row_ma
 from ckptool.checkpoint.blocks import BlockReader, Prefetcher
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, numbers, resolve, scratch
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.transforms.casting import rounded
@@ -75,7 +75,7 @@ def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: S
         )
     made: dict[tuple[Any, ...], TensorEntry] = {}
     again: dict[int, TensorEntry] = {}
-    tree: dict[Any, Any] = OrderedDict((), last.attributes) if isinstance(last, OrderedDict) else {}
+    tree = same_kind(last, {})
     kept: list[tuple[str, str]] = []
     ahead = Prefetcher()
     for key, value in last.items():

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.blocks import computed
-from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, numbers
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
 from ckptool.transforms.casting import rounded
@@ -76,7 +76,7 @@ def bake(node: Mapping[Any, Any], *, spectral: bool = False, form: str = "plain"
         else:
             left.append((each.weight, f"{each.kind} has one form only"))
     parts = {key: each for each in chosen for key in each.parts.values()}
-    tree: dict[Any, Any] = OrderedDict((), node.attributes) if isinstance(node, OrderedDict) else {}
+    tree = same_kind(node, {})
     done: set[str] = set()
     for key, value in node.items():
         folding = parts.get(key) if type(key) is str else None
@@ -224,9 +224,7 @@ def _product(entry: TensorEntry, inputs: tuple[TensorEntry, ...], factor: Callab
             return (values if entry.dtype.name == "f64" else rounded(values, entry.dtype)).tobytes()
 
     data = computed(entry.numel, entry.dtype.itemsize, chunk, *(part.storage for part in inputs))
-    storage = Storage(data, entry.location)
-    flags = entry.flags._replace(conj=False, neg=False)
-    return replace(entry, storage=storage, stride=row_major_strides(entry.shape), offset=0, flags=flags)
+    return replace(entry.with_values(data), flags=entry.flags._replace(conj=False, neg=False))
 
 
 def _elements(entry: TensorEntry) -> Callable[[int, int], Array]:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
+from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.state_dicts import PLAIN, find_state_dicts, is_optimizer
 from ckptool.checkpoint.tree import address, map_storages, rebuild, storages, stored_parts, tensors, walk
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed, printable
@@ -92,14 +92,9 @@ def bundled(members: Mapping[Any, Any], like: Any = None) -> Any:
 
     like: the tree of a bundle that this one replaces, whose type it keeps.
     """
-    items = {name: rebuild(tree, _copied) for name, tree in members.items()}
-    return OrderedDict(items, like.attributes) if isinstance(like, OrderedDict) else items
-
-
-def _copied(node: Any) -> Any:
-    if isinstance(node, StorageRef):
-        return StorageRef(node.storage, node.dtype)
-    return TensorEntry(node.storage, node.dtype, node.shape, node.stride, node.offset, node.flags)
+    return same_kind(
+        like, {name: rebuild(tree, lambda node: node.with_storage(node.storage)) for name, tree in members.items()}
+    )
 
 
 def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:

@@ -20,7 +20,7 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import NO_FLAGS, Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import NO_FLAGS, Computed, Data, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.blocks import blocks, computed, fill
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import numbers, scratch
@@ -277,7 +277,7 @@ def compact(entry: TensorEntry) -> TensorEntry:
     _refuse_expanded(entry)
     data = row_major(entry)
     made: Data = Computed(data.length, data.read, (entry.storage,)) if data.length else InlineBytes(b"")
-    return replace(entry, storage=Storage(made, entry.location), stride=row_major_strides(entry.shape), offset=0)
+    return entry.with_values(made)
 
 
 def _refuse_expanded(entry: TensorEntry) -> None:
@@ -329,7 +329,7 @@ def laid_over(base: TensorEntry, part: TensorEntry) -> TensorEntry:
     _refuse_expanded(base)
     laid = _Laid(row_major(base), row_major(part), *_joined(base.shape, part.shape), base.dtype.itemsize)
     data = computed(base.numel, base.dtype.itemsize, laid.chunk, base.storage, part.storage)
-    return replace(base, storage=Storage(data, base.location), stride=row_major_strides(base.shape), offset=0)
+    return base.with_values(data)
 
 
 def _joined(whole: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[int]]:

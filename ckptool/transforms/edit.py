@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.nodes import Object, OrderedDict
+from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.nodes import Object, same_kind
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import find_state_dicts
 from ckptool.checkpoint.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
@@ -97,8 +97,7 @@ def _mappings(node: Any) -> list[dict[Any, Any]]:
 
 
 def _without(mapping: dict[Any, Any], keys: set[Any]) -> dict[Any, Any]:
-    items = {key: value for key, value in mapping.items() if key not in keys}
-    return OrderedDict(items, mapping.attributes) if isinstance(mapping, OrderedDict) else items
+    return same_kind(mapping, {key: value for key, value in mapping.items() if key not in keys})
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -128,10 +127,7 @@ def _with_value(tree: Any, place: str, value: Any) -> Any:
     _refuse_tensors(tree, place, next((part for name, part in children(parent) if name == key), None))
     if isinstance(parent, list):
         return rebuild(tree, replaced={id(parent): [value if i == key else old for i, old in enumerate(parent)]})
-    items = {**parent, key: value}
-    return rebuild(
-        tree, replaced={id(parent): OrderedDict(items, parent.attributes) if isinstance(parent, OrderedDict) else items}
-    )
+    return rebuild(tree, replaced={id(parent): same_kind(parent, {**parent, key: value})})
 
 
 def _refuse_tensors(tree: Any, place: str, old: Any) -> None:
@@ -218,14 +214,7 @@ def _with_array(tree: Any, place: str, array: Any) -> Any:
         return map_storages(
             tree, lambda storage: Storage(InlineBytes(raw), storage.location) if storage is entry.storage else storage
         )
-    fresh = TensorEntry(
-        Storage(InlineBytes(raw), entry.location),
-        entry.dtype,
-        entry.shape,
-        row_major_strides(entry.shape),
-        0,
-        entry.flags,
-    )
+    fresh = entry.with_values(InlineBytes(raw))
     return rebuild(tree, lambda node: fresh if node is entry else node)
 
 

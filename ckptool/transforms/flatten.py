@@ -62,7 +62,7 @@ def export(
     if not materialize:
         _refuse_expanded(plain, container)
     if copy_ties:
-        plain = {key: replace(entry, storage=entry.storage.alone()) for key, entry in plain.items()}
+        plain = {key: entry.with_storage(entry.storage.alone()) for key, entry in plain.items()}
     return Exported(
         replace(checkpoint, tree=plain, tensors_only=True, extras={}),
         tuple(behind),

@@ -8,10 +8,10 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import visit
-from ckptool.checkpoint.nodes import OrderedDict, Set
+from ckptool.checkpoint.nodes import Set, same_kind
 from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
 from ckptool.checkpoint.strided import row_major
-from ckptool.checkpoint.tree import Path, address, rebuild, stored_parts, walk
+from ckptool.checkpoint.tree import Path, address, item_at, rebuild, stored_parts, walk
 from ckptool.formats import marks
 from ckptool.formats.damaged import Salvaged
 from ckptool.reports.compare import same_bytes
@@ -85,7 +85,7 @@ def without_lost(tree: Any, lost: Sequence[LostTensor], new: Mapping[int, Any]) 
         if isinstance(node, dict):
             kept = {key: value for key, value in node.items() if id(value) not in gone and (id(node), key) not in slots}
             if len(kept) < len(node):
-                replaced[id(node)] = OrderedDict(kept, node.attributes) if isinstance(node, OrderedDict) else kept
+                replaced[id(node)] = same_kind(node, kept)
         elif isinstance(node, Set):
             items = [item for item in node.items if id(item) not in gone]
             replaced |= {id(node): Set(items, node.frozen)} if len(items) < len(node.items) else {}
@@ -133,11 +133,11 @@ def fill(checkpoint: Checkpoint, lost: Sequence[LostTensor], other: Checkpoint) 
     there = [part for part in find_state_dicts(other) if part.is_model]
 
     def look_up(path: Path) -> tuple[Path, Any]:
-        node = _at(other.tree, path)
+        node = item_at(other.tree, path)
         root = next((root for root in roots if path[: len(root)] == root), None)
         if node is None and root is not None and len(there) == 1:
             rest = path[len(root) :]
-            return (*there[0].path, *rest), _at(there[0].node, rest)
+            return (*there[0].path, *rest), item_at(there[0].node, rest)
         return path, node
 
     groups: dict[int, list[LostTensor]] = {}
@@ -155,18 +155,6 @@ def fill(checkpoint: Checkpoint, lost: Sequence[LostTensor], other: Checkpoint) 
             result.new[id(item.node)] = _in_place_of(item, found[0][1] if one_view else node, made)
             result.filled.append((item.address, address(place)))
     return result
-
-
-def _at(node: Any, path: Path) -> Any:
-    """The value at a path; None where there is none."""
-    for segment in path:
-        if isinstance(node, dict):
-            node = node.get(segment)
-        elif isinstance(node, (list, tuple)) and type(segment) is int and segment < len(node):
-            node = node[segment]
-        else:
-            return None
-    return node
 
 
 def _why_not(group: Sequence[LostTensor], found: Sequence[Any]) -> str:

@@ -13,7 +13,7 @@ from functools import reduce
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.state_dicts import COUNTER, PEELED, StateDict, optimizers, unwrapped_front, without_wrappers
 from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
@@ -117,11 +117,7 @@ def _with_outer_modules(node: Any, prefix: str) -> Any:
         return node
     items: dict[Any, Any] = {path: {"version": 1} for path in ("", *_modules_within(prefix))}
     items.update((path or prefix[:-1], value) for path, value in metadata.items())
-    return OrderedDict(node, {**node.attributes, "_metadata": _same_kind(metadata, items)})
-
-
-def _same_kind(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    return OrderedDict(items, old.attributes) if isinstance(old, OrderedDict) else items
+    return OrderedDict(node, {**node.attributes, "_metadata": same_kind(metadata, items)})
 
 
 # Any renaming --------------------------------------------------------------------------------------------------------
@@ -183,7 +179,7 @@ def _renamed_root(node: dict[Any, Any], names: dict[str, str], rename: Rename, g
     attributes = node.attributes
     if node.metadata is not None and attributes is not None:
         metadata = _renamed_metadata(node.metadata, names, rename, gone)
-        attributes = {**attributes, "_metadata": _same_kind(node.metadata, metadata)}
+        attributes = {**attributes, "_metadata": same_kind(node.metadata, metadata)}
     return OrderedDict(items, attributes)
 
 
@@ -242,7 +238,7 @@ def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str]) -> di
         items = {renamed(key): value for key, value in state.items()}
         if len(items) != len(state):
             raise Conflict("two entries of the optimizer's state would get the same name", "Nothing was written.")
-        replaced[id(state)] = _same_kind(state, items)
+        replaced[id(state)] = same_kind(state, items)
     return replaced
 
 

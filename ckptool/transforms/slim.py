@@ -9,10 +9,10 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import sha256_of
-from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.checkpoint.strided import row_major, subrange
-from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, walk
+from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
 from ckptool.errors import UsageError, printable
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count
@@ -80,22 +80,15 @@ def _without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
         )
     gone: dict[int, tuple[Any, set[Any]]] = {}
     for path in found:
-        parent = _at(tree, path[:-1])
+        parent = item_at(tree, path[:-1])
         gone.setdefault(id(parent), (parent, set()))[1].add(path[-1])
     replaced = {number: _left(parent, keys) for number, (parent, keys) in gone.items()}
     return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(address(base + path) for path in found)
 
 
-def _at(tree: Any, path: Path) -> Any:
-    for segment in path:
-        tree = tree[segment]
-    return tree
-
-
 def _left(parent: Any, keys: set[Any]) -> Any:
     if isinstance(parent, dict):
-        items = {key: value for key, value in parent.items() if key not in keys}
-        return OrderedDict(items, parent.attributes) if isinstance(parent, OrderedDict) else items
+        return same_kind(parent, {key: value for key, value in parent.items() if key not in keys})
     return type(parent)(value for index, value in enumerate(parent) if index not in keys)
 
 

@@ -89,7 +89,7 @@ def bytes_of(out: Path) -> int:
 
 
 def test_every_container_that_is_written_is_here() -> None:
-    assert {container.NAME for container in WRITERS} == CONTAINERS.keys()
+    assert {container.name for container in WRITERS} == CONTAINERS.keys()
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
