@@ -6,9 +6,6 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +36,7 @@ from ckptool.formats import dcp, read
 from tests.support.errors import three_parts
 from tests.support.files import CORPUS
 from tests.support.same import assert_same_objects
-
-ROOT = Path(__file__).parents[2]
+from tests.support.two_ranks import save_on_two_ranks
 
 
 def training_state() -> dict[str, Any]:
@@ -182,19 +178,10 @@ def raw_bytes(folder: Path, place: dcp._Place) -> bytes:
 
 # Many ranks ----------------------------------------------------------------------------------------------------------
 
-RANKS = """
-    import os, sys, warnings
-    import torch, torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
+SAVE = """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
 
-    def rank(number, folder):
-        dist.init_process_group("gloo", init_method=f"file://{folder}.meet", rank=number, world_size=2)
-        mesh = init_device_mesh("cpu", (2,))
-        torch.manual_seed(0)
+    def save(rank, folder, mesh):
         whole = {
             "rows": torch.randn(7, 5), "columns": torch.randn(4, 9).bfloat16(), "same": torch.arange(6.0),
             "one": torch.randn(1, 8), "deep": torch.randn(3, 4, 5), "bytes": torch.arange(11, dtype=torch.uint8),
@@ -203,25 +190,13 @@ RANKS = """
             "bytes": Shard(0)}
         state = {"model": {n: distribute_tensor(t, mesh, [how[n]]) for n, t in whole.items()}, "step": 5}
         dcp.save(state, checkpoint_id=folder)
-        if number == 0:
+        if rank == 0:
             torch.save(whole, folder + ".pt")
-        dist.barrier()
-        dist.destroy_process_group()
-
-    other = os.fork()
-    rank(int(other == 0), sys.argv[1])
-    if other:
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
 def test_tensors_that_two_ranks_saved(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(textwrap.dedent(RANKS))
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "saved"], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
+    save_on_two_ranks(SAVE, tmp_path / "saved", tmp_path)
     whole = torch.load(tmp_path / "saved.pt", weights_only=True)
     found = read(tmp_path / "saved")
     assert (

@@ -7,9 +7,6 @@ files hold.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -18,26 +15,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).parents[2]
+from tests.support.two_ranks import save_on_two_ranks
 
-# Two processes that each save their share of one model: FSDP2, ShardedTensor, and three ways of
-# torch.distributed.checkpoint.
-RANKS = """
-    import os, sys, warnings
-    warnings.simplefilter("ignore")
-    import torch, torch.distributed as dist, torch.nn as nn
-    import torch.distributed.checkpoint as dcp
+# Their shares of one model: FSDP2, ShardedTensor, and three ways of torch.distributed.checkpoint.
+SAVE = """
+    import torch.nn as nn
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate
-    torch.set_num_threads(1)
 
-    def save(rank, folder):
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-        mesh = init_device_mesh("cpu", (2,))
-        torch.manual_seed(0)
+    def save(rank, folder, mesh):
         model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 1))
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -55,25 +43,12 @@ RANKS = """
             use_collectives=False)
         weights = {name: value for name, value in model.state_dict().items() if name.startswith("0.")}
         dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(f"{folder}/pieces", save_distributed=True))
-        dist.barrier()
-        dist.destroy_process_group()
-
-    other = os.fork()
-    save(int(other == 0), sys.argv[1])
-    if other:
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
 def saved_by_two_ranks(folder: Path) -> Path:
     """The folder, in which two processes of torch have saved one model in several ways."""
-    script = folder / "ranks.py"
-    script.write_text(textwrap.dedent(RANKS))
-    command = [sys.executable, script, folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    script.unlink()
-    (folder / "meet").unlink(missing_ok=True)
+    save_on_two_ranks(SAVE, folder, folder)
     return folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +19,21 @@ from ckptool.errors import (
     Ambiguous,
     CkptoolError,
     Conflict,
-    Corrupt,
-    LimitExceeded,
     OutputExists,
-    Unsupported,
     UsageError,
 )
 from fixtures.make import make
 from fixtures.traps import TRAPS
+from tests.support.bundles import SHARED, net_state
 from tests.support.errors import three_parts
 from tests.support.files import load, torch_bytes
 from tests.support.same import assert_same_objects
 
-SHARED = torch.arange(1024.0).reshape(32, 32)
-
-
-def state(seed: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 2)).state_dict()
-
-
-@pytest.fixture
-def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle of two models, an average, an optimizer and values; in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    torch.save(state(1), "G.pt")
-    torch.save({"w.weight": SHARED, "tied.weight": SHARED, "part.weight": SHARED[1:]}, "T.pt")
-    parameters = [torch.nn.Parameter(torch.ones(3))]
-    torch.save(torch.optim.SGD(parameters, 0.1, momentum=0.9).state_dict(), "o.pt")
-    ckptool.bundle(
-        {"generator": "G.pt", "tied": "T.pt", "optimizerA": "o.pt", "ema": "G.pt"},
-        "gan.tar",
-        values={"epoch": 3, "config": {"lr": [0.1, 1e-300, None, True], "name": "n\u00e4me"}, "empty": {}},
-    )
-    return tmp_path / "gan.tar"
-
-
 # Apart ---------------------------------------------------------------------------------------------------------------
 
 
-def test_each_member_is_a_file_that_torch_loads(bundle: Path) -> None:
-    done = ckptool.unbundle(bundle, "parts", verify=True)
+def test_each_member_is_a_file_that_torch_loads(gan_bundle: Path) -> None:
+    done = ckptool.unbundle(gan_bundle, "parts", verify=True)
     assert sorted(os.listdir("parts")) == ["bundle.json", "ema.pt", "generator.pt", "optimizerA.pt", "tied.pt"]
     assert_same_objects(load(Path("parts/generator.pt")), load(Path("G.pt")))
     tied = load(Path("parts/tied.pt"))
@@ -82,27 +55,27 @@ def test_each_member_is_a_file_that_torch_loads(bundle: Path) -> None:
     assert done.file_bytes == sum(path.stat().st_size for path in Path("parts").iterdir())
 
 
-def test_only_some_members(bundle: Path) -> None:
-    ckptool.unbundle(bundle, "parts", only=["ema", "epoch"])
+def test_only_some_members(gan_bundle: Path) -> None:
+    ckptool.unbundle(gan_bundle, "parts", only=["ema", "epoch"])
     assert sorted(os.listdir("parts")) == ["bundle.json", "ema.pt"]
     assert [m["name"] for m in json.loads(Path("parts/bundle.json").read_text())["members"]] == ["ema", "epoch"]
     with pytest.raises(UsageError, match="there is no member 'nobody'") as caught:
-        ckptool.unbundle(bundle, "others", only=["nobody"])
+        ckptool.unbundle(gan_bundle, "others", only=["nobody"])
     assert "generator, tied" in str(caught.value) and not Path("others").exists()
 
 
-def test_to_safetensors(bundle: Path) -> None:
-    ckptool.unbundle(bundle, "parts", container="safetensors", verify=True)
+def test_to_safetensors(gan_bundle: Path) -> None:
+    ckptool.unbundle(gan_bundle, "parts", container="safetensors", verify=True)
     stock, original = safetensors.torch.load_file("parts/generator.safetensors"), load(Path("G.pt"))
     assert stock.keys() == original.keys() and all(torch.equal(stock[name], original[name]) for name in original)
     ckptool.bundle(out="again.tar", from_folder="parts")
-    assert Path("again.tar").read_bytes() == bundle.read_bytes()
+    assert Path("again.tar").read_bytes() == gan_bundle.read_bytes()
     with pytest.raises(UsageError, match="cannot be written as npz"):
-        ckptool.unbundle(bundle, "others", container="npz")
+        ckptool.unbundle(gan_bundle, "others", container="npz")
 
 
 def test_a_part_of_a_file(tmp_path: Path) -> None:
-    torch.save({"epoch": 1, "models": {"a": state(1), "b": state(2)}}, tmp_path / "in.pt")
+    torch.save({"epoch": 1, "models": {"a": net_state(1), "b": net_state(2)}}, tmp_path / "in.pt")
     ckptool.unbundle(f"{tmp_path / 'in.pt'}#models", tmp_path / "parts")
     assert sorted(os.listdir(tmp_path / "parts")) == ["a.pt", "b.pt", "bundle.json"]
 
@@ -127,7 +100,7 @@ def test_what_is_no_plain_value_gets_a_file(tmp_path: Path) -> None:
 
 
 def test_members_under_numbers(tmp_path: Path) -> None:
-    tree = {0: state(1), 1: state(2), "epoch": 3, 7: "seven"}
+    tree = {0: net_state(1), 1: net_state(2), "epoch": 3, 7: "seven"}
     torch.save(tree, tmp_path / "in.pt")
     ckptool.unbundle(tmp_path / "in.pt", tmp_path / "parts")
     assert sorted(os.listdir(tmp_path / "parts")) == ["0.pt", "1.pt", "bundle.json"]
@@ -139,9 +112,9 @@ def test_members_under_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dd.tar", "dd.safetensors"])
-def test_each_member_gets_its_own_again(bundle: Path, layout: str) -> None:
-    ckptool.bundle(file=bundle, out=layout, dedup=True)
-    assert Path(layout).stat().st_size < bundle.stat().st_size - 3000
+def test_each_member_gets_its_own_again(gan_bundle: Path, layout: str) -> None:
+    ckptool.bundle(file=gan_bundle, out=layout, dedup=True)
+    assert Path(layout).stat().st_size < gan_bundle.stat().st_size - 3000
     ckptool.unbundle(layout, "parts", container="torch-zip", verify=True)
     for name in ("generator", "ema"):
         assert_same_objects(load(Path(f"parts/{name}.pt")), load(Path("G.pt")))
@@ -163,8 +136,8 @@ def test_twins_inside_one_member_are_apart_in_its_file(tmp_path: Path) -> None:
     assert (tmp_path / "again.pt").read_bytes() == (tmp_path / "dd.pt").read_bytes()
 
 
-def test_twins_that_differ_now_are_stored_by_themselves(bundle: Path) -> None:
-    ckptool.bundle(file=bundle, out="dd.tar", dedup=True)
+def test_twins_that_differ_now_are_stored_by_themselves(gan_bundle: Path) -> None:
+    ckptool.bundle(file=gan_bundle, out="dd.tar", dedup=True)
     ckptool.unbundle("dd.tar", "parts")
     trained = {name: tensor + 1 for name, tensor in load(Path("G.pt")).items()}
     torch.save(trained, "parts/ema.pt")
@@ -313,7 +286,7 @@ def test_foreign_bundles_come_back_the_same(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "third.pt").read_bytes() == (tmp_path / "again.pt").read_bytes()
 
 
-def test_an_input_without_checksums_comes_back_byte_for_byte(bundle: Path) -> None:
+def test_an_input_without_checksums_comes_back_byte_for_byte(gan_bundle: Path) -> None:
     ckptool.convert("G.pt", "G.safetensors")
     ckptool.bundle({"a": "G.safetensors", "b": "T.pt"}, "mixed.pt")
     ckptool.unbundle("mixed.pt", "parts")
@@ -321,8 +294,8 @@ def test_an_input_without_checksums_comes_back_byte_for_byte(bundle: Path) -> No
     assert Path("again.pt").read_bytes() == Path("mixed.pt").read_bytes()
 
 
-def test_an_edited_bundle_comes_back_byte_for_byte(bundle: Path) -> None:
-    ckptool.bundle(file=bundle, out="new.tar", drop=["tied"], rename={"generator": "G"}, values={"more": [1]})
+def test_an_edited_bundle_comes_back_byte_for_byte(gan_bundle: Path) -> None:
+    ckptool.bundle(file=gan_bundle, out="new.tar", drop=["tied"], rename={"generator": "G"}, values={"more": [1]})
     ckptool.unbundle("new.tar", "parts")
     ckptool.bundle(out="again.tar", from_folder="parts")
     assert Path("again.tar").read_bytes() == Path("new.tar").read_bytes()
@@ -352,7 +325,7 @@ def test_an_edited_bundle_comes_back_byte_for_byte(bundle: Path) -> None:
 def test_member_names_that_cannot_be_files_are_a_conflict(tmp_path: Path, name: str) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
-    torch.save({"a": state(1), name: state(2)}, inner / "in.pt")
+    torch.save({"a": net_state(1), name: net_state(2)}, inner / "in.pt")
     with pytest.raises(Conflict, match="a member cannot be called"):
         ckptool.unbundle(inner / "in.pt", inner / "parts")
     assert [path.name for path in tmp_path.rglob("*")] == ["inner", "in.pt"]
@@ -365,14 +338,14 @@ def test_member_names_that_cannot_be_files_are_a_conflict(tmp_path: Path, name: 
     "pair", [("model", "MODEL"), ("caf\u00e9", "cafe\u0301"), (0, "0")], ids=["case", "normal-forms", "number"]
 )
 def test_member_names_that_are_one_file_somewhere_are_a_conflict(tmp_path: Path, pair: tuple[Any, Any]) -> None:
-    torch.save({pair[0]: state(1), pair[1]: state(2)}, tmp_path / "in.pt")
+    torch.save({pair[0]: net_state(1), pair[1]: net_state(2)}, tmp_path / "in.pt")
     with pytest.raises(Conflict, match="are one name where"):
         ckptool.unbundle(tmp_path / "in.pt", tmp_path / "parts")
     assert not (tmp_path / "parts").exists()
 
 
 def test_names_of_plain_values_are_free(tmp_path: Path) -> None:
-    torch.save({"a": state(1), "train/loss": 0.5, "CON": 1, "con": 2}, tmp_path / "in.pt")
+    torch.save({"a": net_state(1), "train/loss": 0.5, "CON": 1, "con": 2}, tmp_path / "in.pt")
     ckptool.unbundle(tmp_path / "in.pt", tmp_path / "parts")
     ckptool.bundle(out=tmp_path / "out.pt", from_folder=tmp_path / "parts")
     assert_same_objects(load(tmp_path / "out.pt"), load(tmp_path / "in.pt"))
@@ -381,10 +354,10 @@ def test_names_of_plain_values_are_free(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "error", "words"),
     [
-        (state(1), UsageError, "one set of model weights"),
-        ([state(1)], UsageError, "is no bundle: it is of type list"),
-        ({"a": state(1), None: state(2)}, Conflict, "cannot be called None"),
-        ({"a": state(1), None: 3}, Conflict, "neither a text nor a number"),
+        (net_state(1), UsageError, "one set of model weights"),
+        ([net_state(1)], UsageError, "is no bundle: it is of type list"),
+        ({"a": net_state(1), None: net_state(2)}, Conflict, "cannot be called None"),
+        ({"a": net_state(1), None: 3}, Conflict, "neither a text nor a number"),
         (torch.ones(2), UsageError, "no bundle"),
     ],
     ids=["state-dict", "list", "none", "plain-none", "tensor"],
@@ -397,111 +370,46 @@ def test_what_is_no_bundle(tmp_path: Path, tree: Any, error: type[CkptoolError],
     three_parts(caught.value)
 
 
-def test_folders_that_are_there(bundle: Path) -> None:
+def test_folders_that_are_there(gan_bundle: Path) -> None:
     with pytest.raises(UsageError, match="writes a folder"):
-        ckptool.unbundle(bundle)
+        ckptool.unbundle(gan_bundle)
     Path("parts").mkdir()
-    ckptool.unbundle(bundle, "parts")  # an empty one may be used
+    ckptool.unbundle(gan_bundle, "parts")  # an empty one may be used
     with pytest.raises(OutputExists):
-        ckptool.unbundle(bundle, "parts")
-    ckptool.unbundle(bundle, "parts", only=["ema"], overwrite=True)
+        ckptool.unbundle(gan_bundle, "parts")
+    ckptool.unbundle(gan_bundle, "parts", only=["ema"], overwrite=True)
     assert sorted(os.listdir("parts")) == ["bundle.json", "ema.pt"]
     Path("parts/mine.txt").write_text("precious")
     with pytest.raises(Conflict, match=r"mine\.txt would be deleted"):
-        ckptool.unbundle(bundle, "parts", overwrite=True)
+        ckptool.unbundle(gan_bundle, "parts", overwrite=True)
     assert sorted(os.listdir("parts")) == ["bundle.json", "ema.pt", "mine.txt"]
     assert not [name for name in os.listdir() if name.startswith(".")]
 
 
-def test_dry_run_writes_nothing(bundle: Path) -> None:
-    done = ckptool.unbundle(bundle, "parts", dry_run=True)
+def test_dry_run_writes_nothing(gan_bundle: Path) -> None:
+    done = ckptool.unbundle(gan_bundle, "parts", dry_run=True)
     assert done.dry_run and not Path("parts").exists() and len(done.facts["members"]) == 7
     Path("parts").mkdir()
     Path("parts/mine.txt").write_text("precious")
     with pytest.raises(OutputExists):
-        ckptool.unbundle(bundle, "parts", dry_run=True)
+        ckptool.unbundle(gan_bundle, "parts", dry_run=True)
 
 
-def test_a_damaged_member_leaves_no_folder(bundle: Path) -> None:
-    with zipfile.ZipFile(bundle) as archive:
+def test_a_damaged_member_leaves_no_folder(gan_bundle: Path) -> None:
+    with zipfile.ZipFile(gan_bundle) as archive:
         info = archive.getinfo("archive/data/0")
-    raw = bytearray(bundle.read_bytes())
+    raw = bytearray(gan_bundle.read_bytes())
     raw[info.header_offset + 200] ^= 1
-    bundle.write_bytes(raw)
+    gan_bundle.write_bytes(raw)
     with pytest.raises(CkptoolError, match="checksum"):
-        ckptool.unbundle(bundle, "parts")
+        ckptool.unbundle(gan_bundle, "parts")
     assert not Path("parts").exists() and not [name for name in os.listdir() if name.startswith(".")]
-
-
-# bundle.json is not trusted -------------------------------------------------------------------------------------------
-
-
-def member(**fields: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda record: record["members"].append(fields)
-
-
-SPOILED: dict[str, tuple[Callable[[dict[str, Any]], Any], type[CkptoolError], str]] = {
-    "climbs": (member(name="x", file="../G.pt"), Corrupt, "outside of its folder"),
-    "absolute": (member(name="x", file="/etc/passwd"), Corrupt, "outside of its folder"),
-    "missing": (member(name="x", file="none.pt"), CkptoolError, "none.pt"),
-    "twice": (member(name="ema", value=1), Corrupt, "twice"),
-    "both": (member(name="x", file="ema.pt", value=1), Corrupt, "not exactly one"),
-    "neither": (member(name="x"), Corrupt, "not exactly one"),
-    "no-name": (member(file="ema.pt"), Corrupt, "damaged"),
-    "odd-name": (member(name=[1], value=1), Corrupt, "damaged"),
-    "truth": (member(name=True, value=1), Corrupt, "damaged"),
-    "no-file-name": (member(name="a/b", file="ema.pt"), Conflict, "cannot be called"),
-    "no-object": (lambda record: record["members"].append(3), Corrupt, "damaged"),
-    "no-list": (lambda record: record.update(members={}), Corrupt, "damaged"),
-    "no-members": (lambda record: record.pop("members"), Corrupt, "damaged"),
-    "ties": (lambda record: record.update(ties=[[1]]), Corrupt, "damaged"),
-    "twins": (lambda record: record.update(twins=[["a"]]), Corrupt, "damaged"),
-    "newer": (lambda record: record.update(schema="ckptool.bundle/2"), Unsupported, "ckptool.bundle/2"),
-    "no-schema": (lambda record: record.pop("schema"), Unsupported, "None"),
-}
-
-
-@pytest.mark.parametrize("case", SPOILED)
-def test_a_spoiled_record(bundle: Path, case: str) -> None:
-    ckptool.unbundle(bundle, "parts")
-    record = json.loads(Path("parts/bundle.json").read_text())
-    spoil, error, words = SPOILED[case]
-    spoil(record)
-    Path("parts/bundle.json").write_text(json.dumps(record))
-    with pytest.raises(error) as caught:
-        ckptool.bundle(out="out.pt", from_folder="parts")
-    assert words in str(caught.value) and not Path("out.pt").exists()
-
-
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"a":1,"a":2}', b"[" * 100_000, b'{"schema":"\\ud800"}'])
-def test_a_record_that_is_no_json(bundle: Path, raw: bytes) -> None:
-    Path("parts").mkdir()
-    Path("parts/bundle.json").write_bytes(raw)
-    with pytest.raises((Corrupt, Ambiguous)):
-        ckptool.bundle(out="out.pt", from_folder="parts")
-
-
-def test_a_record_of_any_size(bundle: Path) -> None:
-    Path("parts").mkdir()
-    with Path("parts/bundle.json").open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(LimitExceeded):
-        ckptool.bundle(out="out.pt", from_folder="parts")
-
-
-def test_addresses_that_lead_nowhere_are_passed_over(bundle: Path) -> None:
-    ckptool.unbundle(bundle, "parts")
-    record = json.loads(Path("parts/bundle.json").read_text())
-    record |= {"ties": [["gone/a", "ema/0.weight"]], "twins": [[["gone"], ["nowhere"]]]}
-    Path("parts/bundle.json").write_text(json.dumps(record))
-    ckptool.bundle(out="again.tar", from_folder="parts")
-    assert Path("again.tar").read_bytes() == bundle.read_bytes()
 
 
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_command(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(gan_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["unbundle", "gan.tar", "--only", "ema", "--only", "epoch", "-d", "parts", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["verb"] == "unbundle" and answer["output"] == "parts"
@@ -509,6 +417,6 @@ def test_the_command(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["unbundle", "gan.tar", "-d", "parts"]) == 2
     assert main(["unbundle", "gan.tar", "-d", "parts", "-f", "--verify"]) == 0
     assert main(["bundle", "--from", "parts", "-o", "again.tar"]) == 0
-    assert Path("again.tar").read_bytes() == bundle.read_bytes()
+    assert Path("again.tar").read_bytes() == gan_bundle.read_bytes()
     assert main(["unbundle", "gan.tar"]) == 2
     assert "unbundle writes a folder" in capsys.readouterr().err

@@ -14,61 +14,12 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.errors import CkptoolError, Conflict, NoMatch, OutputExists, UsageError, UserCodeFailed
-from ckptool.reports.warm_start import LoadReport
-from fixtures.make import TiedLanguageModel, make, mlp, train
+from ckptool.errors import CkptoolError, Conflict, OutputExists, UsageError, UserCodeFailed
+from fixtures.make import TiedLanguageModel, make, mlp
 from tests.support.errors import three_parts
 from tests.support.files import load, saved
 from tests.support.same import assert_same_objects
-
-CODE = """
-import torch
-from torch import nn
-
-def build():
-    print("building")
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-
-def state():
-    return build().state_dict()
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 16)
-
-    def get_extra_state(self):
-        return {"seen": 3}
-
-    def set_extra_state(self, state):
-        self.seen = state["seen"]
-
-def on_meta():
-    with torch.device("meta"):
-        return build()
-
-def raises():
-    raise ValueError("the data\\nare missing")
-
-def number():
-    return 7
-
-module = nn.Linear(2, 2)
-"""
-
-
-@pytest.fixture
-def code(tmp_path: Path) -> Path:
-    path = tmp_path / "model.py"
-    path.write_text(CODE)
-    return path
-
-
-def warm_started(file: Path, target: Path | str, out: Path, **options: Any) -> tuple[LoadReport, dict[str, Any]]:
-    report = ckptool.warm_start(file, target, out, **options)
-    assert report.accepted and report.applied, report
-    return report, load(out)
-
+from tests.support.warm_starts import warm_started
 
 # What is written -----------------------------------------------------------------------------------------------------
 
@@ -232,48 +183,6 @@ def test_a_numpy_checkpoint(tmp_path: Path) -> None:
         file, saved(nn.Linear(3, 2).state_dict(), tmp_path / "t.pt"), tmp_path / "out.pt", rename="fc.* => *"
     )
     assert (done["weight"] == 1).all() and report.share == 1
-
-
-# Optimizers ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_optimizer_goes_along(tmp_path: Path, code: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
-    adam = torch.optim.Adam(model.parameters(), lr=0.3)
-    train(model, adam)
-    file = saved({"model": nn.DataParallel(model).state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
-    report, done = warm_started(file, f"{code}:build", tmp_path / "out.pt", on_mismatch="skip", optimizer=True)
-    fresh = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-    fresh.load_state_dict(done["model_state_dict"], strict=True)
-    mine = torch.optim.Adam(fresh.parameters())
-    mine.load_state_dict(done["optimizer_state_dict"])
-    assert mine.param_groups[0]["lr"] == 0.3
-    for old, new in zip(list(model.parameters())[:4], list(fresh.parameters())[:4], strict=True):
-        assert_same_objects(mine.state[new]["exp_avg"], adam.state[old]["exp_avg"])
-    assert report.optimizer is not None and report.optimizer.fresh == ("3.weight", "3.bias")
-    train(fresh, mine, 1)
-    with pytest.raises(UsageError, match="no optimizer state"):
-        ckptool.warm_start(file, f"{code}:build", tmp_path / "o.safetensors", on_mismatch="skip", optimizer=True)
-
-
-def test_a_new_parameter_and_two_groups(tmp_path: Path, code: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
-    named = list(model.named_parameters())
-    adam = torch.optim.Adam([{"params": named[:2]}, {"params": named[2:], "lr": 0.7}], lr=0.1)
-    train(model, adam)
-    file = saved({"model": model.state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
-    with pytest.raises(Conflict, match="not known which one 3"):
-        ckptool.warm_start(file, f"{code}:build", tmp_path / "out.pt", on_mismatch="skip", optimizer=True)
-    same = saved(model.state_dict(), tmp_path / "same.pt")
-    _, done = warm_started(file, same, tmp_path / "out.pt", optimizer=True)
-    assert [group["lr"] for group in done["optimizer_state_dict"]["param_groups"]] == [0.1, 0.7]
-    assert done["optimizer_state_dict"]["param_groups"][1]["param_names"] == [name for name, _ in named[2:]]
-
-
-def test_no_optimizer(tmp_path: Path) -> None:
-    file = saved(mlp().state_dict(), tmp_path / "model.pt")
-    with pytest.raises(NoMatch, match="has no optimizer state"):
-        ckptool.warm_start(file, file, tmp_path / "out.pt", optimizer=True)
 
 
 # Refused: nothing is written -----------------------------------------------------------------------------------------
