@@ -360,8 +360,8 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
     lossy = _Lossy(archive, root + "data/", order == "big", lost)
     decoded = torch_zip.decoded_record(pickle, lossy)
     tree, notes = decoded.root, list[Note]()
-    if (shared := whole.get(root + torch_zip.TWINS)) is not None:
-        tree, notes = marks.separated(tree, shared.contents(marks.MAX_SHARED))
+    if (shared := whole.get(root + marks.DEDUPLICATED_RECORD)) is not None:
+        tree, notes = marks.separated(tree, shared.contents(marks.MAX_DEDUPLICATED))
     metadata: dict[str, Any] = {"byteorder": order} if order else {}
     if before := _small(archive, root, marks.RECOVERED_RECORD, marks.MAX_RECORD):
         metadata[marks.RECOVERED] = before

@@ -1,7 +1,11 @@
-"""Storages that are equal but not tied: stored once, and given back as the separate storages that they are.
+"""Records of ours in other formats' files: storages that are equal and not tied, and the mark of a recovered file.
 
-Torch knows no such thing, so a record that it does not read says which tensors belong to which storage:
-`[[["a", "b"], ["c"]], …]`, for each piece of data the storages on it, each as the addresses of its tensors.
+Equal storages may be stored once. Torch would tie them, so a record that it does not read says which tensors belong to
+which storage: `[[["a", "b"], ["c"]], …]`, for each piece of data the storages on it, each as the addresses of its
+tensors.
+
+The mark says what was lost, and what was filled in from elsewhere, so that no file passes for intact that is not. It goes
+along into every file made of this one.
 """
 
 from __future__ import annotations
@@ -15,11 +19,14 @@ from ckptool.checkpoint import Note, Storage, TensorEntry
 from ckptool.checkpoint.tree import Path, address, rebuild, walk
 from ckptool.errors import Corrupt, counted, listed, printable
 
-MAX_SHARED = 64 << 20
+DEDUPLICATED = "ckptool.twins"  # in the metadata of safetensors: ties that are none, though their bytes are stored once
+DEDUPLICATED_RECORD = ".ckptool/twins"  # below the root of a zip
+MAX_DEDUPLICATED = 64 << 20  # bytes
+_DAMAGED = "its record of deduplicated storages is damaged"
 
 
-def record_of(tree: Any) -> bytes:
-    """The record for a tree; empty where no storages are twins."""
+def deduplicated_record(tree: Any) -> bytes:
+    """The record for a tree; empty where no storages are stored with an equal one."""
     groups: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(dict)
     for path, node in walk(tree):
         if isinstance(node, TensorEntry) and node.storage.deduplicated:
@@ -30,10 +37,9 @@ def record_of(tree: Any) -> bytes:
 
 
 def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
-    """The tree in which the storages that a record names are separate again, and a note that says so.
+    """The tree in which the storages that a record names are separate again, and a note on them.
 
-    Raises `Corrupt` for a record of another shape. Addresses that lead to no tensor are passed over: the tensor is
-    gone.
+    Raises `Corrupt` for a record of another shape. Addresses that lead to no tensor are passed over: it is gone.
     """
     owner = {place: (number, index) for number, index, place in _places(record)}
     storages: dict[tuple[int, int, int], Storage] = {}
@@ -41,18 +47,12 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
     for path, node in walk(tree):
         if isinstance(node, TensorEntry) and (found := owner.get(address(path))) is not None:
             old = node.storage
-            storage = storages.setdefault(
-                (id(old), *found), Storage(old.data, old.location, old.crc, deduplicated=True)
-            )
-            entries.setdefault(id(node), node.with_storage(storage))
+            own = storages.setdefault((id(old), *found), Storage(old.data, old.location, old.crc, deduplicated=True))
+            entries.setdefault(id(node), node.with_storage(own))
     if not entries:
         return tree, []
-    note = Note(
-        "new-ties",
-        f"{counted(len(storages), 'storage is', 'storages are')} stored as "
-        f"{len({old for old, _, _ in storages}):,}, being equal: ckptool keeps them apart, "
-        "stock torch.load ties them",
-    )
+    count = f"{counted(len(storages), 'storage is', 'storages are')} stored as {len({old for old, _, _ in storages}):,}"
+    note = Note("new-ties", f"{count}, being equal: ckptool keeps them apart, stock torch.load ties them")
     return rebuild(tree, lambda node: entries.get(id(node), node)), [note]
 
 
@@ -66,17 +66,17 @@ def _places(record: bytes) -> list[tuple[int, int, str]]:
             for place in names
         ]
     except (ValueError, TypeError, RecursionError) as error:
-        raise Corrupt("its record of twin storages is damaged", "It is not the text that ckptool writes.") from error
+        raise Corrupt(_DAMAGED, "It is not the text that ckptool writes.") from error
     if not all(type(place) is str for _, _, place in places):
-        raise Corrupt(
-            "its record of twin storages is damaged", "It names tensors by something else than their addresses."
-        )
+        raise Corrupt(_DAMAGED, "It names tensors by something else than their addresses.")
     return places
 
 
+# Recovered files -----------------------------------------------------------------------------------------------------
+
 RECOVERED = "ckptool.recovered"  # in the metadata of a checkpoint
 RECOVERED_RECORD = ".ckptool/recovered"  # below the root of a zip
-RECOVERED_NOTE = "recovered-file"  # of the note
+RECOVERED_NOTE = "recovered-file"  # its code
 SCHEMA = "ckptool.recovered/1"
 MAX_RECORD = 1 << 20
 _NAMED = 1_000  # tensors; the rest is counted
@@ -84,19 +84,13 @@ _LONGEST = 200
 
 
 def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
-    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had
-    already."""
+    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had already."""
     known = recovered_facts(before)
-    lost, filled = list(dict.fromkeys([*known["lost"], *lost])), list(dict.fromkeys([*known["filled"], *filled]))
-    lost_count = known["lost_count"] + len(lost) - len(known["lost"])
-    filled_count = known["filled_count"] + len(filled) - len(known["filled"])
-    record = {
-        "schema": SCHEMA,
-        "lost_count": lost_count,
-        "filled_count": filled_count,
-        "lost": _few(lost),
-        "filled": _few(filled),
-    }
+    record: dict[str, Any] = {"schema": SCHEMA, "lost_count": 0, "filled_count": 0}
+    for key, new in (("lost", lost), ("filled", filled)):
+        names = list(dict.fromkeys([*known[key], *new]))
+        record[f"{key}_count"] = known[f"{key}_count"] + len(names) - len(known[key])
+        record[key] = [name if len(name) <= _LONGEST else name[:_LONGEST] + "…" for name in names[:_NAMED]]
     return json.dumps(record, separators=(",", ":"))
 
 
@@ -106,9 +100,9 @@ def recovered_in_part(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]
         return {}
     if not path:
         return {RECOVERED: text}
-    said, above = recovered_facts(text), f"{address(path)}/"
+    facts, above = recovered_facts(text), f"{address(path)}/"
     lost, filled = (
-        [place.removeprefix(above) for place in said[kind] if place.startswith(above)] for kind in ("lost", "filled")
+        [place.removeprefix(above) for place in facts[kind] if place.startswith(above)] for kind in ("lost", "filled")
     )
     return {RECOVERED: recovered_mark(lost, filled)} if lost or filled else {}
 
@@ -125,13 +119,9 @@ def with_recovered_part(metadata: Mapping[str, Any], path: Path, part: Mapping[s
     """The metadata of a checkpoint that gets a part with other metadata at `path`: its mark goes into the whole's."""
     if not isinstance(text := part.get(RECOVERED), str):
         return dict(metadata)
-    said, above = recovered_facts(text), f"{address(path)}/" if path else ""
-    lost, filled = ([above + place for place in said[kind]] for kind in ("lost", "filled"))
+    facts, above = recovered_facts(text), f"{address(path)}/" if path else ""
+    lost, filled = ([above + place for place in facts[kind]] for kind in ("lost", "filled"))
     return {**metadata, RECOVERED: recovered_mark(lost, filled, metadata.get(RECOVERED, ""))}
-
-
-def _few(names: list[str]) -> list[str]:
-    return [name if len(name) <= _LONGEST else name[:_LONGEST] + "…" for name in names[:_NAMED]]
 
 
 def recovered_facts(text: str) -> dict[str, Any]:
@@ -143,9 +133,8 @@ def recovered_facts(text: str) -> dict[str, Any]:
         return found
     if isinstance(record, dict):
         for key in ("lost", "filled"):
-            names = record.get(key)
+            names, count = record.get(key), record.get(f"{key}_count")
             found[key] = [name for name in names if type(name) is str] if isinstance(names, list) else []
-            count = record.get(f"{key}_count")
             found[f"{key}_count"] = count if type(count) is int and count >= 0 else len(found[key])
     return found
 
@@ -155,10 +144,11 @@ def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
     text = metadata.get(RECOVERED)
     if not isinstance(text, str):
         return ()
-    said = recovered_facts(text)
+    facts = recovered_facts(text)
     parts = []
     for key, words in (("filled", "filled in from another file"), ("lost", "lost")):
-        if said[f"{key}_count"]:
-            names = listed([printable(name) for name in said[key][: said[f"{key}_count"]]], 3)
-            parts.append(f"{counted(said[f'{key}_count'], 'tensor was', 'tensors were')} {words}: {names}")
-    return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {'; '.join(parts) or 'what was lost is not said'}"),)
+        if count := facts[f"{key}_count"]:
+            names = listed([printable(name) for name in facts[key][:count]], 3)
+            parts.append(f"{counted(count, 'tensor was', 'tensors were')} {words}: {names}")
+    lost = "; ".join(parts) or "what was lost is not said"
+    return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {lost}"),)

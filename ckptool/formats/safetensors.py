@@ -43,7 +43,6 @@ NAME = "safetensors"
 SUFFIXES = (".safetensors", ".sft")
 MAX_HEADER = 100_000_000  # the stock library's limit
 METADATA = "__metadata__"
-TWINS = "ckptool.twins"  # names that are no ties, though their equal bytes are stored once
 MAX_TENSORS = 1_000_000
 MAX_RANK = 64
 
@@ -79,8 +78,8 @@ def read(source: Source, *, cut: bool = False) -> Checkpoint:
     notes = header.notes()
     whole_tree = tree_record.KEY in metadata
     ties = {dropped: kept for dropped, kept in metadata.items() if kept in tree and dropped not in tree}
-    twins = _twins(source, metadata.pop(TWINS, "[]"))
-    tree.update({dropped: _alias(tree[kept], dropped in twins) for dropped, kept in ties.items()})
+    separate = _deduplicated(source, metadata.pop(marks.DEDUPLICATED, "[]"))
+    tree.update({dropped: _alias(tree[kept], dropped in separate) for dropped, kept in ties.items()})
     metadata = {key: value for key, value in metadata.items() if key not in ties}
     if whole_tree:
         tree = unpacking.unpack(source, tree, metadata)
@@ -93,20 +92,22 @@ def read(source: Source, *, cut: bool = False) -> Checkpoint:
     return Checkpoint(tree, NAME, metadata, source, notes=notes, tensors_only=not whole_tree)
 
 
-def _alias(entry: TensorEntry, twin: bool) -> TensorEntry:
-    """Another name of a tensor; a twin is no tie: it has a storage of its own, on the same bytes."""
+def _alias(entry: TensorEntry, separate: bool) -> TensorEntry:
+    """Another name of a tensor: a tie, or (separate) one with a storage of its own on the same bytes."""
     storage = entry.storage
-    if twin:
+    if separate:
         storage.deduplicated = True
         storage = replace(storage)
     return TensorEntry(storage, entry.dtype, entry.shape, entry.stride)
 
 
-def _twins(source: Source, text: str) -> set[str]:
+def _deduplicated(source: Source, text: str) -> set[str]:
     try:
         return set(json.loads(text))
     except (ValueError, TypeError, RecursionError):
-        raise Corrupt(f"{source}: its record of twin storages is damaged", "It is not what ckptool writes.") from None
+        raise Corrupt(
+            f"{source}: its record of deduplicated storages is damaged", "It is not what ckptool writes."
+        ) from None
 
 
 class _Header:
@@ -234,9 +235,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         raise Unsupported(what, "Both would be recorded in one place.")
     metadata.setdefault("format", "pt")
     metadata.update(ties)
-    twins = [name for name, kept in ties.items() if tensors[name].storage is not tensors[kept].storage]
-    if twins:
-        metadata[TWINS] = json.dumps(twins, separators=(",", ":"), ensure_ascii=False)
+    separate = [name for name, kept in ties.items() if tensors[name].storage is not tensors[kept].storage]
+    if separate:
+        metadata[marks.DEDUPLICATED] = json.dumps(separate, separators=(",", ":"), ensure_ascii=False)
     places, at = {}, 0
     in_order = sorted(stored, key=lambda name: -stored[name].dtype.itemsize)
     for name in in_order:

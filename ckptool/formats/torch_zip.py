@@ -33,7 +33,6 @@ from ckptool.pickles.torch_objects import storage_class
 
 NAME = "torch-zip"
 ALIGNMENT = 64
-TWINS = ".ckptool/twins"  # a record of ours, which torch does not read
 MAX_SMALL = 1 << 16
 MAX_VERSION = 99  # torch 2.13 reads up to 10
 _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
@@ -80,8 +79,8 @@ def read(source: Readable) -> Checkpoint:
         metadata[marks.RECOVERED] = mark
         notes += marks.recovered_notes(metadata)
     tree = decoded.root
-    if (shared := archive.records.get(root + TWINS)) is not None:
-        tree, told = marks.separated(tree, shared.contents(marks.MAX_SHARED))
+    if (shared := archive.records.get(root + marks.DEDUPLICATED_RECORD)) is not None:
+        tree, told = marks.separated(tree, shared.contents(marks.MAX_DEDUPLICATED))
         notes += tuple(told)
     return Checkpoint(tree, NAME, metadata, source.file, origin, notes, decoded.discarded)
 
@@ -318,8 +317,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         layout.add_fresh()
     if mark and mark != before:
         layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))
-    if layout.twins and (shared := marks.record_of(checkpoint.tree)):
-        layout.add(TWINS, InlineBytes(shared))
+    if layout.deduplicated and (shared := marks.deduplicated_record(checkpoint.tree)):
+        layout.add(marks.DEDUPLICATED_RECORD, InlineBytes(shared))
     return layout.zip.finish()
 
 
@@ -367,7 +366,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
         raise Conflict(what, why, Advice(command("convert", archive.source.file.path, out=OUT)))
     layout = _Layout(origin, begin=archive.end)
     layout.add("data.pkl", InlineBytes(encode(checkpoint.tree, layout.key_of)))
-    if layout.twins or origin.root + TWINS in archive.records:
+    if layout.deduplicated or origin.root + marks.DEDUPLICATED_RECORD in archive.records:
         return None  # which tensors share a record is written anew with every change
     if 4 * sum(storage.nbytes for _, storage in layout.fresh) > archive.end:
         return None  # the old values would stay inside beside the new ones: a new file is the better place
@@ -397,7 +396,7 @@ class _Layout:
         checksums = not begin or origin is None or origin.archive.has_checksums
         self.zip = ZipLayout(self.alignment, begin, checksums)
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
-        self.twins: dict[tuple[int, str], str] = {}  # the same for twins: their data and location
+        self.deduplicated: dict[tuple[int, str], str] = {}  # the same by data and location
         self.fresh: list[tuple[str, Storage]] = []
         self.used: set[Record] = set()
         self.taken = {name.removeprefix(self.root + "data/") for name in origin.archive.records} if origin else set()
@@ -409,7 +408,7 @@ class _Layout:
         key = self.keys.get(id(storage))
         if key is not None:
             return key
-        key = self.twins.get((id(storage.data), storage.location)) if storage.deduplicated else None
+        key = self.deduplicated.get((id(storage.data), storage.location)) if storage.deduplicated else None
         if key is None:
             record = self.records.get(id(storage.data))
             if record is None or record in self.used:
@@ -420,7 +419,7 @@ class _Layout:
                 key = record.name.removeprefix(self.root + "data/")
         self.keys[id(storage)] = key
         if storage.deduplicated:
-            self.twins[id(storage.data), storage.location] = key
+            self.deduplicated[id(storage.data), storage.location] = key
         return key
 
     def add(self, name: str, data: Data, crc: int | None = None) -> None:
@@ -432,7 +431,7 @@ class _Layout:
         from ckptool.formats.zip.writer import needs_zip64
 
         archive, name = record.archive, record.name.removeprefix(self.root)
-        if name in ("data.pkl", TWINS) or (name.startswith("data/") and record not in self.used):
+        if name in ("data.pkl", marks.DEDUPLICATED_RECORD) or (name.startswith("data/") and record not in self.used):
             return
         if not record.name.startswith(self.root):
             return  # its name leads out of the folder

@@ -70,7 +70,7 @@ class Packer:
         self.storages: list[Any] = []
         self.storage_indices: dict[int, int] = {}
         self.tensors: list[Any] = []
-        self.covers = covers(tree)
+        self.dense = dense_tensors(tree)
         self.long: dict[int, Any] = {}  # texts, bytes and numbers that take some room, by id (and kept alive for it)
         self.room = MAX_REPEATED
 
@@ -186,8 +186,8 @@ class Packer:
             index = self.indices[id(entry)] = len(self.tensors)
             storage = self._storage(entry.storage)
             fields: list[Any] = [storage, sum(bit << i for i, bit in enumerate(entry.flags))]
-            covering = self.covers.get(id(entry.storage))
-            if covering is None or covering.layout != entry.layout or entry.stride != row_major_strides(entry.shape):
+            dense = self.dense.get(id(entry.storage))
+            if dense is None or dense.layout != entry.layout or entry.stride != row_major_strides(entry.shape):
                 fields += [entry.dtype.name, list(entry.shape), list(entry.stride), entry.offset]
             self.tensors.append(fields)
         return index
@@ -196,8 +196,8 @@ class Packer:
         index = self.storage_indices.get(id(storage))
         if index is None:
             index = self.storage_indices[id(storage)] = len(self.storages)
-            covering = self.covers.get(id(storage))
-            self.storages.append(self._as_bytes(storage, index) if covering is None else self._as_tensor(covering))
+            dense = self.dense.get(id(storage))
+            self.storages.append(self._as_bytes(storage, index) if dense is None else self._as_tensor(dense))
         return index
 
     def _as_bytes(self, storage: Storage, index: int) -> list[Any]:
@@ -227,16 +227,16 @@ def _float_bits(value: float) -> str:
     return struct.pack(">d", value).hex()  # every bit: a nan has a sign and a payload
 
 
-def covers(tree: Any) -> dict[int, TensorEntry]:
+def dense_tensors(tree: Any) -> dict[int, TensorEntry]:
     """For each storage the first tensor that covers it: every element once, of a type that can be stored."""
     found: dict[int, TensorEntry] = {}
     for _, node in walk(tree):
-        if isinstance(node, TensorEntry) and id(node.storage) not in found and _is_cover(node):
+        if isinstance(node, TensorEntry) and id(node.storage) not in found and _is_dense(node):
             found[id(node.storage)] = node
     return found
 
 
-def _is_cover(entry: TensorEntry) -> bool:
+def _is_dense(entry: TensorEntry) -> bool:
     if entry.nbytes != entry.storage.nbytes or entry.offset or not entry.nbytes:
         return False
     if entry.dtype.safetensors is None and entry.dtype.name not in STAND_INS:

@@ -130,9 +130,9 @@ class Unpacker:
 
     def _storage(self, name: str, location: str, how: list[Any] | None) -> Storage:
         entry = self.stored[name]
-        twin = entry.storage.deduplicated
+        deduplicated = entry.storage.deduplicated
         if how is None:
-            return Storage(entry.storage.data, location, deduplicated=twin)
+            return Storage(entry.storage.data, location, deduplicated=deduplicated)
         dtype, shape, axes, conj, neg = by_name(how[0]), tuple(how[1]), how[2], how[3], how[4]
         width = STAND_INS[dtype.name][1] if dtype.name in STAND_INS else 1
         if entry.shape != (shape if width == 1 else (*shape, width)):
@@ -146,9 +146,9 @@ class Unpacker:
             strides = row_major_strides(shape)
             view = TensorEntry(Storage(data), dtype, tuple(shape[a] for a in axes), tuple(strides[a] for a in axes))
             data = row_major(view)
-        if twin:  # on one piece of data, as they are stored
+        if deduplicated:  # on one piece of data, as they are stored
             data = self.alike.setdefault((id(entry.storage.data), str(how)), data)
-        return Storage(data, location, deduplicated=twin)
+        return Storage(data, location, deduplicated=deduplicated)
 
     def _tensor(self, storage_index: int, bits: int, *view: Any) -> TensorEntry:
         storage = self._at(self.storages, storage_index)
