@@ -1,5 +1,4 @@
-"""From live objects to a tree: torch's tensors and objects, as they reduce themselves, become entries and inert
-nodes."""
+"""From live objects to a tree: torch's tensors and objects become the entries and inert nodes that they reduce to."""
 
 from __future__ import annotations
 

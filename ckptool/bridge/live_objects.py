@@ -48,8 +48,7 @@ def ordered(_: Builder, node: OrderedDict) -> FillLater:
 
 
 def _set_items(node: Any, made: Any, items: Mapping[Any, Any], of: Of) -> None:
-    """Fills the dictionary `made`; raises `Conflict` where two keys have become one, `Corrupt` for an unhashable
-    one."""
+    """Fills the dictionary `made`; raises `Conflict` where two keys became one, `Corrupt` for an unhashable one."""
     count = len(made) + len(items)
     for key, value in items.items():
         try:

@@ -116,8 +116,7 @@ def _rebuild(builder: Builder, node: Any, fn: Any, args: tuple[Any, ...]) -> Any
 
 
 def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
-    """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, as a class of torch's, with
-    attributes."""
+    """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, with a class and attributes."""
     if args[0] is REBUILD_JAGGED and str(args[1]) == _JAGGED:
         return _jagged(builder, node, args[2][0])
     cls = TENSOR_CLASSES.get(str(args[1]))
@@ -151,8 +150,7 @@ def _jagged(builder: Builder, node: Any, given: dict[Any, Any]) -> Any:
 
 
 def _bare(part: Any) -> Any:
-    """A tensor without its attributes: on the parts of a nested tensor they are notes of torch's compiler for
-    itself."""
+    """A tensor without its attributes, which on parts of a nested tensor are notes of torch's compiler."""
     if isinstance(part, Composite) and REBUILD.get(str(part.made.fn)) is from_type:
         return BUILDERS[part.made.args[0]](part.made.args[2])
     return part

@@ -66,7 +66,7 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
     """Raises `LimitExceeded` for trees that are too deep, of too many parts, or with addresses too long in all.
 
     nbytes: of the file, which bounds the number of containers. Goes where `tree.walk` does when it comes somewhere for
-    the first time; nothing here recurses.
+    the first time. Not written with `visit`, as each step carries its depth, and every file goes through it.
     """
     most = FREE_CONTAINERS + nbytes // BYTES_PER_CONTAINER if nbytes is not None else 1 << 62
     seen: set[int] = set()
@@ -81,12 +81,12 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         if len(seen) + objects > most:
             raise LimitExceeded(
                 f"more than {counted(most, 'container')} in {nbytes:,} bytes",
-                "Nothing writes them so tightly; it is built to exhaust its reader.",
+                "Nothing writes them so tightly; the file is probably malicious.",
             )
         if depth > MAX_DEPTH:
             raise LimitExceeded(
                 f"values nested more than {MAX_DEPTH:,} deep",
-                "Real checkpoints are not nested this deep; it is built to break its reader.",
+                "Real checkpoints are not nested this deep; the file is probably malicious.",
             )
         below, size, names = _contents(node, depth + 1, length + 8)
         nodes += size
@@ -96,7 +96,7 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
     if text > FREE_TEXT + TEXT_PER_NODE * nodes:
         raise LimitExceeded(
             f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}",
-            "So much nested so deep, or under names so long, is built to exhaust its reader.",
+            "Nothing is nested so deep or under names so long; the file is probably malicious.",
         )
 
 

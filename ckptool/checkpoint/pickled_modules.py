@@ -78,9 +78,7 @@ def walk_modules(
             here = f"{prefix}{name}."
             spent += 64 + len(here) * (1 + _breadth(attributes))
             if spent > MAX_NAMES:
-                raise LimitExceeded(
-                    "modules whose names together are too long", "They are built to exhaust their reader."
-                )
+                raise LimitExceeded("modules whose names together are too long", "The file is probably malicious.")
             yield here, attributes
             inside.add(id(node))
             stack.append((here, id(node), iter(below(attributes).items())))

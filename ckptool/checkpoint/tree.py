@@ -104,7 +104,7 @@ def check_names(names: int, tensors: int) -> None:
     if names > MANY_NAMES and names > 4 * tensors:
         raise LimitExceeded(
             f"{counted(names, 'name')} or more for {counted(tensors, 'tensor')}",
-            "No model ties so many; it is built to exhaust its reader.",
+            "No model ties so many; the file is probably malicious.",
             "Look at a part of it: ckptool show FILE#ADDRESS",
         )
 

@@ -75,7 +75,7 @@ class PickleBudget:
         if self.left < 0:
             raise LimitExceeded(
                 f"an array of Python objects with a pickle of {size:,} bytes",
-                "That is more than a file of this size should hold; it is built to exhaust its reader.",
+                "A file of this size should not hold so much; it is probably malicious.",
                 "If you trust it, let numpy save it without compression: "
                 "numpy.savez(NEW, **numpy.load(FILE, allow_pickle=True))",
             )

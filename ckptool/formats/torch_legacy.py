@@ -58,8 +58,7 @@ COMPACT = command("convert", FILE, out=OUT)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """The contents of a stream. end: the byte after its last storage.  metadata: with the sources of pickled
-    classes."""
+    """The contents of a stream. end: the byte after its last storage.  metadata: also the sources of classes."""
 
     root: Any
     end: int
@@ -241,7 +240,7 @@ def load_from_bytes(content: bytes | StubbedValue, depth: int = 1) -> Any:
         return NotImplemented
     if depth > MAX_NESTING:
         what = f"streams nested in bytes more than {MAX_NESTING} deep"
-        raise LimitExceeded(what, "torch writes one; more are built to exhaust a reader.")
+        raise LimitExceeded(what, "torch writes one; the file is probably malicious.")
     stream = read_stream(data, name="bytes for torch.storage._load_from_bytes", depth=depth)
     if stream.end != data.length:
         raise Corrupt(f"a stream in bytes has {data.length - stream.end:,} bytes after its end", "Nothing reads them.")

@@ -207,7 +207,7 @@ class _Program:
             raise LimitExceeded(
                 f"{archive.source}: its {counted(len(self.files), 'file')} of code "
                 f"{form(len(self.files), 'is', 'are')} {size:,} bytes when unpacked",
-                f"At most {inflated_limit(stored):,} are read of so little; it is built to exhaust its reader.",
+                f"At most {inflated_limit(stored):,} are read of so little; the file is probably malicious.",
             )
 
     def beside(self) -> dict[str, Callable[[], Any]]:

@@ -46,8 +46,7 @@ def texts(args: Arguments) -> bool:
 
 
 def text_or_bytes(args: Arguments) -> bool:
-    """Arguments of `bytes`: no number, which would be a size and fill the memory, and no codec that runs its own
-    code."""
+    """Arguments of `bytes`: no number, which would be a size to allocate, and no codec that runs its own code."""
     return all(
         isinstance(arg, (str, bytes, StubbedValue, LazyBytes, *_SEQUENCES)) for arg in args[:1]
     ) and _usual_codec(args)
@@ -116,8 +115,7 @@ def same_application(node: Object) -> bool:
 
 
 def _computes(name: Any) -> bool:
-    """Layers, optimizers, losses, functions of numbers: called with anything, they change nothing outside of the
-    process."""
+    """Layers, optimizers, losses, functions of numbers: no call of them changes anything outside of the process."""
     if type(name) is not Global:
         return False
     if name.module in ("builtins", "__builtin__"):
@@ -208,8 +206,7 @@ _EXPRESSIONS = frozenset(
 
 
 def getattr_of_known(args: Arguments) -> bool:
-    """`getattr(torch._C._VariableFunctionsClass, "relu")`, as torch's own functions are spelled; or a method of a
-    module."""
+    """`getattr(torch._C._VariableFunctionsClass, "relu")`, a function of torch's own; or a method of a module."""
     if len(args) != 2 or type(args[1]) is not str or not args[1].isidentifier() or args[1].startswith("__"):
         return False
     of = args[0]
@@ -297,8 +294,7 @@ _REBUILDERS = ("torch._utils", "torch.nested._internal.nested_tensor")
 
 
 def class_first(args: Arguments) -> bool:
-    """`_rebuild_wrapper_subclass(class, …)`: the class by name, judged where it stands, and the description of a
-    tensor."""
+    """`_rebuild_wrapper_subclass(class, …)`: a class by name, judged where it stands, and facts of a tensor."""
     return bool(args) and type(args[0]) is Global and of_tensors(args[1:])
 
 

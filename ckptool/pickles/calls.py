@@ -149,8 +149,7 @@ def _names_part(args: Any) -> bool:
 
 
 def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[NameUse]:
-    """The use that an object itself is, whatever is in it. Arguments are used while the call is made: they must be
-    inert."""
+    """The use of the class of an object, whatever is in it. Arguments are used during a call: they must be inert."""
     kind, bare = kind_of(node.fn), node.how == "new" and not node.args and not node.kwargs
     if kind is None:
         custom = bare and is_own(_class_of(node.fn))
@@ -202,8 +201,7 @@ DISCARDED = "(made and thrown away)"
 
 
 def uses_of(checkpoint: Checkpoint) -> tuple[tuple[NameUse, str], ...]:
-    """Everything in a checkpoint that is not inert, with the nearest address; last what the file makes and throws
-    away."""
+    """Everything in a checkpoint that is not inert, with the nearest address; last what the file throws away."""
     if "uses" not in checkpoint.kept:
         found = [(use, address(use.path)) for use in uses(checkpoint.tree)]
         found += [(use._replace(verdict=UNKNOWN), DISCARDED) for use in uses(checkpoint.discarded)]
@@ -217,8 +215,7 @@ def _is_of_program(checkpoint: Checkpoint, use: NameUse) -> bool:
 
 
 def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool = False) -> tuple[Note, ...]:
-    """Raises `UnsafeObject` for unknown calls that are not to be kept or cannot be; gives a note of people's own
-    classes.
+    """Raises `UnsafeObject` for unknown calls unless they are kept; otherwise a note of people's own classes.
 
     as_it_is: the file is copied, so that what it makes and throws away is kept too.
     """

@@ -412,8 +412,7 @@ def _kinds() -> dict[tuple[str, str], Kind]:
 
 
 def _constants(module: str) -> Iterator[str]:
-    """torch's element types, storages, tensor classes, quantization schemes and memory formats: nothing of them is
-    called."""
+    """torch's element types, storages, tensor classes, quantization schemes and memory formats, never called."""
     yield from (name for storage in BY_STORAGE if storage for name in (storage, storage.replace("Storage", "Tensor")))
     yield from ("UntypedStorage", "_UntypedStorage", "TypedStorage", "_TypedStorage")
     if module == "torch":

@@ -270,7 +270,7 @@ class Machine:
         reader.at = pos
         raise LimitExceeded(
             f"more than {counted(self.limit, 'opcode')}",
-            "A pickle this long cannot come from a file of this size; it is built to exhaust its reader.",
+            "A pickle this long cannot come from a file of this size, which is probably malicious.",
         )
 
     def _unmark(self, marks: list[list[Any]], pos: int) -> list[Any]:

@@ -30,8 +30,7 @@ MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models 
 
 
 class ObjectMaker:
-    """Makes and fills the nodes of one pickle, and remembers those that are not inert: they may be thrown away
-    again."""
+    """Makes and fills the nodes of one pickle; remembers those that are not inert, as it may throw them away."""
 
     __slots__ = ("builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "reader", "stubs")
 
@@ -54,7 +53,7 @@ class ObjectMaker:
             self.reader.at = pos
             raise LimitExceeded(
                 f"a class or function with a name of {counted(len(module) + len(attribute), 'character')}",
-                "No program calls one so; it is built to exhaust its reader.",
+                "No program has such a name; the file is probably malicious.",
             )
         found = Global(module, attribute)
         self.names[found] = None
@@ -62,7 +61,7 @@ class ObjectMaker:
             self.reader.at = pos
             raise LimitExceeded(
                 f"more than {MAX_NAMES:,} different classes and functions",
-                "No checkpoint names so many; it is built to exhaust its reader.",
+                "Real checkpoints do not name so many; the file is probably malicious.",
             )
         return found
 
@@ -91,8 +90,7 @@ class ObjectMaker:
         return self.call(cls, args, "new", kwargs or None) if value is NotImplemented else value
 
     def instance(self, cls: Any, args: tuple[Any, ...]) -> Any:
-        """The result of INST and OBJ, which call the class; without arguments they only make the object, if it is a
-        class."""
+        """The result of INST and OBJ, which call the class; without arguments they only make its object."""
         return self.call(cls, args, "call") if args or kind_of(cls) is None else self.new(cls, (), None, self.reader.at)
 
     def set_items(self, target: Any, items: list[Any], pos: int) -> None:

@@ -25,8 +25,7 @@ DAMAGED = "The pickle is damaged or malicious."
 
 
 class PickleReader:
-    """A pickle and a place in it. data: the pickle, or the frame that begins at its byte `base`.  at: the place in
-    `data`."""
+    """A pickle and the place `at` in its `data`, which is the pickle or the frame that begins at its byte `base`."""
 
     __slots__ = ("at", "base", "data", "in_frame", "outer")
 

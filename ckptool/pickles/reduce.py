@@ -184,8 +184,7 @@ def _dict(value: dict[Any, Any]) -> Any:
 
 
 def _set(value: Any) -> Any:
-    """Texts of a set are sorted: Python orders them differently in each run, and the same set is to be the same
-    bytes."""
+    """A set, its texts sorted: Python orders them differently in each run, and the same set is the same bytes."""
     items: Iterable[Any] = value.items if isinstance(value, Set) else value
     if not isinstance(value, Set) and all(type(item) in (str, int, float, bool, bytes, type(None)) for item in items):
         items = sorted(items, key=lambda item: (type(item).__name__, item))

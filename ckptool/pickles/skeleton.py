@@ -59,8 +59,7 @@ class Skeleton:
 
 
 def skeleton(data: Data, offset: int = 0, *, name: str) -> Skeleton:
-    """The skeleton of the pickle that begins at byte `offset` of `data`. No long value is read, and nothing after its
-    end.
+    """The skeleton of the pickle at byte `offset` of `data`. No long value is read, and nothing after its end.
 
     name: what to call the pickle in errors. Raises `Truncated`, `Corrupt`, `LimitExceeded` or `Unsupported`, each with
     the byte.

@@ -338,8 +338,7 @@ def _quantized(args: tuple[Any, ...]) -> Any:
 
 
 def _sparse(args: tuple[Any, ...]) -> Any:
-    """`(layout, (indices, values, size[, is_coalesced]))`; compressed: `(layout, (compressed, plain, values,
-    size))`."""
+    """`(layout, (indices, values, size[, is_coalesced]))`, or `(layout, (compressed, plain, values, size))`."""
     if len(args) != 2 or not isinstance(args[0], Object) or type(args[1]) is not tuple or len(args[1]) < 3:
         return None
     layout = str(args[0].args[0]).removeprefix("torch.").replace("_", " ") if args[0].args else "sparse"
@@ -431,8 +430,7 @@ def check_compressed(layout: str, parts: tuple[Any, ...], size: tuple[int, ...])
 
 
 def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
-    """Raises `BadTensor` for a scale that is not finite, and for scales and zero points that are not one per
-    channel."""
+    """Raises `BadTensor` for a scale that is not finite, or scales and zero points that are not one per channel."""
     if type(parameters) is not tuple or len(parameters) < 3:
         return
     scale = parameters[1]
