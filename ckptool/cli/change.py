@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial as with_options
 from typing import Annotated, Any
 
 import typer
@@ -45,10 +46,7 @@ def strip_module(
     """Remove the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed from the keys."""
     from ckptool.verbs.strip_module import strip_module
 
-    def write(file: str, out: str | None, **options: Any) -> Any:
-        return strip_module(file, out, prefix=prefix or (), partial=partial, **options)
-
-    return write_each("strip-module", files, target, write)
+    return write_each("strip-module", files, target, with_options(strip_module, prefix=prefix or (), partial=partial))
 
 
 @examples(("ckptool add-module model.pt --at ema_state_dict -o wrapped.pt", "for a wrapped model"))
@@ -63,10 +61,7 @@ def add_module(
     """Add module. in front of the keys, as DataParallel does."""
     from ckptool.verbs.add_module import add_module
 
-    def write(file: str, out: str | None, **options: Any) -> Any:
-        return add_module(file, out, prefix=prefix, **options)
-
-    return write_each("add-module", files, target, write)
+    return write_each("add-module", files, target, with_options(add_module, prefix=prefix))
 
 
 @examples(("ckptool rename model.pt 'module.conv{n}.* => stem.{n}.*' -n -o renamed.pt", "preview, write nothing"))
@@ -89,10 +84,7 @@ def rename(
 
     files, given = _files_and_rules(words, rules is not None)
 
-    def write(file: str, out: str | None, **options: Any) -> Any:
-        return rename(file, given, out, rules_file=rules, **options)
-
-    return write_each("rename", files, target, write)
+    return write_each("rename", files, target, with_options(rename, rules=given, rules_file=rules))
 
 
 def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
@@ -144,10 +136,7 @@ def remap(
 
     table = _pairs(moves or (), "=", "--map", "--map cuda:1=cuda:0")
 
-    def write(file: str, out: str | None, **options: Any) -> Any:
-        return remap(file, out, to=to, moves=table, **options)
-
-    return write_each("remap", files, target, write)
+    return write_each("remap", files, target, with_options(remap, to=to, moves=table))
 
 
 @examples(("ckptool cast model.pt --dtype bf16 -o half.pt", "half the size"))
@@ -164,10 +153,7 @@ def cast(
     """Convert the floating-point tensors of the weights to another dtype, and report which lose values."""
     from ckptool.verbs.cast import cast
 
-    def write(file: str, out: str | None, **options: Any) -> Any:
-        return cast(file, out, dtype=dtype, only=only or (), exclude=exclude or (), **options)
-
-    return write_each("cast", files, target, write)
+    return write_each("cast", files, target, with_options(cast, dtype=dtype, only=only or (), exclude=exclude or ()))
 
 
 @examples(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))
@@ -194,10 +180,7 @@ def edit(
     values = _once("--set", [parse_assignment(text) for text in set or ()])
     arrays = _pairs(tensor or (), "=", "--tensor", "--tensor state_dict/fc.bias=bias.npy")
 
-    def write(file: str, out: str | None, **options: Any) -> Any:
-        return edit(file, out, drop=drop or (), set=values, tensor=arrays, **options)
-
-    return write_each("edit", files, target, write)
+    return write_each("edit", files, target, with_options(edit, drop=drop or (), set=values, tensor=arrays))
 
 
 @examples(("ckptool slim model.pt -o small.pt", "without optimizer state"))
@@ -215,10 +198,7 @@ def slim(
     """Drop optimizer state and the unused bytes behind slices, and report what each saved."""
     from ckptool.verbs.slim import slim
 
-    def write(file: str, out: str | None, **options: Any) -> Any:
-        return slim(file, out, dedup=dedup, keep_optimizer=keep_optimizer, **options)
-
-    return write_each("slim", files, target, write)
+    return write_each("slim", files, target, with_options(slim, dedup=dedup, keep_optimizer=keep_optimizer))
 
 
 class Ties(str, Enum):
@@ -263,10 +243,12 @@ def convert(
     """Convert between .pt and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file."""
     from ckptool.verbs.convert import convert
 
-    def write(file: str, out: str | None, **options: Any) -> Any:
-        return convert(
-            file,
-            out,
+    return write_each(
+        "convert",
+        files,
+        target,
+        with_options(
+            convert,
             at=at,
             all=all,
             only=only or (),
@@ -276,10 +258,8 @@ def convert(
             weights_only=weights_only,
             shard_size=shard_size,
             part=part,
-            **options,
-        )
-
-    return write_each("convert", files, target, write)
+        ),
+    )
 
 
 def _pairs(texts: Sequence[str], separator: str, option: str, example: str) -> dict[str, str]:
@@ -368,7 +348,4 @@ def bake(
     """Fold weight norm and pruning into plain weights."""
     from ckptool.verbs.bake import bake
 
-    def write(file: str, out: str | None, **options: Any) -> Any:
-        return bake(file, out, spectral=spectral, form=form.value, **options)
-
-    return write_each("bake", files, target, write)
+    return write_each("bake", files, target, with_options(bake, spectral=spectral, form=form.value))

@@ -70,19 +70,16 @@ def bundle(
     files, values = _members([*given, *(add or ())])
     renames = _renames(rename or ())
 
-    def write(_: str, out: str | None, **options: Any) -> Any:
-        return bundle(
-            files,
-            out,
-            values=values,
-            file=base,
-            drop=drop or (),
-            rename=renames,
-            from_folder=from_folder,
-            dedup=dedup,
-            part=part,
-            **options,
-        )
+    options: dict[str, Any] = {
+        "file": base,
+        "values": values,
+        "drop": drop or (),
+        "rename": renames,
+        "from_folder": from_folder,
+    }
+
+    def write(_: str, **output: Any) -> Any:
+        return bundle(files, dedup=dedup, part=part, **options, **output)
 
     ways = "A new file: -o gan.tar or -o gan.safetensors; the bundle that is changed: --in-place"
     return write_each("bundle", [base or from_folder or target.out or ""], target, write, ways)
@@ -214,8 +211,8 @@ def average(
             f"average writes one new file, and was given {given}", "It has several inputs.", "For example: -o mean.pt"
         )
 
-    def write(_: str, out: str | None, **options: Any) -> Any:
-        return average(files, out, weights=shares, ema=ema, at=at, part=part, **options)
+    def write(_: str, **output: Any) -> Any:
+        return average(files, weights=shares, ema=ema, at=at, part=part, **output)
 
     return write_each("average", files[-1:], target, write, "For example: -o mean.pt")
 

@@ -232,7 +232,7 @@ WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in
 def write_each(
     verb: str, files: Sequence[str], target: OutputOptions, write: Callable[..., Written], ways: str = WAYS
 ) -> Answers:
-    """The answers of `write(file, out, **options)` for every file. Outputs are checked before the first is written.
+    """The answers of `write(file, out=…, …)` for every file. Outputs are checked before the first is written.
 
     ways: what to say of the places that the verb can write to.
     """
@@ -254,7 +254,7 @@ def _written(
     for number, (file, out) in enumerate(pairs):
         with progress_bar(f"{verb} {printable(os.path.basename(file))}") as progress:
             try:
-                report = write(file, out, **target.options(progress))
+                report = write(file, out=out, **target.options(progress))
             except CkptoolError as error:
                 raise error if len(files) == 1 else _stopped(error, file, number, len(files)) from error
         yield Answer(report)
@@ -268,7 +268,7 @@ def _refused(
     refused: set[str] = set()
     for file, out in pairs:
         try:
-            write(file, out, **target.options(None) | {"dry_run": True})
+            write(file, out=out, **target.options(None) | {"dry_run": True})
         except CkptoolError as error:
             if not target.skip_refused:
                 raise _stopped(error, file, 0, len(pairs)) from error
