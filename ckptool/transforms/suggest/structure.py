@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from ckptool.errors import counted, listed, printable
 from ckptool.transforms.suggest.keys import (
@@ -76,7 +77,7 @@ class Structure:
         mine, theirs = _by_signature(self.ours), _by_signature(self.theirs)
         classes = {mark: _ShapeClass(list(ours), list(theirs[mark])) for mark, ours in mine.items() if mark in theirs}
         for lonely, others, ours in ((mine, theirs, True), (theirs, mine, False)):
-            for family in [one for mark, group in lonely.items() if mark not in others for one in group]:
+            for family in chain(*(group for mark, group in lonely.items() if mark not in others)):
                 fewer = next((less for less in family.by_fewer() if less.signature in others), None)
                 if fewer is not None:
                     one = classes.setdefault(fewer.signature, _ShapeClass([], []))
@@ -169,13 +170,15 @@ class Structure:
 
     def _split(self) -> None:
         """Fixes numbers of families without a counterpart, as few as needed: `mlp.fc1`, `fc2` and `mlp.0`, `3`."""
-        mine, theirs = _by_signature(self.ours), _by_signature(self.theirs)
-        lonely = [family for mark, group in mine.items() if mark not in theirs for family in group]
-        others = [family for mark, group in theirs.items() if mark not in mine for family in group]
+        mine, theirs = ({family.signature for family in group} for group in (self.ours, self.theirs))
+        lonely = [family for family in self.ours if family.signature not in theirs]
+        others = [family for family in self.theirs if family.signature not in mine]
         costs = [PART * len(family.keys) << min(len(family.pieces) - 1, 4) for family in (*lonely, *others)]
         if self.search.budget.take(sum(costs)):
-            ours = _in_parts(self.ours, lonely, _signatures(others) | set(theirs))
-            self._consider(ours, _in_parts(self.theirs, others, _signatures(lonely) | set(mine)))
+            goals, origins = theirs | _signatures(others), mine | _signatures(lonely)
+            ours = [[one] if one.signature in theirs else _parts(one, goals) for one in self.ours]
+            others_in_parts = [[one] if one.signature in mine else _parts(one, origins) for one in self.theirs]
+            self._consider([*chain(*ours)], [*chain(*others_in_parts)])
 
     def _likely_by_module(self, one: _ShapeClass) -> None:
         """Sets aside what lies beside a tensor that is set aside."""
@@ -246,17 +249,17 @@ def _kind(family: Family) -> str:
 
 
 def _by_signature(group: Iterable[Family]) -> dict[Signature, list[Family]]:
-    result: dict[Signature, list[Family]] = {}
+    result = defaultdict[Signature, list[Family]](list)
     for family in group:
-        result.setdefault(family.signature, []).append(family)
+        result[family.signature].append(family)
     return result
 
 
 def _by_shape(group: Iterable[Family]) -> dict[Shape, list[Family]]:
-    result: dict[Shape, list[Family]] = {}
+    result = defaultdict[Shape, list[Family]](list)
     for family in group:
         for shape in set(family.shapes.values()):
-            result.setdefault(shape, []).append(family)
+            result[shape].append(family)
     return result
 
 
@@ -280,12 +283,6 @@ def _signatures(lonely: list[Family]) -> set[Signature]:
     """The signatures that the parts of some families can have."""
     parts = [part for family in lonely for some in subsets(family) for part in family.fixed(some)]
     return {one.signature for part in parts for one in (part, *part.by_fewer())}
-
-
-def _in_parts(group: list[Family], lonely: list[Family], goals: set[Signature]) -> list[Family]:
-    """The families, those without a counterpart in parts that have one."""
-    alone = {id(family) for family in lonely}
-    return [part for family in group for part in (_parts(family, goals) if id(family) in alone else [family])]
 
 
 def _parts(family: Family, goals: set[Signature]) -> list[Family]:
