@@ -156,8 +156,7 @@ def target_of_code(name: str) -> Target:
             "For example: def build(): return MyModel()",
         )
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    told = {key: kinds.get(key) or _kind(key, value) for key, value in tensors.items()}
-    expected = _expected(tensors, told)
+    expected = _expected(tensors, {key: kinds.get(key) or _kind(key, value) for key, value in tensors.items()})
     metadata = {path: dict(facts) for path, facts in getattr(state, "_metadata", {}).items()} or None
     wrapper = _prefix_of(made, model) if isinstance(made, nn.Module) else ""
     return Target(name, MODULE, expected, bool(kinds), _values(state), metadata, wrapper=wrapper)

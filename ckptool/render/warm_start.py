@@ -22,6 +22,7 @@ from ckptool.reports.warm_start import (
     Mismatch,
     OptimizerReport,
     Suggestion,
+    described,
     percent,
 )
 
@@ -34,11 +35,11 @@ Row = tuple[str, int, list[str]]  # what, how many, and which, a line each
 def warm_start_text(report: LoadReport, *, style: Style = PLAIN) -> str:
     """The share of the target that is loaded, each kind of name, grouped, then the refusals or the output."""
     lines = [_head(report, style)]
-    for what, count, told in _rows(report):
+    for what, count, names in _rows(report):
         lines.append(f"{style.bold(what)} {count:,}")
-        shown = told if style.width is None else told[:_LINES]
+        shown = names if style.width is None else names[:_LINES]
         lines += [style.fit(f"  {line}") for line in shown]
-        lines += [style.dim(f"  … {counted(len(told) - len(shown), 'more line')}")] if len(shown) < len(told) else []
+        lines += [style.dim(f"  … {counted(len(names) - len(shown), 'more line')}")] if len(shown) < len(names) else []
     lines += [f"{style.dim(note.code)}: {printable(note.message)}" for note in report.normalised]
     lines += _suggestions(report, style)
     lines += _optimizer(report)
@@ -96,14 +97,11 @@ def _mismatches(facts: Sequence[Mismatch]) -> list[str]:
     """A line for each group of names that differ in the same way, with their sources where these have other names."""
     alike: dict[str, dict[str, str]] = {}
     for fact in facts:
-        have, want = (
-            f"{dtype.name if dtype else '?'} {'[?]' if shape is None else list(shape)}"
-            for dtype, shape in (fact.have, fact.want)
-        )
-        alike.setdefault(f"{have} against {want}, {fact.done}", {})[fact.target] = fact.source
+        difference = f"{described(fact.have)} against {described(fact.want)}, {fact.done}"
+        alike.setdefault(difference, {})[fact.target] = fact.source
     return [
-        f"{printable(group.text)}: {told}{_from([sources[key] for key in group.keys], group.keys)}"
-        for told, sources in alike.items()
+        f"{printable(group.text)}: {difference}{_from([sources[key] for key in group.keys], group.keys)}"
+        for difference, sources in alike.items()
         for group in grouped(list(sources))
     ]
 
@@ -139,10 +137,10 @@ def _suggestions(report: LoadReport, style: Style) -> list[str]:
         lines += [f"  {style.cyan('--rename ' + _quoted(rule))}" for rule in suggestion.rules]
         agree = form(suggestion.agree, "agrees", "agree")
         count = f"{suggestion.agree:,} of {counted(suggestion.total, 'shape')} {agree}"
-        told = [count] if suggestion.rules else []
-        told += [printable(suggestion.why)] if suggestion.why else []
-        told += [] if suggestion.unambiguous or not suggestion.rules else ["ambiguous: check it before you use it"]
-        lines.append(("    " if suggestion.rules else "  ") + "; ".join(told))
+        texts = [count] if suggestion.rules else []
+        texts += [printable(suggestion.why)] if suggestion.why else []
+        texts += [] if suggestion.unambiguous or not suggestion.rules else ["ambiguous: check it before you use it"]
+        lines.append(("    " if suggestion.rules else "  ") + "; ".join(texts))
     return lines
 
 

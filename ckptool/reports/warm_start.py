@@ -206,6 +206,12 @@ def percent(share: float) -> str:
     return f"{int(share * 10_000) / 100:g} %"
 
 
+def described(side: tuple[DType | None, Shape]) -> str:
+    """The dtype and shape of one side of a mismatch: `f32 [10, 4]`."""
+    dtype, shape = side
+    return f"{dtype.name if dtype else '?'} {'[?]' if shape is None else list(shape)}"
+
+
 def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[str] | None = None) -> list[Refusal]:
     """Which of the demands a report does not meet."""
     found = []

@@ -66,8 +66,8 @@ def strip(
             )
     if not prefixes:
         return apply(checkpoint, roots, without_wrappers)
-    gone = {module for prefix in prefixes for module in _modules_within(prefix)}
-    return apply(checkpoint, roots, lambda key: _without(key, prefixes), gone)
+    emptied = {module for prefix in prefixes for module in _modules_within(prefix)}
+    return apply(checkpoint, roots, lambda key: _without(key, prefixes), emptied)
 
 
 def _without(key: str, prefixes: Iterable[str]) -> str:
@@ -124,11 +124,11 @@ def _with_outer_modules(node: Any, prefix: str) -> Any:
 
 
 def apply(
-    checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename, gone: Collection[str] = frozenset()
+    checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename, emptied: Collection[str] = frozenset()
 ) -> Renamed:
     """Renames the keys of `roots`, their `_metadata`, and the parameter names in every optimizer of the checkpoint.
 
-    gone: modules whose `_metadata` entries go where no key is left below them.
+    emptied: modules whose `_metadata` entries go where no key is left below them.
     Raises `Conflict` naming the keys that would become one, or that would be left without a name.
     """
     replaced: dict[int, Any] = {}
@@ -141,7 +141,7 @@ def apply(
         facts.append((root.address, len(changed), len(root.node)))
         mapping.update(changed)
         if changed:
-            replaced[id(root.node)] = _renamed_root(root.node, names, rename, gone)
+            replaced[id(root.node)] = _renamed_root(root.node, names, rename, emptied)
     total_changed, total = sum(fact[1] for fact in facts), sum(fact[2] for fact in facts)
     if mapping:
         for _, optimizer in optimizers(checkpoint.tree):
@@ -172,27 +172,29 @@ def _clash(olds: list[str], new: str) -> str:
     return f"{both} would {'both' if len(names) == 2 else 'all'} be {printable(new)!r}"
 
 
-def _renamed_root(node: dict[Any, Any], names: dict[str, str], rename: Rename, gone: Collection[str]) -> dict[Any, Any]:
+def _renamed_root(
+    node: dict[Any, Any], names: dict[str, str], rename: Rename, emptied: Collection[str]
+) -> dict[Any, Any]:
     items = {names.get(key, key) if type(key) is str else key: value for key, value in node.items()}
     if not isinstance(node, OrderedDict):
         return items
     attributes = node.attributes
     if node.metadata is not None and attributes is not None:
-        metadata = _renamed_metadata(node.metadata, names, rename, gone)
+        metadata = _renamed_metadata(node.metadata, names, rename, emptied)
         attributes = {**attributes, "_metadata": same_kind(node.metadata, metadata)}
     return OrderedDict(items, attributes)
 
 
 def _renamed_metadata(
-    metadata: dict[Any, Any], names: dict[str, str], rename: Rename, gone: Collection[str]
+    metadata: dict[Any, Any], names: dict[str, str], rename: Rename, emptied: Collection[str]
 ) -> dict[Any, Any]:
     """`_metadata` by the new module paths. Where a wrapper and its module become one path, the module's entry stays."""
     depth: dict[str, int] = {}
     items: dict[Any, Any] = {}
     modules = _module_names(names)
-    gone = [path for path in gone if not any(new.startswith(f"{path}.") for new in names.values())]
+    emptied = [path for path in emptied if not any(new.startswith(f"{path}.") for new in names.values())]
     for path, value in metadata.items():
-        if path in gone:
+        if path in emptied:
             continue
         new = _renamed_module(path, rename, modules) if type(path) is str else path
         if new not in items or len(path) > depth[new]:

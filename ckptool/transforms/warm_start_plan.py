@@ -36,6 +36,7 @@ from ckptool.reports.warm_start import (
     Refusal,
     Suggestion,
     checked_share,
+    described,
     unmet,
 )
 from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses
@@ -432,7 +433,7 @@ def _refusals(report: LoadReport, options: MatchOptions) -> list[Refusal]:
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
         if facts:
             texts = [
-                f"{printable(fact.target)} {_described(fact.have)} against {_described(fact.want)}" for fact in facts
+                f"{printable(fact.target)} {described(fact.have)} against {described(fact.want)}" for fact in facts
             ]
             what = f"{counted(len(facts), 'tensor is', 'tensors are')} of another {about}: {listed(texts, 3)}"
             found.append(Refusal(f"{about}-mismatch", what, fix))
@@ -456,8 +457,3 @@ def _first_rule(report: LoadReport) -> str:
     if any(suggestion.rules for suggestion in report.suggestions):
         return "Have rules written that would make more fit: --suggest rules.yaml"
     return "See both sides: ckptool inspect FILE --all"
-
-
-def _described(side: tuple[DType | None, tuple[int, ...] | None]) -> str:
-    dtype, shape = side
-    return f"{dtype.name if dtype else '?'} {list(shape) if shape is not None else '[?]'}"
