@@ -464,7 +464,7 @@ def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str)
     if wrong := fixed + silent:
         lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
         raise Conflict(
-            f"{printable(folder)} cannot go on with another configuration: " + "; ".join(lines),
+            f"{printable(folder)} cannot go on with a changed configuration: " + "; ".join(lines),
             "The run would end as neither of the two. Nothing was changed.",
             "Start another run: --set run=OTHER"
             if fixed

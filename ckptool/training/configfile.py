@@ -61,9 +61,7 @@ def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = 
     except ValidationError as error:
         wrong = _sentences(error.errors(), values, path, lines or {})
         raise UsageError(
-            wrong[0]
-            if len(wrong) == 1
-            else f"{printable(path)}: {counted(len(wrong), 'thing is', 'things are')} wrong",
+            wrong[0] if len(wrong) == 1 else f"{printable(path)}: {counted(len(wrong), 'problem')}",
             "\n".join([*(wrong if len(wrong) > 1 else ()), "Nothing was started."]),
             "All keys with what they mean: ckptool train --init",
         ) from None
@@ -114,7 +112,7 @@ _WORDS = {
     "float": "should be a number",
     "finite": "should be a number",
     "bool": "should be true or false",
-    "string": "should be a text",
+    "string": "should be a string",
     "list": "should be a list",
     "model": "should be a section, of KEY: VALUE lines",
     "dict": "should be a section, of KEY: VALUE lines",
@@ -156,7 +154,7 @@ def assignment(text: str) -> tuple[Place, Any]:
     key, separator, value = text.partition("=")
     if not separator or not key.strip("."):
         raise UsageError(
-            f"--set {printable(text)!r} sets nothing", "It is written KEY=VALUE.", "For example: --set train.steps=3000"
+            f"--set {printable(text)!r} is not of the form KEY=VALUE", "", "For example: --set train.steps=3000"
         )
     place = tuple(int(part) if re.fullmatch("[0-9]{1,6}", part) else part for part in key.strip().split("."))
     try:
@@ -195,7 +193,7 @@ def written(config: Config) -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number, where PyYAML takes a text; `2024-13-45` is a text."""
+    """YAML as people write it: `1e-3` is a number, where PyYAML takes a string; `2024-13-45` is a string."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """A value that its type cannot hold (an integer of 5,000 digits, `!!int x`) is an error with its line."""
@@ -233,7 +231,7 @@ def loaded(text: str, where: str) -> tuple[Any, dict[Place, int]]:
 
 
 def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
-    """The line of every key. Raises `MarkedYAMLError` for one that is there twice: YAML would take the last."""
+    """The line of every key. Raises `MarkedYAMLError` for one that is given twice: YAML would take the last."""
     stack: list[tuple[yaml.Node, Place]] = [(node, place)]
     seen: set[int] = set()
     known: set[Place] = set()
@@ -248,7 +246,7 @@ def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
                     continue  # which the loader refuses
                 here = (*place, key.value)
                 if here in known:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value} is there twice", problem_mark=key.start_mark)
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
                 known.add(here)
                 yield here, key.start_mark.line + 1
                 stack.append((value, here))
@@ -259,7 +257,7 @@ def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
 
 
 def plain(value: Any, place: Place = ()) -> Any:
-    """A copy of plain values: texts, paths as texts, numbers, lists, dictionaries. Others are a `UsageError`."""
+    """A copy of plain values: strings, paths as strings, numbers, lists, dictionaries. Others are a `UsageError`."""
     return _plain(value, place, [MAX_VALUES])
 
 
@@ -299,7 +297,7 @@ def _instead(value: Any) -> str:
     """The advice to name a class or a function by its place."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if not module or module == "builtins" or not name:
-        return "Give texts, numbers, lists and dictionaries."
+        return "Give strings, numbers, lists and dictionaries."
     if not name.isidentifier():
         return "Move it to the top of a file, and name it by that: file.py:NAME"
     if module == "__main__":

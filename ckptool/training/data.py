@@ -193,7 +193,8 @@ def load_data(settings: Data, seed: int) -> Samples:
     made = load_named(settings.name, BUILT_IN, "data", settings.args)
     if not hasattr(made, "__len__") or not hasattr(made, "__getitem__"):
         raise UsageError(
-            f"data: {settings.name} made {type(made).__name__}, which is no Dataset", "It has no length, or no items."
+            f"data: {settings.name} returned {type(made).__name__}, which is not a Dataset",
+            "It has no length, or no items.",
         )
     samples: Samples = call_user_code(Samples, "data", settings.name, made, settings, seed)
     if not samples.batches(settings.batch, settings.drop_last):

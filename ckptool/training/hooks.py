@@ -124,7 +124,7 @@ def _build_hook(name: str) -> Any:
     if not there:
         meant = next(filter(None, (_meant(other, 0.5) for other in others)), None)
         raise UsageError(
-            f"hooks: {printable(name)} made {type(hook).__name__}, none of whose methods would be called",
+            f"hooks: {printable(name)} returned {type(hook).__name__}, none of whose methods would be called",
             f"The methods of a hook are {', '.join(METHODS)}.",
             f"Did you mean {meant}?" if meant else "",
         )

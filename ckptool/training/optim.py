@@ -42,7 +42,7 @@ def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.Optimizer:
         return made
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"torch.optim.{kind.__name__} does not take what it was given: {error}",
+            f"torch.optim.{kind.__name__} does not take these arguments: {error}",
             f"It takes: {', '.join(list(inspect.signature(kind).parameters)[1:])}.",
         ) from error
 
@@ -73,7 +73,7 @@ def _groups(parameters: Parameters, groups: Iterable[Group]) -> list[dict[str, A
         chosen = {name: left.pop(name) for name in list(left) if fnmatchcase(name, group.match)}
         if not chosen:
             raise UsageError(
-                f"optim.groups: {group.match!r} matches no parameter that an earlier group did not take",
+                f"optim.groups: {group.match!r} matches no parameter that earlier groups left",
                 f"There are: {listed([printable(name) for name in parameters], 8)}.",
             )
         made.append({"params": list(chosen.items()), **(group.model_extra or {})})
@@ -164,7 +164,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> torc
         made: lr_scheduler.LRScheduler = kind(optimizer, **settings.args)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise UsageError(
-            f"the schedule {settings.name} does not take what it was given: {error}",
+            f"the schedule {settings.name} does not take these arguments: {error}",
             f"It takes: {', '.join(inspect.signature(_LAMBDAS[settings.name]).parameters)}."
             if settings.name in _LAMBDAS
             else "Its args are those of the class in torch.optim.lr_scheduler.",

@@ -218,7 +218,9 @@ def device_here(key: str, name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = printable(str(error).partition("\n")[0])
         raise UsageError(
-            f"{key}: {printable(name)!r} is no device here: {reason}", "", "For example: cpu, cuda, cuda:1, mps, auto"
+            f"{key}: {printable(name)!r} is not a device of this machine: {reason}",
+            "",
+            "For example: cpu, cuda, cuda:1, mps, auto",
         ) from None
 
 

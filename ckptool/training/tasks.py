@@ -150,5 +150,5 @@ def load_task(name: str) -> Task:
     """The task that a configuration names, or the user's own: a function without arguments that gives a `Task`."""
     made = call_user_code(find_named(name, BUILT_IN, "task"), "task", name)
     if not isinstance(made, Task):
-        raise UsageError(f"task: {name} made {type(made).__name__}, not a ckptool.training.tasks.Task")
+        raise UsageError(f"task: {name} returned {type(made).__name__}, not a ckptool.training.tasks.Task")
     return made

@@ -134,7 +134,7 @@ def test_kept_bytes_count_a_storage_once_and_no_weights() -> None:
 def test_what_matches_nothing_or_is_no_sequence() -> None:
     with pytest.raises(UsageError, match=r"(?s)'layers\.\*' matches no module.*blocks\.0"):
         trainer(train={"steps": 5, "activation_checkpoint": {"match": "layers.*"}}, **GPT)
-    with pytest.raises(UsageError, match=r"(?s)'blocks' is no nn.Sequential.*blocks\.0\.mlp"):
+    with pytest.raises(UsageError, match=r"(?s)'blocks' is not an nn.Sequential.*blocks\.0\.mlp"):
         trainer(train={"steps": 5, "activation_checkpoint": {"sequential": "blocks"}}, **GPT)
     with pytest.raises(UsageError, match="match or sequential, one of the two"):
         trainer(train={"steps": 5, "activation_checkpoint": {"match": "*", "sequential": "blocks"}}, **GPT)

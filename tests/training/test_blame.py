@@ -225,7 +225,7 @@ def test_helpers_of_a_hook_are_its_own(tmp_path: Path) -> None:
     text = "class Own:\n    def facts(self):\n        return self.fact()\n    def fact(self):\n        return {}\n"
     (tmp_path / "own.py").write_text(text + "def nothing():\n    pass\n")
     Hooks([f"{tmp_path / 'own.py'}:Own"])
-    with pytest.raises(UsageError, match="made NoneType, none of whose methods would be called"):
+    with pytest.raises(UsageError, match="returned NoneType, none of whose methods would be called"):
         Hooks([f"{tmp_path / 'own.py'}:nothing"])
 
 

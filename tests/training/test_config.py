@@ -54,7 +54,7 @@ def configuration_error(text: str, *changes: str) -> str:
         ("optim: {main: {clip: {}}}", "run.yaml:3: optim.main.clip: give norm or value, one of the two"),
         ("optim: {other: {}}", "run.yaml: models are ['main'], optimizers for ['other']: one for each"),
         ("strategy: split", "run.yaml: strategy: split and the section split go together"),
-        ("train: {steps: 6}", "run.yaml:3: not valid YAML: train is there twice"),
+        ("train: {steps: 6}", "run.yaml:3: not valid YAML: train is given twice"),
         ("a: [1", "run.yaml:4: not valid YAML: expected ',' or ']', but got '<stream end>'"),
         ("? [1, 2]\n: 3", "run.yaml:3: not valid YAML: found unhashable key"),
         ('data: {"\\e[31m": 3}', r"run.yaml:3: unknown key data.\x1b[31m"),
@@ -67,7 +67,7 @@ def test_errors_name_line_and_key(added: str, told: str) -> None:
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(UsageError) as raised:
         parsed("train: {steps: 0}\nsede: 1\n")
-    assert raised.value.what == "run.yaml: 3 things are wrong"
+    assert raised.value.what == "run.yaml: 3 problems"
     assert raised.value.why.splitlines() == [
         "run.yaml: run is missing",
         "run.yaml:1: train.steps: should be greater than 0 (it is 0)",
@@ -136,8 +136,8 @@ def test_any_key_can_be_set() -> None:
     [
         ("train.stepz=3", "run.yaml:2: unknown key train.stepz; did you mean train.steps?"),
         ("train.steps.x=1", "--set train.steps.x: train.steps is a value, not a section"),
-        ("=3", "--set '=3' sets nothing"),
-        ("seed", "--set 'seed' sets nothing"),
+        ("=3", "--set '=3' is not of the form KEY=VALUE"),
+        ("seed", "--set 'seed' is not of the form KEY=VALUE"),
         ("seed=[", "--set 'seed=[': the value is not YAML"),
         ("hooks.3=x", "run.yaml: hooks: should be a list"),
     ],
@@ -302,7 +302,7 @@ def refusal(*changes: str, asked: tuple[str, ...] = ()) -> Conflict:
 
 def test_a_changed_fixed_key_is_refused_with_both_values() -> None:
     error = refusal("data.batch=16", "models.main.args.dropout=0.5")
-    assert "runs/x cannot go on with another configuration" in error.what
+    assert "runs/x cannot go on with a changed configuration" in error.what
     assert "data.batch was 8, and is now 16" in error.what
     assert "models.main.args.dropout was 0.2, and is now 0.5" in error.what
     assert error.fix == "Start another run: --set run=OTHER"

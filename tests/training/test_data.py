@@ -183,7 +183,7 @@ def test_a_data_set_that_raises_shows_its_traceback(tmp_path: Path, workers: int
 
 def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("def none():\n    return iter([1])\ndef fails(n):\n    return 1 / n\n")
-    with pytest.raises(UsageError, match="which is no Dataset"):
+    with pytest.raises(UsageError, match="which is not a Dataset"):
         trainer(data={"name": f"{tmp_path / 'none.py'}:none"})
     with pytest.raises(UserCodeFailed, match="ZeroDivisionError"):
         trainer(data={"name": f"{tmp_path / 'none.py'}:fails", "args": {"n": 0}})

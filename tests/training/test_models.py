@@ -123,7 +123,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(UserCodeFailed, match=r"(?s)own.py:broken raised RuntimeError: out of ideas.*line 6") as caught:
         trainer(models={"main": {"name": f"{own}:broken"}})
     assert "not in ckptool" in caught.value.fix
-    with pytest.raises(UsageError, match=r"made str, not a torch\.nn\.Module"):
+    with pytest.raises(UsageError, match=r"returned str, not a torch\.nn\.Module"):
         trainer(models={"main": {"name": f"{own}:text"}})
     with pytest.raises(UsageError, match=r"(?s)has no Nett.*It has: Net"):
         trainer(models={"main": {"name": f"{own}:Nett"}})

@@ -101,7 +101,7 @@ def test_a_group_that_matches_nothing_or_says_nothing_is_an_error() -> None:
 
     with pytest.raises(UsageError, match=r"(?s)'head\.\*' matches no parameter.*1\.weight"):
         grouped({"match": "head.*"})
-    with pytest.raises(UsageError, match="an earlier group did not take"):
+    with pytest.raises(UsageError, match="earlier groups left"):
         grouped({"match": "*"}, {"match": "*.bias"})
     with pytest.raises(UsageError, match=r"(?s)AdamW has no option 'weight_decy'.*Did you mean weight_decay"):
         grouped({"match": "*", "weight_decy": 0.0})

@@ -118,7 +118,10 @@ def test_several_processes_need_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_that_is_none() -> None:
     for name in ("gpu", "cuda:99"):
-        with pytest.raises(UsageError, match=f"device: '{name}' is no device here"), world_of(config(f"device={name}")):
+        with (
+            pytest.raises(UsageError, match=f"device: '{name}' is not a device of this machine"),
+            world_of(config(f"device={name}")),
+        ):
             pass
 
 

@@ -157,7 +157,7 @@ def test_settings_that_do_not_fit() -> None:
         config("strategy=split")
     with pytest.raises(UsageError, match="1 cut makes 2 parts, for 3 devices"):
         config("split.devices=[cpu, cpu, cpu]", "split.at=['4']", "strategy=split")
-    with pytest.raises(UsageError, match="'gpu:7' is no device here"):
+    with pytest.raises(UsageError, match="'gpu:7' is not a device of this machine"):
         trainer(strategy="split", split={"devices": ["cpu", "gpu:7"], "at": ["4"]})
     with pytest.raises(UsageError, match=r"(?s)cuts one model.*There are 2"):
         trainer(**GAN, **cut("4"))

@@ -143,7 +143,7 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     net: dict[str, Any] = {"models": {"net": {"name": "mlp"}}, "optim": {"net": {}}}
     run_to_end(tmp_path, f"task={own}:task", **net)
-    with pytest.raises(UsageError, match="made int, not a ckptool"):
+    with pytest.raises(UsageError, match="returned int, not a ckptool"):
         load_task(f"{own}:number")
     with pytest.raises(UserCodeFailed, match="no file"):
         load_task(f"{own}:fails")

@@ -101,7 +101,7 @@ def test_an_unknown_key(typed: Typed, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
     (tmp_path / "run.yaml").write_text("run: runs/x\nsede: 3\ntrain:\n  stepz: 20\n")
     assert typed("train", "run.yaml")[2].splitlines() == [
-        "error[usage]: run.yaml: 2 things are wrong",
+        "error[usage]: run.yaml: 2 problems",
         "  run.yaml:2: unknown key sede; did you mean seed?",
         "  run.yaml:4: unknown key train.stepz; did you mean train.steps?",
         "  Nothing was started.",

@@ -90,7 +90,7 @@ class ForkServer:
     def _answer(self) -> int:
         pipe: IO[str] | Any = self.process.stdout
         if not select.select([pipe], [], [], GRACE)[0]:
-            raise RunFailed(f"a training process took more than {GRACE:.0f} seconds", "It was ended.")
+            raise RunFailed(f"a training process took more than {GRACE:.0f} seconds", "It was killed.")
         line = pipe.readline()
         if not line.strip().lstrip("-").isdigit():
             raise RunFailed("training processes cannot be started", printable(line.strip()))
