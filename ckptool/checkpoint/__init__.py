@@ -135,7 +135,7 @@ class Flags(NamedTuple):
 
     @property
     def lazy(self) -> tuple[bool, bool]:
-        """What is still to be done to the stored values; without it they are those of the tensor."""
+        """The operations still to be applied to the stored values."""
         return self.conj, self.neg
 
 
@@ -348,7 +348,7 @@ class Note:
 
 
 class PartKind(Enum):
-    """What a part of a checkpoint is; the values are those in `--json`."""
+    """The kinds of parts of a checkpoint; the values are those in `--json`."""
 
     RANK = "rank"  # the share of one process
     SHARD = "shard"  # some of the tensors of a set of files
@@ -358,7 +358,7 @@ class PartKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """Which part of something larger a checkpoint is, and what that means for who takes it for a whole.
+    """The part of something larger that a checkpoint is, and what that means for who takes it for a whole.
 
     label: `rank 1 of 2`.  meaning: a sentence.  number, count: those of the label, where they are known.
     whole: the path of the folder or index that it is a part of; empty where that is not at hand.

@@ -76,7 +76,7 @@ def sha256_of(data: Data) -> hashlib._Hash:
 
 
 def mismatch(name: str, stored: int, found: int) -> str:
-    """What is said of bytes that do not have the checksum that was stored for them."""
+    """The message for bytes that do not have the checksum that was stored for them."""
     return f"{name} does not match its checksum (stored {stored:08x}, found {found:08x})"
 
 
@@ -131,7 +131,7 @@ _LEAST = 4 << 10
 
 
 class Prefetcher:
-    """One thread that reads ahead for the many `BlockReader` of a job, one after another, and the memory for that."""
+    """A thread that reads ahead for the many `BlockReader` of a job, one after another, and the memory for that."""
 
     def __init__(self) -> None:
         from concurrent.futures import ThreadPoolExecutor
@@ -148,7 +148,7 @@ class Prefetcher:
         self._last = owner
 
     def block(self, owner: BlockReader[T], place: int) -> T:
-        """What `owner` makes of its block from `place`."""
+        """The result of `owner` for its block from `place`."""
         pending = self._pending
         if pending and pending[0][:2] == (owner, place):
             found: T = pending.popleft()[2].result()

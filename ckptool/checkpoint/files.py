@@ -336,7 +336,7 @@ Input = Source | Folder
 
 
 def open_input(path: str | os.PathLike[str]) -> Input:
-    """What is at `path`: a file, or a folder. Raises what `Source` and `Folder` raise."""
+    """The file or folder at `path`. Raises what `Source` and `Folder` raise."""
     return Folder(path) if os.path.isdir(path) else Source(path)
 
 

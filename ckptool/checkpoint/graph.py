@@ -185,7 +185,7 @@ class GraphMapper:
         return self._from_parts(value, made) if type(made) is FromParts else self._keep(value, made)
 
     def handled(self, value: Any) -> Any:
-        """What the handler of its type gives for a value."""
+        """The result of the handler of its type for a value."""
         if self.replaced:
             value = self.replaced.get(id(value), value)
         return self.handlers.get(type(value), self.default)(value)

@@ -115,7 +115,7 @@ class Object:
 
     @property
     def name(self) -> str:
-        """What made it, for people: `argparse.Namespace`."""
+        """The name of its class or function, for people: `argparse.Namespace`."""
         return str(self.fn) if type(self.fn) is Global else f"a computed {'class' if self.how == 'new' else 'function'}"
 
     @property

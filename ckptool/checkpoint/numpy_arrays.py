@@ -33,7 +33,7 @@ def element_type(kind: ArrayType) -> DType | None:
 
 
 def code_of(dtype: DType) -> str | None:
-    """What numpy calls a tensors' type in files, without its byte order: `f4`; None where numpy has none of its own."""
+    """The name of a tensor's type in numpy's files, without its byte order: `f4`; None where numpy has none."""
     return next((code for code, kind in _CODES.items() if kind is dtype), None)
 
 
@@ -184,7 +184,7 @@ class Array:
 
 
 def element(kind: ArrayType, raw: bytes) -> Any:
-    """One element as Python's own value; `NotImplemented` where Python has none."""
+    """An element as Python's own value; `NotImplemented` where Python has none."""
     letters = _LETTERS.get(kind.code)
     if kind.fields:
         return NotImplemented
@@ -298,7 +298,7 @@ def array(node: Object) -> Any:
 
 
 def _python2_bytes(data: Any) -> Any:
-    """What Python 2 called a text was read as UTF-8 where it happened to be that; its bytes are meant."""
+    """The bytes of a Python 2 text, which was read as UTF-8 where it happened to be that."""
     return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
 
 

@@ -1,4 +1,4 @@
-"""What the parts of a checkpoint are: model weights, their average, optimizer state, plain values.
+"""The parts of a checkpoint: model weights, their average, optimizer state, plain values.
 
 A *model root* is a dictionary of names to tensors that are weights. Verbs on keys act on all of them; verbs that take
 one root choose it here, and say so, or list the candidates: picking one in silence is how people train on the wrong
@@ -250,7 +250,7 @@ def quantized_outside(root: StateDict) -> list[str]:
 
 
 def kinds_of(roots: Iterable[StateDict]) -> list[str]:
-    """What a checkpoint is called by: its sets of weights, optimizers and whole modules, each kind once."""
+    """The kinds of sets of weights, optimizers and whole modules of a checkpoint, each once."""
     return list(dict.fromkeys(root.detail or root.kind for root in roots if root.is_model or root.detail))
 
 
@@ -351,7 +351,7 @@ _OPTIMIZERS = (
 
 
 def optimizer_detail(node: Any) -> str:
-    """What an optimizer's state dict holds, in words: `Adam state for 12 parameters`."""
+    """An optimizer's state dict in words: `Adam state for 12 parameters`."""
     state = node["state"]
     slots = {key for slot in list(state.values())[:8] if isinstance(slot, dict) for key in slot}
     name = next((name for signs, name in _OPTIMIZERS if signs <= slots), "optimizer")

@@ -298,7 +298,7 @@ def slice_view(entry: TensorEntry, text: str) -> TensorEntry:
 
 
 def _parts(entry: TensorEntry, text: str) -> Iterator[str]:
-    """One index or slice for each dimension: `...` and what is missing at the end stand for whole dimensions."""
+    """An index or slice for each dimension: `...` and what is missing at the end stand for whole dimensions."""
     parts = [part.strip() for part in text.split(",")]
     left = len(entry.shape) - len(parts) + parts.count("...")
     if left < 0 or parts.count("...") > 1:

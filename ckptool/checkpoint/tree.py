@@ -110,7 +110,7 @@ def check_names(names: int, tensors: int) -> None:
 
 
 def stored_parts(node: Any) -> Iterator[TensorEntry | StorageRef]:
-    """What of a node has a storage: a tensor or storage itself, the parts of a composite, nothing of anything else."""
+    """The parts of a node that have storages: a tensor or storage itself, the parts of a composite, else nothing."""
     if isinstance(node, (TensorEntry, StorageRef)):
         yield node
     elif isinstance(node, Composite):
@@ -173,7 +173,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
 
 
 def item_at(tree: Any, path: Path) -> Any:
-    """What a path of keys and indices leads to, through dictionaries, lists and tuples alone; None where nothing is."""
+    """The node at a path of keys and indices, through dictionaries, lists and tuples alone; None where nothing is."""
     for segment in path:
         try:
             tree = tree[segment] if isinstance(tree, (dict, list, tuple)) else None

@@ -151,7 +151,7 @@ def make_folder(path: str) -> None:
 
 
 def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolError:
-    """What went wrong while writing, in words, and what was not touched."""
+    """The error for a failed write, with what was not touched."""
     name = printable(os.fspath(target))
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         words = {errno.EDQUOT: "your quota is used up", errno.EFBIG: "files may not grow so large here"}.get(
@@ -180,7 +180,7 @@ def _check_space(needed: int, folder: str, target: str) -> None:
 
 
 def _prefix(target: str) -> str:
-    """How the temporary files for one target begin: by a digest, since a long name leaves no room for more."""
+    """The beginning of the temporary files' names for one target: a digest, since a long name leaves no room for more."""
     return f".ckptool-{hashlib.sha256(os.path.basename(target).encode('utf-8', 'surrogateescape')).hexdigest()[:16]}-"
 
 

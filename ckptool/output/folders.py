@@ -83,7 +83,7 @@ def _real_path(target: str | os.PathLike[str]) -> str:
 
 
 def _foreign(folder: str, held: Iterable[str], replaceable: Collection[str]) -> list[str]:
-    """What is in a folder beside the files that may go."""
+    """The files in a folder beside those that may go."""
     return sorted(
         name
         for name in held
@@ -236,7 +236,7 @@ def _exchange(one: str, other: str) -> bool:
 
 
 def _aside(target: str) -> str:
-    """Where the old folder is between two renames. Not a name that is swept: for an instant it is the only one."""
+    """The path of the old folder between two renames. Not a name that is swept: for an instant it is the only one."""
     return os.path.join(os.path.dirname(target), f"{_prefix(target)}old")
 
 

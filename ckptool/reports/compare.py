@@ -28,7 +28,7 @@ _WORTH_A_THREAD = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """How far two tensors of one shape are apart.
+    """The distance of two tensors of one shape.
 
     changed: elements whose stored bytes differ (with -0.0 and 0.0, or two NaN payloads, they do; between different
     types, elements whose values differ).  total: all elements.
@@ -102,7 +102,7 @@ def _same_part(a: Data, b: Data, start: int, stop: int, differences: list[int]) 
 
 
 def compare_values(a: TensorEntry, b: TensorEntry, atol: float = 0.0, rtol: float = 0.0) -> ValueDifference | None:
-    """How the values of `b` differ from those of `a`; None if they are the same, byte by byte, in row-major order.
+    """The difference of the values of `b` from those of `a`; None if they are the same, byte by byte, in row-major order.
 
     Different types are compared in one that holds both exactly (64-bit integers against floats: rounded to f64).
     Raises `UsageError` if the shapes differ, or if a packed type meets another type.
@@ -251,7 +251,7 @@ class _Comparison:
         self.sum_rel += dot(relative, _ones(relative.dtype)[: len(relative)])
 
     def result(self, order: Sequence[int]) -> ValueDifference:
-        """What was found. `order`: which dimensions of the tensor those of the compared view are."""
+        """The result. `order`: the dimensions of the tensor those of the compared view are."""
         first = None
         if self.first is not None:
             place = dict(zip(order, _index(self.first, self.a.shape), strict=True))

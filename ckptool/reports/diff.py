@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, and on what evidence the rest is called the same.
+"""The differences of two checkpoints, and the evidence on which the rest is called the same.
 
 *Same* means: keys, types, shapes, row-major bytes and plain entries. Order, devices, strides, ties and `requires_grad`
 count where both containers can express them; the report names what was not compared.
@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Diff:
-    """What differs. `evidence`: what "same" rests on. Counts are of tensors; `same` is the verdict.
+    """The differences. `evidence`: what "same" rests on. Counts are of tensors; `same` is the verdict.
 
     ties: groups of names that share a storage in one file and not in the other, as (side, names).
     """
@@ -280,7 +280,7 @@ class _Comparer:
                     aspects[name] = (getattr(a.flags, name), getattr(b.flags, name))
 
     def _values(self, a: TensorEntry, b: TensorEntry) -> tuple[bool, ValueDifference | None]:
-        """Whether the values differ by more than the tolerance, and by how much if that was asked for."""
+        """True where values differ by more than the tolerance, and the difference if it was asked for."""
         if self._same_source(a, b):
             return False, None
         if self.quick and _comparable_checksums(a, b):
@@ -297,7 +297,7 @@ class _Comparer:
 
     @staticmethod
     def _same_source(a: TensorEntry, b: TensorEntry) -> bool:
-        """One view of one and the same block of bytes: there is nothing to read."""
+        """True for the same view of the same bytes: there is nothing to read."""
         return a.same_view(b) and a.storage.data is b.storage.data
 
     def _same_composites(self, a: Composite, b: Composite) -> bool:
@@ -330,7 +330,7 @@ def _arrays(a: Any, b: Any) -> tuple[TensorEntry, TensorEntry] | None:
 
 
 def _shape_of(node: Any) -> Any:
-    """What two containers have in common when their parts can be compared one by one; None for leaves."""
+    """Equal for containers whose parts can be compared one by one; None for leaves."""
     if isinstance(node, dict):
         return "dictionary"
     if isinstance(node, (list, tuple)):

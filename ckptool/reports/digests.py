@@ -42,7 +42,7 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
-    """One tensor of a root. key: as JSON has it (see above).  shape: None where only torch could say."""
+    """A tensor of a root. key: as JSON has it (see above).  shape: None where only torch could say."""
 
     key: Any
     dtype: str
@@ -165,7 +165,7 @@ def _view(tensor: Tensor) -> Any:
 
 
 def readable_bytes(tree: Any) -> int:
-    """How many bytes of its tensors' values are read of a tree at most: some more than is stored."""
+    """The most bytes of tensors' values that are read of a tree: some more than is stored."""
     return _FREE_BYTES + _TIMES_STORED * sum(storage.nbytes for storage in storages(tree))
 
 
@@ -287,7 +287,7 @@ class Compared:
 
 
 def compare_digests(kept: Digests, found: Digests) -> Compared:
-    """What differs from the digests that were kept, each with in what (`values`, `shape [2] → [3]`, …)."""
+    """The differences from digests that were kept, each with its aspect (`values`, `shape [2] → [3]`, …)."""
     old = {_json(tensor.key): tensor for tensor in kept.tensors}
     new = {_json(tensor.key): tensor for tensor in found.tensors}
     differing = [

@@ -1,4 +1,4 @@
-"""Why a checkpoint does not load, and what fixes it."""
+"""Reasons why a checkpoint does not load, and the commands that fix it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Values:
 
 
 def of_error_text(text: str, file: str = "") -> Diagnosis:
-    """What an error message means, from that alone. Without a file its commands speak of FILE and OUT."""
+    """The meaning of an error message, from that alone. Without a file its commands speak of FILE and OUT."""
     known = recognised(text)
     if known is None:
         what = "this message is not in ckptool's table" if text.strip() else "there is no message to read"
@@ -130,7 +130,7 @@ _SAFETENSORS_SAID = {
 
 
 def _said_of(error: CkptoolError, file: str) -> str:
-    """What the programs say that people open such a file with."""
+    """The messages of the programs that people open such a file with."""
     if os.path.isdir(file):
         if error.code == "ambiguous":
             return ""  # transformers takes one of them without a word

@@ -11,7 +11,7 @@ from ckptool.reports.fixes import Chain
 
 
 class Stage(IntEnum):
-    """When a finding's commands run: those of an earlier stage write the file that the later ones work on."""
+    """The turn of a finding's commands: those of an earlier stage write the file that the later ones work on."""
 
     CONTAINER = 1
     VALUES = 2

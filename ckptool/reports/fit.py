@@ -1,4 +1,4 @@
-"""Where in a checkpoint the weights are, whether they fit the model that they are for, and what makes them fit.
+"""Finds the weights of a checkpoint, whether they fit the model that they are for, and what makes them fit.
 
 Fitting is what stock `load_state_dict(strict=True)` would say.
 """
@@ -251,7 +251,7 @@ class Fit:
 
 
 def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
-    """How the keys of `root` fit, called as `names` says (name -> key)."""
+    """The fit of the keys of `root` under other names (name -> key)."""
     modules_save = [
         name for name in target.values or () if name not in target.tensors and name.endswith("_extra_state")
     ]
@@ -300,7 +300,7 @@ class Way:
 
 
 def find_way(root: StateDict, target: Target) -> Way:
-    """How the keys of the checkpoint become those of the model, by prefixes alone."""
+    """The steps that make the keys of the checkpoint those of the model, by prefixes alone."""
     keys = [key for key in root.node if type(key) is str]
     way = Way(fit(root, target, {key: key for key in keys}))
     if way.fit.is_exact:

@@ -88,7 +88,7 @@ class Listing:
 
 
 def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
-    """What is in a checkpoint, or in the part at an address. Reads no tensor data."""
+    """The contents of a checkpoint, or of the part at an address. Reads no tensor data."""
     base, tree = find(checkpoint.tree, at)
     rows: list[TensorRow] = []
     entries: list[EntryRow] = []

@@ -10,7 +10,7 @@ from ckptool.checkpoint import Note
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """What a verb wrote, or would write. `how`: `new file`, `in place`, `copy`, `nothing`.
+    """The result of a verb that writes, or would. `how`: `new file`, `in place`, `copy`, `nothing`.
 
     summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
     bytes_written counts what was added to the disk; file_bytes is the size of the result.
@@ -33,7 +33,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """Where and how something was saved; `how` and the sizes as in `Written`. notes: what happened on the way."""
+    """The result of saving; `how` and the sizes as in `Written`. notes: what happened on the way."""
 
     output: str
     container: str

@@ -1,4 +1,4 @@
-"""What the checkpoints of a folder are, one row each; and what one file's pickles would call."""
+"""The checkpoints of a folder, one row each; and the names that one file's pickles would call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _EPOCH_IN_NAME = re.compile(r"(?:epoch|ep)[-_=]?0*(\d{1,9})(?!\d)", re.IGNORECAS
 
 @dataclass(frozen=True, slots=True)
 class ScannedFile:
-    """One checkpoint of a folder.
+    """A checkpoint of a folder.
 
     state: `good`, `part` (whole bytes of an incomplete checkpoint), `member` (what lies beside weights: optimizer,
     random states), or the code of the error that opening or verifying it gave; in `problem` the sentence.  part: of
@@ -189,7 +189,7 @@ def _richness(file: ScannedFile) -> tuple[int, int, float]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One name that is not known to be inert. how: `called` (or a class with arguments), `made`, `named` (by itself).
+    """A name that is not known to be inert. how: `called` (or a class with arguments), `made`, `named` (by itself).
 
     places: addresses in the tree, the first of `count`.
     """

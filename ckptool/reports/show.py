@@ -1,4 +1,4 @@
-"""One entry of a checkpoint: a tensor's values, or a plain value."""
+"""An entry of a checkpoint: a tensor's values, or a plain value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown:
-    """One entry. `values`: all of a tensor, or, where `edges`, its corners around one element for the rest."""
+    """An entry. `values`: all of a tensor, or, where `edges`, its corners around one element for the rest."""
 
     file: str
     address: str

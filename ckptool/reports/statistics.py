@@ -1,4 +1,4 @@
-"""What the values of a tensor look like: range, mean, spread, and what is wrong with them."""
+"""Statistics of a tensor's values: range, mean, spread, and values that are no numbers."""
 
 from __future__ import annotations
 

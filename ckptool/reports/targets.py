@@ -22,7 +22,7 @@ _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One name of a target. `tied_to`: the first name of the same tensor, where there is one before it."""
+    """A name of a target. `tied_to`: the first name of the same tensor, where there is one before it."""
 
     name: str
     dtype: DType | None
@@ -37,7 +37,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Target:
-    """What is to be loaded: its tensors by name, in order.
+    """A model to load into: its tensors by name, in order.
 
     kind: `checkpoint`, `module` or `spec`.  kinds_known: parameters and buffers are told apart by the module itself,
     not by their names.

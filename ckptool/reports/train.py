@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was deleted of a run, or would be; `kept`: step -> why it stays."""
+    """The checkpoints of a run that were deleted, or would be; `kept`: step -> why it stays."""
 
     run: str
     deleted: tuple[tuple[int, int], ...]  # step, bytes
@@ -20,7 +20,7 @@ GOOD = "good"
 
 @dataclass(frozen=True, slots=True)
 class RunCheckpoint:
-    """One checkpoint of a run.
+    """A checkpoint of a run.
 
     state: `good`, or the code of what is wrong with it, with its sentence in `problem`.  metrics: of the evaluation at
     its step.
@@ -57,13 +57,13 @@ class RunReport:
 
     @property
     def damaged(self) -> int:
-        """How many of its checkpoints are not whole."""
+        """The number of its checkpoints that are not whole."""
         return sum(1 for one in self.checkpoints if one.state != GOOD)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended. status: `done` or `stopped`.  exit_code: 0, or 128 plus the signal that stopped it."""
+    """The end of a run. status: `done` or `stopped`.  exit_code: 0, or 128 plus the signal that stopped it."""
 
     status: str
     step: int
@@ -73,7 +73,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What one step showed. Bytes; seconds.
+    """Facts about one step. Bytes; seconds.
 
     activations: kept for the backward pass of one step.  without: the same without activation checkpointing, None where
     it is off.
@@ -94,7 +94,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: the last step before it, the signal and its place, and the step resumed from (None: the beginning)."""
+    """A kill: the last step before it, the signal and its place, and the step resumed from (None: the beginning)."""
 
     at: int
     signal: str
@@ -103,7 +103,7 @@ class Kill:
 
 @dataclass(slots=True)
 class Proof:
-    """What was found.
+    """The result of a proof.
 
     processes: how many trained together.  without: part of the state -> whether the end differed without it (None: the
     run has none).

@@ -1,4 +1,4 @@
-"""Whether a file is what it was when it was written: checksums, headers, structure, values that are no numbers."""
+"""Checks that a file is as it was written: checksums, headers, structure, values that are no numbers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class NonFinite:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verification:
-    """What was checked and what was found.
+    """The checks and their results.
 
     checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs;
     checked_bytes: their bytes.
@@ -262,7 +262,7 @@ def non_finite(tree: Any) -> tuple[list[NonFinite], list[str]]:
 
 
 def _special(entry: TensorEntry) -> tuple[int, int]:
-    """How many values of a tensor are NaN (in either part, of complex ones), and how many infinite."""
+    """The numbers of values of a tensor that are NaN (in either part, of complex ones) and infinite."""
     import numpy
 
     nans = infs = 0

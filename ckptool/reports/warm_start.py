@@ -1,4 +1,4 @@
-"""What loading a checkpoint into a model would do, name by name: what fits, what does not, and what to do about it."""
+"""The effect of loading a checkpoint into a model, name by name: what fits, what does not, and what to do about it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a plan is not accepted, and what to type to have it otherwise."""
+    """A reason against a plan, and what to type to have it otherwise."""
 
     code: str
     what: str
@@ -109,7 +109,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LoadReport:
-    """What loading `source` into `target` does, complete. Printed, it is a table.
+    """All that loading `source` into `target` does. Printed, it is a table.
 
     loaded: what is loaded, each tensor once.  tied: names that are loaded through another name of the same tensor, as
     (name, that one).
@@ -213,7 +213,7 @@ def described(side: tuple[DType | None, Shape]) -> str:
 
 
 def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[str] | None = None) -> list[Refusal]:
-    """Which of the demands a report does not meet."""
+    """The demands that a report does not meet."""
     found = []
     least = checked_share(min_loaded)
     if least is not None and report.share < least:

@@ -38,7 +38,7 @@ WEIGHT_NORM, PRUNING, SPECTRAL = "weight norm", "pruning", "spectral norm"
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """One weight and its parts. parts: role -> key (`g`, `v`, `orig`, `mask`, `u`).  new: by torch's newer names."""
+    """A weight and its parts. parts: role -> key (`g`, `v`, `orig`, `mask`, `u`).  new: by torch's newer names."""
 
     weight: str
     kind: str
@@ -277,7 +277,7 @@ def _places(at: Array, shape: tuple[int, ...], reduced: tuple[int, ...]) -> Arra
 
 
 def summary_lines(baked: Baked) -> list[str]:
-    """What was folded and what was left, a line for each kind."""
+    """The folded weights and those left alone, a line for each kind."""
     lines = []
     for kind in (WEIGHT_NORM, PRUNING, SPECTRAL):
         names = [printable(each.weight) for each in baked.folded if each.kind == kind]

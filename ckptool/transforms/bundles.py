@@ -76,7 +76,7 @@ def _why_not(name: Any) -> str:
 
 
 def _folded(name: Any) -> str:
-    """What file systems that know no case, or normalise Unicode, make of a name."""
+    """A name as file systems without case, or with normalised Unicode, have it."""
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", str(name)).casefold())
 
 
@@ -220,7 +220,7 @@ def _is_json(node: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What members share, by addresses of tensors: storages (`ties`), and bytes of separate storages (`twins`)."""
+    """The shares of members, by addresses of tensors: storages (`ties`), and bytes of separate storages (`twins`)."""
 
     ties: tuple[tuple[str, ...], ...] = ()
     twins: tuple[tuple[tuple[str, ...], ...], ...] = ()

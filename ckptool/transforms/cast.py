@@ -17,7 +17,7 @@ from ckptool.transforms.casting import CastTally, cast_storage
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """What a cast will do: the checkpoint, and for each storage the name of its first tensor, its old type and a tally.
+    """A cast: the checkpoint, and for each storage the name of its first tensor, its old type and a tally.
 
     tensors: how many, by their names; bytes_before, bytes_after: of their storages, each counted once.
     The tallies fill while the values pass on their way to the output.  skipped: floating tensors that were left as they

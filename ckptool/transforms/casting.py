@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CastTally:
-    """What a cast did to the values that have passed so far; each element counts once, however often it is read.
+    """The losses of a cast among the values that have passed; each element counts once, however often it is read.
 
     changed: the new type has no such value (NaN counts as equal to NaN).  overflowed: finite before, infinite or NaN
     now.  underflowed: not zero before, zero now.  The errors are the largest over elements that are finite before and
@@ -303,7 +303,7 @@ def converted(entry: TensorEntry, new: DType, tally: CastTally | None = None) ->
 
 
 def losses(entry: TensorEntry, new: DType) -> CastTally:
-    """What converting a tensor does to its values; reads all of them."""
+    """The losses of converting a tensor; reads all of its values."""
     tally = CastTally()
     data = row_major(converted(compact(entry), new, tally))
     for _ in blocks(data):
@@ -370,7 +370,7 @@ class _Laid:
         return out.tobytes()
 
     def _before(self, element: int) -> int:
-        """How many elements of the part come before an element of the whole."""
+        """The number of elements of the part before an element of the whole."""
         total = 0
         for axis, limit in enumerate(self.inner):
             index, element = divmod(element, prod(self.sizes[axis + 1 :]))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """What an edit did: the checkpoint, and the addresses that were dropped, set and given new values."""
+    """An edited checkpoint: itself, and the addresses that were dropped, set and given new values."""
 
     checkpoint: Checkpoint
     dropped: tuple[str, ...] = ()

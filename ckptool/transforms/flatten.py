@@ -1,4 +1,4 @@
-"""One root's tensors as a container of plain tensors can hold them, and the tensors that would be lost."""
+"""The tensors of a root as a container of plain tensors can hold them, and the tensors that would be lost."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:
 
 
 def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[Note]:
-    """What to know of tied tensors that go into a container which has no ties."""
+    """Notes on tied tensors that go into a container without ties."""
     names: dict[int, list[str]] = {}
     for key in exported.checkpoint.tree:
         if isinstance(entry := node[key], TensorEntry):

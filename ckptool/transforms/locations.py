@@ -21,7 +21,7 @@ _ON_DEVICE = ("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_
 
 @dataclass(frozen=True, slots=True)
 class Remapped:
-    """What a remap did: the checkpoint, how many storages moved of how many, and each move with its count.
+    """A remapped checkpoint: itself, how many storages moved of how many, and each move with its count.
 
     (A tensor that has no storage, but a device in the call that makes it, counts as one.)
     """

@@ -158,7 +158,7 @@ def fill(checkpoint: Checkpoint, lost: Sequence[LostTensor], other: Checkpoint) 
 
 
 def _why_not(group: Sequence[LostTensor], found: Sequence[Any]) -> str:
-    """Why tensors that were on one storage cannot be taken from there; empty if they can."""
+    """The reason why tensors of one storage cannot be taken from there; empty if they can."""
     for item, node in zip(group, found, strict=True):
         if node is None:
             return "the other checkpoint has none of that name"

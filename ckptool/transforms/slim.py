@@ -22,7 +22,7 @@ MIN_SHARED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Slimmed:
-    """What was left out, and the bytes that each way saved.
+    """The parts that were left out, and the bytes that each way saved.
 
     dropped: addresses of the optimizers.  compacted: storages that lost bytes behind views.
     shared: storages whose bytes are stored with those of another.

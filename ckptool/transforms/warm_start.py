@@ -63,7 +63,7 @@ def _needs_base(target: Target, name: str, choice: Assignment) -> bool:
 
 
 def _loaded(target: Target, expected: Expected, choice: Assignment) -> Tensor:
-    """One tensor as the target wants it."""
+    """A tensor as the target wants it."""
     tensor = choice.tensor
     if isinstance(tensor, Composite) or expected.dtype is None:
         return tensor
