@@ -180,7 +180,7 @@ def _check_space(needed: int, folder: str, target: str) -> None:
 
 
 def _prefix(target: str) -> str:
-    """The beginning of the temporary files' names for one target: a digest, since a long name leaves no room for more."""
+    """The prefix of a target's temporary files: a digest, since a long name leaves no room for more."""
     return f".ckptool-{hashlib.sha256(os.path.basename(target).encode('utf-8', 'surrogateescape')).hexdigest()[:16]}-"
 
 

@@ -102,7 +102,7 @@ def _same_part(a: Data, b: Data, start: int, stop: int, differences: list[int]) 
 
 
 def compare_values(a: TensorEntry, b: TensorEntry, atol: float = 0.0, rtol: float = 0.0) -> ValueDifference | None:
-    """The difference of the values of `b` from those of `a`; None if they are the same, byte by byte, in row-major order.
+    """The difference of the values of `b` from those of `a`; None if they are the same bytes in row-major order.
 
     Different types are compared in one that holds both exactly (64-bit integers against floats: rounded to f64).
     Raises `UsageError` if the shapes differ, or if a packed type meets another type.

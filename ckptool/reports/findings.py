@@ -1,4 +1,4 @@
-"""One reason why a checkpoint does not load, the commands that fix it, and its place among others."""
+"""A reason why a checkpoint does not load, the commands that fix it, and its place among others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One reason why a checkpoint does not load, or loads as something else than one expects.
+    """A reason why a checkpoint does not load, or loads as something else than one expects.
 
     says: the message that people see.  blocks: stock `torch.load` (or the model of `--against`) refuses it here or on
     another machine.

@@ -175,8 +175,7 @@ def _overlap(entries: list[TensorEntry]) -> bool:
     return any(before[1] > after[0] for before, after in pairwise(spans))
 
 
-# What is a tensor or its data, but was left as the call that would make it: `torch.DoubleStorage([…])`, a rebuild that
-# is not known.
+# A tensor, or its data, left as the call that would make it: `torch.DoubleStorage([…])`, an unknown rebuild.
 _MADE_OF_TORCH = re.compile(r"torch\.([\w.]+\.)?(\w*(Storage|Tensor)|_rebuild\w*|_load_from_bytes|ScriptObject)")
 
 

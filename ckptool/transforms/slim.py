@@ -49,7 +49,7 @@ def slim(
     kept: storages that are used elsewhere as well, and stay as they are.
 
     Equal storages stay separate for `ckptool.load`: they only share their place in the file.
-    Reads no tensor data but to look for equal storages. Raises `UsageError` for a file that is nothing but an optimizer.
+    Reads tensor data only to look for equal storages. Raises `UsageError` for a file that is nothing but an optimizer.
     """
     tree = checkpoint.tree
     others = frozenset(map(id, kept))
