@@ -12,7 +12,7 @@ from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, listed, printable
 from ckptool.pickles.plain.text import to_json
-from ckptool.render.json import Json, finite, path_json, type_name
+from ckptool.render.json import Json, fields_json, finite, path_json, type_name
 from ckptool.render.style import PLAIN, WHOLE, Style, columns, number, tensor_text, value_text
 from ckptool.reports.diff import Diff, Difference
 
@@ -191,20 +191,13 @@ def diff_json(found: Diff) -> Json:
     """`ckptool.diff/1`: the verdict, what it rests on, and every difference."""
     return {
         "schema": "ckptool.diff/1",
-        "left": found.left,
-        "right": found.right,
-        "same": found.same,
-        "evidence": found.evidence,
-        "tensors": found.tensors,
-        "equal": found.equal,
+        **fields_json(found, "left right same evidence tensors equal"),
         "changed": [_change_json(change) for change in found.changed],
         "only_left": [_only_json(path, node) for path, node in found.only_left],
         "only_right": [_only_json(path, node) for path, node in found.only_right],
         "ties": [{"side": side, "names": list(names)} for side, names in found.ties],
         "order": list(found.order_differs),
-        "ignored": list(found.ignored),
-        "not_compared": list(found.not_compared),
-        "remarks": list(found.remarks),
+        **fields_json(found, "ignored not_compared remarks"),
     }
 
 

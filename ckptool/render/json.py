@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ckptool.checkpoint import Note, PartOf, Tensor, TensorEntry
@@ -32,6 +33,11 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def fields_json(value: Any, names: str = "") -> Json:
+    """The attributes of these names, else all fields of a dataclass, as plain facts."""
+    return {name: finite(getattr(value, name)) for name in names.split() or [field.name for field in fields(value)]}
 
 
 def tensor_json(path: Path, tensor: Tensor, storage: int | None) -> Json:

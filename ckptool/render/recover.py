@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
-from ckptool.render.json import Json, notes_json
+from ckptool.render.json import Json, fields_json, notes_json
 from ckptool.render.style import PLAIN, Style, columns, notes_text, size
 from ckptool.reports.recover import Recovery
 
@@ -93,24 +92,12 @@ def recover_json(done: Recovery) -> Json:
     """`ckptool.recovery/1`: every tensor that is lost or filled in; places and sizes in bytes."""
     return {
         "schema": "ckptool.recovery/1",
-        "file": done.file,
-        "output": done.output,
-        "container": done.container,
-        "complete": done.complete,
-        "dry_run": done.dry_run,
-        "damage": done.damage,
-        "how": done.how,
-        "proven": done.proven,
-        "raw": done.raw,
-        "tensors": done.tensors,
-        "back": done.back,
-        "records": done.records,
+        **fields_json(done, "file output container complete dry_run damage how proven raw tensors back records"),
         "whole_records": done.whole,
         "file_bytes": done.file_bytes,
-        "lost": [asdict(item) for item in done.lost],
-        "lost_records": [asdict(record) for record in done.lost_records],
-        "dropped": list(done.dropped),
-        "filled_from": done.filled_from,
+        "lost": [fields_json(item) for item in done.lost],
+        "lost_records": [fields_json(record) for record in done.lost_records],
+        **fields_json(done, "dropped filled_from"),
         "filled": [{"address": here, "from": there} for here, there in done.filled],
         "refused": [{"address": name, "why": why} for name, why in done.refused],
         "notes": notes_json(done.notes),

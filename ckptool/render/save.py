@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
-from ckptool.render.json import Json, finite, notes_json
+from ckptool.render.json import Json, fields_json, notes_json
 from ckptool.render.style import PLAIN, Style, notes_text, size
 from ckptool.reports.save import Written
 
@@ -35,19 +35,5 @@ def save_text(written: Written, style: Style = PLAIN) -> str:
 @provides("json", Written)
 def save_json(written: Written) -> Json:
     """`ckptool.written/1`: what a verb wrote, or would write."""
-    return {
-        "schema": "ckptool.written/1",
-        "verb": written.verb,
-        "file": written.file,
-        "output": written.output,
-        "container": written.container,
-        "how": written.how,
-        "dry_run": written.dry_run,
-        "verified": written.verified,
-        "bytes_written": written.bytes_written,
-        "file_bytes": written.file_bytes,
-        "summary": written.summary,
-        "facts": finite(written.facts),
-        "details": list(written.details),
-        "notes": notes_json(written.notes),
-    }
+    names = "verb file output container how dry_run verified bytes_written file_bytes summary facts details"
+    return {"schema": "ckptool.written/1", **fields_json(written, names), "notes": notes_json(written.notes)}

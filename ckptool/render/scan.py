@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
-from ckptool.render.json import Json, part_json
+from ckptool.render.json import Json, fields_json, part_json
 from ckptool.render.style import PLAIN, Style, columns, size
 from ckptool.reports.scan import MEMBER, Call, Scan, ScannedFile
 
@@ -165,20 +165,13 @@ def scan_json(found: Scan) -> Json:
 
 def _file_json(file: ScannedFile) -> Json:
     return {
-        "path": file.path,
-        "state": file.state,
+        **fields_json(file, "path state"),
         "problem": file.problem or None,
         "part": part_json(file.part),
         "members": file.members or None,
         "container": file.container or None,
-        "step": file.step,
-        "epoch": file.epoch,
-        "bytes": file.bytes,
+        **fields_json(file, "step epoch bytes"),
         "modified": datetime.fromtimestamp(file.modified, timezone.utc).isoformat(timespec="seconds"),
-        "holds": list(file.holds),
-        "notes": list(file.notes),
-        "calls": [
-            {"name": call.name, "how": call.how, "places": list(call.places), "count": call.count}
-            for call in file.calls
-        ],
+        **fields_json(file, "holds notes"),
+        "calls": [fields_json(call) for call in file.calls],
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, form, listed, printable, quoted
-from ckptool.render.json import Json, notes_json, part_json
+from ckptool.render.json import Json, fields_json, finite, notes_json, part_json
 from ckptool.render.style import PLAIN, WHOLE, Style, columns, notes_text, short, size
 from ckptool.reports.digests import Compared
 from ckptool.reports.verify import ALL, NONE, Problem, Verification
@@ -137,57 +137,20 @@ def verify_json(found: Verification) -> Json:
     """`ckptool.verification/1`: every problem with its place; offsets and sizes in bytes."""
     fact: Json = {
         "schema": "ckptool.verification/1",
-        "file": found.file,
-        "container": found.container,
-        "fine": found.fine,
+        **fields_json(found, "file container fine"),
         "part": part_json(found.part),
-        "bytes": found.bytes,
-        "tensors": found.tensors,
-        "storages": found.storages,
-        "checksums": found.checksums,
-        "checked": found.checked,
-        "checked_bytes": found.checked_bytes,
-        "problems": [
-            {
-                "code": problem.code,
-                "what": problem.what,
-                "why": problem.why,
-                "record": problem.record,
-                "offset": problem.offset,
-                "tensors": list(problem.tensors),
-            }
-            for problem in found.problems
-        ],
-        "non_finite": None
-        if found.non_finite is None
-        else [
-            {"address": row.address, "nans": row.nans, "infs": row.infs, "count": row.count} for row in found.non_finite
-        ],
+        **fields_json(found, "bytes tensors storages checksums checked checked_bytes"),
+        "problems": [fields_json(problem) for problem in found.problems],
+        "non_finite": None if found.non_finite is None else [fields_json(row) for row in found.non_finite],
         "unsearched": list(found.unsearched),
         "notes": notes_json(found.notes),
-        "fixes": [list(fix) for fix in found.fixes],
+        "fixes": finite(found.fixes),
     }
     if found.digests is not None:
-        fact["digest"] = {
-            "at": found.root,
-            "remark": found.remark,
-            "root": found.digests.root,
-            "tensors": [
-                {
-                    "key": tensor.key,
-                    "dtype": tensor.dtype,
-                    "shape": tensor.shape and list(tensor.shape),
-                    "sha256": tensor.sha256,
-                }
-                for tensor in found.digests.tensors
-            ],
-        }
+        tensors = [fields_json(tensor, "key dtype shape sha256") for tensor in found.digests.tensors]
+        fact["digest"] = {"at": found.root, "remark": found.remark, "root": found.digests.root, "tensors": tensors}
     if found.compared is not None:
-        fact["against"] = {
-            "file": found.against,
-            "same": found.compared.same,
-            "differing": [{"key": name, "in": how} for name, how in found.compared.differing],
-            "missing": list(found.compared.missing),
-            "new": list(found.compared.new),
-        }
+        differing = [{"key": name, "in": how} for name, how in found.compared.differing]
+        facts = {"file": found.against, "same": found.compared.same, "differing": differing}
+        fact["against"] = {**facts, **fields_json(found.compared, "missing new")}
     return fact

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from html import escape
 from typing import Any
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, form, printable
 from ckptool.render.html import page_html
-from ckptool.render.json import Json, finite, notes_json
+from ckptool.render.json import Json, fields_json, notes_json
 from ckptool.render.key_groups import grouped
 from ckptool.render.style import PLAIN, Style, short, size
 from ckptool.reports.targets import BUFFER
@@ -21,7 +20,6 @@ from ckptool.reports.warm_start import (
     LoadReport,
     Mismatch,
     OptimizerReport,
-    Suggestion,
     described,
     percent,
 )
@@ -181,18 +179,12 @@ def warm_start_json(report: LoadReport) -> Json:
     """`ckptool.warm_start/1`: every name of both sides, and what becomes of it."""
     return {
         "schema": "ckptool.warm_start/1",
-        "source": report.source,
-        "root": report.root,
+        **fields_json(report, "source root"),
         "target": {"name": report.target, "kind": report.target_kind},
         "accepted": report.accepted,
-        "refused": [asdict(fact) for fact in report.refused],
-        "share": finite(report.share),
-        "elements": report.elements,
-        "total": report.total,
-        "loaded": [
-            {"source": f.source, "target": f.target, "kind": f.kind, "elements": f.elements, "how": f.how}
-            for f in report.loaded
-        ],
+        "refused": [fields_json(fact) for fact in report.refused],
+        **fields_json(report, "share elements total"),
+        "loaded": [fields_json(fact) for fact in report.loaded],
         "tied": [{"target": name, "through": other} for name, other in report.tied],
         "missing": [_absent_json(fact) for fact in report.missing],
         "unexpected": [{"source": fact.source, **_absent_json(fact)} for fact in report.unexpected],
@@ -201,7 +193,7 @@ def warm_start_json(report: LoadReport) -> Json:
         "excluded": list(report.excluded),
         "from_target": list(report.taken),
         "normalised": notes_json(report.normalised),
-        "suggestions": [_suggestion_json(suggestion) for suggestion in report.suggestions],
+        "suggestions": [fields_json(suggestion) for suggestion in report.suggestions],
         "optimizer": _optimizer_json(report.optimizer) if report.optimizer is not None else None,
         "output": _output_json(report) if report.output is not None else None,
         "rules_file": report.rules_file or None,
@@ -210,8 +202,7 @@ def warm_start_json(report: LoadReport) -> Json:
 
 def _optimizer_json(found: OptimizerReport) -> Json:
     left_out = [{"name": name, "why": why} for name, why in found.left_out]
-    facts = {"address": found.address, "known_by": found.known_by}
-    return {**facts, "carried": list(found.carried), "fresh": list(found.fresh), "left_out": left_out}
+    return {**fields_json(found), "left_out": left_out}
 
 
 def _output_json(report: LoadReport) -> Json:
@@ -230,24 +221,13 @@ def _side_json(side: tuple[Any, Any]) -> Json:
 
 
 def _mismatch_json(fact: Mismatch) -> Json:
-    facts = {"source": fact.source, "target": fact.target, "kind": fact.kind, "about": fact.about, "done": fact.done}
+    facts = fields_json(fact, "source target kind about done")
     return {**facts, "have": _side_json(fact.have), "want": _side_json(fact.want)}
 
 
 def _change_json(fact: DtypeChange) -> Json:
-    return {
-        "source": fact.source,
-        "target": fact.target,
-        "from": fact.old.name,
-        "to": fact.new.name,
-        "exact": fact.exact,
-        "changed": fact.changed,
-        "overflowed": fact.overflowed,
-    }
-
-
-def _suggestion_json(suggestion: Suggestion) -> Json:
-    return {**asdict(suggestion), "rules": list(suggestion.rules)}
+    names = {**fields_json(fact, "source target"), "from": fact.old.name, "to": fact.new.name}
+    return {**names, **fields_json(fact, "exact changed overflowed")}
 
 
 # HTML ----------------------------------------------------------------------------------------------------------------
