@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import command
@@ -98,8 +98,7 @@ def _is_script_name(name: Global) -> bool:
 # The module ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _ScriptClass:
+class _ScriptClass(NamedTuple):
     """The header of a class in the program. buffers: None where torch did not write them yet (before 1.6)."""
 
     is_module: bool
@@ -112,11 +111,9 @@ class _ScriptClass:
 
 
 _UNKNOWN = _ScriptClass(True, frozenset(), None)
-_HEADER = re.compile(
-    r"^class (\w+)(?:\((\w*)\))?:\n(?:  __parameters__ = \[([^\n]*)\]\n)?(?:  __buffers__ = \[([^\n]*)\]\n)?",
-    re.MULTILINE,
-)
-_QUOTED = re.compile(r'"([^"\n]*)"')
+# Compiled when a program is read: every torch zip is asked whether it is one.
+_HEADER = r"(?m)^class (\w+)(?:\((\w*)\))?:\n(?:  __parameters__ = \[([^\n]*)\]\n)?(?:  __buffers__ = \[([^\n]*)\]\n)?"
+_QUOTED = r'"([^"\n]*)"'
 
 
 def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
@@ -236,8 +233,10 @@ class _Program:
         found: dict[Global, _ScriptClass] = {}
         for name, text in self.texts(self.files).items():
             module = name.removesuffix(".py").replace("/", ".")
-            for own, base, parameters, buffers in map(re.Match.groups, _HEADER.finditer(text)):
-                names = [None if part is None else frozenset(_QUOTED.findall(part)) for part in (parameters, buffers)]
+            for own, base, parameters, buffers in map(re.Match.groups, re.finditer(_HEADER, text)):
+                names = [
+                    None if part is None else frozenset(re.findall(_QUOTED, part)) for part in (parameters, buffers)
+                ]
                 found[Global(module, own)] = _ScriptClass(base == "Module", names[0] or frozenset(), names[1])
         return found
 
