@@ -49,8 +49,13 @@ def subrange(data: Data, offset: int, length: int) -> Data:
     return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))))
 
 
-def swapped(storage: Storage, dtype: DType) -> Computed:
-    """The same elements in the other byte order."""
+def swapped(storage: Storage, dtype: DType | None) -> Data:
+    """The elements of a storage of a big-endian file in this machine's order. Raises `Unsupported` for an untyped one."""
+    if dtype is None:
+        what = "an untyped storage in a big-endian file"
+        raise Unsupported(what, "How wide its elements are, and so how to swap their bytes, is not recorded.")
+    if dtype.itemsize == 1:
+        return storage.data
     data, width = storage.data, dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
 
     def read(offset: int, length: int) -> bytes:

@@ -164,7 +164,7 @@ class LegacyStorages:
             raise self._cut(key, at, size, data.length)
         storage.data = subrange(data, at, size) if size else InMemory(b"")
         if self.order == "big":
-            storage.data = turned(storage, self._dtype(key))
+            storage.data = swapped(Storage(storage.data, storage.location), self._dtype(key))
         return at + size
 
     def _check_count(self, header: bytes, root: _LegacyStorage, key: str) -> None:
@@ -206,14 +206,6 @@ def _unplaced(size: int) -> Computed:
         raise AssertionError(f"{length} bytes at {offset} of a storage that is not placed yet")
 
     return Computed(size, read)
-
-
-def turned(storage: Storage, dtype: DType | None) -> Data:
-    """The data of a storage of which the elements are big-endian, in this machine's order."""
-    if dtype is None:
-        what = "an untyped storage in a big-endian file"
-        raise Unsupported(what, "How wide its elements are, and so how to turn them, is not recorded.")
-    return storage.data if dtype.itemsize == 1 else swapped(Storage(storage.data, storage.location), dtype)
 
 
 def module_source(parts: tuple[Any, ...]) -> tuple[Global, dict[str, str | None] | None]:

@@ -22,9 +22,9 @@ from ckptool.checkpoint import MAX_RANK, Checkpoint, Data, FileRange, Note, Stor
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global
-from ckptool.checkpoint.strided import subrange
+from ckptool.checkpoint.strided import subrange, swapped
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted, printable
-from ckptool.formats.legacy_storages import as_text, module_source, turned
+from ckptool.formats.legacy_storages import as_text, module_source
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.torch_legacy import COMPACT, machine_order, shown, small_pickle, source_notes
 from ckptool.pickles.decode import Decoded
@@ -183,7 +183,7 @@ class _Tables:
         size = self._elements(data.read(at, 8), dtype, data.length - at - 8, number) * dtype.itemsize
         storage = Storage(subrange(data, at + 8, size), location)
         if self.big_endian:
-            storage.data = turned(storage, dtype)
+            storage.data = swapped(Storage(storage.data, storage.location), dtype)
         self.storages[key] = StorageRef(storage, dtype)
         return at + 8 + size
 

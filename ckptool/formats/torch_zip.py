@@ -233,7 +233,8 @@ class RecordStorages:
             crc = record.crc if self.archive.has_checksums else None
             storage = Storage(record.data, location, crc)
             if self.big_endian:
-                storage = _turned(storage, dtype)
+                data = swapped(storage, dtype)
+                storage = storage if data is storage.data else Storage(data, location)
         ref = self.by_class.setdefault(cls, {})[key] = StorageRef(storage, dtype)
         return ref
 
@@ -256,14 +257,6 @@ class RecordStorages:
         return Corrupt(
             f"the storage {printable(key)} is described in two ways", "Readers would disagree which is right."
         )
-
-
-def _turned(storage: Storage, dtype: DType | None) -> Storage:
-    """A storage of a big-endian file with its elements in this machine's order."""
-    if dtype is None:
-        what = "an untyped storage in a big-endian file"
-        raise Unsupported(what, "How wide its elements are, and so how to turn them, is not recorded.")
-    return storage if dtype.itemsize == 1 else Storage(swapped(storage, dtype), storage.location)
 
 
 def _width(dtype: DType | None) -> int:
