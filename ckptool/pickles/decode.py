@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Note
@@ -81,7 +82,9 @@ def decode(
     """
     left_out = sum(stub.data.length if type(stub) is StubbedValue else len(stub) for stub in stubs or ())
     budget = 2 * max(len(data) + left_out, file_bytes, FREE_BYTES)
-    builders = {fn: made.make(purse(budget)) if type(made) is PerPickle else made for fn, made in builders.items()}
+    builders = {
+        fn: partial(made.build, purse(budget)) if type(made) is PerPickle else made for fn, made in builders.items()
+    }
     limit = max(FREE_OPCODES, file_bytes)
     reader = PickleReader(data)
     objects = ObjectMaker(reader, builders, limit, bool(stubs))
