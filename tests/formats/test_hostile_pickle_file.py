@@ -43,7 +43,7 @@ def test_nothing_is_run_or_imported(protocol: int, tmp_path: Path) -> None:
     checkpoint = read(written(data.replace(Traced.__module__.encode(), decoy.encode()), tmp_path / "a.pkl"))
     assert not Traced.traces and decoy not in sys.modules
     ((use, place),) = uses_of(checkpoint)
-    assert place == "a" and use.name == f"{decoy}.Ran"
+    assert place == "a" and use.name == f"{decoy}.Traced"
 
 
 def stream(value: Any) -> bytes:

@@ -14,6 +14,7 @@ import importlib
 import io
 import json
 import os
+import pkgutil
 import resource
 import signal
 import subprocess
@@ -303,9 +304,12 @@ def _warm_up() -> None:
     import codecs
     import tempfile
 
+    from ckptool import formats
     from tests.support.hostile_inputs import KNOWN, ORDINARY, pickle_zip
 
     importlib.import_module("ml_dtypes")
+    for _, module, _ in pkgutil.walk_packages(formats.__path__, "ckptool.formats."):
+        importlib.import_module(module)  # a format is imported when the first bytes ask for it
     # Chosen by us, not by a file.
     for codec in (
         "unicode_escape",
