@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
@@ -50,27 +50,14 @@ def average(
         refuse_placeholders(each.checkpoint, root.node.items())
     found = means.average([root.node for root, _ in roots], names, shares)
     last = opened[-1].checkpoint
-    mark = marks.recovered_in_parts(
-        (each.checkpoint.metadata, root.path) for each, (root, _) in zip(opened, roots, strict=True)
-    )
+    pairs = [(each.checkpoint, root) for each, (root, _) in zip(opened, roots, strict=True)]
+    mark = marks.recovered_in_parts((checkpoint.metadata, root.path) for checkpoint, root in pairs)
     metadata = {key: value for key, value in last.metadata.items() if key != marks.RECOVERED} | mark
     changed = replace(last, tree=found.tree, metadata=metadata, extras={}, discarded=())
-    sources = [each.checkpoint.source for each in opened if each.checkpoint.source is not None]
+    sources = [checkpoint.source for checkpoint, _ in pairs if checkpoint.source is not None]
     saved = save(output, last, changed, inputs=sources)
-    remarks = list(dict.fromkeys(remark for _, remark in roots if remark))
-    of = f" of {printable(roots[-1][0].address)}" if roots[-1][0].address else ""
-    summary = f"the mean of {counted(len(files), 'file')}: {counted(found.averaged, 'tensor')}{of}"
-    summary += f" ({remarks[0]})" if remarks else ""
-    details = [f"{share:.6g} × {printable(name)}" for share, name in zip(shares, names, strict=True)][:8]
-    if found.kept:
-        kept = listed([f"{printable(name)} ({why})" for name, why in found.kept], 4)
-        details.append(f"from {printable(names[-1])} as they are: {kept}")
-    behind = list(
-        dict.fromkeys(
-            name for each, (root, _) in zip(opened, roots, strict=True) for name in around(each.checkpoint, root)
-        )
-    )
-    details += [f"left behind: {printable(name)}" for name in behind]
+    behind = list(dict.fromkeys(name for checkpoint, root in pairs for name in around(checkpoint, root)))
+    details = [*_details(found, names, shares), *(f"left behind: {printable(name)}" for name in behind)]
     facts = {
         "files": [printable(name) for name in names],
         "weights": shares,
@@ -78,10 +65,24 @@ def average(
         "kept": dict(found.kept),
         "left_behind": behind,
     }
-    total = sum(shares)
-    notes = () if abs(total - 1) < 1e-6 else (_unequal(total),)
-    return written(output, last, saved, summary, facts=facts, details=details, notes=notes)
+    return written(
+        output, last, saved, _summary(found, roots), facts=facts, details=details, notes=_unequal(sum(shares))
+    )
 
 
-def _unequal(total: float) -> Note:
-    return Note("weights-sum", f"the weights add up to {total:.6g}, not to 1: the result is scaled by that")
+def _summary(found: means.Averaged, roots: Sequence[tuple[StateDict, str]]) -> str:
+    of = f" of {printable(roots[-1][0].address)}" if roots[-1][0].address else ""
+    remark = next((f" ({remark})" for _, remark in roots if remark), "")
+    return f"the mean of {counted(len(roots), 'file')}: {counted(found.averaged, 'tensor')}{of}{remark}"
+
+
+def _details(found: means.Averaged, names: Sequence[str], shares: Sequence[float]) -> Iterator[str]:
+    yield from [f"{share:.6g} × {printable(name)}" for share, name in zip(shares, names, strict=True)][:8]
+    if found.kept:
+        kept = listed([f"{printable(name)} ({why})" for name, why in found.kept], 4)
+        yield f"from {printable(names[-1])} as they are: {kept}"
+
+
+def _unequal(total: float) -> Iterator[Note]:
+    if abs(total - 1) >= 1e-6:
+        yield Note("weights-sum", f"the weights add up to {total:.6g}, not to 1: the result is scaled by that")

@@ -66,13 +66,7 @@ def bundle(
     parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.members, several(drop), rename))
     parts.add(members or {}, values or {})
     if not parts.members or (file is not None and not (drop or rename or members or values or dedup)):
-        raise UsageError(
-            "bundle was given no members"
-            if file is None
-            else f"bundle was given nothing to do with {printable(os.fspath(file))}",
-            "It puts several files into one.",
-            "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3",
-        )
+        raise _nothing_to_do(file)
     container = _container(parts.checkpoint, output)
     made, twins, saved_bytes = _made(parts, container, dedup, output.in_place)
     result = save(output, parts.original, made, inputs=parts.inputs)
@@ -84,9 +78,19 @@ def bundle(
     notes = (
         *parts.notes,
         *((new_ties(twins, result.container),) if twins else ()),
-        *(_left_inside(drop) if result.how == "in place" else ()),
+        *(_left_inside(several(drop)) if result.how == "in place" else ()),
     )
     return written(output, parts.original, result, summary, facts=facts, details=lines_of(rows), notes=notes)
+
+
+def _nothing_to_do(file: PathLike | None) -> UsageError:
+    return UsageError(
+        "bundle was given no members"
+        if file is None
+        else f"bundle was given nothing to do with {printable(os.fspath(file))}",
+        "It puts several files into one.",
+        "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3",
+    )
 
 
 def _left_inside(dropped: Sequence[str]) -> list[Note]:

@@ -42,27 +42,24 @@ def cast(
             f"{printable(roots[0].address) or 'the whole file'} has no floating tensors under names of its own",
             "Casting is of those. Nothing was written.",
         )
-    plan = cast_roots(
-        change.part,
-        roots,
-        target,
-        several(only),
-        several(exclude),
-    )
+    plan = cast_roots(change.part, roots, target, several(only), several(exclude))
     result = change.save(plan.checkpoint, changes=plan.tensors > 0)
-    if plan.tensors:
-        sizes = f"{plan.bytes_before:,} → {plan.bytes_after:,} bytes"
-        summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {sizes}"
-    elif plan.skipped:
-        left = counted(len(plan.skipped), "tensor is", "tensors are")
-        summary = f"nothing was cast: {left} left as before; any others are {target.name} already"
-    else:
-        summary = f"already clean: every floating tensor that was asked for is {target.name}"
     details = (
         *_losses(plan, change.output),
         *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped),
     )
-    return change.written(result, summary, facts=_facts(plan), details=details)
+    return change.written(result, _summary(plan), facts=_facts(plan), details=details)
+
+
+def _summary(plan: Cast) -> str:
+    name = plan.target.name
+    if plan.tensors:
+        sizes = f"{plan.bytes_before:,} → {plan.bytes_after:,} bytes"
+        return f"{counted(plan.tensors, 'tensor')} cast to {name}, {sizes}"
+    if plan.skipped:
+        left = counted(len(plan.skipped), "tensor is", "tensors are")
+        return f"nothing was cast: {left} left as before; any others are {name} already"
+    return f"already clean: every floating tensor that was asked for is {name}"
 
 
 def _losses(plan: Cast, output: Output) -> list[str]:

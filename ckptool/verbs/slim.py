@@ -39,16 +39,9 @@ def slim(
     done = slimming.slim(change.part, dedup=dedup, keep_optimizer=keep_optimizer, kept=change.kept)
     unused = [note for note in change.part.notes if note.code in ("unused-record", "superseded-pickle")]
     result = change.save(done.checkpoint, changes=done.changed or bool(unused))
-    parts = [
-        f"{done.optimizer_bytes:,} bytes of optimizer state" if done.dropped else "",
-        f"{done.waste_bytes:,} bytes behind views" if done.compacted else "",
-        f"{done.shared_bytes:,} bytes stored twice" if done.shared else "",
-        "records that nothing uses" if unused else "",
-    ]
     source = change.original.source
     saved = (source.size if source else 0) - result.file_bytes
-    left_out = ", ".join(part for part in parts if part)
-    summary = _summary(saved, left_out, result.container)
+    summary = _summary(saved, _left_out(done, bool(unused)), result.container)
     facts = {
         "saved_bytes": saved,
         "dropped": list(done.dropped),
@@ -61,6 +54,16 @@ def slim(
     details = (f"dropped {listed([printable(name) for name in done.dropped], 8)}",) if done.dropped else ()
     notes = (new_ties(done.shared, result.container),) if done.shared else ()
     return change.written(result, summary, facts=facts, details=details, notes=notes)
+
+
+def _left_out(done: slimming.Slimmed, unused: bool) -> str:
+    parts = [
+        f"{done.optimizer_bytes:,} bytes of optimizer state" if done.dropped else "",
+        f"{done.waste_bytes:,} bytes behind views" if done.compacted else "",
+        f"{done.shared_bytes:,} bytes stored twice" if done.shared else "",
+        "records that nothing uses" if unused else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _summary(saved: int, left_out: str, container: str) -> str:

@@ -56,10 +56,9 @@ def unbundle(
     tree, shared = separated({name: value for name, value in members.items() if name in chosen})
     files = _files(tree, container)
     rows = table(tree, files)
-    kinds = dict(zip(tree, (row.kind for row in rows), strict=True))
     record = bundle_json.BundleRecord(
         checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT,
-        tuple(_part(name, value, files.get(name, ""), kinds[name]) for name, value in tree.items()),
+        tuple(_part(name, tree[name], files.get(name, ""), row.kind) for name, row in zip(tree, rows, strict=True)),
         shared.ties,
         shared.twins,
         isinstance(checkpoint.tree, OrderedDict),

@@ -87,30 +87,25 @@ def verify(
     if finite:
         values, unsearched = non_finite(part.tree)
         found = replace(found, non_finite=tuple(values), unsearched=tuple(unsearched))
-    if not (digest or write_digest is not None or kept is not None):
+    wants_digests = digest or write_digest is not None or kept is not None
+    if not wants_digests or found.problems:  # digests of damaged values would only be believed
         return found
-    if found.problems:
-        return found  # digests of damaged values would only be believed
-    root, remark = _root(checkpoint, named)
+    found = _with_digests(found, *_root(checkpoint, named))
+    if write_digest is not None and found.digests is not None:
+        plan = Plan({"": [InlineBytes(digests_file(found.digests))]})
+        notes = replace_file(plan, write_digest, overwrite=overwrite, inputs=[source])
+        found = replace(found, notes=found.notes + notes, written=os.fspath(write_digest))
+    if kept is not None and against is not None and found.digests is not None:
+        found = replace(found, compared=compare_digests(kept, found.digests), against=os.fspath(against))
+    return found
+
+
+def _with_digests(found: Verification, root: StateDict, remark: str) -> Verification:
     if root.arrays is not None:
         remark = (
             f"{remark}; " * bool(remark) + f"{root.detail}, whose digests are those of tensors with the same values"
         )
-    digests = root_digests(root.node)
-    notes: tuple[Note, ...] = ()
-    if write_digest is not None:
-        plan = Plan({"": [InlineBytes(digests_file(digests))]})
-        notes = replace_file(plan, write_digest, overwrite=overwrite, inputs=[source])
-    return replace(
-        found,
-        notes=found.notes + notes,
-        root=root.address,
-        remark=remark,
-        digests=digests,
-        compared=compare_digests(kept, digests) if kept is not None else None,
-        against=os.fspath(against) if against is not None else "",
-        written=os.fspath(write_digest) if write_digest is not None else "",
-    )
+    return replace(found, root=root.address, remark=remark, digests=root_digests(root.node))
 
 
 def _kept(against: PathLike) -> Digests:
