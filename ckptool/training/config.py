@@ -21,8 +21,11 @@ from ckptool.errors import Conflict, counted, form, printable
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(gt=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
 Args = dict[str, Any]
+Strategy = Literal["single", "dp", "ddp", "split"]
+Signal = Literal["TERM", "INT", "USR1", "USR2", "HUP"]
 Place = tuple[Any, ...]
 
 FIXED = "fixed"  # decides where the run ends, and never changes
@@ -165,9 +168,7 @@ class Train(Section):
     activation_checkpoint: Annotated[
         ActivationCheckpoint | None, Key('{match: "blocks.*"} | {sequential: body, segments: 4}')
     ] = None
-    ema: Annotated[
-        Annotated[float, Field(gt=0, lt=1)] | None, Key("0.999: an exponential moving average of the weights")
-    ] = None
+    ema: Annotated[Decay | None, Key("0.999: an exponential moving average of the weights")] = None
     on_nonfinite: Annotated[
         Literal["stop", "skip"], Key("stop | skip a step whose loss or gradients are not finite")
     ] = "stop"
@@ -190,8 +191,6 @@ class Eval(Section):
 class Save(Section):
     """When to save, what to keep, and how a checkpoint is verified when it is resumed from (`full`: sha256; `size`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, protected_namespaces=())
-
     every: Annotated[Positive, Key("steps between saves")] = 200
     at_start: Annotated[bool, Key("save before the first step, too")] = False
     keep_last: Annotated[Positive, Key("how many of the newest to keep; what is kept is the union of these three")] = 3
@@ -205,9 +204,7 @@ class Stop(Section):
     """When to stop before the end: after so many seconds (or `30m`, `2h`), or by a signal; both save first."""
 
     after: Annotated[PositiveFloat | None, Key("seconds from the first step on, or 30m, 2h")] = None
-    signals: Annotated[
-        list[Literal["TERM", "INT", "USR1", "USR2", "HUP"]], Key("the signals that stop a run after saving")
-    ] = ["TERM", "INT", "USR1"]
+    signals: Annotated[list[Signal], Key("the signals that stop a run after saving")] = ["TERM", "INT", "USR1"]
 
     @field_validator("after", mode="before")
     @classmethod
@@ -259,10 +256,9 @@ class Config(Section):
     run: Annotated[str, Key("the folder of the run", FREE)]
     seed: Annotated[Count, Key("with step and place, the source of all randomness")] = 0
     device: Annotated[str, Key("auto | cpu | cuda | cuda:1 | mps", FREE)] = "auto"
-    strategy: Annotated[
-        Literal["single", "dp", "ddp", "split"],
-        Key("single | dp (DataParallel) | ddp (under torchrun) | split (see split)", FREE),
-    ] = "single"
+    strategy: Annotated[Strategy, Key("single | dp (DataParallel) | ddp (torchrun) | split (see split)", FREE)] = (
+        "single"
+    )
     deterministic: Annotated[
         bool | Literal["warn"], Key("true | warn | false: torch.use_deterministic_algorithms", FREE)
     ] = True

@@ -77,7 +77,7 @@ def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Plac
         if any(len(other) > len(place) and other[: len(place)] == place for other in found if place):
             continue  # one of several things that it could be; what is wrong with the right one is said below
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
-        made.append((line, f"{printable(path)}{f':{line}' if line else ''}: {_told(place, here)}"))
+        made.append((line, f"{printable(path)}{f':{line}' if line else ''}: {_problem_words(place, here)}"))
     return [sentence for _, sentence in sorted(made, key=lambda each: each[0])]
 
 
@@ -93,7 +93,7 @@ def _place(loc: Place, values: Any, missing: bool) -> Place:
     return place
 
 
-def _told(place: Place, problems: Sequence[Any]) -> str:
+def _problem_words(place: Place, problems: Sequence[Any]) -> str:
     """The problem at a place, in words; several problems are several things that it could be, and is not."""
     key, first = printable(dotted(place)), problems[0]
     if first["type"] == "extra_forbidden":
