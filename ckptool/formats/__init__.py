@@ -189,8 +189,8 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
 
 
 _NOT_WRITTEN = frozenset(
-    ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv .zip"
-    " .gz .dcp .distcp".split()
+    ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv"
+    " .zip .gz .dcp .distcp".split()
 )
 # What a suffix looks like: `.foo`, and not the end of `Llama-3.1-8B` or `epoch=3-loss=0.25`.
 _SUFFIX = r"\.[a-z][a-z0-9_]{0,11}"

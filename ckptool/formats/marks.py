@@ -4,8 +4,8 @@ Equal storages may be stored once. Torch would tie them, so a record that it doe
 which storage: `[[["a", "b"], ["c"]], …]`, for each piece of data the storages on it, each as the addresses of its
 tensors.
 
-The mark says what was lost, and what was filled in from elsewhere, so that no file passes for intact that is not. It goes
-along into every file made of this one.
+The mark says what was lost, and what was filled in from elsewhere, so that no file passes for intact that is not. It
+goes along into every file made of this one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _LONGEST = 200
 
 
 def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
-    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had already."""
+    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had."""
     known = recovered_facts(before)
     record: dict[str, Any] = {"schema": SCHEMA, "lost_count": 0, "filled_count": 0}
     for key, new in (("lost", lost), ("filled", filled)):

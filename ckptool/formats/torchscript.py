@@ -46,12 +46,10 @@ def detect(head: bytes, source: Input) -> bool:
     """True for a zip whose directory names the constants of a program; only looks, `read` checks."""
     if not isinstance(source, Source) or not is_zip(head, source):
         return False
-    tail_at = max(0, source.size - (1 << 16))
-    tail = source.read(tail_at, source.size - tail_at)
-    end = tail.rfind(b"PK\x05\x06", 0, len(tail) - END.size + 4)
-    if end < 0:
+    _, tail_at, found = directory.last_end_record(source, 1 << 16)
+    if found < 0:
         return False
-    end += tail_at
+    end = tail_at + found
     size, at = END.unpack(source.read(end, END.size))[5:7]
     end64 = end - LOCATOR.size - END64.size
     if FULL in (size, at) and end64 >= 0:

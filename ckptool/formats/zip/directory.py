@@ -43,9 +43,11 @@ from ckptool.formats.zip.record import (
     LOCAL,
     LOCATOR,
     Record,
+    bad_entry,
     check_attributes,
+    check_extra,
     check_names,
-    extra_fields,
+    check_spelling,
     odd_entries,
     refuse_equal_but_for_case,
     zip64_values,
@@ -58,7 +60,6 @@ MAX_EDITS = 100  # in place, one on top of the other; a reader looks at every st
 _REFUSED_FLAGS = {0x0001: "encrypted", 0x0020: "patched", 0x0040: "strongly encrypted", 0x2000: "masked"}
 _OTHER_METHODS = {9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "zstd", 95: "XZ", 98: "PPMd", 99: "AES encryption"}
 _NEEDED, _UTF8 = 63, 0x0800  # the last version of the format; a flag
-_UNICODE_PATH = 0x7075  # Info-ZIP's extra field with another name for the record
 
 
 @dataclass(slots=True, eq=False)
@@ -117,11 +118,16 @@ def refuse_zip_behind(head: bytes, source: Readable) -> None:
     raise Ambiguous(what, "Some readers see the one, some the other: it was put together by accident, or to mislead.")
 
 
+def last_end_record(source: Readable, room: int) -> tuple[bytes, int, int]:
+    """The last `room` bytes, the byte where they begin, and the place of the last end record in them (-1: none)."""
+    begin = max(0, source.size - room)
+    tail = source.read(begin, source.size - begin)
+    return tail, begin, tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - END.size + 4))
+
+
 def _ends_as_zip(source: Readable) -> bool:
     """True if the file ends in the directory of a zip archive: some readers look nowhere else."""
-    tail_at = max(0, source.size - END.size - FULL16)
-    tail = source.read(tail_at, source.size - tail_at)
-    found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - END.size + 4))
+    tail, tail_at, found = last_end_record(source, END.size + FULL16)
     if found < 0:
         return False
     *_, size, _, comment = END.unpack_from(tail, found)
@@ -135,9 +141,7 @@ def _ends_as_zip(source: Readable) -> bool:
 
 def _find_end(source: Readable) -> int:
     """The byte of the last end record; only what a torn in-place edit leaves may follow it, not even a comment."""
-    tail_at = max(0, source.size - 2 * END.size - LOCATOR.size - FULL16)
-    tail = source.read(tail_at, source.size - tail_at)
-    found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - END.size + 4))
+    tail, tail_at, found = last_end_record(source, 2 * END.size + LOCATOR.size + FULL16)
     if found < 0:
         why = "The file was cut off: a torch file keeps its directory at the end."
         raise _cut(f"{source} is a zip archive whose directory is missing", why, source)
@@ -166,12 +170,11 @@ def _cut(what: str, why: str, source: Readable) -> Truncated:
 
 def _has_comment(tail: bytes, last: int) -> bool:
     """True if an end record before the last one has all that follows it for a comment."""
-    at = tail.find(b"PK\x05\x06", 0, last)
-    while at >= 0:
+    at = -1
+    while (at := tail.find(b"PK\x05\x06", at + 1, last)) >= 0:
         comment = int.from_bytes(tail[at + END.size - 2 : at + END.size], "little")
         if comment and at + END.size + comment == len(tail):
             return True
-        at = tail.find(b"PK\x05\x06", at + 1, last)
     return False
 
 
@@ -270,17 +273,17 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
                 _refuse_entry(archive, sig, flags, method, disk, raw)
             name = str(raw, "utf-8")
             if not flags & _UTF8 and not raw.isascii():
-                _check_spelling(archive, raw, directory[name_at + n : name_at + n + m])
+                check_spelling(archive, raw, directory[name_at + n : name_at + n + m])
             zip64 = FULL in (stored, size, header)
             if m or zip64:
                 extra = directory[name_at + n : name_at + n + m]
-                _check_extra(archive, name, extra)
+                check_extra(archive, name, extra)
                 if zip64:
                     if (found := zip64_values(extra, size, stored, header)) is None:
-                        raise _bad_entry(archive, name, "lacks its 64-bit sizes, or has them twice")
+                        raise bad_entry(archive, name, "lacks its 64-bit sizes, or has them twice")
                     size, stored, header = found
             if size != stored and not method:
-                raise _bad_entry(archive, name, f"is stored as it is, but in {stored:,} bytes instead of {size:,}")
+                raise bad_entry(archive, name, f"is stored as it is, but in {stored:,} bytes instead of {size:,}")
             if name in records:
                 what = f"{archive.source} has two records named {printable(name)}"
                 raise Ambiguous(what, "torch reads the first, Python's zipfile the last.")
@@ -314,28 +317,6 @@ def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, d
     if method not in (0, 8):
         raise Corrupt(f"{record} is stored by the unknown method {method}", why)
     raise Unsupported(f"{record} asks for a reader of a later zip format", "PyTorch files never do.")
-
-
-def _bad_entry(archive: Archive, name: str, what: str) -> Corrupt:
-    return Corrupt(f"{archive.source}: the record {printable(name)} {what}")
-
-
-def _check_spelling(archive: Archive, raw: bytes, extra: bytes) -> None:
-    """Raises `Ambiguous` for a name beyond ASCII that is not marked as UTF-8: many readers use a DOS code page."""
-    if not any(kind == _UNICODE_PATH and content[5:] == raw for kind, content in extra_fields(extra)):
-        what = f"{archive.source}: the record name {printable(raw.decode())} does not say that it is UTF-8"
-        raise Ambiguous(what, "torch and others would read two different names.")
-
-
-def _check_extra(archive: Archive, name: str, extra: bytes) -> None:
-    """Raises `Corrupt` or `Ambiguous` for an extra field that does not fit, or has another name for the record."""
-    fields = extra_fields(extra)
-    if len(extra) - sum(4 + len(content) for _, content in fields) >= 4:
-        raise _bad_entry(archive, name, "has an extra field that is longer than its entry")
-    for kind, content in fields:
-        if kind == _UNICODE_PATH and content[5:] != name.encode():
-            what = f"{archive.source}: the record {printable(name)} has another name in its extra field"
-            raise Ambiguous(what, "Some readers take the one, some the other.")
 
 
 # Where the data is ---------------------------------------------------------------------------------------------------
@@ -379,14 +360,13 @@ def _placed_as_before(archive: Archive, earlier: Archive, records: list[Record])
         before = earlier.records.get(record.name)
         if before is None or record.name.endswith("/data.pkl"):
             fresh.append(record)
-        elif any(getattr(record, name) != getattr(before, name) for name in _SAME):
+        elif any(
+            getattr(record, name) != getattr(before, name) for name in ("crc", "stored", "size", "method", "header")
+        ):
             raise Ambiguous(f"{archive.source}: the record {record} differs from its earlier state inside the file")
         else:
             record.data_at, record.end = before.data_at, before.end
     return fresh
-
-
-_SAME = ("crc", "stored", "size", "method", "header")
 
 
 def _edited_in_place(archive: Archive, depth: int) -> Archive | None:

@@ -308,6 +308,7 @@ class _Inflater:
 
 # Names and attributes ------------------------------------------------------------------------------------------------
 
+_UNICODE_PATH = 0x7075  # Info-ZIP's extra field with another name for the record
 _FOLDER, _LINK = 0x10, 0xA  # in the external attributes: a bit of DOS at the bottom, a file type of Unix at the top
 # What a program that unpacked the archive might follow out of its folder, or take for a folder.
 _ELSEWHERE = r"(?m)(?:^|[/\\])\.\.(?:[/\\]|$)|^/|\\|^[A-Za-z]:"
@@ -325,6 +326,28 @@ def _check_folder(record: Record) -> None:
     if record.size:
         what = f"{record.archive.source}: the record {record} is marked as a folder and has contents"
         raise Ambiguous(what, "torch takes nothing from it, but whatever the memory held before; others read it.")
+
+
+def bad_entry(archive: Archive, name: str, what: str) -> Corrupt:
+    return Corrupt(f"{archive.source}: the record {printable(name)} {what}")
+
+
+def check_spelling(archive: Archive, raw: bytes, extra: bytes) -> None:
+    """Raises `Ambiguous` for a name beyond ASCII that is not marked as UTF-8: many readers use a DOS code page."""
+    if not any(kind == _UNICODE_PATH and content[5:] == raw for kind, content in extra_fields(extra)):
+        what = f"{archive.source}: the record name {printable(raw.decode())} does not say that it is UTF-8"
+        raise Ambiguous(what, "torch and others would read two different names.")
+
+
+def check_extra(archive: Archive, name: str, extra: bytes) -> None:
+    """Raises `Corrupt` or `Ambiguous` for an extra field that does not fit, or has another name for the record."""
+    fields = extra_fields(extra)
+    if len(extra) - sum(4 + len(content) for _, content in fields) >= 4:
+        raise bad_entry(archive, name, "has an extra field that is longer than its entry")
+    for kind, content in fields:
+        if kind == _UNICODE_PATH and content[5:] != name.encode():
+            what = f"{archive.source}: the record {printable(name)} has another name in its extra field"
+            raise Ambiguous(what, "Some readers take the one, some the other.")
 
 
 def check_names(archive: Archive) -> None:

@@ -13,7 +13,6 @@ from ckptool.checkpoint import Data, InlineBytes, Storage
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.formats.checksums import crc_combine
-from ckptool.formats.zip import writer
 from ckptool.formats.zip.record import (
     CENTRAL,
     DESCRIPTOR,
@@ -47,15 +46,14 @@ class ZipLayout:
         total = Crc(zlib.crc32(head), name=name)
         if crc is not None and data.length:
             total.expected = crc_combine(total.value, crc, data.length)
-        record = _NewRecord(self, name, head, data, self.at, total)
-        self._segments.append(record)
-        self._enter(record)
-        self.at += sum(segment.length for segment in record.segments())
+        self._append(_NewRecord(self, name, head, data, self.at, total))
 
     def add_late(self, name: str, length: int, make: Callable[[Sequence[int]], bytes]) -> None:
         """Adds `length` bytes that `make` gives when the records before have passed, from their checksums in order."""
         before = [part.total for part in self._segments if isinstance(part, _NewRecord)]
-        record = _LateRecord(self, name, length, self.at, lambda: make([total.value for total in before]))
+        self._append(_LateRecord(self, name, length, self.at, lambda: make([total.value for total in before])))
+
+    def _append(self, record: _NewRecord) -> None:
         self._segments.append(record)
         self._enter(record)
         self.at += sum(segment.length for segment in record.segments())
@@ -68,7 +66,7 @@ class ZipLayout:
 
     def enter_moved(self, record: Record, at: int) -> None:
         """The directory's line for a record of the old file, which is (or will be) at byte `at`."""
-        self._enter(writer.moved_entry(record, at))
+        self._enter(moved_entry(record, at))
 
     def _enter(self, line: bytes | _NewRecord) -> None:
         self._entries.append(line)
@@ -82,7 +80,7 @@ class ZipLayout:
             return b"".join(entry if isinstance(entry, bytes) else entry.entry() for entry in entries)
 
         self._segments.append(Deferred(size, directory))
-        self._segments.append(InlineBytes(writer.end_records(len(entries), self.at, size)))
+        self._segments.append(InlineBytes(end_records(len(entries), self.at, size)))
         return Plan({"": _Segments(self._segments)}, list(checks))
 
 
@@ -104,7 +102,7 @@ class _NewRecord:
 
     def segments(self) -> Iterator[Segment]:
         """Header, data and descriptor; the last can only be made when the data has passed."""
-        yield InlineBytes(writer.local_header(self.name, self.at, self.size, self.layout.alignment))
+        yield InlineBytes(local_header(self.name, self.at, self.size, self.layout.alignment))
         if self.head:
             yield InlineBytes(self.head)
         if self.data.length:
@@ -114,11 +112,11 @@ class _NewRecord:
             yield InlineBytes(self.descriptor())
 
     def descriptor(self) -> bytes:
-        return writer.descriptor(self.crc, self.size, self.at)
+        return descriptor(self.crc, self.size, self.at)
 
     def entry(self) -> bytes:
         """Its line in the directory."""
-        return writer.central_entry(self.name, self.crc, self.size, self.at)
+        return central_entry(self.name, self.crc, self.size, self.at)
 
 
 class _LateRecord(_NewRecord):
@@ -135,7 +133,7 @@ class _LateRecord(_NewRecord):
         return self.length
 
     def segments(self) -> Iterator[Segment]:
-        yield InlineBytes(writer.local_header(self.name, self.at, self.size, self.layout.alignment))
+        yield InlineBytes(local_header(self.name, self.at, self.size, self.layout.alignment))
         yield Deferred(self.length, self._made)
         yield Deferred(len(self.descriptor()), self.descriptor)
 
