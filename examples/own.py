@@ -1,4 +1,4 @@
-"""What a run can be given of one's own: named in a configuration as own.py:NAME."""
+"""What a run can be given of your own: named in a configuration as own.py:NAME."""
 
 from __future__ import annotations
 

@@ -257,8 +257,8 @@ def _planned(
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"load_into was given {type(model).__name__}, not a torch.nn.Module",
-            "It loads into a model that is there.",
-            "The values of a checkpoint without a model: ckptool.load(FILE)",
+            "It loads into an existing model.",
+            "To get a checkpoint's values without a model: ckptool.load(FILE)",
         )
     bare = unwrapped(model)
     slots = _slots(bare)
@@ -311,12 +311,12 @@ def _refusals(
     tensors = {name: choice.tensor for name, choice in plan.chosen.items()}
     odd = [f"{printable(name)} ({tensor.kind})" for name, tensor in tensors.items() if isinstance(tensor, Composite)]
     if odd:
-        what = f"no plain tensors in the checkpoint: {listed(odd)}"
+        what = f"tensors in the checkpoint that are not plain: {listed(odd)}"
         yield Refusal("kind-mismatch", what, "Leave them out: exclude=[…]")
     written = [name for name in plan.chosen if assign is not True and name not in on_meta]
     if stuck := [printable(name) for name in written if _is_stuck(slots[name])]:
         what = f"expanded or inference tensors, which cannot be copied into: {listed(stuck)}"
-        yield Refusal("read-only", what, "Put new ones in their place: assign=True")
+        yield Refusal("read-only", what, "Replace them with new ones: assign=True")
 
 
 def _left_on_meta(plan: WarmStartPlan, on_meta: set[str], missing: Sequence[str] | None) -> list[str]:

@@ -28,7 +28,7 @@ class Restorer:
 
 
 def restorer(map_location: Any) -> Restorer:
-    """The `Restorer` for a `map_location`; raises `UsageError` for what is no device, dictionary or function."""
+    """The `Restorer` for a `map_location`; raises `UsageError` for what is not a device, dictionary or function."""
     if map_location is None:
         return Restorer(_at_home)
     if isinstance(map_location, dict):

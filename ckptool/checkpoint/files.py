@@ -53,7 +53,7 @@ class Source:
         if kind:
             raise UsageError(
                 f"{self} is {kind}, not a regular file",
-                "A checkpoint is read at many places; a pipe or device cannot be.",
+                "A checkpoint is read in many places, which a pipe or device does not allow.",
                 "Write it to a file first, and name that.",
             )
         self.size = status.st_size
@@ -84,7 +84,7 @@ class Source:
 
     def _short(self, offset: int, length: int) -> Truncated:
         return Truncated(
-            f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were promised",
+            f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were expected",
             "The file was cut off, or its own tables are wrong.",
         )
 
@@ -185,7 +185,7 @@ def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{printable(os.fspath(path))} is not a text file",
-            f"It was to be {what}; byte {error.start:,} is not UTF-8.",
+            f"It should be {what}; byte {error.start:,} is not UTF-8.",
             Advice("See what it is: ", command("doctor", os.fspath(path))),
         ) from None
 
@@ -236,7 +236,7 @@ class Part:
         """Exactly `length` bytes from `offset`; raises `Truncated` past the end of the part."""
         if length < 0 or offset < 0 or offset + length > self.size:
             raise Truncated(
-                f"{self}: bytes {offset:,} to {offset + length:,} of it were promised", "Its tables are wrong."
+                f"{self}: bytes {offset:,} to {offset + length:,} of it were expected", "Its tables are wrong."
             )
         return self.file.read(self.start + offset, length)
 
@@ -305,7 +305,7 @@ class Folder:
     def _check(self, name: str) -> None:
         if not name or name in (".", "..") or any(c in name for c in "/\\\0:"):
             raise Corrupt(
-                f"{self} names a file outside of its folder: {printable(name[:200])}", "Such a name is never followed."
+                f"{self} names a file outside its folder: {printable(name[:200])}", "Such names are never followed."
             )
 
     @property
@@ -375,25 +375,25 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")
 
 
 def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FileProblem | None:
-    """The error for a path that is no place on this machine (an address elsewhere, `-`); None for what is there."""
+    """The error for a path that is no place on this machine (a remote address, `-`); None for what is there."""
     name = os.fspath(path)
     if os.path.lexists(name):
         return None
     if name == "-":
         return FileProblem(
             f"- stands for standard {'output' if writing else 'input'}, which is not a file",
-            "A checkpoint is read at many places and written under a name when it is whole; a stream has neither.",
+            "A checkpoint is read in many places, and gets its name only when it is complete; a stream allows neither.",
             "Name a file: -o FILE" if writing else "Save it first: cat > FILE; then name FILE",
         )
     found = _ADDRESS.match(name)
     if found is None:
         return None
-    kind, program, rest = _FETCH.get(found[1].lower(), ("an address elsewhere", "", ""))
+    kind, program, rest = _FETCH.get(found[1].lower(), ("a remote address", "", ""))
     fetched = Command((*program.split(), name.removeprefix("hf://"), *rest.split()))  # hf takes ORGANISATION/MODEL
     fix = Advice("Fetch it first: ", fetched) if program else Advice("Copy it to this machine first.")
     return FileProblem(
         f"{printable(name)} is {kind}, not a file",
-        "ckptool works on files of this machine.",
+        "ckptool works on local files.",
         "Write a file here, then copy it there." if writing else fix,
     )
 
@@ -413,7 +413,7 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
         folder = os.path.dirname(absolute(path))
         there = os.path.isdir(folder)
         why = (
-            f"Its folder has nothing of that name{_meant(folder, os.path.basename(path))}" if there else "No such file."
+            f"Its folder has nothing by that name{_meant(folder, os.path.basename(path))}" if there else "No such file."
         )
         fix = (
             Advice("Look at what is there: ", other_program("ls", os.fsdecode(folder)))
@@ -470,7 +470,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
         raise FileProblem(
             f"cannot find {printable(os.fspath(path))}: the working directory is gone",
             "The folder that this was started in has been removed, or replaced by another of the same name.",
-            'Enter it again: cd "$PWD"; or name files from the root on.',
+            'Enter it again: cd "$PWD"; or use absolute paths.',
         ) from error
 
 

@@ -208,8 +208,8 @@ class GraphMapper:
                     continue
                 if id(part) in inside:
                     raise Corrupt(
-                        "a value that contains itself where it cannot",
-                        "No program writes it; the file was made to mislead.",
+                        "a value that contains itself in a way that cannot be built",
+                        "No program writes this; the file is probably malicious.",
                     )
                 below = self.handled(part)
                 if type(below) is FromParts:

@@ -156,7 +156,7 @@ def check_collisions(keys: Iterable[Any]) -> None:
     if len(others) > MAX_COLLISIONS and len(set(map(hash, others))) < len(others) - MAX_COLLISIONS:
         raise LimitExceeded(
             f"{counted(len(others), 'key')} of which most have the same hash",
-            "They were chosen to make dictionaries slow.",
+            "They seem chosen to make dictionaries slow; the file is probably malicious.",
         )
 
 

@@ -204,7 +204,7 @@ def _in_words(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
         try:
             return read(node)
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
-            raise Corrupt("a numpy array whose description makes no sense", "No numpy writes it.") from None
+            raise Corrupt("a numpy array whose dtype is inconsistent", "numpy does not write this.") from None
 
     return reading
 
@@ -218,7 +218,7 @@ def array_type(node: Any) -> Any:
 def _array_type(node: Any, depth: int) -> ArrayType:
     if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype" or not node.args or depth > 8:
         raise Unsupported(
-            "a numpy type that is not known", "Only numbers, texts, dates, bytes and records of them are read."
+            "a numpy type that is not known", "Only numbers, strings, dates, bytes and records of them are read."
         )
     code, state = node.args[0], node.state
     if (
@@ -232,7 +232,9 @@ def _array_type(node: Any, depth: int) -> ArrayType:
             if type(code) is str and code[:1] == "O"
             else f"the unknown type {printable(str(code)[:40])!r}"
         )
-        raise Unsupported(f"a numpy array of {kind}", "Only numbers, texts, dates, bytes and records of them are read.")
+        raise Unsupported(
+            f"a numpy array of {kind}", "Only numbers, strings, dates, bytes and records of them are read."
+        )
     code = "b1" if code == "?" else code
     size = int(code[1:]) * (4 if code[0] == "U" else 1)
     if code[0] in "biufcmM" and code not in _LETTERS and code not in ("M8", "m8"):

@@ -47,7 +47,7 @@ def _matching(keys: list[str], pattern: str) -> list[str]:
     if not found:
         raise NoMatch(
             f"the pattern {printable(pattern)!r} matches no key",
-            "Patterns are for whole keys; `*` crosses dots.",
+            "Patterns match whole keys; `*` also matches dots.",
             "See the keys: ckptool inspect FILE --all",
         )
     return found
@@ -70,8 +70,7 @@ def match_within_limit(match: Callable[[str], Match], key: str, pattern: re.Patt
         shown = printable(key if len(key) <= 60 else f"{key[:60]}…")
         raise UsageError(
             f"the pattern {printable(pattern.pattern)!r} was still being tried on {shown!r} after {LIMIT:g} seconds",
-            "One repeat within another, or many in a row, can match in more ways than can ever be tried."
-            " Nothing was written.",
+            "Nested repeats, or many in a row, can match in exponentially many ways. Nothing was written.",
             "Write it with fewer of * and +: [^.]+ instead of .+, no + around a group that has one.",
         )
 

@@ -115,10 +115,10 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
         place = f"#{printable(whole[0].address)}" if whole[0].path else ""
         raise UsageError(
             f"{where}{place} is a {whole[0].detail}, pickled with its class",
-            "Its names are attributes of objects, not keys: changed, the class would not find its parts. Nothing "
-            "was written.",
+            "Its names are attributes of objects, not keys: if they changed, the class would not find its parts."
+            " Nothing was written.",
             Advice(
-                "Write its weights alone, then change those: ",
+                "Write only its weights, then change those: ",
                 command("convert", input_of(checkpoint.source, whole[0].address), out=OUT_SAFETENSORS),
             ),
         )
@@ -135,7 +135,7 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
         where = str(checkpoint.source or "the checkpoint")
         raise UsageError(
             f"{where} has no dictionary that looks like model weights",
-            "Commands that change keys act on those.",
+            "Commands that change keys work on those.",
             Advice(
                 f"Make tensors of its {found[0].detail}: ",
                 command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),

@@ -40,7 +40,7 @@ def subrange(data: Data, offset: int, length: int) -> Data:
     if offset < 0 or length < 0 or offset + length > data.length:
         raise BadTensor(
             f"bytes {offset:,} to {offset + length:,} of a storage of {data.length:,} bytes",
-            "A tensor lies outside of its storage; the file contradicts itself.",
+            "A tensor lies outside its storage; the file contradicts itself.",
         )
     if isinstance(data, FileRange):
         return FileRange(data.file, data.offset + offset, length, data.confirm)
@@ -127,8 +127,8 @@ def to_numpy(entry: TensorEntry) -> numpy.ndarray[tuple[int, ...], numpy.dtype[n
         array = numpy.empty(entry.numel, entry.dtype.to_numpy())
     except (MemoryError, ValueError) as error:
         raise LimitExceeded(
-            f"{entry!r} takes {entry.nbytes:,} bytes of memory",
-            "That is more than is available.",
+            f"{entry!r} needs {entry.nbytes:,} bytes of memory",
+            "More than is available.",
             "Look at a part: --slice '0:4'.",
         ) from error
     raw = array.view(numpy.uint8)

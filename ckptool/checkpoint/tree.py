@@ -159,7 +159,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
             meant = f"{below}/{part[len(below) + 1 :]}" if below else _closest(part, there)
             raise UsageError(
                 f"there is no {printable(part)} {where}",
-                f"There are: {listed(there, 12)}." if there else "There is nothing below it.",
+                f"Available: {listed(there, 12)}." if there else "There is nothing below it.",
                 f"Did you mean {printable(meant)}?" if meant else "",
             )
         if len(matches) > 1:
@@ -212,8 +212,8 @@ def holders(tree: Any, path: Path) -> list[Any]:
         below = [part for name, part in children(found[-1]) if name == segment]
         if not below:
             raise UsageError(
-                f"{printable(address(path))} is a name that the module's state dict would give a tensor",
-                "In the file it is an attribute of an object inside of it.",
+                f"{printable(address(path))} is the name of a tensor in the module's state dict",
+                "In the file it is an attribute of an object inside it.",
                 f"Name what is there: ckptool show FILE#{printable(address(path[:depth]))}",
             )
         found.append(below[0])

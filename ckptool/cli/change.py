@@ -282,7 +282,7 @@ def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            raise UsageError(f"{option} was given {printable(name)!r} twice", "Only one of them can be meant.")
+            raise UsageError(f"{option} was given {printable(name)!r} twice", "Only one can apply.")
     return dict(pairs)
 
 

@@ -132,7 +132,7 @@ def _renames(texts: Sequence[str]) -> dict[str, str]:
                 "For example: --rename G=generator",
             )
         if old in pairs:
-            raise UsageError(f"--rename was given {printable(old)!r} twice", "Only one of them can be meant.")
+            raise UsageError(f"--rename was given {printable(old)!r} twice", "Only one can apply.")
         pairs[old] = new
     return pairs
 

@@ -293,8 +293,8 @@ def _outputs(verb: str, files: Sequence[str], target: OutputOptions, ways: str) 
     ]
     if len(chosen) != 1:
         raise UsageError(
-            f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs a place to write to",
-            "They exclude each other." if chosen else "Nothing is written unless one is named.",
+            f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write",
+            "They are mutually exclusive." if chosen else "Nothing is written unless you name an output.",
             ways,
         )
     if target.in_place:

@@ -174,8 +174,8 @@ def by_name(name: str) -> Format:
     """The format called `name`; raises `UsageError` listing those that can be written."""
     container = writer(name)
     if container is None:
-        what = f"{name} is read, not written" if named(name) in FORMATS else f"there is no container {name!r}"
-        raise UsageError(what, f"Written are: {listed([container.name for container in WRITERS])}.")
+        what = f"{name} can be read, not written" if named(name) in FORMATS else f"unknown container {name!r}"
+        raise UsageError(what, f"Writable containers: {listed([container.name for container in WRITERS])}.")
     return container
 
 
@@ -212,8 +212,8 @@ def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str =
     meant = next((near for near in known if len(near) > 5 and _close(suffix, near)), "")
     if meant or suffix in _NOT_WRITTEN or not torch:
         raise UsageError(
-            f"{printable(suffix)} stands for no container that is written",
-            f"Written are: {listed([container.name for container in WRITERS])}.",
+            f"{printable(suffix)} is not the suffix of a container that ckptool writes",
+            f"Writable containers: {listed([container.name for container in WRITERS])}.",
             f"Did you mean {meant}? " * bool(meant) + "To write a torch file of that name: --to torch-zip",
         )
 

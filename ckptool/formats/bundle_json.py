@@ -120,5 +120,5 @@ def _list(value: Any) -> list[Any]:
 
 def _texts(value: Any) -> tuple[str, ...]:
     if not all(type(text) is str for text in _list(value)):
-        raise TypeError("a list of texts was expected")
+        raise TypeError("a list of strings was expected")
     return tuple(value)

@@ -104,7 +104,7 @@ def _sum(data: Data, at: int, length: int) -> Sum:
         raise
     except CkptoolError as error:
         return error
-    except ValueError:  # fewer bytes came than were promised
+    except ValueError:  # fewer bytes came than were expected
         return Corrupt(f"it ends before its {data.length:,} bytes", "What it is made from is damaged.")
     return value
 

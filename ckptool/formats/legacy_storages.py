@@ -85,7 +85,7 @@ class LegacyStorages:
         known, dtype = storage_class(cls)
         if not known:
             raise Unsupported(
-                f"the storage {printable(key)} has the unknown type {cls}", "Its elements cannot be told."
+                f"the storage {printable(key)} has the unknown type {cls}", "The size of its elements is unknown."
             )
         if numel < 0:
             raise BadTensor(f"the storage {printable(key)} has {numel} elements", _NO_TENSOR)
@@ -191,7 +191,7 @@ class LegacyStorages:
 
 
 _ORDERS: tuple[Literal["little", "big"], ...] = ("little", "big")
-_NO_TENSOR = "The file was damaged, or made to mislead."
+_NO_TENSOR = "The file is damaged or malicious."
 _MENDED = "The file was damaged, or put together from two."
 
 
@@ -229,7 +229,7 @@ def as_text(value: Any) -> Any:
 
 def _contradiction(key: str) -> Corrupt:
     return Corrupt(
-        f"the storage {printable(key[:80])} is described in two ways", "Readers would disagree which is right."
+        f"the storage {printable(key[:80])} is described in two ways", "Readers would disagree about which is right."
     )
 
 

@@ -52,7 +52,7 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
     if not entries:
         return tree, []
     count = f"{counted(len(storages), 'storage is', 'storages are')} stored as {len({old for old, _, _ in storages}):,}"
-    note = Note("new-ties", f"{count}, being equal: ckptool keeps them apart, stock torch.load ties them")
+    note = Note("new-ties", f"{count}, since they are equal: ckptool keeps them apart, stock torch.load ties them")
     return rebuild(tree, lambda node: entries.get(id(node), node)), [note]
 
 
@@ -150,5 +150,5 @@ def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
         if count := facts[f"{key}_count"]:
             names = listed([printable(name) for name in facts[key][:count]], 3)
             parts.append(f"{counted(count, 'tensor was', 'tensors were')} {words}: {names}")
-    lost = "; ".join(parts) or "what was lost is not said"
+    lost = "; ".join(parts) or "what was lost is not recorded"
     return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {lost}"),)

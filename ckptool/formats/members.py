@@ -158,7 +158,7 @@ def _counted(folder: Folder, layout: MemberFiles, wrong: dict[str, str]) -> Part
     ]
     problems += [f"{printable(name)} is missing" for name in layout.missing]
     meaning = f"{layout.kind}; " + (
-        listed(problems, 3) if problems else "its files are all there, and are not joined here"
+        listed(problems, 3) if problems else "all of its files are there; they are not joined here"
     )
     return PartOf(PartKind.MEMBERS, f"{whole:,} of {counted(count, 'member')}", meaning, whole, count, folder.path)
 

@@ -36,7 +36,7 @@ def read(source: Source) -> Checkpoint:
     """
     tree, discarded = read_array(FileRange(source, 0, source.size), str(source), PickleBudget(source.size))
     other = not isinstance(tree, TensorEntry)
-    notes = (Note("other-arrays", f"it is no tensor: {summary(tree)}"),) if other else ()
+    notes = (Note("other-arrays", f"it is not a tensor: {summary(tree)}"),) if other else ()
     return Checkpoint(tree, NAME, {}, source, notes=notes, discarded=discarded, tensors_only=True)
 
 
@@ -121,7 +121,7 @@ def _check_size(data: Data, header: ArrayHeader, size: int) -> None:
             f"{there - size:,} bytes after the end of the array",
             "It holds several arrays, one after the other; numpy reads the first."
             if several
-            else "No array owns them.",
+            else "They belong to no array.",
             "Write them to one file with names: numpy.savez(OUT, first=..., second=...)" if several else "",
         )
 
@@ -207,7 +207,7 @@ def _value(tokens: Iterator[Any], token: Any, depth: int) -> Any:
         pairs = _items(tokens, "}", depth)
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise Ambiguous("a numpy header that says the same thing twice", "Readers take one or the other.")
+            raise Ambiguous("a numpy header that says the same thing twice", "Readers disagree about which one counts.")
         return found
     if token == "[":
         return _items(tokens, "]", depth)
@@ -229,7 +229,7 @@ def _items(tokens: Iterator[Any], end: str, depth: int) -> list[Any]:
         token = next(tokens)
         if end == "}":
             if type(value) is not str or type(token) is not _Mark or token != ":":
-                raise Corrupt("a numpy header with a key that is no text", _DAMAGED)
+                raise Corrupt("a numpy header with a key that is not a string", _DAMAGED)
             value = value, _value(tokens, next(tokens), depth + 1)
             token = next(tokens)
         items.append(value)
@@ -282,11 +282,13 @@ def _record_node(descr: list[Any], depth: int) -> Object:
     for field in descr:
         if type(field) is not tuple or len(field) != 2 or type(field[0]) is not str:
             raise Unsupported(
-                f"a numpy type with the field {printable(repr(field)[:60])}", "Fields are read that are plain values."
+                f"a numpy type with the field {printable(repr(field)[:60])}", "Only fields of plain values are read."
             )
         name, kind = field[0], _type_node(field[1], depth + 1)
         if name and name in fields:
-            raise Ambiguous(f"a numpy type with two fields {printable(name)}", "Readers take one or the other.")
+            raise Ambiguous(
+                f"a numpy type with two fields {printable(name)}", "Readers disagree about which one counts."
+            )
         if name:  # without a name, it is the room between two fields
             fields[name] = kind, at
         at += array_type(kind).itemsize
@@ -304,7 +306,7 @@ def _node(code: str, state: tuple[Any, ...]) -> Object:
 
 def _unknown(descr: Any) -> Unsupported:
     what = f"a numpy array of the type {printable(repr(descr)[:60])}"
-    return Unsupported(what, "Numbers, truths, texts, dates, bytes and records of them are read.")
+    return Unsupported(what, "Only numbers, booleans, strings, dates, bytes and records of them are read.")
 
 
 # Arrays that are no tensors ------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
     if wrong:
         raise Unsupported(
             f"an .npz file cannot hold {listed(wrong)}",
-            "It has names for arrays of numpy's own types: no bf16, no float8, no packed or quantized values.",
+            "It holds arrays of numpy's own dtypes: no bf16, no float8, no packed or quantized values.",
             Advice(
                 "Cast the weights first: ",
                 command("cast", FILE, dtype="f32", out=OUT),

@@ -140,5 +140,5 @@ def refuse_address(verb: str, file: PathLike) -> None:
     """Raises `UsageError` where a part of a file was named to a verb that is about whole files."""
     path, place = split(file)
     if place is not None and os.path.lexists(path):
-        what = f"{printable(os.fspath(file))} is a part of a file, and {verb} takes none"
-        raise UsageError(what, "It is about files as a whole.", f"Name the file: {printable(path)}")
+        what = f"{printable(os.fspath(file))} is a part of a file, and {verb} takes whole files"
+        raise UsageError(what, "It works on whole files.", f"Name the file: {printable(path)}")

@@ -82,7 +82,7 @@ def _refuse_id(pid: Any) -> NoReturn:
 def _refuse_joblib(source: Source) -> None:
     if _JOBLIB in source.read(0, min(_FIRST, source.size)):
         what = f"{source} was written by joblib"
-        why = "Its arrays lie between the opcodes, where no pickle has them; only joblib reads that."
+        why = "Its arrays lie between the opcodes, which only joblib reads."
         raise Unsupported(what, why, "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))") from None
 
 

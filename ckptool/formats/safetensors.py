@@ -125,7 +125,9 @@ class _Header:
         seen_metadata = False
         for name, fields in members(source.read(8, size), f"{source}: its header", METADATA):
             if name in self.entries or (name == METADATA and seen_metadata):
-                raise Ambiguous(f"{source}: its header names {printable(name)} twice", "Readers take one or the other.")
+                raise Ambiguous(
+                    f"{source}: its header names {printable(name)} twice", "Readers disagree about which one counts."
+                )
             if name == METADATA:
                 self.metadata, seen_metadata = fields, True
             else:
@@ -171,7 +173,7 @@ class _Header:
 def _bad_fields(source: Source, name: str, fields: Any) -> CkptoolError:
     kind = fields.get("dtype") if isinstance(fields, dict) else None
     if isinstance(kind, str) and kind not in BY_SAFETENSORS:
-        what = f"{source}: {printable(name)} has the unknown type {printable(kind)[:40]}"
+        what = f"{source}: {printable(name)} has the unknown dtype {printable(kind)[:40]}"
         is_newer = re.fullmatch(r"[A-Z][A-Z0-9_]{0,15}", kind)
         return Unsupported(what, "A newer safetensors may have it.") if is_newer else BadTensor(what)
     return Corrupt(f"{source}: the header's entry for {printable(name)} is damaged")
@@ -208,7 +210,7 @@ def _check_cover(source: Source, ranges: Sequence[tuple[int, int]], size: int) -
         )
     if at < size:
         what = f"{source} has {size - at:,} bytes after its last tensor"
-        raise Corrupt(what, "No tensor owns them; another file may be hidden there.")
+        raise Corrupt(what, "They belong to no tensor; another file may be hidden there.")
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -294,7 +296,7 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     if wrong:
         raise Unsupported(
             f"a safetensors file cannot hold {listed(wrong)}",
-            "It has names for plain tensors of its own types, and nothing for the rest.",
+            "It holds only plain tensors of its own dtypes, under names.",
             Advice(
                 "Leave them out: ",
                 command("convert", FILE, exclude="NAME", out=OUT_SAFETENSORS),

@@ -91,7 +91,7 @@ class _Cursor:
 
     def string(self) -> str:
         if not self.text.startswith('"', self.at):
-            raise self.wrong("a text was expected")
+            raise self.wrong("a string was expected")
         try:
             value, self.at = self.decoder.raw_decode(self.text, self.at)
         except ValueError as error:
@@ -115,7 +115,9 @@ class _Cursor:
         found: dict[str, str] = {}
         for name in self.names():
             if name in found:
-                raise Ambiguous(f"{self.what} names {printable(name)} twice", "Readers take one or the other.")
+                raise Ambiguous(
+                    f"{self.what} names {printable(name)} twice", "Readers disagree about which one counts."
+                )
             found[name] = self.string()
             if len(found) > MAX_TEXTS:
                 raise LimitExceeded(f"{self.what} holds more than {MAX_TEXTS:,} texts")
@@ -129,7 +131,9 @@ def _decoder(what: str) -> json.JSONDecoder:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise Ambiguous(f"{what} names {printable(_repeated(pairs))} twice", "Readers take one or the other.")
+            raise Ambiguous(
+                f"{what} names {printable(_repeated(pairs))} twice", "Readers disagree about which one counts."
+            )
         return found
 
     return json.JSONDecoder(object_pairs_hook=unique, parse_constant=_no_constant)

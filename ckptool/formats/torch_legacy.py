@@ -157,7 +157,7 @@ def _no_storage(_: Any) -> Any:
 def _check_magic(magic: Decoded, name: str) -> None:
     if run := next(uses(magic.aside()), None):
         what = f"{name}: its magic number is computed, by {printable(run.name)}"
-        why = "torch writes a number there; this file runs a program as soon as it is looked at."
+        why = "torch writes a number there; this file runs a program as soon as it is loaded."
         raise UnsafeObject(what, why, "Do not load it with torch.load(weights_only=False).")
     if magic.root != MAGIC or type(magic.root) is not int:
         raise NotACheckpoint(
@@ -177,7 +177,7 @@ def machine_order(info: Any, version: int, name: str) -> bool:
         or any(type(size := sizes.get(kind)) is not int or size not in known for kind, known in _TYPE_SIZES.items())
     ):
         raise Corrupt(
-            f"{name}: what it says about the machine that wrote it makes no sense ({shown(info)})",
+            f"{name}: its description of the machine that wrote it is invalid ({shown(info)})",
             "torch writes the version, the byte order and the sizes of three types.",
         )
     return little_endian

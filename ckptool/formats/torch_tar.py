@@ -177,7 +177,7 @@ class _Tables:
         self._check_new(key)
         known, dtype = storage_class(kind)
         if not known or dtype is None:
-            raise Unsupported(f"storage {number:,} has the unknown type {kind}", "Its elements cannot be told.")
+            raise Unsupported(f"storage {number:,} has the unknown type {kind}", "The size of its elements is unknown.")
         if at + 8 > data.length:
             raise Truncated(f"storage {number:,} ends before its number of elements", "The file was cut off.")
         size = self._elements(data.read(at, 8), dtype, data.length - at - 8, number) * dtype.itemsize
@@ -281,7 +281,7 @@ class _Tables:
 
     def _check_new(self, key: Any) -> None:
         if key in self.storages or key in self.views or key in self.tensors:
-            raise Corrupt(f"the key {shown(key)} is given twice", "Readers would disagree which is right.")
+            raise Corrupt(f"the key {shown(key)} is given twice", "Readers would disagree about which is right.")
 
 
 BLOCK = 512
@@ -428,7 +428,7 @@ def _check_member(source: Source, header: TarHeader, members: dict[str, Data], w
     if header.name not in wanted:
         raise Corrupt(f"{shown} is in it, which torch does not write", f"It writes {', '.join(wanted)}.")
     if header.name in members:
-        raise Corrupt(f"{shown} is in it twice", "Readers would disagree which is right.")
+        raise Corrupt(f"{shown} is in it twice", "Readers would disagree about which is right.")
     if header.at + header.size > source.size:
         what = f"{shown} has {header.size:,} bytes from byte {header.at:,}; the file ends at {source.size:,}"
         raise Truncated(what, _CUT)

@@ -93,7 +93,7 @@ def find_pickle(archive: Archive) -> Record:
     if len(pickles) > 1:
         names = " and ".join(str(record) for record in pickles)
         raise Ambiguous(
-            f"{archive.source} holds two checkpoints ({names})", "Readers would disagree which of them it is."
+            f"{archive.source} holds two checkpoints ({names})", "Readers would disagree about which of them it is."
         )
     if not pickles:
         if other := next((name for name in archive.records if name.lower().endswith("/data.pkl")), None):
@@ -217,7 +217,7 @@ class RecordStorages:
         known, dtype = storage_class(cls)
         if not known:
             raise Unsupported(
-                f"the storage {printable(key)} has the unknown type {cls}", "Its elements cannot be told."
+                f"the storage {printable(key)} has the unknown type {cls}", "The size of its elements is unknown."
             )
         record = self.archive.records.get(self.prefix + key)
         if record is None:
@@ -227,7 +227,7 @@ class RecordStorages:
         if numel < 0 or numel * _width(dtype) != record.size:
             there = f"its record {record} has {record.size:,} bytes"
             what = f"the storage {printable(key)} should have {numel} elements; {there}"
-            raise Corrupt(what, "The file was cut and mended, or its pickle is of another file.")
+            raise Corrupt(what, "The file was patched together, or its pickle belongs to another file.")
         storage = self._known(key, location, dtype) if record.is_used else None
         if storage is None:
             crc = record.crc if self.archive.has_checksums else None
@@ -255,7 +255,7 @@ class RecordStorages:
     @staticmethod
     def _contradiction(key: str) -> Corrupt:
         return Corrupt(
-            f"the storage {printable(key)} is described in two ways", "Readers would disagree which is right."
+            f"the storage {printable(key)} is described in two ways", "Readers would disagree about which is right."
         )
 
 
@@ -355,7 +355,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     archive = origin.archive
     if archive.edits >= directory.MAX_EDITS:
         what = f"{archive.source} was edited in place {archive.edits} times already"
-        why = "Every edit leaves its old pickle and directory inside; it is time to write the file anew."
+        why = "Every edit leaves its old pickle and directory inside; it is time to write a new file."
         raise Conflict(what, why, Advice(command("convert", archive.source.file.path, out=OUT)))
     layout = _Layout(origin, begin=archive.end)
     layout.add("data.pkl", InlineBytes(encode(checkpoint.tree, layout.key_of)))

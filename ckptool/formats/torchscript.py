@@ -123,7 +123,7 @@ def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
         if declared is None or not declared.is_module or type(node.state) is not dict:
             return None  # a module that pickles itself in its own way stays an object, with the tensors in its state
         if not all(type(name) is str for name in node.state):
-            raise Corrupt(f"an attribute of {printable(node.name)} that has no name", "The file was made to mislead.")
+            raise Corrupt(f"an attribute of {printable(node.name)} that has no name", "The file is probably malicious.")
         owners[id(node.state)] = declared
         return node.state
 
@@ -150,7 +150,7 @@ def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
 def _add(names: dict[str, Any], name: str, value: Any) -> None:
     if name in names:
         raise Corrupt(
-            f"two attributes called {printable(name)}", "Names of modules have no dots; the file was made to mislead."
+            f"two attributes called {printable(name)}", "Names of modules have no dots; the file is probably malicious."
         )
     names[name] = value
 
@@ -268,7 +268,7 @@ def _program_notes(program: _Program, tree: dict[str, Any]) -> list[Note]:
         why = (
             "tensors are packed in attributes"
             if packed
-            else "what was frozen or made for mobile is constants of the program"
+            else "frozen and mobile models keep their weights as constants of the program"
         )
         where = "attributes" if packed else "constants"
         notes.append(Note("no-state-dict", f"its state dict is empty: {why}", command("show", f"{path}#{where}")))

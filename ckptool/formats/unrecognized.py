@@ -89,7 +89,7 @@ def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
     if found := _starting(head, _ARCHIVES):
         name, program = found
         what = f"{source} is a {name} archive, whatever its name says"
-        why = "torch.save writes none; models are packed so to get past scanners that look for pickles in a zip."
+        why = "torch.save writes none; models are packed this way to get past scanners that look for pickles in a zip."
         return Unsupported(what, why, Advice("If you trust where it is from: ", other_program(program, source.path)))
     if name := _starting(head, _OTHER_FILES):
         return NotACheckpoint(f"{source} is {name}, whatever its name says")
@@ -109,7 +109,7 @@ def _tar(source: Source) -> CkptoolError:
     what = f"{source} is a tar archive, not one of torch's"
     if not names:
         list_it = other_program("tar tf", source.path)
-        return Unsupported(what, "No checkpoint is named in it.", Advice("See what is in it: ", list_it))
+        return Unsupported(what, "Nothing in it is named like a checkpoint.", Advice("See what is in it: ", list_it))
     out = f"{parted(source.path)[0]}.unpacked{os.path.splitext(names[0])[1]}"
     unpack = other_program("tar xOf", source.path, names[0], into=out)
     held = f"It holds {listed([printable(name) for name in names], 4)}."
@@ -149,12 +149,12 @@ def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
     inner = {name.partition("/")[2] for name in names}
     if "serialized_exported_program.json" in last or "archive_format" in inner:
         what = f"{source} is a program of torch.export (.pt2)"
-        why = "Its tensors belong to a graph that only torch can tell them from."
+        why = "Its tensors belong to a graph that only torch understands."
         return Unsupported(what, why, "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')")
     if ".data/extern_modules" in inner:
         return Unsupported(
             f"{source} is a torch.package archive",
-            "It holds source code that makes its objects; nothing of it is run here.",
+            "It holds source code that builds its objects; ckptool runs none of it.",
             "With torch, and only if you trust it: "
             "torch.package.PackageImporter(FILE).load_pickle(PACKAGE, RESOURCE).state_dict()",
         )
@@ -215,8 +215,8 @@ def _text_file(head: bytes, source: Source) -> CkptoolError | None:
 def _json_text(text: str, source: Source) -> CkptoolError:
     if said := re.match(r'\{\s*"(?:error|message|detail|errors)"\s*:\s*"?([^"]{1,120})', text):
         return NotACheckpoint(
-            f"{source} is the answer of a server: {printable(said[1])}",
-            "The download failed, and what the server said was saved instead of the file.",
+            f"{source} is a server's answer: {printable(said[1])}",
+            "The download failed, and the server's answer was saved instead of the file.",
             "Download it again, logged in.",
         )
     beside = _weights_beside(source.path)

@@ -61,10 +61,10 @@ def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
     except OSError as second:
         reason = os.strerror(second.errno or 0)
         raise FileProblem(
-            f"the change of {printable(path)} was stopped, and could not be taken back: {reason}",
+            f"the edit of {printable(path)} was interrupted, and could not be undone: {reason}",
             "Whoever reads the file finds its old state or the new one, whole; bytes of the other may be left "
             "behind it.",
-            Advice("Look at it: ", command("inspect", path), ". The next change in place clears it."),
+            Advice("Look at it: ", command("inspect", path), ". The next in-place edit clears it."),
         ) from error
 
 

@@ -68,7 +68,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
     if not stat.S_ISREG(status.st_mode):
         raise FileProblem(
             f"cannot write {printable(path)}: it is not a regular file",
-            "A checkpoint is written at many places at once.",
+            "A checkpoint is written in many places.",
         )
     if not overwrite:
         raise OutputExists(
@@ -154,7 +154,7 @@ def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolErro
     """The error for a failed write, with what was not touched."""
     name = printable(os.fspath(target))
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        words = {errno.EDQUOT: "your quota is used up", errno.EFBIG: "files may not grow so large here"}.get(
+        words = {errno.EDQUOT: "your quota is used up", errno.EFBIG: "the limit on file sizes was reached"}.get(
             error.errno, "the disk is full"
         )
         return DiskFull(
@@ -302,7 +302,9 @@ def _commit(temporary: str, target: str, overwrite: bool) -> None:
         os.link(temporary, target)  # unlike a rename, this fails if someone made the target meanwhile
     except FileExistsError:
         raise OutputExists(
-            f"{printable(target)} was made by another process meanwhile", "It was left as it is.", "Overwrite it: -f."
+            f"{printable(target)} was created by another process in the meantime",
+            "It was left as it is.",
+            "Overwrite it: -f.",
         ) from None
     except OSError:  # a file system without hard links
         check_target(target, overwrite=False)

@@ -95,7 +95,7 @@ def _would_lose(path: str, foreign: list[str]) -> Conflict:
     return Conflict(
         f"cannot replace the folder {printable(path)}: {listed([printable(name) for name in foreign])} would be "
         "deleted with it",
-        "Only the files of the checkpoint in it may go; it was left as it is.",
+        "Only files of the checkpoint in it may be deleted; it was left as it is.",
         "Write to a new folder; or remove those files first.",
     )
 
@@ -201,7 +201,9 @@ def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bo
             raise
     if not overwrite:
         raise OutputExists(
-            f"{printable(target)} was made by another process meanwhile", "It was left as it is.", "Replace it: -f."
+            f"{printable(target)} was created by another process in the meantime",
+            "It was left as it is.",
+            "Replace it: -f.",
         )
     old = temporary
     try:

@@ -121,7 +121,7 @@ class Sink:
             size = data.length - done
             part = data.read(done, min(COMPUTE, size)) if data.view is None else data.view(done, min(VIEW, size))
             if not part:
-                raise Corrupt(f"{data.length:,} bytes were promised, {done:,} came")
+                raise Corrupt(f"{data.length:,} bytes were expected, {done:,} came")
             self._gather(part, crc)
             done += len(part)
 

@@ -176,7 +176,7 @@ def _check_work(root: Any, found: Sequence[tuple[Path, Tensor]]) -> None:
         if left < 0:
             raise LimitExceeded(
                 f"{printable(address(path))} shows {tensor.nbytes:,} bytes, far more than is stored",
-                "A digest is of every value that a tensor shows; an expanded one repeats a few without end.",
+                "A digest covers every value of a tensor; an expanded one repeats a few stored values endlessly.",
                 "Name another part: --at ADDRESS",
             )
 
@@ -237,7 +237,7 @@ def read_digests(content: bytes, name: str) -> Digests:
         record = json.loads(content)
         schema = record["schema"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise _no_digests(name, "It is no JSON object with a schema.") from None
+        raise _no_digests(name, "It is not a JSON object with a schema.") from None
     if schema != SCHEMA:
         version = re.fullmatch(r"ckptool\.digests/(\d+)", schema) if isinstance(schema, str) else None
         if version is None:
@@ -245,7 +245,7 @@ def read_digests(content: bytes, name: str) -> Digests:
         raise Unsupported(
             f"{name} holds digests of version {version[1][:20]}",
             f"This version of ckptool reads {SCHEMA}.",
-            "Make it anew: ckptool verify FILE --write-digest DIGESTS",
+            "Create it again: ckptool verify FILE --write-digest DIGESTS",
         )
     digests = Digests(tuple(_checked(record.get("tensors"), name)))
     if digests.root != record.get("root"):
@@ -257,7 +257,7 @@ def read_digests(content: bytes, name: str) -> Digests:
 
 def _no_digests(name: str, why: str) -> CkptoolError:
     return Unsupported(
-        f"{name} is no file of digests", why, "Such a file is made by: ckptool verify FILE --write-digest DIGESTS"
+        f"{name} is not a file of digests", why, "Create one: ckptool verify FILE --write-digest DIGESTS"
     )
 
 

@@ -164,13 +164,13 @@ KNOWN: tuple[KnownError, ...] = (
     _known(
         r"dict-like, got <class ['\"](torch\.\w*Tensor|torch\.nn\.parameter|NoneType|int|float|str|numpy)",
         "no-weights",
-        "The file is no state dict: a single tensor, or another value.",
+        "The file is not a state dict: a single tensor, or another value.",
         _INSPECT,
     ),
     _known(
         r"expected torch\.Tensor or Tensor-like object from checkpoint but received",
         "not-a-tensor",
-        "An entry of the state dict is no tensor: a list, a number or an array was saved in its place.",
+        "An entry of the state dict is not a tensor: a list, a number or an array was saved in its place.",
         _INSPECT,
         _DOCTOR,
     ),
@@ -193,7 +193,7 @@ KNOWN: tuple[KnownError, ...] = (
         r"module|state_dict)\b|"
         r"dict['\"] object is not callable",
         "state-dict",
-        "The file is a state dict, not a whole model: make the model first.",
+        "The file is a state dict, not a whole model: create the model first.",
         _INSPECT,
         advice="In Python: model = Net(); model.load_state_dict(torch.load(FILE)).",
     ),
@@ -224,7 +224,7 @@ KNOWN: tuple[KnownError, ...] = (
     _known(
         r"Unsupported operand (118|60|10|123|80|31|53|66|37|137)\b|invalid load key,? ['\"]?(v|<|\{|\\x1f|\\n|P)",
         "not-a-checkpoint",
-        "The file is no checkpoint: a git-lfs pointer, a web page, a JSON text or a compressed file under its name.",
+        "The file is not a checkpoint: a git-lfs pointer, a web page, a JSON text or a compressed file under its name.",
         _DOCTOR,
         advice="It says which of them.",
     ),
@@ -247,7 +247,7 @@ KNOWN: tuple[KnownError, ...] = (
     _known(
         r"Unable to load weights from (pytorch|safetensors)? ?checkpoint file",
         "not-a-checkpoint",
-        "The file is no checkpoint, or is damaged; transformers does not say which.",
+        "The file is not a checkpoint, or is damaged; transformers does not say which.",
         _DOCTOR,
     ),
     _known(
@@ -263,7 +263,7 @@ KNOWN: tuple[KnownError, ...] = (
         "The file is another kind of archive, or was damaged or mixed up while it was written, as by two processes "
         "at once.",
         _VERIFY,
-        advice=Advice("Copy it again; else look for the newest whole one: ", _LATEST),
+        advice=Advice("Copy it again; else look for the newest intact one: ", _LATEST),
     ),
     _known(
         r"Unsupported operand (149|14[0-8]|150)\b|Detected pickle protocol",
@@ -351,12 +351,12 @@ KNOWN: tuple[KnownError, ...] = (
         "disk-full",
         "The save ran out of room; what it left behind is not whole.",
         _VERIFY,
-        advice=Advice("Look for the newest whole one: ", _LATEST),
+        advice=Advice("Look for the newest intact one: ", _LATEST),
     ),
     _known(
         r"float8|has no attribute ['\"](bfloat16|uint16|uint32|uint64|float4)",
         "dtype-unknown",
-        "The tensors have an element type that this torch is too old for.",
+        "The tensors have a dtype that this torch is too old for.",
         command("cast", FILE, dtype="bf16", out=OUT),
     ),
     _known(r"Is a directory|IsADirectoryError", "folder", "A folder was given where a file was expected.", _INSPECT),

@@ -156,7 +156,7 @@ def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
         return
     shown = listed([f"{printable(str(key))} ({_kind(value)})" for key, value in odd.items()], 3)
     entries = f"{counted(len(root.node), 'entry', 'entries')} of {printable(root.address) or 'the state dict'}"
-    what = f"{len(odd):,} of {entries} are no tensors: {shown}"
+    what = f"{len(odd):,} of {entries} are not tensors: {shown}"
     says = "Unexpected key(s) in state_dict; or: While copying the parameter named …, expected torch.Tensor"
     finding = Finding("not-a-tensor", what, says, stage=Stage.ENTRIES)
     droppable = [key for key in odd if type(key) is str and "." not in key and not _pattern_like(key)]
@@ -335,7 +335,7 @@ def _by_prefix(root: StateDict, target: Target, way: Way) -> Way | None:
         if found_fit.matched <= way.fit.matched or 2 * found_fit.matched < len(target.tensors):
             continue
         if rest := len(way.fit.names) - len(inside):
-            what = f"the model's keys begin with {printable(prefix)}; {rest:,} others are beside them"
+            what = f"the model's keys begin with {printable(prefix)}; {rest:,} others do not"
             step = _prefix_step(what, command("convert", FILE, only=f"{prefix}*", out=OUT), _strip(prefix))
         else:
             what = f"its keys begin with {printable(prefix)}, those of {printable(target.name)} do not"

@@ -286,7 +286,7 @@ def _waste_notes(rows: list[TensorRow]) -> Iterator[Note]:
         fix = command("slim", FILE, keep_optimizer=True, out=OUT)
         yield Note(
             "wasted-storage",
-            f"{waste:,} bytes in {counted(count, 'storage')} are behind no tensor (slices saved whole)",
+            f"{waste:,} bytes in {counted(count, 'storage')} are used by no tensor (slices saved with all of it)",
             fix,
         )
 

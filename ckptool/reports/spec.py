@@ -38,8 +38,8 @@ def spec_of(target: Target) -> dict[str, Any]:
 def _tensor_json(expected: Expected) -> dict[str, Any]:
     if expected.dtype is None or expected.shape is None:
         raise Unsupported(
-            f"{printable(expected.name)} has no type and shape that could be written down",
-            "It is a tensor of a kind that only torch knows.",
+            f"{printable(expected.name)} has no dtype and shape to record",
+            "Only torch knows this kind of tensor.",
         )
     facts = {"name": expected.name, "dtype": expected.dtype.name, "shape": list(expected.shape)}
     return {**facts, "kind": expected.kind}

@@ -124,7 +124,7 @@ def refuse_damaged(checkpoint: Checkpoint) -> None:
     about = f", the data of {listed(names, 3)}" if names else ""
     raise Corrupt(
         f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{about}",
-        "Its bytes changed after they were written, and what is made of them is no better.",
+        "Its bytes changed after they were written, and anything made from them would be damaged too.",
         Advice("See all of it: ", command("verify", input_of(checkpoint.source))),
     )
 
@@ -228,7 +228,7 @@ def _outside(part: TensorEntry | StorageRef, path: Path) -> Iterator[Problem]:
     if isinstance(part, TensorEntry) and not 0 <= part.span()[0] <= part.span()[1] <= storage.nbytes:
         begin, end = part.span()
         what = f"a view of bytes {begin:,} to {end:,} of a storage of {storage.nbytes:,} bytes"
-        yield Problem("bad-tensor", what, "It lies outside of its storage.", tensors=(address(path),))
+        yield Problem("bad-tensor", what, "It lies outside its storage.", tensors=(address(path),))
     data = storage.data
     if isinstance(data, FileRange) and data.offset + data.length > data.file.size:
         what = f"{data.file} ends at byte {data.file.size:,}, before the data"

@@ -181,7 +181,7 @@ def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanR
     """The error that says why a plan is not carried out."""
     reasons = list(report.refused if found is None else found)
     done = "was loaded" if report.applied else "was not loaded"
-    after = "It has been done already; nothing was taken back." if report.applied else "Nothing was changed."
+    after = "It was done already; nothing was undone." if report.applied else "Nothing was changed."
     error = PlanRefused(
         f"{printable(report.source)} {done} into {printable(report.target)}{', but' if report.applied else ':'} "
         f"{reasons[0].what}",
@@ -196,7 +196,7 @@ def checked_share(min_loaded: float | None) -> float | None:
     """The share that was asked for; raises `UsageError` unless it is one."""
     if min_loaded is not None and not 0 <= min_loaded <= 1:
         raise UsageError(
-            f"{min_loaded} is no share of the values", "It is between 0 and 1.", "For example: --min-loaded 0.95"
+            f"{min_loaded} is not a share of the values", "It is between 0 and 1.", "For example: --min-loaded 0.95"
         )
     return min_loaded
 

@@ -351,7 +351,7 @@ _EXAMPLE: dict[str, Any] = {
 }
 _EXAMPLE_HEAD = """\
 # A run of ckptool's training harness: every key. Without it, its value is the one below, or the default that is named.
-# Start it: ckptool train run.yaml    Go on with it: ckptool resume runs/digits    Prove it: ckptool prove run.yaml
+# Start it: ckptool train run.yaml    Resume it: ckptool resume runs/digits    Prove it: ckptool prove run.yaml
 """
 _COMMENTS = 30  # the column in which comments begin
 
@@ -461,7 +461,7 @@ def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str)
         lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
         raise Conflict(
             f"{printable(folder)} cannot go on with a changed configuration: " + "; ".join(lines),
-            "The run would end as neither of the two. Nothing was changed.",
+            "The result would belong to neither. Nothing was changed.",
             "Start another run: --set run=OTHER"
             if fixed
             else f"Confirm the change: --set {wrong[0].key}={wrong[0].after}",

@@ -27,7 +27,7 @@ def read(path: str, changes: Sequence[str] = ()) -> Config:
         raise UsageError(
             f"{printable(path)} is a run, not a configuration",
             "It was started before.",
-            Advice("Go on with it: ", command("resume", path)),
+            Advice("Resume it: ", command("resume", path)),
         )
     return parsed(read_small_text(path, "a configuration", MAX_FILE), path, changes)
 
@@ -283,7 +283,7 @@ def _plain(value: Any, place: Place, left: list[int]) -> Any:
     name = printable(dotted(place)) or "the configuration"
     raise UsageError(
         f"{name} is {_described(value)}, and a configuration holds plain values",
-        "It is written to run.yaml, from which the run goes on.",
+        "It is saved in run.yaml, from which the run is resumed.",
         _instead(value),
     )
 

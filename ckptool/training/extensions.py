@@ -105,7 +105,7 @@ def _described(error: BaseException) -> CkptoolError | None:
         return UserCodeFailed(
             f"{printable(place.filename)}:{place.lineno} raised {what}",
             "".join(traceback.format_list(frames[theirs[0] :])).rstrip(),
-            "This is your code, not ckptool's.",
+            "The error is in your code, not in ckptool's.",
         )
     last = frames[-1]
     if last.filename.startswith(_OURS + os.sep) and not type(error).__module__.startswith("torch"):

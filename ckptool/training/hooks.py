@@ -228,7 +228,7 @@ class Board:
             raise MissingExtra(
                 "log.tensorboard needs the package tensorboard, which is not installed",
                 "Nothing was trained. metrics.jsonl holds the same numbers.",
-                "pip install tensorboard; or do without: --set log.tensorboard=false",
+                "pip install tensorboard; or turn it off: --set log.tensorboard=false",
             ) from error
         writer: Any = SummaryWriter
         self.writer = writer(os.path.join(folder, "tensorboard"), purge_step=step + 1)

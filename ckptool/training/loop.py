@@ -96,7 +96,7 @@ def _rescue(trainer: Trainer, run: Run, saver: Saver, error: Exception) -> None:
                 saver.wait()
             if isinstance(error, CkptoolError):
                 before = f"{error.fix} " if error.fix else ""
-                error.fix = Advice(f"{before}Step {trainer.step:,} is saved; go on: ", command("resume", run.folder))
+                error.fix = Advice(f"{before}Step {trainer.step:,} is saved; resume: ", command("resume", run.folder))
     if trainer.world.is_first:
         words = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
         with suppress(CkptoolError):
@@ -182,7 +182,7 @@ def _update(trainer: Trainer, name: str, mean: torch.Tensor, gradients: Sequence
         raise NotFinite(
             f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {loss})",
             "The run stopped there; its checkpoints are as they were.",
-            "Leave such steps out: --set train.on_nonfinite=skip; or cut gradients, or lower the learning rate.",
+            "Skip such steps: --set train.on_nonfinite=skip; or cut gradients, or lower the learning rate.",
         )
     elif scaler is not None and gradients:
         scaler.update()  # which is done with this step's gradients
@@ -240,7 +240,7 @@ def _step_schedules(trainer: Trainer) -> None:
                 schedule.step()
             except ValueError as error:
                 raise UsageError(
-                    f"the schedule of {name} cannot go on after step {trainer.step}: {error}",
+                    f"the schedule of {name} ends before step {trainer.step}: {error}",
                     "It is shorter than the run.",
                     f"Make it longer: --set optim.{name}.schedule.args.total_steps={trainer.total_steps}",
                 ) from error
@@ -418,8 +418,8 @@ class Saver:
         try:
             saved = self.run.store.commit(step, tree, facts)
         except DiskFull as error:
-            error.why = "The checkpoints that are there stay as they are."
-            error.fix = Advice("Make room, then go on: ", command("resume", self.run.folder))
+            error.why = "Existing checkpoints stay as they are."
+            error.fix = Advice("Make room, then resume: ", command("resume", self.run.folder))
             raise
         gone = self.run.prune()
         self.run.note("save", step=saved.step, path=saved.path, pruned=[old.step for old in gone])

@@ -263,7 +263,7 @@ def _sequential(model: nn.Module, name: str) -> nn.Module:
         there = [place or "''" for place, module in modules.items() if isinstance(module, nn.Sequential)]
         raise UsageError(
             f"activation_checkpoint: {printable(name)!r} is not an nn.Sequential",
-            f"There are: {listed(there, 8) or 'none'}.",
+            f"Available: {listed(there, 8) or 'none'}.",
         )
     return found
 
@@ -275,7 +275,7 @@ def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     if not matching:
         raise UsageError(
             f"activation_checkpoint: {printable(pattern)!r} matches no module",
-            f"There are: {listed([printable(name) for name in modules], 8)}.",
+            f"Available: {listed([printable(name) for name in modules], 8)}.",
         )
     return {n: m for n, m in matching.items() if not any(n.startswith(other + ".") for other in matching)}
 
@@ -318,7 +318,7 @@ def _in_segments(module: Any, segments: int, options: dict[str, Any]) -> None:
                 raise UsageError(
                     "activation_checkpoint: use_reentrant needs inputs that can have a gradient, not whole numbers",
                     "The first segment would learn nothing.",
-                    "Do without: --set train.activation_checkpoint.use_reentrant=false",
+                    "Turn it off: --set train.activation_checkpoint.use_reentrant=false",
                 )
             value = value.detach().requires_grad_()
         return checkpoint_sequential(  # type: ignore[no-untyped-call]

@@ -74,7 +74,7 @@ def _groups(parameters: Parameters, groups: Iterable[Group]) -> list[dict[str, A
         if not chosen:
             raise UsageError(
                 f"optim.groups: {group.match!r} matches no parameter that earlier groups left",
-                f"There are: {listed([printable(name) for name in parameters], 8)}.",
+                f"Available: {listed([printable(name) for name in parameters], 8)}.",
             )
         made.append({"params": list(chosen.items()), **(group.model_extra or {})})
     if left:
@@ -94,7 +94,7 @@ def _class_of(module: Any, name: str, base: type, what: str) -> Any:
     if found is None:
         close = difflib.get_close_matches(wanted, classes, 1)
         hint = f"Did you mean {classes[close[0]].__name__}?" if close else ""
-        raise UsageError(f"there is no {what} {name!r}", f"There are: {listed(sorted(classes), 40)}.", hint)
+        raise UsageError(f"there is no {what} {name!r}", f"Available: {listed(sorted(classes), 40)}.", hint)
     return found
 
 
@@ -137,10 +137,10 @@ _LAMBDAS: dict[str, Callable[..., Callable[[int], float]]] = {
 
 
 _OF_FUNCTIONS = (
-    "It is made of functions, which a configuration cannot hold.",
+    "It takes functions, which a configuration cannot hold.",
     f"Name a function of the step instead: {', '.join(_LAMBDAS)}.",
 )
-_OF_OTHERS = ("It is made of other schedules.", f"Name one schedule; with a warm-up: {', '.join(_LAMBDAS)}.")
+_OF_OTHERS = ("It takes other schedules.", f"Name one schedule; with a warm-up: {', '.join(_LAMBDAS)}.")
 _NO_SCHEDULE = {
     "LambdaLR": _OF_FUNCTIONS,
     "MultiplicativeLR": _OF_FUNCTIONS,
@@ -223,7 +223,7 @@ class Freezing:
             if not matching:
                 raise UsageError(
                     f"freeze: {printable(pattern)!r} matches no parameter",
-                    f"There are: {listed([printable(name) for name in parameters], 8)}.",
+                    f"Available: {listed([printable(name) for name in parameters], 8)}.",
                 )
             until.update({name: max(end, until.get(name, 0)) for name in matching})
         self._rules = [(parameters[name], parameters[name].requires_grad, end) for name, end in until.items()]
@@ -333,6 +333,6 @@ class Average:
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Takes a saved average back. Raises `Conflict` where names or shapes differ."""
         if {n: v.shape for n, v in values.items()} != {n: v.shape for n, v in self.values.items()}:
-            raise Conflict("the saved average is of another model", "Its names or shapes differ.")
+            raise Conflict("the saved average belongs to another model", "Its names or shapes differ.")
         for name, mean in self.values.items():
             mean.copy_(values[name])

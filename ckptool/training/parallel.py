@@ -88,7 +88,7 @@ def world_of(config: Config) -> Iterator[World]:
             raise UsageError(
                 f"torchrun started {processes} processes, but strategy is {config.strategy}",
                 "Each would train the whole model and write to the same folder.",
-                "Say so: --set strategy=ddp",
+                "Set it: --set strategy=ddp",
             )
         yield World(device=device_of(config.split.devices[0] if config.split else config.device))
         return
@@ -129,8 +129,8 @@ def _meet(device: torch.device, launched: bool) -> None:
     except (RuntimeError, ValueError, OSError) as error:
         place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RunFailed(
-            f"the processes of this run could not meet: {printable(str(error).partition(chr(10))[0])}",
-            f"They meet at {printable(place)}, as torchrun sets it. Nothing was trained."
+            f"the processes of this run could not connect: {printable(str(error).partition(chr(10))[0])}",
+            f"They connect at {printable(place)}, as torchrun sets it. Nothing was trained."
             if launched
             else "Nothing was trained.",
             "Start all of them: torchrun --nproc-per-node 2 --no-python ckptool train run.yaml; "
@@ -173,7 +173,7 @@ def compiled(model: nn.Module, how: bool | str) -> Any:
         return torch.compile(model)
     there = torch.compiler.list_backends(exclude_tags=())
     if how not in there:
-        raise UsageError(f"train.compile: there is no backend {printable(how)!r}", f"There are: {listed(there, 20)}.")
+        raise UsageError(f"train.compile: there is no backend {printable(how)!r}", f"Available: {listed(there, 20)}.")
     return torch.compile(model, backend=how)
 
 
@@ -231,7 +231,7 @@ def _parts(model: nn.Module, cuts: list[str]) -> dict[str, int]:
         if cut not in names or not cut:
             raise UsageError(
                 f"split.at: there is no module {printable(cut)!r}",
-                f"There are: {listed([printable(name) for name in names if name], 12)}.",
+                f"Available: {listed([printable(name) for name in names if name], 12)}.",
             )
     places = [names.index(cut) for cut in cuts]
     if places != sorted(set(places)):
@@ -288,5 +288,5 @@ def _together(outputs: list[Any]) -> Any:
     raise UsageError(
         f"split: the model gives {type(first).__name__}, which cannot be put together from micro-batches",
         "It should give a tensor, or a tuple, list or dictionary of them.",
-        "Do without: --set split.microbatches=1",
+        "Turn it off: --set split.microbatches=1",
     )

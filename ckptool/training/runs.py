@@ -186,15 +186,15 @@ def _refuse_run(folder: str) -> None:
         raise Conflict(
             f"{printable(folder)} is a run already",
             "It was left as it is.",
-            Advice("Go on with it: ", command("resume", folder), "; or name another folder: --set run=OTHER"),
+            Advice("Resume it: ", command("resume", folder), "; or name another folder: --set run=OTHER"),
         )
     raise _without_config(folder)
 
 
 def _without_config(folder: str) -> Conflict:
     return Conflict(
-        f"{printable(folder)} holds checkpoints, and no run.yaml of their run",
-        "Without it nothing says how they were trained. They were left as they are.",
+        f"{printable(folder)} holds checkpoints, but no run.yaml of their run",
+        "Without it, nobody knows how they were trained. They were left as they are.",
         "Put run.yaml back, or name another folder: --set run=OTHER",
     )
 

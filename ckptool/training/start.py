@@ -123,8 +123,8 @@ def _restore(trainer: Trainer, run: Run, say: Say) -> SavedState | None:
     if newest is None:
         if has_checkpoints(run.folder):
             raise Conflict(
-                f"{printable(run.folder)} holds checkpoints, and none of them is of this run",
-                "They are of the run whose run.yaml lay here before. They were left as they are.",
+                f"{printable(run.folder)} holds checkpoints, and none of them belongs to this run",
+                "They belong to the run whose run.yaml was here before. They were left as they are.",
                 "Put that run.yaml back, or start this run in another folder: --set run=OTHER",
             )
         return None
@@ -282,7 +282,7 @@ def _compare(trainer: Trainer, path: str) -> None:
     again = build(trainer.config, trainer.world)
     restored(again, _loaded(path), path)
     if differing := first_difference(gathered(trainer), gathered(again)):
-        raise Corrupt(f"the reloaded state differs in {differing}", "A run would not go on as it stopped.")
+        raise Corrupt(f"the reloaded state differs in {differing}", "A run would not resume as it stopped.")
 
 
 def first_difference(one: Any, other: Any, place: str = "") -> str:

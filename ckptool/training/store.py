@@ -213,11 +213,13 @@ def check(saved: SavedState, verify: str) -> None:
         raise Corrupt(f"{printable(saved.path)} has no sidecar", "It was not committed, or the sidecar was lost.")
     size = Source(saved.path).size
     if sidecar.get("step") != saved.step:
-        raise Corrupt(f"the sidecar of {printable(saved.path)} is of another step", "Files were renamed, or mixed up.")
+        raise Corrupt(
+            f"the sidecar of {printable(saved.path)} belongs to another step", "Files were renamed, or mixed up."
+        )
     if not (same := [known for known in _known(sidecar) if size == known.get("bytes")]):
         raise Corrupt(
             f"{printable(saved.path)} has {size:,} bytes; its sidecar says {printable(str(sidecar.get('bytes')))}",
-            "It was cut, or written over.",
+            "It was truncated, or overwritten.",
         )
     if verify == "full" and file_digest(saved.path) not in [known.get("sha256") for known in same]:
         raise Corrupt(

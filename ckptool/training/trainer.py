@@ -128,8 +128,8 @@ def _task(config: Config) -> Task:
     task = load_task(config.task)
     if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
         raise UsageError(
-            f"task: {config.task} trains the model {printable(missing[0])!r}, and there is none of this name",
-            f"There are: {', '.join(map(printable, config.models))}.",
+            f"task: {config.task} trains the model {printable(missing[0])!r}, but there is none by this name",
+            f"Available: {', '.join(map(printable, config.models))}.",
             f"Call it so: models: {{{printable(missing[0])}: …}}",
         )
     return task
@@ -195,7 +195,7 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
             if took_part(error):
                 raise
             raise Conflict(
-                f"{where}: the weights do not fit the model: {error}", "It is a checkpoint of another model."
+                f"{where}: the weights do not fit the model: {error}", "The checkpoint belongs to another model."
             ) from error
     for name in trainer.optimizers:
         if _declared(tree, name) == _declared({"config": trainer.config.dumped()}, name):
@@ -241,7 +241,7 @@ def _declared(tree: dict[str, Any], name: str) -> tuple[Any, Any]:
 
 def _part(tree: dict[str, Any], key: str, where: str) -> Any:
     if key not in tree:
-        raise Conflict(f"{where} has no {key}", "Without it the run would go on as another one.")
+        raise Conflict(f"{where} has no {key}", "Without it the run would resume as a different one.")
     return tree[key]
 
 

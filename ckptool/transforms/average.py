@@ -41,7 +41,7 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -
     Raises `UsageError` for a number of weights that is not that of the files, or a decay outside of 0 to 1.
     """
     if weights is not None and ema is not None:
-        raise UsageError("weights and an exponential average were both asked for", "They exclude each other.")
+        raise UsageError("weights and an exponential average were both asked for", "They are mutually exclusive.")
     if ema is not None:
         if not 0 <= ema < 1:
             raise UsageError(f"a decay of {ema} is not from 0 to 1", "", "For example: --ema 0.999")
@@ -70,7 +70,7 @@ def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: S
     ]:
         raise Conflict(
             f"the files do not hold the same weights: {listed(problems, 6)}",
-            "Means of different models are no model. Nothing was written.",
+            "The mean of different models is not a model. Nothing was written.",
             Advice("See all of it: ", command("diff", names[0], names[-1])),
         )
     made: dict[tuple[Any, ...], TensorEntry] = {}

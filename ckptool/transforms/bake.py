@@ -62,7 +62,7 @@ def bake(node: Mapping[Any, Any], *, spectral: bool = False, form: str = "plain"
     `Conflict` where the plain weight is there already, `Unsupported` for types that have no product.
     """
     if form not in FORMS:
-        raise UsageError(f"there is no form {printable(form)!r}", f"There are: {', '.join(FORMS)}.")
+        raise UsageError(f"there is no form {printable(form)!r}", f"Available: {', '.join(FORMS)}.")
     found, left = _found(node)
     chosen = []
     for each in found:
@@ -93,7 +93,8 @@ def bake(node: Mapping[Any, Any], *, spectral: bool = False, form: str = "plain"
 def _put(tree: dict[Any, Any], key: Any, value: Any) -> None:
     if key in tree:
         raise Conflict(
-            f"{printable(str(key))} is there already, beside what it is made of", "One of the two would be lost."
+            f"{printable(str(key))} exists already, next to the parts that it is made from",
+            "One of the two would be lost.",
         )
     tree[key] = value
 
@@ -114,7 +115,7 @@ def _found(node: Mapping[Any, Any]) -> tuple[list[Folded], list[tuple[str, str]]
         kind = _kind(set(parts))
         if kind is None:
             if new:
-                left.append((weight, "a parametrisation that is not known"))
+                left.append((weight, "an unknown parametrization"))
         else:
             found.append(Folded(weight, kind, {role: parts[role] for role in _NEEDS[kind]}, new))
     return found, left
@@ -155,7 +156,7 @@ def _weight_norm(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
     shape = g.shape if len(g.shape) == len(v.shape) else (1,) * len(v.shape)
     if g.numel != prod(shape) or any(a not in (1, b) for a, b in zip(shape, v.shape, strict=True)):
         raise Conflict(
-            f"{printable(folding.weight)}: g of shape {list(g.shape)} is no norm of v of shape {list(v.shape)}",
+            f"{printable(folding.weight)}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}",
             "They are not the two halves of one weight.",
         )
     scale: list[Array] = []
@@ -213,7 +214,7 @@ _FOLDS: dict[str, Callable[[Mapping[Any, Any], Folded], TensorEntry]] = {
 def _product(entry: TensorEntry, inputs: tuple[TensorEntry, ...], factor: Callable[[int, int], Any]) -> TensorEntry:
     """The tensor times a factor for each element, made piece by piece, rounded once."""
     if not entry.dtype.is_float or any(not part.dtype.is_float and part.dtype.kind != "bool" for part in inputs):
-        raise Unsupported(f"tensors of type {entry.dtype} are not folded", "Parametrised weights are floating.")
+        raise Unsupported(f"tensors of type {entry.dtype} are not folded", "Parametrized weights are floating-point.")
     elements = _elements(entry)
 
     def chunk(start: int, stop: int) -> bytes:

@@ -42,7 +42,7 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
         if why := _why_not(name):
             raise Conflict(
                 f"a member cannot be called {_shown(name)}: {why}",
-                "A member can be written to a file of its name, on any system. Nothing was written.",
+                "A member can become a file of its name, on any system. Nothing was written.",
                 "Give it another name: NAME=FILE, or, in a bundle, --rename OLD=NEW",
             )
         if (folded := _folded(name)) in taken:
@@ -50,7 +50,7 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
             raise Conflict(
                 f"two members are called {_shown(name)}"
                 if other == name
-                else f"{_shown(other)} and {_shown(name)} are one name where case or Unicode forms do not count",
+                else f"{_shown(other)} and {_shown(name)} are one name where case or Unicode form is ignored",
                 "One member would replace the other. Nothing was written.",
                 "Give one of them another name: NAME=FILE, or, in a bundle, --rename OLD=NEW",
             )
@@ -63,13 +63,13 @@ def _why_not(name: Any) -> str:
     if type(name) is int:
         return ""
     if type(name) is not str:
-        return f"it is of type {type(name).__name__}, neither a text nor a number"
+        return f"it is of type {type(name).__name__}, neither a string nor a number"
     if not name or not is_text(name):
         return "it is not Unicode text" if name else "it is empty"
     if _NO_FILE.search(name) or not name.isprintable():
         return "it holds a character that names of files cannot have, or that cannot be seen"
     if name.strip(" .") != name:
-        return "it begins or ends with a dot or a blank"
+        return "it begins or ends with a dot or a space"
     if _DEVICES.fullmatch(name):
         return "Windows has a device of that name"
     return f"it is longer than {LONGEST_NAME} bytes" if len(name.encode()) > LONGEST_NAME else ""
@@ -103,7 +103,7 @@ def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
     where = checkpoint.source or "the checkpoint"
     if not isinstance(tree, dict):
         raise UsageError(
-            f"{where} is no bundle: it is of type {type(tree).__name__}", "A bundle is a dictionary of names."
+            f"{where} is no bundle: it is of type {type(tree).__name__}", "A bundle is a dictionary with names as keys."
         )
     if whole := [root for root in find_state_dicts(checkpoint) if root.path == () and root.kind != PLAIN]:
         raise UsageError(
@@ -124,7 +124,7 @@ def changed(
     gone = [key_of(members, name) for name in drop]
     moved = {key_of(members, old): new for old, new in (rename or {}).items()}
     if both := [name for name in gone if name in moved]:
-        raise UsageError(f"{_shown(both[0])} is to be dropped and renamed", "Only one of them can be meant.")
+        raise UsageError(f"{_shown(both[0])} is to be dropped and renamed", "Only one can apply.")
     kept = [(moved.get(name, name), tree) for name, tree in members.items() if name not in gone]
     check_names(moved.values(), [name for name in members if name not in gone and name not in moved])
     return dict(kept)
@@ -136,12 +136,12 @@ def key_of(members: Mapping[Any, Any], name: str) -> Any:
     if len(found) > 1:
         raise Ambiguous(
             f"{_shown(name)} names {counted(len(found), 'member')}",
-            f"There are: {listed([repr(key) for key in found])}.",
+            f"Available: {listed([repr(key) for key in found])}.",
         )
     if not found:
         there = listed([printable(str(key)) for key in members], 12)
         raise UsageError(
-            f"there is no member {_shown(name)}", f"There are: {there}." if members else "There are no members."
+            f"there is no member {_shown(name)}", f"Available: {there}." if members else "There are no members."
         )
     return found[0]
 
@@ -251,7 +251,7 @@ def separated(tree: dict[Any, Any]) -> tuple[dict[Any, Any], Shared]:
         if len(meanings[place]) > 1:
             raise Ambiguous(
                 f"{printable(place)} leads to two tensors, one of which is shared with another member",
-                "What belongs together could not be written down.",
+                "What is shared could not be recorded.",
             )
     alone: dict[Any, Any] = map_storages(
         tree, lambda storage: replace(storage, deduplicated=False) if storage.deduplicated else storage

@@ -41,9 +41,9 @@ def parse_dtype(text: str) -> DType:
         dtype = None
     if dtype is None or not dtype.is_float:
         raise UsageError(
-            f"{printable(text)!r} is not a floating type",
-            "Casting is between floating types.",
-            "There are: f64, f32, f16, bf16, f8_e4m3fn, f8_e5m2, …",
+            f"{printable(text)!r} is not a floating-point dtype",
+            "Casts are between floating-point dtypes.",
+            "Available: f64, f32, f16, bf16, f8_e4m3fn, f8_e5m2, …",
         )
     return dtype
 
@@ -105,7 +105,7 @@ def _refuse_shared(
         if dtypes.setdefault(id(entry.storage), entry.dtype) is not entry.dtype:
             raise Conflict(
                 f"the storage of {printable(names[id(entry.storage)])} is seen as two types",
-                "Converting its elements needs to know which they are.",
+                "Its elements cannot be converted without knowing their dtype.",
             )
     for path, node in walk(tree):
         for segment, part in children(node):

@@ -56,7 +56,7 @@ def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTall
     for dtype in (source, target):
         if not dtype.is_float:
             raise UsageError(
-                f"cannot cast {source.name} to {target.name}: {dtype.name} is not a floating type",
+                f"cannot cast {source.name} to {target.name}: {dtype.name} is not a floating-point dtype",
                 "Casting rounds values; integers, complex and quantized tensors are left as they are.",
                 "Choose one of f64, f32, f16, bf16, f8_e4m3fn, f8_e5m2, f8_e4m3fnuz, f8_e5m2fnuz, f8_e8m0fnu.",
             )

@@ -74,7 +74,7 @@ def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, 
     if idle := [pattern for pattern in patterns if pattern not in used]:
         raise NoMatch(
             f"nothing matches {printable(idle[0])!r}",
-            "Patterns are for whole addresses, or for keys of model weights.",
+            "Patterns match whole addresses, or keys of model weights.",
             "See what is there: ckptool inspect FILE --all",
         )
     replaced = {number: _without(mapping, keys) for number, (mapping, keys) in found.items()}
@@ -109,10 +109,12 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{printable(value)!r} is not JSON: {printable(str(error))}",
-            "A text needs quotes within the shell's, and a name stands in an object once.",
+            "A string needs quotes inside the shell's, and an object has each name once.",
             f"""For example: '{printable(place)}:="text"'""",
         ) from None
-    raise UsageError(f"{printable(text)!r} sets nothing", "It is written PATH:=JSON.", "For example: --set epoch:=3")
+    raise UsageError(
+        f"{printable(text)!r} is not of the form PATH:=JSON", "Both sides are needed.", "For example: --set epoch:=3"
+    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

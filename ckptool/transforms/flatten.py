@@ -55,7 +55,7 @@ def export(
     if wrong := list(_not_plain(root.node, keys)):
         raise Unsupported(
             f"{container} cannot hold {listed(wrong)}",
-            "It has plain tensors only, each under its name. Nothing was written.",
+            "It holds only plain tensors, each under its name. Nothing was written.",
             "Leave them out: --exclude NAME; or keep everything, to be restored by ckptool: --all",
         )
     plain = {key: value for key, value in chosen.items() if isinstance(value, TensorEntry)}
@@ -108,7 +108,7 @@ def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[
         if isinstance(entry := node[key], TensorEntry):
             names.setdefault(id(entry.storage), []).append(printable(key))
     tied = [" = ".join(group) for group in names.values() if len(group) > 1]
-    message = f"{container} has no ties: written once for each name: {listed(tied, 3)}"
+    message = f"{container} has no ties; copied for each name: {listed(tied, 3)}"
     return [Note("ties-copied", message)] if tied else []
 
 

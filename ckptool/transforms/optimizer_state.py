@@ -86,7 +86,7 @@ def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
         raise Conflict(
             f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is not known "
             f"which one {listed(unknown)} belong to",
-            "A learning rate or weight decay would be guessed. Nothing was written.",
+            "The learning rate and weight decay would be a guess. Nothing was written.",
             "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)",
         )
     order = {name: number for number, name in enumerate(name for group in members for name in group)}
@@ -104,14 +104,14 @@ def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
         raise NoMatch(
             f"{where} has no optimizer state",
             "It would be a dictionary with `state` and `param_groups`. Nothing was changed.",
-            "Go on without: leave --optimizer out",
+            "Go without it: omit --optimizer",
         )
     if len(found) > 1:
         raise UsageError(
             f"{where} has {counted(len(found), 'optimizer')}: "
             f"{listed([printable(address(path)) for path, _ in found])}",
             "Which one belongs to these weights is not known.",
-            "Leave one in a copy: ckptool edit FILE --drop ADDRESS -o OUT",
+            "Keep only one in a copy: ckptool edit FILE --drop ADDRESS -o OUT",
         )
     path, optimizer = found[0]
     for group in optimizer["param_groups"]:

@@ -50,7 +50,7 @@ def strip(
     two keys would become one; `NoMatch` where a named prefix is on no key; `UsageError` for an empty prefix.
     """
     if "" in prefixes:
-        raise UsageError("the prefix is empty", "There would be nothing to take off.", "For example: --prefix 'model.'")
+        raise UsageError("the prefix is empty", "There would be nothing to remove.", "For example: --prefix 'model.'")
     for root in roots:
         names = [name for name in _names(root) if name != COUNTER]
         for prefix in prefixes or (PEELED,):
@@ -61,7 +61,7 @@ def strip(
         if not any(_without(name, prefixes[:number]).startswith(prefix) for root in roots for name in _names(root)):
             raise NoMatch(
                 f"no key begins with {printable(prefix)!r}",
-                "The prefix that was named is not there.",
+                "No key has the prefix that you named.",
                 "See the keys: ckptool inspect FILE --all",
             )
     if not prefixes:
@@ -95,7 +95,7 @@ def _refuse_mixed(root: StateDict, names: Sequence[str], prefix: str, named: boo
             f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {where} begin with "
             f"{printable(prefix)!r}; without it: {listed(without, 3)}",
             "A wrapper would have put it on all of them; this may be a submodule of that name.",
-            "Take it off where it is: --partial",
+            "Remove it where it is: --partial",
         )
 
 
@@ -129,7 +129,7 @@ def apply(
     """Renames the keys of `roots`, their `_metadata`, and the parameter names in every optimizer of the checkpoint.
 
     emptied: modules whose `_metadata` entries go where no key is left below them.
-    Raises `Conflict` naming the keys that would become one, or that would be left without a name.
+    Raises `Conflict` naming the keys that would become one, or that would become empty.
     """
     replaced: dict[int, Any] = {}
     mapping: dict[str, str] = {}
@@ -161,9 +161,7 @@ def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
             "See the keys: ckptool inspect FILE --all",
         )
     if emptied := [old for old, new in names.items() if not new and old]:
-        raise Conflict(
-            f"the key {printable(emptied[0])!r} of {where} would be left without a name", "Nothing was written."
-        )
+        raise Conflict(f"the key {printable(emptied[0])!r} of {where} would become empty", "Nothing was written.")
 
 
 def _clash(olds: list[str], new: str) -> str:

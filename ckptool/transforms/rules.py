@@ -11,8 +11,8 @@ from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.errors import NoMatch, UsageError, printable
 
 MAX_RULES = 16 << 20  # bytes of a file of them
-RULES_LOOK = "A line of it: - 'blocks.{n}.* => layers.{n}.*'"
-WHOLE_KEY = "Rules are for the whole key; `*` crosses dots."
+RULES_LOOK = "A line of one: - 'blocks.{n}.* => layers.{n}.*'"
+WHOLE_KEY = "Rules match whole keys; `*` also matches dots."
 _ARROW = re.compile(r"\s*=>\s*")
 _TOKEN = re.compile(r"\*|\{(\w+)(?:\s*([+-])\s*([0-9]{1,9}))?\}|\\(.)|(\{)")
 
@@ -88,7 +88,7 @@ def parse_rule(text: str, place: str = "") -> Rule:
     except (re.error, IndexError, UsageError) as error:
         reason = error.what if isinstance(error, UsageError) else str(error)
         raise UsageError(
-            f"{where}the rule {printable(text)!r} cannot work: {reason}",
+            f"{where}the rule {printable(text)!r} is invalid: {reason}",
             "Every variable on the right must be bound on the left.",
         ) from None
     return Rule(text, pattern, template, place, sums)
@@ -194,7 +194,9 @@ def read_rules(path: str) -> list[Rule]:
             f"{printable(path)}, line {line}: {problem}", "The rules file is not valid YAML.", RULES_LOOK
         ) from None
     except RecursionError:
-        raise UsageError(f"{printable(path)} is nested too deep", "Rules are texts in one list.", RULES_LOOK) from None
+        raise UsageError(
+            f"{printable(path)} is nested too deep", "Rules are strings in one list.", RULES_LOOK
+        ) from None
     if isinstance(node, yaml.MappingNode) and len(node.value) == 1 and node.value[0][0].value == "rules":
         node = node.value[0][1]
     if isinstance(node, yaml.MappingNode):

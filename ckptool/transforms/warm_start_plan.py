@@ -131,7 +131,7 @@ def plan_warm_start(
     """
     if options.on_mismatch not in ON_MISMATCH:
         raise UsageError(
-            f"there is no --on-mismatch {printable(options.on_mismatch)!r}", f"There are: {', '.join(ON_MISMATCH)}."
+            f"there is no --on-mismatch {printable(options.on_mismatch)!r}", f"Available: {', '.join(ON_MISMATCH)}."
         )
     members = root.node.items()
     tensors = {k: v for k, v in members if type(k) is str and isinstance(v, (TensorEntry, Composite))}
@@ -425,7 +425,7 @@ _SKIP = "Keep the target's: --on-mismatch skip"
 def _refusals(report: LoadReport, options: MatchOptions) -> list[Refusal]:
     found = []
     if not report.loaded:
-        what = "not a single tensor of the checkpoint goes into the target"
+        what = "no tensor of the checkpoint fits the target"
         found.append(Refusal("nothing-loaded", what, _first_rule(report)))
     any_way = f"{_SKIP}; cut or fill up: --on-mismatch slice or --on-mismatch pad"
     shape_fix = _OTHER_WAYS.get(options.on_mismatch, any_way)
@@ -455,5 +455,5 @@ def _first_rule(report: LoadReport) -> str:
         if suggestion.unambiguous and 0 < len(suggestion.rules) <= 4:
             return " ".join(["Perhaps:", *(f"--rename '{printable(rule)}'" for rule in suggestion.rules)])
     if any(suggestion.rules for suggestion in report.suggestions):
-        return "Have rules written that would make more fit: --suggest rules.yaml"
+        return "Write rules that would make more fit: --suggest rules.yaml"
     return "See both sides: ckptool inspect FILE --all"

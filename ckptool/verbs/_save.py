@@ -112,10 +112,10 @@ def save(
     inputs = [*([source] if source is not None else []), *inputs]
     if (output.path is None) != output.in_place:
         raise UsageError(
-            f"{output.verb} needs a place to write to"
+            f"{output.verb} needs to know where to write"
             if output.path is None
             else f"{output.verb} was given both an output and --in-place",
-            "Nothing is written unless one is named.",
+            "Nothing is written unless you name an output.",
             "A new file: -o OUT; the file itself: --in-place",
         )
     if output.verify and not output.dry_run:
@@ -143,7 +143,7 @@ def _refuse_input(output: Output, target: str, inputs: Sequence[Input], source: 
         raise Conflict(
             f"{printable(target)} is the input itself",
             "It was left as it is.",
-            f"{'Change the file itself: --in-place; or replace' if source else 'Replace'} it by a new one: -f",
+            f"{'Change the file itself: --in-place; or replace' if source else 'Replace'} it with a new one: -f",
         )
 
 
@@ -164,7 +164,7 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
             f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot",
             "Without its program the file would no longer be that model. Nothing was written.",
             Advice(
-                "Write its weights alone, then change those: ",
+                "Write only its weights, then change those: ",
                 command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
             ),
         )
@@ -216,16 +216,16 @@ def _writable(output: Output, original: Checkpoint) -> tuple[Source, Format]:
     if isinstance(source, Folder) or formats.writer(original.container) is None:
         raise UsageError(
             f"{source} cannot be changed in place: it is of the container {original.container}",
-            "Files of one checkpoint that change one after the other are at times those of two."
+            "While its files change one after the other, they are for a time those of two checkpoints."
             if isinstance(source, Folder)
-            else "That is read here, not written.",
+            else "That container can be read, not written.",
             "Write a new one: -o OUT",
         )
     refuse_links(source.path)
     if output.container not in (None, original.container):
         raise UsageError(
             f"--in-place keeps the container ({original.container})",
-            "Another container is another file.",
+            "Another container needs a new file.",
             "Write a new file with -o.",
         )
     return source, formats.by_name(original.container)
@@ -311,7 +311,7 @@ def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
             problem = names
         if problem:
             raise VerifyFailed(
-                f"what was written to {printable(path)} is not what was meant: {problem}",
+                f"what was written to {printable(path)} is not what was to be written: {problem}",
                 "The disk or the memory may be failing. The output was not kept.",
             )
         if checksums:
@@ -367,7 +367,7 @@ def written(
 def _members_left(original: Checkpoint) -> list[Note]:
     """The note on an optimizer's file beside the weights, which is not in the output."""
     names = [printable(name) for name in members.beside(original)]
-    return [Note(MEMBERS, f"left behind, as weights alone are written: {listed(names, 6)}")] if names else []
+    return [Note(MEMBERS, f"left behind, since only weights are written: {listed(names, 6)}")] if names else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +451,7 @@ def _refuse_extract(output: Output, opened: Opened) -> None:
     if opened.at is None:
         raise UsageError(
             f"{output.verb} was to write a part alone, and no part was named",
-            "The whole file is written without --extract.",
+            "Without --extract the whole file is written.",
             f"Name it: ckptool {output.verb} FILE#ADDRESS --extract -o OUT",
         )
     if output.in_place:

@@ -38,7 +38,7 @@ def average(
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
     """
     if isinstance(files, (str, bytes)) or len(files) < 2:
-        raise UsageError("average needs two files or more", "", "For example: ckptool average a.pt b.pt -o mean.pt")
+        raise UsageError("average needs at least two files", "", "For example: ckptool average a.pt b.pt -o mean.pt")
     output = output_of("average", out, options)
     if output.in_place:
         raise UsageError("average writes a new file", "It has several inputs.", "For example: -o mean.pt")

@@ -40,8 +40,8 @@ def bake(
     left = [each for found in baked.values() for each in found.left]
     if not folded and not left:
         raise NoMatch(
-            f"{checkpoint.source} has no parametrised weights",
-            "Known are weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) "
+            f"{checkpoint.source} has no parametrized weights",
+            "ckptool knows weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) "
             "and spectral norm.",
         )
     tree = rebuild(checkpoint.tree, replaced={number: found.tree for number, found in baked.items()})

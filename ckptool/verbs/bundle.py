@@ -172,7 +172,7 @@ def _part(checkpoint: Checkpoint, place: Path, node: Any) -> Checkpoint:
 def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool, part: bool) -> _Members:
     """What is there before anything is added: nothing, the members of a bundle, or those of a folder."""
     if file is not None and folder is not None:
-        raise UsageError("bundle was given both a bundle to change and a folder", "It begins with one of them.")
+        raise UsageError("bundle was given both a bundle to change and a folder", "Give one of the two.")
     if file is None and changes and folder is None:
         raise UsageError(
             "there is no bundle whose members could be dropped or renamed",
@@ -232,7 +232,7 @@ def _container(checkpoint: Checkpoint, output: Output) -> Format:
     if not container.keeps_tree:
         raise UsageError(
             f"a bundle cannot be {container.name}",
-            f"It is {' or '.join(CONTAINERS)}: those hold what is no tensor, too.",
+            f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",
             "For example: -o gan.tar; -o gan.safetensors",
         )
     return container
@@ -261,7 +261,7 @@ def _made(parts: _Members, container: Format, dedup: bool, in_place: bool) -> tu
     except UsageError as error:
         raise Conflict(
             "these members together would be " + error.what.partition(", but ")[2],
-            "Nobody could tell it from one model or optimizer. Nothing was written.",
+            "It could not be told apart from one model or optimizer. Nothing was written.",
             "Give a member that is a dictionary of tensors, or save these as one: ckptool.save",
         ) from None
     return made, count, saved_bytes

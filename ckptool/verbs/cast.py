@@ -40,7 +40,7 @@ def cast(
     if change.named and not any(isinstance(value, TensorEntry) and value.dtype.is_float for value in values):
         raise NoMatch(
             f"{printable(roots[0].address) or 'the whole file'} has no floating tensors under names of its own",
-            "Casting is of those. Nothing was written.",
+            "Only those are cast. Nothing was written.",
         )
     plan = cast_roots(change.part, roots, target, several(only), several(exclude))
     result = change.save(plan.checkpoint, changes=plan.tensors > 0)

@@ -69,7 +69,7 @@ def convert(
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     if ties not in TIES:
-        raise UsageError(f"there is no way {printable(ties)!r} to treat ties", f"There are: {', '.join(TIES)}.")
+        raise UsageError(f"there is no way {printable(ties)!r} to treat ties", f"Available: {', '.join(TIES)}.")
     if out is None:
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
     output = output_of("convert", out, options)
@@ -127,9 +127,7 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, tuple[str, ...], li
             "It is an object that only its own code can make. Nothing was written.",
         )
     lost = lost_tensors(part.tree, plain.checkpoint.tree)
-    refuse_lost(
-        part, lost, "They have no place among what torch.load(weights_only=True) reads.", _without(part, lost, path)
-    )
+    refuse_lost(part, lost, "torch.load(weights_only=True) has no form for them.", _without(part, lost, path))
     changed = [f"converted {printable(place) or 'the top'}: {word}" for place, word in plain.converted]
     gone = [f"dropped {printable(place) or 'the top'}: {word}" for place, word in plain.dropped]
     return plain.checkpoint, (*changed, *gone), [address((*part.base, *place)) for place, _ in transient(part.tree)]
@@ -149,7 +147,7 @@ def _refuse_choice(container: Format, path: str, only: Sequence[str], exclude: S
     if not (container.tensors_only and container.keeps_tree):
         raise UsageError(
             f"--all writes safetensors, not {container.name}",
-            "The whole tree is carried in the metadata of one safetensors file.",
+            "The whole tree is kept in the metadata of one safetensors file.",
             "For example: -o model.safetensors",
         )
     if only or exclude:

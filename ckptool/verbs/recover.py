@@ -107,7 +107,7 @@ def _target(source: Input, out: PathLike | None, overwrite: bool) -> str:
     if source.is_at(out):
         raise Conflict(
             f"{printable(os.fspath(out))} is the damaged file itself",
-            "It is the only thing that more could be recovered from; it was left as it is.",
+            "More may yet be recovered from it; it was left as it is.",
             "Choose another name: -o OUT",
         )
     check_target(out, overwrite=overwrite)

@@ -33,7 +33,7 @@ def slim(
     """
     if options.get("in_place"):
         raise UsageError(
-            "slim writes a new file", "Inside the old one, what was dropped would stay.", "For example: -o small.pt"
+            "slim writes a new file", "In the old one, what was dropped would stay.", "For example: -o small.pt"
         )
     change = begin_change("slim", file, out, at, options)
     done = slimming.slim(change.part, dedup=dedup, keep_optimizer=keep_optimizer, kept=change.kept)

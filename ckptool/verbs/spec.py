@@ -56,12 +56,12 @@ def find_target(target: PathLike, at: str | None = None, *, part: bool = False) 
     if not os.path.lexists(path) and "::" not in name and ":" in name:
         raise UsageError(
             f"{printable(name)} is neither a file nor a name of your own code",
-            "That is file.py:factory or pkg.module:factory.",
+            "Your own code is file.py:factory or pkg.module:factory.",
             "For example: --against model.py:build",
         )
     if path.endswith(".py") and os.path.isfile(path):
         raise UsageError(
-            f"{printable(path)} is a program, and what in it makes the model was not named",
+            f"{printable(path)} is a Python file; what in it builds the model was not named",
             "It is a function without arguments, a class, or a module.",
             f"For example: {printable(path)}:build_model",
         )
@@ -84,7 +84,7 @@ def _spec_in(path: str) -> bytes | None:
 
 def _of_code(name: str, at: str | None) -> Target:
     if at is not None:
-        raise UsageError("--at names a part of a checkpoint", f"{printable(name)} is code, and makes one model.")
+        raise UsageError("--at names a part of a checkpoint", f"{printable(name)} is code, and builds one model.")
     from ckptool.bridge.modules import target_of_code
 
     return replace(target_of_code(name), name=name)

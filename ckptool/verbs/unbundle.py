@@ -77,7 +77,7 @@ def _container(checkpoint: Checkpoint, output: Output) -> Format:
     if not (container := formats.by_name(name)).keeps_tree:
         raise UsageError(
             f"members cannot be written as {container.name}",
-            f"They are {' or '.join(CONTAINERS)}: those hold what is no tensor, too.",
+            f"They are {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",
             "For example: --to safetensors",
         )
     return container
@@ -89,8 +89,8 @@ def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
     check_names(names)
     if odd := [name for name in tree if type(name) not in (str, int)]:
         raise Conflict(
-            f"the bundle has an entry under {printable(repr(odd[0]))[:80]}, which is neither a text nor a number",
-            f"{bundle_json.NAME} has no way to say that.",
+            f"the bundle has an entry under {printable(repr(odd[0]))[:80]}, which is neither a string nor a number",
+            f"{bundle_json.NAME} cannot express that.",
             Advice("Drop it: ", command("edit", FILE, drop="ADDRESS", out=OUT), "; or take others: --only NAME"),
         )
     return {name: f"{name}{container.suffixes[0]}" for name in names}

@@ -197,7 +197,7 @@ def _not_intact(checkpoint: Checkpoint) -> Iterator[Problem]:
     said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
     for note in marks.recovered_notes(checkpoint.metadata):
         names = (*said["filled"], *said["lost"])
-        yield Problem(note.code, note.message, "It is not the file that was written once.", tensors=tuple(names))
+        yield Problem(note.code, note.message, "It is not the file that was written.", tensors=tuple(names))
 
 
 def _fixes(path: str, source: Input, problems: list[Problem]) -> tuple[tuple[str, ...], ...]:

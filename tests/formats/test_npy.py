@@ -265,7 +265,7 @@ def test_several_arrays_in_one_file_are_not_the_first_alone(tmp_path: Path) -> N
     assert "several arrays" in caught.value.why
     with pytest.raises(Ambiguous) as caught:
         tree_of(raw(np.arange(3)) + b"x", tmp_path)
-    assert caught.value.why == "No array owns them."
+    assert caught.value.why == "They belong to no array."
 
 
 def test_no_flipped_byte_of_the_header_crashes(tmp_path: Path) -> None:

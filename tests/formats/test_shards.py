@@ -353,4 +353,4 @@ def test_from_the_command_line(
     assert main(["inspect", "many/out", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["container"] == "sharded"
     assert main(["convert", "model.pt", "-o", "new", "--shard-size", "2 bananas"]) == 2
-    assert "is not a size of a shard" in capsys.readouterr().err
+    assert "is not a shard size" in capsys.readouterr().err

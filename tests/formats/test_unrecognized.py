@@ -86,7 +86,7 @@ def test_a_web_page_says_that_a_login_is_likely(start: str, tmp_path: Path) -> N
 def test_a_servers_answer_is_quoted_escaped(tmp_path: Path) -> None:
     answer = json.dumps({"error": "Repository not found \x1b[31m"}).encode()
     unreadable(
-        written(answer, tmp_path / "model.bin"), NotACheckpoint, "answer of a server: Repository not found", "Download"
+        written(answer, tmp_path / "model.bin"), NotACheckpoint, "server's answer: Repository not found", "Download"
     )
 
 

@@ -295,7 +295,7 @@ def failed(trial: Trial, point: FaultPoint) -> None:
     files = trial.found()
     states = trial.states(files)
     assert ended.code in (trial.case.code, 2), ended
-    if point.how == "error" or "could not be taken back" not in ended.err:
+    if point.how == "error" or "could not be undone" not in ended.err:
         assert states == ({"old"} if ended.code == 2 else {"new"}), (ended, states)
     if point.how == "error":
         events, _ = trial.bench.recorded()  # of this run: sums in threads let it write earlier or later
@@ -313,7 +313,7 @@ def failed(trial: Trial, point: FaultPoint) -> None:
 FULL_WORDS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your quota is used up",
-    errno.EFBIG: "files may not grow so large here",
+    errno.EFBIG: "the limit on file sizes was reached",
 }
 
 

@@ -80,7 +80,7 @@ def test_files_that_are_not_the_checkpoints_are_never_deleted(extra: str, old: P
         (old / extra).write_bytes(b"precious")
     with pytest.raises(Conflict, match="would be deleted with it") as caught:
         replace_folder(plan(), old, overwrite=True, replaceable=["b", "sub"])
-    assert "\x1b" not in str(caught.value) and "Only the files of the checkpoint" in caught.value.why
+    assert "\x1b" not in str(caught.value) and "Only files of the checkpoint" in caught.value.why
     three_parts(caught.value)
     assert (old / extra).exists() and (old / "b").read_bytes() == b"old b" and names(old.parent) == ["out"]
 
@@ -99,7 +99,7 @@ def test_someone_else_makes_the_folder_meanwhile(tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out/theirs").write_bytes(b"theirs")
 
-    with pytest.raises(OutputExists, match="made by another process"):
+    with pytest.raises(OutputExists, match="created by another process"):
         replace_folder(plan(), tmp_path / "out", verify=make)
     assert contents(tmp_path / "out") == {"theirs": b"theirs"} and names(tmp_path) == ["out"]
 

@@ -204,7 +204,7 @@ def test_a_stream_is_never_read_by_two_threads(tmp_path: Path) -> None:
 
 
 def test_a_computed_segment_that_ends_early_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Corrupt, match="10 bytes were promised, 4 came"):
+    with pytest.raises(Corrupt, match="10 bytes were expected, 4 came"):
         wrote(tmp_path, [Computed(10, lambda offset, length: b"abcd"[offset:])])
 
 

@@ -209,10 +209,10 @@ def test_a_file_of_digests(tmp_path: Path) -> None:
 
 
 DAMAGED = {
-    "not JSON": (b"\x00\x01", Unsupported, "no file of digests"),
-    "a list": (b"[1]", Unsupported, "no file of digests"),
-    "nested without end": (b"[" * 200_000, Unsupported, "no file of digests"),
-    "another schema": (b'{"schema": "ckptool.inspect/1"}', Unsupported, "no file of digests"),
+    "not JSON": (b"\x00\x01", Unsupported, "not a file of digests"),
+    "a list": (b"[1]", Unsupported, "not a file of digests"),
+    "nested without end": (b"[" * 200_000, Unsupported, "not a file of digests"),
+    "another schema": (b'{"schema": "ckptool.inspect/1"}', Unsupported, "not a file of digests"),
     "a later version": (b'{"schema": "ckptool.digests/2"}', Unsupported, "digests of version 2"),
     "a changed digest": (digests_file(digests()).replace(b'"1111', b'"2111'), Corrupt, "its own root digest"),
     "a line gone": (

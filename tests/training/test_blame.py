@@ -258,7 +258,7 @@ def test_processes_that_cannot_meet(tmp_path: Path, given: dict[str, str], monke
         )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "bug" not in done.stderr
-    said = ("the processes of this run could not meet", "WORLD_SIZE is 'two'", "has RANK 5, of 2 processes")
+    said = ("the processes of this run could not connect", "WORLD_SIZE is 'two'", "has RANK 5, of 2 processes")
     assert any(words in done.stderr for words in said), done.stderr
 
 

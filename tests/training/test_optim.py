@@ -79,7 +79,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
 def test_unknown_names_and_arguments() -> None:
     with pytest.raises(UsageError, match=r"(?s)no optimizer 'adamv'.*Did you mean Adam"):
         trainer("optim.main.name=adamv")
-    with pytest.raises(UsageError, match=r"(?s)torch.optim.SGD does not take.*momentun.*It takes: lr, momentum"):
+    with pytest.raises(UsageError, match=r"(?s)torch.optim.SGD does not accept.*momentun.*It takes: lr, momentum"):
         trainer("optim.main.name=sgd", "optim.main.args.momentun=0.9")
     with pytest.raises(UsageError, match="Invalid momentum"):
         trainer("optim.main.name=sgd", "optim.main.args.momentum=-1")
@@ -163,15 +163,15 @@ def test_schedules_of_functions_and_of_schedules_are_refused(name: str) -> None:
 def test_what_a_schedule_does_not_take() -> None:
     with pytest.raises(UsageError, match=r"(?s)no schedule 'stpe'.*Did you mean StepLR"):
         trainer("optim.main.schedule.name=stpe")
-    with pytest.raises(UsageError, match=r"(?s)the schedule step does not take.*gama"):
+    with pytest.raises(UsageError, match=r"(?s)the schedule step does not accept.*gama"):
         trainer("optim.main.schedule.name=step", "optim.main.schedule.args.gama=1")
-    with pytest.raises(UsageError, match=r"(?s)the schedule inverse_sqrt does not take.*division by zero"):
+    with pytest.raises(UsageError, match=r"(?s)the schedule inverse_sqrt does not accept.*division by zero"):
         trainer("optim.main.schedule.name=inverse_sqrt", "optim.main.schedule.args.warmup=0")
     with pytest.raises(
-        UsageError, match=r"(?s)the schedule warmup_cosine does not take.*It takes: warmup, total, floor"
+        UsageError, match=r"(?s)the schedule warmup_cosine does not accept.*It takes: warmup, total, floor"
     ):
         trainer("optim.main.schedule.name=warmup_cosine", "optim.main.schedule.args.warmup=5")
-    with pytest.raises(UsageError, match=r"(?s)cannot go on after step 5.*shorter than the run.*total_steps=20"):
+    with pytest.raises(UsageError, match=r"(?s)ends before step 5.*shorter than the run.*total_steps=20"):
         take(trainer(optim={"main": {"schedule": {"name": "one_cycle", "args": {"max_lr": 1, "total_steps": 4}}}}), 6)
 
 

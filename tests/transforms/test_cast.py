@@ -203,6 +203,6 @@ def test_names_of_types(text: str, name: str) -> None:
     "text", ["int8", "bool", "complex64", "qint8", "", "float99", "bits8", "f4_e2m1fn_x2", "x\x1b[m"]
 )
 def test_no_floating_type(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a floating type") as caught:
+    with pytest.raises(UsageError, match="is not a floating-point dtype") as caught:
         parse_dtype(text)
     assert "\x1b" not in str(caught.value) and "bf16" in caught.value.fix

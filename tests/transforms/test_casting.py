@@ -186,7 +186,7 @@ def test_what_is_not_cast() -> None:
     assert as_type(entry, by_name("f32")) is entry
     assert cast_storage(entry.storage, by_name("f32"), by_name("f32")) is entry.storage
     for source, target in (("f32", "i8"), ("i8", "f32"), ("c64", "f32"), ("f16", "c32")):
-        with pytest.raises(UsageError, match="not a floating type"):
+        with pytest.raises(UsageError, match="not a floating-point dtype"):
             cast_storage(entry.storage, by_name(source), by_name(target))
 
 

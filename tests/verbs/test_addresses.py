@@ -295,7 +295,7 @@ def test_doctor_is_about_the_part(original: Path) -> None:
 def test_verbs_about_whole_files_refuse_an_address(verb: str, original: Path, run: Any) -> None:
     words = [verb, f"{original}#state_dict", *(["-o", "x.pt"] if verb == "recover" else [])]
     ran = run(*words)
-    assert ran.code == 2 and "takes none" in ran.err
+    assert ran.code == 2 and "takes whole files" in ran.err
 
 
 def test_every_verb_says_in_its_help_what_an_address_means(run: Any, monkeypatch: Any) -> None:

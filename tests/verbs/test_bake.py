@@ -1,4 +1,4 @@
-"""`bake`: what torch's own parametrised modules compute, as plain weights that the plain module loads."""
+"""`bake`: what torch's own parametrized modules compute, as plain weights that the plain module loads."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_large_tensors_are_made_in_pieces(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     two = {"a.weight_g": torch.ones(3, 1), "a.weight_v": torch.ones(3, 2), "a.weight": torch.ones(3, 2)}
-    with pytest.raises(Conflict, match="there already"):
+    with pytest.raises(Conflict, match="exists already"):
         ckptool.bake(saved(two, tmp_path / "two.pt"), tmp_path / "out.pt")
     wrong = {"a.weight_g": torch.ones(5, 1), "a.weight_v": torch.ones(3, 2)}
-    with pytest.raises(Conflict, match="no norm"):
+    with pytest.raises(Conflict, match="not a norm"):
         ckptool.bake(saved(wrong, tmp_path / "wrong.pt"), tmp_path / "out.pt")
     plain = saved({"a.weight": torch.ones(2)}, tmp_path / "plain.pt")
-    with pytest.raises(NoMatch, match="no parametrised weights"):
+    with pytest.raises(NoMatch, match="no parametrized weights"):
         ckptool.bake(plain, tmp_path / "out.pt")
     with pytest.raises(UsageError, match="no form"):
         ckptool.bake(plain, tmp_path / "out.pt", form="newest")

@@ -92,7 +92,7 @@ def test_member_names_that_are_one_file_somewhere_are_a_conflict(gan_files: Path
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[CkptoolError], str]] = {
     "nothing": (lambda: ckptool.bundle({}, "out.pt"), UsageError, "no members"),
-    "no-output": (lambda: ckptool.bundle(GAN), UsageError, "needs a place"),
+    "no-output": (lambda: ckptool.bundle(GAN), UsageError, "needs to know where"),
     "missing-file": (lambda: ckptool.bundle({"a": "none.pt"}, "out.pt"), FileProblem, "none.pt"),
     "missing-part": (lambda: ckptool.bundle({"a": "D.pt#nowhere"}, "out.pt"), UsageError, "there is no nowhere"),
     "name-twice": (

@@ -93,7 +93,7 @@ def test_refusals(tmp_path: Path) -> None:
     file = saved({"a.w": w, "b.w": w}, tmp_path / "in.pt")
     with pytest.raises(Conflict, match="shares its storage"):
         ckptool.cast(file, tmp_path / "out.pt", dtype="f16", exclude=["b.*"])
-    with pytest.raises(UsageError, match="is not a floating type"):
+    with pytest.raises(UsageError, match="is not a floating-point dtype"):
         ckptool.cast(file, tmp_path / "out.pt", dtype="int8")
     assert not (tmp_path / "out.pt").exists()
 

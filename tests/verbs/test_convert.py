@@ -307,7 +307,7 @@ def test_usage(tmp_path: Path) -> None:
     file = make("dp.pt", tmp_path)
     with pytest.raises(UsageError, match="convert needs an output"):
         ckptool.convert(file)
-    with pytest.raises(UsageError, match="there is no container"):
+    with pytest.raises(UsageError, match="unknown container"):
         ckptool.convert(file, tmp_path / "x.onnx", container="onnx")
     value: dict[str, Any] = {"epoch": 1}
     with pytest.raises(UsageError, match="no dictionary that looks like model weights"):

@@ -22,7 +22,7 @@ from tests.support.live_models import Classifier, bits, load_refused, snapshot
 
 def test_zero_matches(tmp_path: Path) -> None:
     file = saved({f"net.{name}": tensor for name, tensor in mlp().state_dict().items()}, tmp_path / "net.pt")
-    error = load_refused(file, mlp(), PlanRefused, "not a single tensor")
+    error = load_refused(file, mlp(), PlanRefused, "no tensor of the checkpoint")
     assert isinstance(error, PlanRefused) and error.report is not None and error.report.share == 0
 
 
@@ -57,7 +57,7 @@ def test_demands(tmp_path: Path) -> None:
     load_refused(file, mlp(), PlanRefused, "1 name is missing: fc1.bias", strict=True)
     load_refused(file, mlp(), PlanRefused, "94.22 % of the target's values", min_loaded=0.95)
     load_refused(file, mlp(), PlanRefused, "not loaded: fc1.bias", missing="fc2.*")
-    load_refused(file, mlp(), UsageError, "no share", min_loaded=95)
+    load_refused(file, mlp(), UsageError, "not a share", min_loaded=95)
     load_refused(file, mlp(), UsageError, "there is no .*guess", on_mismatch="guess")
     load_refused(file, mlp(), NoMatch, "matches no key", rename="encoder.* => backbone.*")
     load_refused(file, mlp(), NoMatch, "matches no key", only="encoder.*")

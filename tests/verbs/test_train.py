@@ -269,7 +269,7 @@ def test_a_disk_that_is_full(typed: Typed, tmp_path: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, size - 100)),
     )
     assert done.returncode == 2
-    assert "files may not grow so large here" in done.stderr
-    assert "Make room, then go on: ckptool resume runs/x" in done.stderr
+    assert "the limit on file sizes was reached" in done.stderr
+    assert "Make room, then resume: ckptool resume runs/x" in done.stderr
     assert contents_but_lock("runs/x/checkpoints") == before
     assert typed("resume", "runs/x", "-q", "--set", "train.steps=25")[0] == 0

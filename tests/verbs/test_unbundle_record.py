@@ -25,8 +25,8 @@ def member(**fields: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 SPOILED: dict[str, tuple[Callable[[dict[str, Any]], Any], type[CkptoolError], str]] = {
-    "climbs": (member(name="x", file="../G.pt"), Corrupt, "outside of its folder"),
-    "absolute": (member(name="x", file="/etc/passwd"), Corrupt, "outside of its folder"),
+    "climbs": (member(name="x", file="../G.pt"), Corrupt, "outside its folder"),
+    "absolute": (member(name="x", file="/etc/passwd"), Corrupt, "outside its folder"),
     "missing": (member(name="x", file="none.pt"), CkptoolError, "none.pt"),
     "twice": (member(name="ema", value=1), Corrupt, "twice"),
     "both": (member(name="x", file="ema.pt", value=1), Corrupt, "not exactly one"),

@@ -306,7 +306,7 @@ def test_no_digests_of_damaged_values(tmp_path: Path) -> None:
 
 DIGESTS: dict[str, tuple[bytes, type[Exception], str]] = {
     "another version": (b'{"schema": "ckptool.digests/7", "tensors": []}', Unsupported, "version 7"),
-    "something else": (b"[]", Unsupported, "no file of digests"),
+    "something else": (b"[]", Unsupported, "not a file of digests"),
     "damaged": (b'{"schema": "ckptool.digests/1", "root": "0", "tensors": []}', Corrupt, "root digest"),
 }
 

@@ -104,7 +104,7 @@ def _tables(folder: Folder, tables: list[str]) -> Unsupported:
     return Unsupported(
         f"{folder} has a table for each of {counted(len(tables), 'rank')} "
         f"({listed([printable(name) for name in tables], 2)}), and none for all",
-        "torch.distributed.checkpoint saved it with use_collectives=False; such tables are not put together here.",
+        "torch.distributed.checkpoint saved it with use_collectives=False; ckptool does not merge such tables.",
         "With torch: load it on as many ranks as saved it, and save it with use_collectives=True",
     )
 
@@ -174,7 +174,7 @@ def _class(node: Any) -> str:
 
 
 def _damaged(folder: Folder, what: str) -> Corrupt:
-    return Corrupt(f"{folder}: its {METADATA} {what}", "The table was damaged, or put together to mislead.")
+    return Corrupt(f"{folder}: its {METADATA} {what}", "The table is damaged or malicious.")
 
 
 def _sizes(node: Any) -> tuple[int, ...] | None:
@@ -204,10 +204,11 @@ def _places(folder: Folder, table: Any) -> dict[Key, _Place]:
     for index, info in table.items():
         key, place = _key(index), _place(info)
         if key is None or place is None:
-            raise _damaged(folder, f"has an entry {len(places):,} that says nothing of a place")
+            raise _damaged(folder, f"has an entry {len(places):,} without a place")
         if key in places:
             raise Ambiguous(
-                f"{folder}: its {METADATA} has two places for {printable(key[0])}", "Readers take one or the other."
+                f"{folder}: its {METADATA} has two places for {printable(key[0])}",
+                "Readers disagree about which one counts.",
             )
         places[key] = place
     if missing := folder.missing(place.file for place in places.values()):
@@ -273,11 +274,11 @@ class _Shelf:
         part = self.folder.open(place.file).part(place.offset, place.length)
         if place.file.endswith(".safetensors"):
             what = f"{self.folder} was written by torch.distributed.checkpoint as safetensors"
-            why = "Here its folders of .distcp files are read."
+            why = "Only folders of .distcp files are read here."
             raise Unsupported(what, why, "With torch: torch.distributed.checkpoint.HuggingFaceStorageReader")
         if not torch_zip.detect(part.read(0, min(4, part.size)), part.file):
             what = f"{part}: there is no torch zip where {printable(name)} should be"
-            raise Corrupt(what, "The file or the table is another's.")
+            raise Corrupt(what, "The file or the table belongs to another checkpoint.")
         checkpoint = torch_zip.read(part)
         self.discarded.extend(checkpoint.discarded)
         return _settled(checkpoint.tree)
@@ -362,7 +363,7 @@ def _chunk(folder: Folder, shelf: _Shelf, name: str, dtype: DType, box: Box) -> 
 def _paths(folder: Folder, table: Any, values: dict[str, Any]) -> tuple[dict[str, tuple[str | int, ...]], list[Note]]:
     """For every name its path in what was saved; and what is to be said of it."""
     if not isinstance(table, dict) or not table:
-        note = Note("flat-names", "how the names were nested is not recorded, so they are as torch had flattened them")
+        note = Note("flat-names", "the nesting of the names is not recorded, so they stay as torch flattened them")
         return {}, [note] if any("." in name for name in values) else []
     paths: dict[str, tuple[str | int, ...]] = {}
     for name in values:

@@ -50,7 +50,7 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     cut = [axis for axis in range(len(shape)) if any(sizes[axis] != shape[axis] for _, sizes in boxes)]
     if len(cut) > MAX_SPLIT:
         what = f"a tensor that is divided along {counted(len(cut), 'axis', 'axes')}"
-        raise Unsupported(what, "Meshes of devices have three or four.")
+        raise Unsupported(what, "Real device meshes have three or four.")
     corners: Counter[tuple[int, ...]] = Counter()
     for begin, sizes in boxes:
         if prod(sizes):

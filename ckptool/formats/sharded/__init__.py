@@ -93,7 +93,7 @@ def read(source: Input) -> Checkpoint:
     tensor data.
 
     Tensors are in the index's order, those of torch files in the order of the shards. Raises `Corrupt` for an index
-    that leads outside of its folder, to missing files or to itself, `Conflict` where index and shards disagree,
+    that leads outside its folder, to missing files or to itself, `Conflict` where index and shards disagree,
     `Ambiguous` for a folder of two checkpoints.
     """
     if isinstance(source, Source):
@@ -101,7 +101,7 @@ def read(source: Input) -> Checkpoint:
     found = checkpoints_in(source)
     if len(found) > 1:
         what = f"{source} holds {counted(len(found), 'checkpoint')}: {listed([printable(name) for name in found])}"
-        why = "Nothing says which of them is meant."
+        why = "They may differ: name the one you mean."
         raise Ambiguous(what, why, f"Name one of them: {printable(os.path.join(source.path, found[0]))}")
     if not found:
         raise _no_index(source)
@@ -147,7 +147,7 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
         raise Corrupt(
             f"{index}: {len(missing):,} of its {counted(len(files), 'shard')} "
             f"{form(len(missing), 'is', 'are')} missing: {listed([printable(f) for f in missing], 3)}",
-            "A checkpoint in shards is only complete with all of them.",
+            "A sharded checkpoint is complete only with all of its shards.",
             "Download or copy the missing files.",
         )
     _check_numbers(index, files)
@@ -210,7 +210,7 @@ def _shard(index: _Index, file: str) -> Checkpoint:
     shard = _opened(source)
     if shard.container == safetensors.NAME and not shard.tensors_only:
         what = f"{source} holds a whole tree, as convert --all writes it, and is a shard of {index}"
-        raise Unsupported(what, "The two do not go together.")
+        raise Unsupported(what, "The two cannot be combined.")
     if not isinstance(shard.tree, dict):
         raise Corrupt(f"{source} is a shard of {index}, but holds no dictionary of names", "It is of another kind.")
     return shard
@@ -222,7 +222,7 @@ def _is_pickled(index: _Index) -> bool:
     if len(set(kinds.values())) > 1:
         odd = next(file for file in kinds if kinds[file])
         what = f"{index} names shards of safetensors and of torch, as {printable(odd)}"
-        why = "Writers use one of them; the files are of two runs."
+        why = "Writers use one of the two; the files come from two runs."
         raise Conflict(what, why, _AGAIN)
     return any(kinds.values())
 
@@ -240,7 +240,7 @@ def _check_numbers(index: _Index, files: list[str]) -> None:
     raise Conflict(
         f"{index} names {counted(len(numbered), 'shard')}, whose names say that they are {said}: "
         f"{listed([printable(f) for f in numbered], 3)}",
-        "The files are of two runs, or the index is not theirs.",
+        "The files come from two runs, or the index belongs to others.",
         "Download or copy all of them again, index included.",
     )
 
@@ -265,11 +265,11 @@ def _check_agreement(index: _Index) -> None:
     if twice:
         name, file, where = twice[0]
         what = f"{index}: {printable(str(name))} is in two shards, {printable(where)} and {printable(file)}"
-        why = "Which of the two values is right, nothing says; readers take one or the other."
+        why = "Nothing says which of the two values is right; readers take one or the other."
         raise Conflict(what, why, _AGAIN)
     if lacking or strange:
         raise Conflict(f"{index} and its shards do not belong together: {_disagreement(lacking, strange)}",
-            "They are of two runs, or a shard was replaced.",
+            "They come from two runs, or a shard was replaced.",
             _AGAIN,
         )  # fmt: skip
 
@@ -327,7 +327,7 @@ def _refuse_two_types(index: _Index, said: int) -> None:
             ]
             others = listed([printable(f) for f in odd], 3)
             what = f"{index} counts the bytes of a checkpoint in {dtype_name}; of another type are {others}"
-            raise Conflict(what, "The shards are of two runs, or of two versions of one.", _AGAIN)
+            raise Conflict(what, "The shards come from two runs, or from two versions of one.", _AGAIN)
 
 
 # The tree ------------------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def _recorded_ties(index: _Index, tree: dict[Any, Any]) -> dict[str, str]:
             if tied and ties.setdefault(dropped, kept) != kept:
                 both = f"{printable(kept)} and of {printable(ties[dropped])}"
                 what = f"{index}: {printable(dropped)} is recorded as a tie of {both}"
-                raise Conflict(what, "The shards are of two runs.")
+                raise Conflict(what, "The shards come from two runs.")
     return ties
 
 

@@ -35,8 +35,8 @@ def size_in_bytes(size: int | str) -> int:
         count = int(found[1]) * scale + int(float(found[2] or 0) * scale)
         if count >= (1 if found[3] or found[5] else LEAST_BARE):
             return count
-    what = f"{printable(str(size)[:40])!r} is not a size of a shard"
-    why = f"It is a number with a unit (5GB), or of bytes, {LEAST_BARE:,} or more."
+    what = f"{printable(str(size)[:40])!r} is not a shard size"
+    why = f"Write a number with a unit (5GB), or of bytes, {LEAST_BARE:,} or more."
     raise UsageError(what, why, "For example: 5GB, 500MB, 2GiB")
 
 

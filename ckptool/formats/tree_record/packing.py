@@ -48,7 +48,7 @@ def _refuse_unknown(checkpoint: Checkpoint) -> None:
     if unknown or checkpoint.discarded:
         raise Unsupported(
             f"objects of classes that ckptool does not know cannot be carried: {listed(unknown)}",
-            "Only a pickle can make them again, by running their code.",
+            "Only a pickle can restore them, by running their code.",
             Advice(
                 "Leave them out: ",
                 command("edit", FILE, drop="ADDRESS", out=OUT),
@@ -117,7 +117,7 @@ class Packer:
         self.long[id(value)] = value
         if self.room < 0:
             what = f"one text stands in so many places that they would take more than {MAX_REPEATED:,} bytes"
-            why = "A pickle refers to it, this record has to repeat it."
+            why = "A pickle stores it once and refers to it; this record has to repeat it."
             raise LimitExceeded(what, why, "Convert only the weights: without --all")
 
     def _index(self, node: Any) -> int:

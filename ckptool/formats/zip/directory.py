@@ -115,7 +115,7 @@ def refuse_zip_behind(head: bytes, source: Readable) -> None:
             f"{source} is a zip archive whose first bytes were damaged", f"It begins with {head[:4].hex(' ')}."
         )
     what = f"{source} begins as another kind of file and ends as a zip archive"
-    raise Ambiguous(what, "Some readers see the one, some the other: it was put together by accident, or to mislead.")
+    raise Ambiguous(what, "Some readers see one, some the other: an accident, or an attempt to mislead.")
 
 
 def last_end_record(source: Readable, room: int) -> tuple[bytes, int, int]:
@@ -147,7 +147,7 @@ def _find_end(source: Readable) -> int:
         raise _cut(f"{source} is a zip archive whose directory is missing", why, source)
     if _has_comment(tail, found):
         what = f"{source} has the end of one zip archive in the comment of another"
-        raise Ambiguous(what, "Some readers see the one, some the other.")
+        raise Ambiguous(what, "Some readers see one, some the other.")
     after = tail[found + END.size :]
     if after[:4] == b"PK\x03\x04":
         what = f"{source} is a zip archive to which something was added, and whose directory is missing"
@@ -387,7 +387,7 @@ def _edited_in_place(archive: Archive, depth: int) -> Archive | None:
     _place_records(earlier, depth + 1)
     if any(name not in archive.records for name in earlier.records) or pickle.name not in earlier.records:
         what = f"{archive.source} holds two archives that are not two states of one"
-        raise Ambiguous(what, "Readers would disagree which of them it is.")
+        raise Ambiguous(what, "Readers would disagree about which of them it is.")
     return earlier
 
 

@@ -145,9 +145,7 @@ class Record:
         )
 
     def wrong(self, what: str) -> NoReturn:
-        raise Corrupt(
-            f"{self.archive.source}: the record {self} {what}", "The archive was damaged, or put together to mislead."
-        )
+        raise Corrupt(f"{self.archive.source}: the record {self} {what}", "The archive is damaged or malicious.")
 
     # Whether it is there ---------------------------------------------------------------------------------------------
 
@@ -325,7 +323,7 @@ def check_attributes(archive: Archive, record: Record, attributes: int) -> None:
 def _check_folder(record: Record) -> None:
     if record.size:
         what = f"{record.archive.source}: the record {record} is marked as a folder and has contents"
-        raise Ambiguous(what, "torch takes nothing from it, but whatever the memory held before; others read it.")
+        raise Ambiguous(what, "torch would return uninitialized memory for it; other readers read it.")
 
 
 def bad_entry(archive: Archive, name: str, what: str) -> Corrupt:
@@ -347,7 +345,7 @@ def check_extra(archive: Archive, name: str, extra: bytes) -> None:
     for kind, content in fields:
         if kind == _UNICODE_PATH and content[5:] != name.encode():
             what = f"{archive.source}: the record {printable(name)} has another name in its extra field"
-            raise Ambiguous(what, "Some readers take the one, some the other.")
+            raise Ambiguous(what, "Some readers take one, some the other.")
 
 
 def check_names(archive: Archive) -> None:

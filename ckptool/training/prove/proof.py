@@ -79,7 +79,7 @@ def processes_of(config: Config, wanted: int | None) -> int:
             raise UsageError(
                 f"{wanted} processes cannot train together, since strategy is {config.strategy}",
                 "",
-                "Say that they should: --set strategy=ddp",
+                "Set it: --set strategy=ddp",
             )
         return 1
     if wanted is not None:
@@ -158,7 +158,7 @@ class ProofRun:
     def last(self, name: str) -> str:
         path = os.path.join(self.run_of(name), CHECKPOINTS, name_of(self.steps))
         if not os.path.exists(path):
-            raise FileProblem(f"the run {name} has no {name_of(self.steps)}", "It did not come to its end.")
+            raise FileProblem(f"the run {name} has no {name_of(self.steps)}", "It did not finish.")
         return path
 
     # Kills -------------------------------------------------------------------------------------------------------
