@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -99,3 +102,31 @@ unmatched_ignore_imports_alerting = "none"
 
 def test_table_has_a_count_in_every_row(house: House) -> None:
     assert all(now for _, _, _, now in table(house))
+
+
+# The tests themselves -------------------------------------------------------------------------------------------------
+
+TESTS = {path: path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("*.py")}
+
+
+def defined(path: Path) -> list[str]:
+    return [node.name for node in ast.parse(TESTS[path]).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+
+
+def test_no_test_imports_from_a_test_module() -> None:
+    importing = re.compile(r"^ *(?:from|import) tests\.(?:\w+\.)*test_", re.MULTILINE)
+    assert [path for path, text in TESTS.items() if importing.search(text)] == []
+
+
+def test_helpers_of_tests_have_one_name_each() -> None:
+    shared = [path for path in TESTS if "support" in path.parts or path.name == "conftest.py"]
+    counts = Counter(name for path in shared for name in defined(path) if not name.startswith("_") and name != "main")
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_files_of_tests_have_at_most_500_lines() -> None:
+    assert {path.name for path, text in TESTS.items() if len(text.splitlines()) > 500} == set()
+
+
+def test_tests_are_named_by_what_they_assert() -> None:
+    assert [name for path in TESTS for name in defined(path) if re.match(r"test_rows?_\d", name)] == []

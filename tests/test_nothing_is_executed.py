@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.all_hostile import everything
 from tests.support.files import CORPUS
-from tests.support.hostile_inputs import ORDINARY, everything, pickle_zip
+from tests.support.hostile_inputs import ORDINARY, pickle_zip
 from tests.support.watched import OPTIONAL, Watched, watched
 
 DECOYS = (

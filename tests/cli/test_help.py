@@ -16,8 +16,7 @@ from torch import nn
 
 from ckptool.cli import COMMANDS, function_of, main
 from fixtures.readme import make_readme_files
-from tests.cli.test_commands import Run
-from tests.support.cli import Ran, done
+from tests.support.cli import Ran, Run, done
 
 EXAMPLES = {name: function_of(name).examples for name in COMMANDS}
 TRAINING = ("train", "resume", "prove", "prune")  # tests/training runs them; here only their options are looked at

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.support.hostile_inputs import ORDINARY, everything, pickle_zip
+from tests.support.all_hostile import everything
+from tests.support.hostile_inputs import ORDINARY, pickle_zip
 
 LARGEST = 1 << 16
 # Slow where code is instrumented, and tested by themselves.

@@ -1,47 +1,10 @@
-"""Inputs that nobody should send, made by code; nothing in them would do anything but leave a trace if it ran.
-
-Test modules that make such inputs have them in a dictionary `INPUTS` (name -> bytes, or a function that gives them; the
-suffix of a name says what kind of file it is); `everything()` gathers them for the suites that run all: that nothing is
-executed, and fuzzing.
-"""
+"""Pieces of which hostile inputs are made by code; nothing in them would do anything but leave a trace if it ran."""
 
 from __future__ import annotations
 
-import importlib
 import io
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-
-Contents = bytes | Callable[[], bytes]
-
-# Those that are there are asked.
-MODULES = (
-    "tests.pickles.test_hostile_calls",
-    "tests.pickles.test_hostile_pickle",
-    "tests.pickles.test_hostile_bombs",
-    "tests.test_hostile_tensors",
-    "tests.pickles.test_hostile_frames",
-    "tests.formats.test_hostile_zip",
-    "tests.formats.test_hostile_legacy",
-    "tests.formats.test_hostile_tar",
-    "tests.formats.test_hostile_safetensors",
-    "tests.test_hostile_others",
-)
-
-
-def everything() -> Iterator[tuple[str, bytes]]:
-    """Every hostile input by its name."""
-    for name in MODULES:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as missing:
-            if missing.name and not name.startswith(missing.name):
-                raise
-            continue
-        inputs: Mapping[str, Contents] = getattr(module, "INPUTS", {})
-        for title, contents in inputs.items():
-            yield title, contents() if callable(contents) else contents
-
+from collections.abc import Mapping
 
 # Pieces of pickles ----------------------------------------------------------------------------------------------------
 

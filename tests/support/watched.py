@@ -304,13 +304,14 @@ def _warm_up() -> None:
     import codecs
     import tempfile
 
-    from ckptool import formats
     from tests.support.hostile_inputs import KNOWN, ORDINARY, pickle_zip
 
+    # Chosen by us, not by a file: a format is imported when the first file of its kind is opened.
     importlib.import_module("ml_dtypes")
-    for _, module, _ in pkgutil.walk_packages(formats.__path__, "ckptool.formats."):
-        importlib.import_module(module)  # a format is imported when the first bytes ask for it
-    # Chosen by us, not by a file.
+    for package in ("checkpoint", "formats", "pickles", "transforms", "reports", "render", "output"):
+        path = importlib.import_module(f"ckptool.{package}").__path__
+        for module in pkgutil.walk_packages(path, f"ckptool.{package}."):
+            importlib.import_module(module.name)
     for codec in (
         "unicode_escape",
         "raw_unicode_escape",
