@@ -63,6 +63,7 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
     if not isinstance(tree, _CONTAINERS):
         return
     seen, inside, repeated = {id(tree)}, [id(tree)], 0
+    # Not written with `visit`: what stands in two places comes twice, each time with its path.
     stack: list[tuple[Path, Iterator[tuple[Any, Any]]]] = [((), children(tree))]
     while stack:
         path, below = stack[-1]

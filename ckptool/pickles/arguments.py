@@ -137,6 +137,7 @@ def _all_parts(value: Any, allowed: Callable[[Any], bool]) -> bool:
     """True if everything in containers is a scalar, a tensor, or allowed; containers are few and have no attributes."""
     if not isinstance(value, _CONTAINERS):
         return type(value) in _SCALARS or isinstance(value, _TENSORS) or allowed(value)
+    # Not written with `visit`: every rebuild call comes here, and only so many parts are looked at.
     stack, left = [value], _MOST_PARTS
     while stack:
         container = stack.pop()

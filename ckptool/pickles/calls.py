@@ -76,7 +76,10 @@ _Step = tuple[Any, Trail, bool]  # a value, where it is, and whether it is an ar
 
 
 class _Judge:
-    """A walk through a tree with the place and the role of each part; nothing in it recurses."""
+    """A walk through a tree with the place and the role of each part; nothing in it recurses.
+
+    Not written with `visit`, as a part is looked at again where it is an argument too.
+    """
 
     def __init__(self) -> None:
         self.seen: tuple[set[int], set[int]] = (set(), set())  # as a value, as an argument
