@@ -347,7 +347,7 @@ class Note:
     fix: tuple[str, ...] = ()
 
 
-class PartKind(Enum):
+class PartKind(str, Enum):
     """The kinds of parts of a checkpoint; the values are those in `--json`."""
 
     RANK = "rank"  # the share of one process

@@ -24,7 +24,7 @@ from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
-UNSAFE = "unsafe-global"
+UNSAFE, FOLDER = "unsafe-global", "folder"  # codes of findings
 _IS_A_FOLDER = "IsADirectoryError: [Errno 21] Is a directory"
 
 
@@ -176,7 +176,7 @@ def of_checkpoint(
 
 def _of_a_part(findings: Iterable[Finding]) -> list[Finding]:
     """Findings on a part of a checkpoint: no verb that writes takes one, so only the look at the whole helps."""
-    said = [each for each in findings if each.code != "folder"]
+    said = [each for each in findings if each.code != FOLDER]
     return [each if each.code == PART else replace(each, commands=()) for each in said]
 
 
@@ -234,8 +234,8 @@ _CONTAINERS = {
         _TO_FILE,
         inert=True,
     ),
-    "dcp": _container("folder", _FOLDER, _IS_A_FOLDER, _TO_FILE),
-    "sharded": _container("folder", _FOLDER, _IS_A_FOLDER, _TO_FILE, blocks=False),
+    "dcp": _container(FOLDER, _FOLDER, _IS_A_FOLDER, _TO_FILE),
+    "sharded": _container(FOLDER, _FOLDER, _IS_A_FOLDER, _TO_FILE, blocks=False),
     "npz": _ARRAYS,
     "npy": _ARRAYS,
     "torch-legacy": Finding(
@@ -253,11 +253,12 @@ def _of_container(found: Listing, file: str, values: Values) -> Iterator[Finding
     finding = _CONTAINERS.get(found.container)
     if finding is None:
         return
-    if finding.code == "torchscript" and not any(root.is_model for root in found.roots):
+    is_program = named(found.container).is_program
+    if is_program and not any(root.is_model for root in found.roots):
         finding = replace(finding, commands=(), advice="It has no weights: run it with torch.jit.load.")
     elif finding is _ARRAYS and not found.tensors:
         finding = replace(finding, commands=())
-    elif finding.code != "torchscript" and finding.inert and values.refused:
+    elif not is_program and finding.inert and values.refused:
         finding = replace(finding, commands=() if values.lossy else (_TO_PLAIN_FILE,))
     yield finding
 
