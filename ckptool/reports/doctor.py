@@ -102,7 +102,7 @@ def of_problem(error: CkptoolError, file: str) -> Diagnosis:
 
 
 def of_folder(error: CkptoolError, folder: str, is_run: bool, newest: ScannedFile | None) -> Diagnosis:
-    """A folder that is no checkpoint itself: a run, or several checkpoints. newest: the latest good one in it."""
+    """A folder that is not a checkpoint itself: a run, or several checkpoints. newest: the latest good one in it."""
     if newest is None and not is_run:
         return of_problem(error, folder)
     if is_run:

@@ -240,8 +240,7 @@ KNOWN: tuple[KnownError, ...] = (
         r"invalid load key|Memo value not found|pickle data was truncated|unpickling stack underflow|"
         r"could not find MARK",
         "corrupt",
-        "What was read is no pickle, or a damaged one; pickle.load says so of every torch file, which takes "
-        "torch.load.",
+        "This is not a pickle, or a damaged one; pickle.load says so of every torch file, which takes torch.load.",
         _DOCTOR,
     ),
     _known(

@@ -29,7 +29,7 @@ _ONLINE, _AVERAGED = ("online_model.", "model."), ("ema_model.", "ema.", "model_
 _AVERAGES = ("ema", "swa", "average", "shadow")
 # Lists of tensors without names, as torch_ema and diffusers keep the averages of `model.parameters()`.
 _SHADOWS = frozenset({"shadow_params", "collected_params", "ema_params", "shadow"})
-# Entries of a state dict that modules write themselves, and that are no tensors.
+# Entries of a state dict that modules write themselves, and that are not tensors.
 _OF_MODULES = ("_extra_state", "_packed_params", "_packed_params.dtype", "_packed_params._packed_params")
 _TRIED = 8  # names of the model by which prefixes are looked for
 
@@ -81,7 +81,7 @@ def of_layout(
 
 
 def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is_taken: bool) -> Finding:
-    """Weights that are an entry of the file, or one set of several, so that the file is no state dict."""
+    """Weights that are an entry of the file, or one set of several, so that the file is not a state dict."""
     take = () if is_taken else (command("convert", FILE / address(root.path), out=OUT),)
     averages = {other.path[0] for other in found.roots if other.kind == AVERAGE and other.path}
     tops = list(found.tree) if isinstance(found.tree, dict) else range(len(found.tree))

@@ -52,7 +52,7 @@ class TensorRow:
 
 @dataclass(slots=True, eq=False)
 class EntryRow:
-    """A value that is no tensor, at one place in the tree."""
+    """A value other than a tensor, at one place in the tree."""
 
     path: Path
     value: Any

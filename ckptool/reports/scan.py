@@ -118,7 +118,7 @@ def _state(path: str, checkpoint: Checkpoint, found: Listing) -> tuple[str, str]
     if part is not None and not part.is_complete:
         return PART, f"{part.label}: {part.meaning}"
     if BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not any(root.is_model for root in found.roots):
-        return MEMBER, "what belongs beside weights, and is no checkpoint by itself"
+        return MEMBER, "belongs beside weights, and is not a checkpoint by itself"
     return GOOD, ""
 
 

@@ -103,11 +103,12 @@ def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
     where = checkpoint.source or "the checkpoint"
     if not isinstance(tree, dict):
         raise UsageError(
-            f"{where} is no bundle: it is of type {type(tree).__name__}", "A bundle is a dictionary with names as keys."
+            f"{where} is not a bundle: it is of type {type(tree).__name__}",
+            "A bundle is a dictionary with names as keys.",
         )
     if whole := [root for root in find_state_dicts(checkpoint) if root.path == () and root.kind != PLAIN]:
         raise UsageError(
-            f"{where} is no bundle, but one set of {whole[0].detail or whole[0].kind}",
+            f"{where} is not a bundle, but one set of {whole[0].detail or whole[0].kind}",
             "Its entries are the tensors of one model or optimizer.",
             f"It can be a member: ckptool bundle NAME={where if checkpoint.source else 'FILE'} … -o OUT",
         )

@@ -148,7 +148,7 @@ def test_members_of(tmp_path: Path) -> None:
     state = {"a.weight": torch.ones(2), "a.bias": torch.ones(2)}
     assert list(members_of(opened({"model": state, "epoch": 1}, tmp_path))) == ["model", "epoch"]
     for tree in (state, [state], torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1).state_dict()):
-        with pytest.raises(UsageError, match="is no bundle"):
+        with pytest.raises(UsageError, match="is not a bundle"):
             members_of(opened(tree, tmp_path))
     assert members_of(Checkpoint({}, "torch-zip")) == {}
 
