@@ -102,6 +102,13 @@ def convert(
     return written(output, opened.checkpoint, result, summary, facts=facts, details=details, notes=notes)
 
 
+def _refuse_usage(ties: str, out: PathLike | None) -> None:
+    if ties not in TIES:
+        raise UsageError(f"there is no way {printable(ties)!r} to treat ties", f"There are: {', '.join(TIES)}.")
+    if out is None:
+        raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
+
+
 def _in_shards(output: Output) -> str:
     """The container for an output with a size of shards. Raises `UsageError` where another was asked for."""
     container = output.format(SHARDED)
