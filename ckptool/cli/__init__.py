@@ -61,12 +61,13 @@ def _run(words: list[str], done: list[Json]) -> int:
 
         raise unknown_command(words[0], COMMANDS)
     named = words[:1] if words[:1] and words[0] in COMMANDS else list(COMMANDS)  # one, where it is clear which
-    answers: Any = parser(named)(args=words, prog_name="ckptool", standalone_mode=False)
+    lists = not words or words[0] in (*HELP, "--version")  # no command runs
+    answers: Any = parser(named, bare=lists)(args=words, prog_name="ckptool", standalone_mode=False)
     return answers if isinstance(answers, int) else _print(answers, done)
 
 
-def parser(names: Sequence[str]) -> Any:
-    """The program with these of its commands."""
+def parser(names: Sequence[str], bare: bool = False) -> Any:
+    """The program with these of its commands.  bare: without their options, to list them."""
     app = typer.Typer(
         add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": HELP}
     )
@@ -74,8 +75,16 @@ def parser(names: Sequence[str]) -> Any:
     for name in names:
         function = function_of(name)
         add = app.command(name, rich_help_panel=VERBS[name].group.capitalize(), epilog=epilog(function.examples))
-        add(function)
+        add(_without_options(function) if bare else function)
     return _adjusted(app)
+
+
+def _without_options(function: Any) -> Callable[[], None]:
+    def bare() -> None:
+        """The help of the command."""
+
+    bare.__doc__ = function.__doc__
+    return bare
 
 
 def epilog(examples: Iterable[tuple[str, str]]) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Note, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.tree import segment_text
 from ckptool.errors import printable, quoted
-from ckptool.reports.inspect import PartSummary
+
+if TYPE_CHECKING:
+    from ckptool.reports.inspect import PartSummary
 
 BAR = 12  # characters
 WIDEST = 72  # column
@@ -147,6 +148,7 @@ def value_text(value: Any, width: int | None = 60) -> str:
     """A value of a file in one line. Small dictionaries are written out."""
     if value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 1024):
         return str(value)
+    from ckptool.checkpoint.tree import segment_text
     from ckptool.pickles.plain.text import summary
     from ckptool.pickles.plain.values import plain
 
