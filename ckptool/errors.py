@@ -42,8 +42,8 @@ from typing import Any
 class CkptoolError(Exception):
     """Something that ckptool could not do, told in three parts.
 
-    `what` happened, with the path and the thing; `why`, what it means; `fix`, what to type or do next, as on the command line.
-    `exit_code` is what the command line ends with.
+    `what` happened, with the path and the thing; `why`, what it means; `fix`, what to type or do next, as on the
+    command line. `exit_code` is what the command line ends with.
     """
 
     code = "error"
@@ -240,7 +240,8 @@ def is_text(text: str) -> bool:
 
 
 def quoted(path: str) -> str:
-    """A path as a shell takes it, in one line: what cannot be printed stands as an escape in `$'…'`, which bash and zsh read."""
+    """A path as a shell takes it, in one line: what cannot be printed stands as an escape in `$'…'`, which bash and zsh
+    read."""
     if path.isprintable():
         return shlex.quote(path)
     escapes = {c: "".join(f"\\x{byte:02x}" for byte in os.fsencode(c)) for c in set(path) if not c.isprintable()}
@@ -282,9 +283,9 @@ NAMES = {
 }
 SHELL = frozenset("--help --init --json --schema --skip-refused --version".split())  # what only a shell needs
 VALUED = frozenset(
-    "-o -d --out --dir --against --at --atol --drop --dtype --ema --error --exclude --fill-from --form --from --ignore --kills --map"
-    " --min-loaded --on-mismatch --only --prefix --processes --rename --resume --rtol --rules --seed --set --shard-size --slice --steps"
-    " --suggest --tensor --ties --to --weights --write-digest".split()
+    "-o -d --out --dir --against --at --atol --drop --dtype --ema --error --exclude --fill-from --form --from"
+    " --ignore --kills --map --min-loaded --on-mismatch --only --prefix --processes --rename --resume --rtol"
+    " --rules --seed --set --shard-size --slice --steps --suggest --tensor --ties --to --weights --write-digest".split()
 )
 _SEVERAL = frozenset({"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--set"})
 _NUMBERS = frozenset("--atol --ema --kills --min-loaded --processes --rtol --seed --steps".split())

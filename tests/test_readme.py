@@ -184,6 +184,12 @@ def test_the_readme_leads_to_every_page() -> None:
     assert {page for page in PAGES if page != README} <= reached
 
 
+def test_the_design_names_files_that_there_are() -> None:
+    names = re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", (HOME / "docs" / "design.md").read_text())
+    assert len(names) > 15
+    assert [name for name in names if not (HOME / "ckptool" / name).exists() and not (HOME / name).exists()] == []
+
+
 # Commands -------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
-"""The user's own code, named as `file.py:NAME` or `module:NAME`: imported only because it was named, and called under its own name.
+"""The user's own code, named as `file.py:NAME` or `module:NAME`: imported only because it was named, and called under
+its own name.
 
 What it raises comes back as one error that holds its traceback, so that nobody takes it for ckptool's.
 """

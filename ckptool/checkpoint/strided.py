@@ -50,7 +50,8 @@ def subrange(data: Data, offset: int, length: int) -> Data:
 
 
 def swapped(storage: Storage, dtype: DType | None) -> Data:
-    """The elements of a storage of a big-endian file in this machine's order. Raises `Unsupported` for an untyped one."""
+    """The elements of a storage of a big-endian file in this machine's order. Raises `Unsupported` for an untyped
+    one."""
     if dtype is None:
         what = "an untyped storage in a big-endian file"
         raise Unsupported(what, "How wide its elements are, and so how to swap their bytes, is not recorded.")

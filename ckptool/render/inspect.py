@@ -146,7 +146,8 @@ def overview(
 
 
 def _runs(divided: Iterable[PartSummary], alike: dict[PartSummary, PartSummary]) -> list[list[PartSummary]]:
-    """The parts; those that stand after each other and repeat the same one (a hundred clients' weights) together, where they are many."""
+    """The parts; those that stand after each other and repeat the same one (a hundred clients' weights) together, where
+    they are many."""
     runs: list[list[PartSummary]] = []
     for first, run in groupby(divided, key=alike.get):
         together = list(run)

@@ -247,7 +247,8 @@ def _made(parts: _Members, container: Format, dedup: bool, in_place: bool) -> tu
             tree, lambda storage: replace(storage, deduplicated=False) if storage.deduplicated else storage
         )
         tree, count, saved_bytes = deduplicate(alone)
-    # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is there.
+    # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is
+    # there.
     made = replace(
         parts.checkpoint,
         tree=tree,

@@ -104,7 +104,7 @@ def convert(
 
 def _refuse_usage(ties: str, out: PathLike | None) -> None:
     if ties not in TIES:
-        raise UsageError(f"there is no way {printable(ties)!r} to treat ties", f"There are: {', '.join(TIES)}.")
+        raise UsageError(f"there is no way {printable(ties)!r} to treat ties", f"Available: {', '.join(TIES)}.")
     if out is None:
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
 

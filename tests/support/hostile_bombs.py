@@ -111,8 +111,10 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "75-a-little-colliding": lambda: program(b"](" + b"".join(b"}(" + b"".join(
         b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little")
         + b"N" for i in range(1, 90)) + b"u" for _ in range(700)) + b"e"),
-    "fraction-of-a-long-exponent": lambda: state_pickle({"x": name("fractions", "Fraction") + text("1e999999999") + b"\x85R"}),
-    "fraction-of-a-long-text": lambda: state_pickle({"x": name("fractions", "Fraction") + text("1" * 500_000) + b"\x85R"}),
+    "fraction-of-a-long-exponent": lambda: state_pickle({"x": name("fractions", "Fraction") + text("1e999999999")
+        + b"\x85R"}),
+    "fraction-of-a-long-text": lambda: state_pickle({"x": name("fractions", "Fraction") + text("1" * 500_000)
+        + b"\x85R"}),
     "decimal-of-a-long-exponent": lambda: state_pickle({"x": name("decimal", "Decimal") + text("1e999999999999999")
         + b"\x85R"}),
     "decimal-of-a-long-text": lambda: state_pickle({"x": name("decimal", "Decimal") + text("1" * 900_000) + b"\x85R"}),
@@ -123,7 +125,8 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "many-long-numbers": lambda: program(b"](" + integer(1 << 2000) * 3_900 + b"e"),
     "many-dotted-keys": lambda: program(b"}(" + tensor((4,), (1,)) + b"q\x00" + b"0" + b"".join(
         text(".".join("ab" * 20) + str(i)) + b"h\x00" for i in range(9_000)) + b"u"),
-    "one-key-of-many-dots": lambda: state_pickle({"." * 450_000: tensor((4,), (1,)), "." * 450_000 + "a": tensor((4,), (1,))}),
+    "one-key-of-many-dots": lambda: state_pickle({"." * 450_000: tensor((4,), (1,)), "." * 450_000
+        + "a": tensor((4,), (1,))}),
     "one-key-of-many-slashes": lambda: state_pickle({"/" * 900_000: tensor((4,), (1,))}),
     "keys-like-one-another": lambda: program(b"}(" + tensor((4,), (1,)) + b"q\x000" + b"".join(
         text("a." * depth + "w") + b"h\x00" for depth in range(1, 900)) + b"u"),

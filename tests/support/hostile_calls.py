@@ -33,7 +33,8 @@ CALLS: dict[str, bytes] = {
     "58-hooks-called": state_pickle({"x": name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage()
         + b"K\x00K\x04\x85K\x01\x85\x89"
                               + CALL + b"tR"}),
-    "59-from-type": state_pickle({"x": name("torch._tensor", "_rebuild_from_type_v2") + b"(" + MARKER + name("torch", "Tensor")
+    "59-from-type": state_pickle({"x": name("torch._tensor", "_rebuild_from_type_v2") + b"(" + MARKER
+        + name("torch", "Tensor")
                            + text("trace") + b"\x85}tR"}),
     "59-from-type-of-a-foreign-class": state_pickle({"x": name("torch._tensor", "_rebuild_from_type_v2") + b"("
                                               + name("torch._utils", "_rebuild_tensor_v2") + MARKER + b"(" + storage()

@@ -14,7 +14,8 @@ LONG = b"1" * 1_000_000
 REFUSED: dict[str, tuple[bytes, type[CkptoolError]]] = {
     "57-ordered-dict-with-numbers": (program(HOOKS + b"}K\x01Nsb"), Corrupt),
     "57-ordered-dict-with-a-list": (program(HOOKS + b"](K\x01eb"), Corrupt),
-    "57-build-of-a-parameter": (state_pickle({"x": name("torch.nn.parameter", "Parameter") + b")\x81}" + text("data") + CALL
+    "57-build-of-a-parameter": (state_pickle({"x": name("torch.nn.parameter", "Parameter") + b")\x81}" + text("data")
+        + CALL
         + b"sb"}), Corrupt),
     "57-state-of-a-tensor": (program(tensor((4,), (1,)) + b"}" + text("a") + b"K\x01sb"), Corrupt),
     "57-state-of-a-storage": (program(storage() + b"}" + text("a") + b"K\x01sb"), Corrupt),

@@ -77,7 +77,8 @@ REFUSED: dict[str, tuple[bytes, Mapping[str, bytes], type[CkptoolError]]] = {
     "89-shape-of-2-64": (state_pickle({"w": tensor((1 << 64,), (1,))}), ONE, BadTensor),
     "89-expanded-beyond-all": (state_pickle({"w": tensor((1 << 62,) * 60, (0,) * 60)}), ONE, BadTensor),
     "89-stride-of-2-64": (state_pickle({"w": tensor((1,), (1 << 64,))}), ONE, BadTensor),
-    "89-meta": (state_pickle({"w": name("torch._utils", "_rebuild_meta_tensor_no_storage") + b"(" + name("torch", "float32")
+    "89-meta": (state_pickle({"w": name("torch._utils", "_rebuild_meta_tensor_no_storage") + b"("
+        + name("torch", "float32")
                        + integers((1 << 40, 1 << 40)) + integers((1, 1)) + b"\x89tR"}), ONE, BadTensor),
     "90-size-beyond": (state_pickle({"w": tensor((5,), (1,))}), ONE, BadTensor),
     "90-offset-beyond": (state_pickle({"w": tensor((1,), (1,), 4)}), ONE, BadTensor),
@@ -89,10 +90,12 @@ REFUSED: dict[str, tuple[bytes, Mapping[str, bytes], type[CkptoolError]]] = {
     "90-empty-with-a-negative-offset": (state_pickle({"w": tensor((0,), (1,), -1)}), ONE, BadTensor),
     "91-rank": (state_pickle({"w": tensor((2, 2), (1,))}), ONE, BadTensor),
     "91-rank-100": (state_pickle({"w": tensor((1,) * 100, (1,) * 100)}), ONE, BadTensor),
-    "91-float": (state_pickle({"w": tensor((), ()).replace(b"(t(t", b"G\x40\0\0\0\0\0\0\0\x85K\x01\x85")}), ONE, BadTensor),
+    "91-float": (state_pickle({"w": tensor((), ()).replace(b"(t(t", b"G\x40\0\0\0\0\0\0\0\x85K\x01\x85")}), ONE,
+        BadTensor),
     "91-bool": (state_pickle({"w": tensor((), ()).replace(b"(t(t", b"\x88\x85K\x01\x85")}), ONE, BadTensor),
     "91-text": (state_pickle({"w": tensor((), ()).replace(b"(t(t", text("4") + b"\x85K\x01\x85")}), ONE, BadTensor),
-    "94-other-type": (state_pickle({"w": W, "v": tensor((8,), (1,), of=storage("HalfStorage", numel=8))}), ONE, Corrupt),
+    "94-other-type": (state_pickle({"w": W, "v": tensor((8,), (1,), of=storage("HalfStorage", numel=8))}), ONE,
+        Corrupt),
     "94-other-count": (state_pickle({"w": W, "v": tensor((2,), (1,), of=storage(numel=2))}), ONE, Corrupt),
     "94-other-place": (state_pickle({"w": W, "v": tensor((4,), (1,), of=storage(location="cuda:0"))}), ONE, Corrupt),
     "95-storage": (state_pickle({"w": tensor((4,), (1,), of=storage("FancyStorage"))}), ONE, Unsupported),
@@ -104,12 +107,14 @@ REFUSED: dict[str, tuple[bytes, Mapping[str, bytes], type[CkptoolError]]] = {
     "100-values-beyond": (state_pickle({"w": sparse("sparse_coo", I22, tensor((9,), (1,)), integers((2, 2)))}), SPARSE,
         BadTensor),
     "100-count-lies": (state_pickle({"w": sparse("sparse_coo", I22, W, integers((2, 2)))}), SPARSE, BadTensor),
-    "100-too-few-rows": (state_pickle({"w": sparse("sparse_coo", tensor((1, 2), (2, 1), of=INDEX), V2, integers((2, 2)))}),
+    "100-too-few-rows": (state_pickle({"w": sparse("sparse_coo", tensor((1, 2), (2, 1), of=INDEX), V2,
+        integers((2, 2)))}),
         SPARSE, BadTensor),
     "100-too-many-rows": (state_pickle({"w": sparse("sparse_coo", I22, V2, integers((4,)))}), SPARSE, BadTensor),
     "100-flat-indices": (state_pickle({"w": sparse("sparse_coo", I4, V2, integers((2, 2)))}), SPARSE, BadTensor),
     "100-negative-size": (state_pickle({"w": sparse("sparse_coo", I22, V2, integers((-2, 2)))}), SPARSE, BadTensor),
-    "100-csr-rows": (state_pickle({"w": sparse("sparse_csr", I4, tensor((2,), (1,), of=INDEX), V2, integers((2, 2)))}), SPARSE,
+    "100-csr-rows": (state_pickle({"w": sparse("sparse_csr", I4, tensor((2,), (1,), of=INDEX), V2, integers((2, 2)))}),
+        SPARSE,
         BadTensor),
     "100-csr-count": (state_pickle({"w": sparse("sparse_csr", tensor((3,), (1,), of=INDEX), I4, V2, integers((2, 2)))}),
         SPARSE, BadTensor),
@@ -126,9 +131,11 @@ REFUSED: dict[str, tuple[bytes, Mapping[str, bytes], type[CkptoolError]]] = {
     "101-axis": (state_pickle({"w": quantized((4, 4), (4, 1), b"(" + CHANNELS
         + tensor((4,), (1,), of=storage("FloatStorage", "s"))
                                        + I4 + b"K\x02t")}), SPARSE | {"data/s": bytes(16)}, BadTensor),
-    "101-nan-scale": (state_pickle({"w": quantized((4, 4), (4, 1), b"(" + SCHEME + b"G\x7f\xf8\0\0\0\0\0\0K\x00t")}), ONE,
+    "101-nan-scale": (state_pickle({"w": quantized((4, 4), (4, 1), b"(" + SCHEME + b"G\x7f\xf8\0\0\0\0\0\0K\x00t")}),
+        ONE,
         BadTensor),
-    "101-infinite-scale": (state_pickle({"w": quantized((4, 4), (4, 1), b"(" + SCHEME + b"G\x7f\xf0\0\0\0\0\0\0K\x00t")}), ONE,
+    "101-infinite-scale": (state_pickle({"w": quantized((4, 4), (4, 1), b"(" + SCHEME
+        + b"G\x7f\xf0\0\0\0\0\0\0K\x00t")}), ONE,
         BadTensor),
 }  # fmt: skip
 
@@ -146,7 +153,8 @@ ACCEPTED: dict[str, tuple[bytes, Mapping[str, bytes]]] = {
     "98-smuggled": (state_pickle({"w": W}), ONE | {"data/77": bytes(range(200))}),
     "100-sparse": (state_pickle({"w": sparse("sparse_coo", I22, V2, integers((2, 2)), b"\x89")}), SPARSE),
     "100-indices-out-of-range": (state_pickle({"w": sparse("sparse_coo", I22, V2, integers((1, 1)), b"\x88")}), SPARSE),
-    "101-quantized": (state_pickle({"w": quantized((4, 4), (4, 1), b"(" + SCHEME + b"G\x3f\xf0\0\0\0\0\0\0K\x00t")}), ONE),
+    "101-quantized": (state_pickle({"w": quantized((4, 4), (4, 1), b"(" + SCHEME + b"G\x3f\xf0\0\0\0\0\0\0K\x00t")}),
+        ONE),
     "104-nothing": (state_pickle({}), {}),
     "104-none": (b"\x80\x02N.", {}),
     "104-no-dimensions": (state_pickle({"w": tensor((), (), 3)}), ONE),

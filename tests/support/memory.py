@@ -54,7 +54,8 @@ file, out, carried = {str(file)!r}, {str(out)!r}, {str(carried)!r}
 
 
 def peak_of(program: str, folder: Path, *arguments: str) -> int:
-    """The most memory, in bytes, of a Python process that runs a program in a folder, where `sys` and `ckptool` are imported."""
+    """The most memory, in bytes, of a Python process that runs a program in a folder, where `sys` and `ckptool` are
+    imported."""
     tell = """
 import resource
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))

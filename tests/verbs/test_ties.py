@@ -1,4 +1,5 @@
-"""`convert --ties`: tied, deduplicated and overlapping tensors in every container, as safetensors' and torch's own loaders see them."""
+"""`convert --ties`: tied, deduplicated and overlapping tensors in every container, as safetensors' and torch's own
+loaders see them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every trap (docs/traps.md) through every verb that rewrites: it comes back bit for bit, or is refused by name. torch is
-the judge."""
+"""Every trap (docs/traps.md) through every verb that rewrites: it comes back bit for bit, or is refused by name. torch
+is the judge."""
 
 from __future__ import annotations
 

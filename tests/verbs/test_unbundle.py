@@ -357,7 +357,7 @@ def test_names_of_plain_values_are_free(tmp_path: Path) -> None:
         (net_state(1), UsageError, "one set of model weights"),
         ([net_state(1)], UsageError, "is not a bundle: it is of type list"),
         ({"a": net_state(1), None: net_state(2)}, Conflict, "cannot be called None"),
-        ({"a": net_state(1), None: 3}, Conflict, "neither a text nor a number"),
+        ({"a": net_state(1), None: 3}, Conflict, "neither a string nor a number"),
         (torch.ones(2), UsageError, "not a bundle"),
     ],
     ids=["state-dict", "list", "none", "plain-none", "tensor"],
