@@ -68,10 +68,7 @@ def convert(
     this many bytes of tensors (`5GB`, `500MiB`), and their index.  part: take also what is only a part of a checkpoint.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
-    if ties not in TIES:
-        raise UsageError(f"there is no way {printable(ties)!r} to treat ties", f"Available: {', '.join(TIES)}.")
-    if out is None:
-        raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
+    _refuse_usage(ties, out)
     output = output_of("convert", out, options)
     only, exclude = several(only), several(exclude)
     opened = open_whole(file, at, part=part)
