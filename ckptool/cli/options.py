@@ -135,7 +135,7 @@ Extract = Annotated[
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where a command writes, and how."""
+    """The target options of a command: where and how it writes."""
 
     out: Out = None
     folder: Folder = None

@@ -1,4 +1,4 @@
-"""What a command gives back: reports, one for each file, that `main` prints as they come."""
+"""Answers of commands: reports, one for each file, that `main` prints as they come."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
-    """What tells each logged line of a run: on a terminal one line with a bar, which is written over; a line each
+    """Shows each logged line of a run: on a terminal one line with a bar, which is written over; a line each
     elsewhere."""
     style = style_of(sys.stderr)
     drawn = False

@@ -117,7 +117,7 @@ def with_whole_count(error: Truncated) -> Truncated:
 
 
 def whole_records(source: Readable) -> tuple[int, int] | None:
-    """How many storages of a damaged zip look whole, and how many there were, unread; None where it cannot be told."""
+    """Counts the storages of a damaged zip that look whole, and all of them, unread; None where it cannot be known."""
     try:
         with no_collection():
             walk = Walk(source, min(QUICK, BUDGET * source.size + FREE), COUNTED).run()

@@ -1,4 +1,4 @@
-"""What every verb that writes has in common: where to, how, and what is reported of it."""
+"""The common parts of the verbs that write: where to, how, and what is reported of it."""
 
 from __future__ import annotations
 

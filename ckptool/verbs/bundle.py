@@ -100,7 +100,7 @@ def _left_inside(dropped: Sequence[str]) -> list[Note]:
 
 @dataclass(slots=True)
 class _Members:
-    """What goes into a bundle.
+    """The contents of a bundle.
 
     original: the bundle that is changed, if one is.  checkpoint: the members so far.  like: the tree whose type it
     gets. inputs: the files of the members, beside the original.  twins: storages that are stored with an equal one.
@@ -170,7 +170,7 @@ def _part(checkpoint: Checkpoint, place: Path, node: Any) -> Checkpoint:
 
 
 def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool, part: bool) -> _Members:
-    """What is there before anything is added: nothing, the members of a bundle, or those of a folder."""
+    """The members before anything is added: nothing, the members of a bundle, or those of a folder."""
     if file is not None and folder is not None:
         raise UsageError("bundle was given both a bundle to change and a folder", "Give one of the two.")
     if file is None and changes and folder is None:

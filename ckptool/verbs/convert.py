@@ -221,7 +221,7 @@ def _chosen(root: StateDict, keys: set[str]) -> str:
 
 
 def _module_notes(part: Checkpoint, path: str) -> tuple[Note, ...]:
-    """What to type where whole modules were written as they were."""
+    """The notes on whole modules that were written as they were."""
     found = [root for root in find_state_dicts(part) if root.module is not None]
     if not found:
         return ()

@@ -17,7 +17,7 @@ from ckptool.verbs.spec import find_target
 
 
 def doctor(file: PathLike | None = None, *, against: PathLike | None = None, error: str | None = None) -> Diagnosis:
-    """What a checkpoint is, why stock `torch.load` or a model refuses it, and the commands that fix it, in order.
+    """Diagnoses a checkpoint: what it is, why stock `torch.load` or a model refuses it, and the commands that fix it.
 
     against: the model that it is to be loaded into: a checkpoint of it, a spec, or `file.py:factory`, your own code.
     error: the text of an error; without a file it is answered from that alone.

@@ -114,7 +114,7 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 
 
 def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
-    """What of a folder is one checkpoint (as a rule the folder itself), and the names in it that belong to that."""
+    """The checkpoints of a folder (as a rule the folder itself), each with the names in it that belong to it."""
     if not is_checkpoint_folder(path):
         return [], set()
     folder = Folder(path)

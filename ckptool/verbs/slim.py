@@ -67,7 +67,7 @@ def _left_out(done: slimming.Slimmed, unused: bool) -> str:
 
 
 def _summary(saved: int, left_out: str, container: str) -> str:
-    """How much smaller the file became, or that it did not: a new container has tables and alignment of its own."""
+    """Says how much smaller the file became, if it did: a new container has tables and alignment of its own."""
     if not left_out:
         return "nothing to leave out"
     if saved > 0:
@@ -77,7 +77,7 @@ def _summary(saved: int, left_out: str, container: str) -> str:
 
 
 def new_ties(count: int, container: str) -> Note:
-    """What to know of a file in which so many storages are stored with their equals."""
+    """The note on a file in which so many storages are deduplicated."""
     others = (
         "other readers of safetensors find only one name of each"
         if named(container).tensors_only and named(container).keeps_ties

@@ -46,7 +46,7 @@ def spec(
 
 
 def find_target(target: PathLike, at: str | None = None, *, part: bool = False) -> Target:
-    """What `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
+    """The target that `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
     name = os.fspath(target)
     path, _ = split(name)
     if elsewhere := refused_place(path):

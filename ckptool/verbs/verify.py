@@ -207,7 +207,7 @@ def _fixes(path: str, source: Input, problems: list[Problem]) -> tuple[tuple[str
 
 
 def _damaged(path: str, source: Input, error: CkptoolError) -> Verification:
-    """What is wrong with a file that cannot be opened: why not, and what of it is lost."""
+    """The problems of a file that cannot be opened: why not, and what of it is lost."""
     from ckptool.formats.damaged import salvage
 
     problem = Problem(error.code, error.what, error.why)

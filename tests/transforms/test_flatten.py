@@ -1,4 +1,4 @@
-"""One root as plain tensors: what goes along, what stays behind, what is only said."""
+"""One root as plain tensors: what is kept, what is left behind, what is only noted."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Walk:
         return self.chunk[begin : begin + length]
 
     def _find(self, pattern: re.Pattern[bytes], at: int) -> int | None:
-        """Where the pattern (of four bytes) is found next; None at the end of the file, or of the budget."""
+        """The next place of the pattern (of four bytes); None at the end of the file, or of the budget."""
         while at + 4 <= self.source.size and self.budget > 0:
             if not self.chunk_at <= at or self.chunk_at + len(self.chunk) < at + 4:
                 self.chunk_at = at
@@ -211,7 +211,7 @@ class Walk:
         return self._measured(piece, known)
 
     def _measured(self, piece: Piece, stored: int) -> int | None:
-        """Where the next record begins behind one of `stored` bytes; takes its checksum from its descriptor."""
+        """The offset of the next record after one of `stored` bytes; takes its checksum from its descriptor."""
         end = piece.end = piece.data_at + stored
         if end > self.source.size:
             piece.why = CUT
@@ -383,7 +383,7 @@ class Walk:
         return places
 
     def _extent(self, name: str, at: int) -> int:
-        """How long the record of a storage is, from header to descriptor, at this place."""
+        """The length of a storage's record, from header to descriptor, at this place."""
         size = self.sizes.of[name]
         if not self.padded:
             return LOCAL.size + len(name.encode()) + size

@@ -211,7 +211,8 @@ class Draft:
 
     @property
     def worth(self) -> tuple[int, int, int]:
-        """How many keys it brings; then, how few it takes besides; then, how few variables it has."""
+        """Sorts rules by the keys that they bring, then by how few others they take, then by how few variables they
+        have."""
         variables = self.text.split(" => ")[0].count("{")
         return len(self.right) - len(self.over), len(self.right) - len(self.takes), -variables
 
