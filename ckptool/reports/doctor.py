@@ -329,6 +329,7 @@ _NOTES = {
     "device-location": (
         "don't know how to restore data location of torch.storage.UntypedStorage (tagged with …)", True, Stage.DEVICES
     ),
+    "torchscript": ("", False, Stage.CONTAINER),
     "pickle-protocol": ("Weights only load failed … Unsupported operand 149", True, Stage.CONTAINER),
     "deflated": ("mmap=True: RuntimeError", False, Stage.BETTER),
     PART: (
