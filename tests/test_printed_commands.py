@@ -167,7 +167,9 @@ def written_out() -> list[tuple[str, str]]:
         for match in COMMAND.finditer(text):
             if text[: match.start()].rstrip()[-1:] not in ("", ":", "|", "see", "`", ".") and "For example" not in text:
                 continue
-            line = re.split(r"[`]|\. |, |\.$|\s\(|\s+(?:Go on|Prove it)", match[0].split("\n")[0])[0].split("#  ")[0]
+            line = re.split(r"[`]|\. |, |\.$|\s\(|\s+(?:Resume it|Prove it)", match[0].split("\n")[0])[0].split("#  ")[
+                0
+            ]
             found.append((place, line.strip()))
     return found
 

@@ -52,14 +52,23 @@ def chunks(data: Data, itemsize: int, name: str) -> Iterator[Array]:
 
 def computed(count: int, itemsize: int, chunk: Callable[[int, int], bytes], *inputs: Storage) -> Computed:
     """`count` elements of which `chunk(start, stop)` makes at most CHUNK at a time, from what is in `inputs`."""
+    return Computed(count * itemsize, _Chunks(count, itemsize, chunk).read, inputs)
 
-    def read(offset: int, length: int) -> bytes:
-        stop = min(count, -(-(offset + length) // itemsize))
-        parts = [chunk(place, min(place + CHUNK, stop)) for place in range(offset // itemsize, stop, CHUNK)]
-        data, skip = parts[0] if len(parts) == 1 else b"".join(parts), offset % itemsize
+
+class _Chunks:
+    """Elements made a chunk at a time. Not a closure: a checkpoint may have one of these for each of its tensors."""
+
+    __slots__ = ("chunk", "count", "itemsize")
+
+    def __init__(self, count: int, itemsize: int, chunk: Callable[[int, int], bytes]) -> None:
+        self.count, self.itemsize, self.chunk = count, itemsize, chunk
+
+    def read(self, offset: int, length: int) -> bytes:
+        size = self.itemsize
+        stop = min(self.count, -(-(offset + length) // size))
+        parts = [self.chunk(place, min(place + CHUNK, stop)) for place in range(offset // size, stop, CHUNK)]
+        data, skip = parts[0] if len(parts) == 1 else b"".join(parts), offset % size
         return data if len(data) == length and not skip else data[skip : skip + length]
-
-    return Computed(count * itemsize, read, inputs)
 
 
 # Sums ----------------------------------------------------------------------------------------------------------------

@@ -67,26 +67,34 @@ def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTall
 
 
 def _converted(storage: Storage, count: int, old: DType, new: DType, tally: CastTally | None) -> Computed:
-    """The first elements of a storage in another type. Each is counted once, however often it is read."""
-    floats = old.is_float and new.is_float
-    count_in = _count_rounded if floats else _count_changed
-    seen: list[int] = []
+    """The first elements of a storage in another type."""
+    return computed(count, new.itemsize, _Converted(storage, old, new, tally).chunk, storage)
 
-    def chunk(start: int, stop: int) -> bytes:
+
+class _Converted:
+    """Elements of a storage in another type. Each is counted once, however often it is read."""
+
+    __slots__ = ("new", "old", "seen", "storage", "tally")
+
+    def __init__(self, storage: Storage, old: DType, new: DType, tally: CastTally | None) -> None:
+        self.storage, self.old, self.new, self.tally = storage, old, new, tally
+        self.seen: list[int] = []
+
+    def chunk(self, start: int, stop: int) -> bytes:
         import numpy
 
-        raw = scratch("cast raw", "u1", (stop - start) * old.itemsize)
-        fill(storage.data, start * old.itemsize, raw.data)
+        floats = self.old.is_float and self.new.is_float
+        raw = scratch("cast raw", "u1", (stop - start) * self.old.itemsize)
+        fill(self.storage.data, start * self.old.itemsize, raw.data)
         with numpy.errstate(all="ignore"):
-            before = numbers(raw, old, "cast before")
-            after = rounded(before, new) if floats else before.astype(new.to_numpy())
-            if tally is not None:
-                for first, last in _unseen(seen, start, stop):
+            before = numbers(raw, self.old, "cast before")
+            after = rounded(before, self.new) if floats else before.astype(self.new.to_numpy())
+            if self.tally is not None:
+                count_in = _count_rounded if floats else _count_changed
+                for first, last in _unseen(self.seen, start, stop):
                     part = slice(first - start, last - start)
-                    count_in(tally, before[part], after[part], new)
+                    count_in(self.tally, before[part], after[part], self.new)
         return after.tobytes()
-
-    return computed(count, new.itemsize, chunk, storage)
 
 
 def _count_changed(tally: CastTally, before: Array, after: Array, new: DType) -> None:

@@ -79,7 +79,9 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
 def test_unknown_names_and_arguments() -> None:
     with pytest.raises(UsageError, match=r"(?s)no optimizer 'adamv'.*Did you mean Adam"):
         trainer("optim.main.name=adamv")
-    with pytest.raises(UsageError, match=r"(?s)torch.optim.SGD does not accept.*momentun.*It takes: lr, momentum"):
+    with pytest.raises(
+        UsageError, match=r"(?s)torch.optim.SGD does not take these arguments.*momentun.*It takes: lr, momentum"
+    ):
         trainer("optim.main.name=sgd", "optim.main.args.momentun=0.9")
     with pytest.raises(UsageError, match="Invalid momentum"):
         trainer("optim.main.name=sgd", "optim.main.args.momentum=-1")
@@ -163,7 +165,7 @@ def test_schedules_of_functions_and_of_schedules_are_refused(name: str) -> None:
 def test_what_a_schedule_does_not_take() -> None:
     with pytest.raises(UsageError, match=r"(?s)no schedule 'stpe'.*Did you mean StepLR"):
         trainer("optim.main.schedule.name=stpe")
-    with pytest.raises(UsageError, match=r"(?s)the schedule step does not accept.*gama"):
+    with pytest.raises(UsageError, match=r"(?s)the schedule step does not take these arguments.*gama"):
         trainer("optim.main.schedule.name=step", "optim.main.schedule.args.gama=1")
     with pytest.raises(UsageError, match=r"(?s)the schedule inverse_sqrt does not accept.*division by zero"):
         trainer("optim.main.schedule.name=inverse_sqrt", "optim.main.schedule.args.warmup=0")
