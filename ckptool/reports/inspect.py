@@ -396,6 +396,7 @@ def _numel(shape: tuple[int, ...] | None) -> int:
 
 
 def _tied(rows: Sequence[TensorRow]) -> dict[int, int]:
+    """The rows that are the same memory as one before; a conjugate or negative view is, too."""
     if len(rows) < 2:
         return {}
     shared = {
@@ -406,8 +407,9 @@ def _tied(rows: Sequence[TensorRow]) -> dict[int, int]:
     if shared:
         for index, row in enumerate(rows):
             tensor = row.tensor
-            in_shared = row.storage in shared and isinstance(tensor, TensorEntry)
-            if in_shared and (before := first.setdefault(tensor.view, index)) != index:
+            if row.storage not in shared or not isinstance(tensor, TensorEntry):
+                continue
+            if (before := first.setdefault((row.storage, tensor.layout), index)) != index:
                 tied[index] = before
     return tied
 

@@ -14,7 +14,7 @@ import ckptool
 from ckptool.checkpoint import Composite, Note
 from ckptool.errors import UsageError
 from ckptool.formats import read
-from ckptool.reports.inspect import Listing, listing
+from ckptool.reports.inspect import Listing, listing, parts
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
 from tests.support.files import opened, saved, weights
@@ -198,3 +198,10 @@ def test_listing_reads_no_tensor_data(tmp_path: Path) -> None:
         f"listing(read({str(path)!r})); print('numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_conjugate_view_is_no_more_memory(tmp_path: Path) -> None:
+    values = torch.randn(6, dtype=torch.complex64)
+    torch.save({"x": values, "y": values.conj()}, tmp_path / "a.pt")
+    (part,) = parts(listing(read(tmp_path / "a.pt")))
+    assert (len(part.rows), part.elements, part.bytes, part.tied) == (2, 6, 48, {1: 0})
