@@ -73,28 +73,13 @@ _HOMES = {
     "save_for_cpu": "verbs.save_for_cpu",
 }
 
-# Types that offer what a layer above them does -> the module with the functions; `checkpoint/registry.py` finds them.
+# Types that are no reports and offer what a layer above them does -> the module with the functions. A report's are in
+# the module of `render/` that is called like its own; `checkpoint/registry.py` finds both.
 PROVIDERS = {
     "Checkpoint": "render.inspect",
     "CkptoolError": "render.error",
     "Composite": "bridge",
-    "Diagnosis": "render.doctor",
-    "Diff": "render.diff",
-    "Inspection": "render.inspect",
-    "LoadReport": "render.warm_start",
-    "Outcome": "render.train",
-    "Proof": "render.train",
-    "Pruned": "render.train",
-    "Recovery": "render.recover",
-    "Rehearsal": "render.train",
-    "RunReport": "render.train",
-    "Scan": "render.scan",
-    "Shown": "render.show",
-    "Spec": "render.spec",
     "TensorEntry": "bridge",
-    "Verification": "render.verify",
-    "Written": "render.save",
-    "str": "render.train",
 }
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 
 import ckptool
 from ckptool import errors
+from ckptool import reports as ckptool_reports
 from ckptool.checkpoint import registry
 from ckptool.cli import options
 from ckptool.verbs import _save
@@ -150,13 +154,33 @@ def test_lists_and_escapes() -> None:
 # What a layer above does ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(ckptool.PROVIDERS))
-def test_the_functions_of_a_type_are_where_the_package_says(name: str) -> None:
+def reports() -> Iterator[type]:
+    """The classes of reports that commands give as answers: those that their renderer's module registers."""
+    for module in pkgutil.iter_modules(ckptool_reports.__path__, "ckptool.reports."):
+        with suppress(ModuleNotFoundError):
+            import_module(module.name.replace("reports", "render"))
+    yield from {kind for kind, _ in registry._FUNCTIONS if kind.__module__.startswith("ckptool.reports.")}
+
+
+@pytest.mark.parametrize("kind", sorted(reports(), key=str), ids=lambda kind: kind.__name__)
+def test_every_report_has_its_renderer_in_the_module_of_its_name(kind: type) -> None:
+    assert {form for one, form in registry._FUNCTIONS if one is kind} >= {"text", "json"}
+    functions = [function for (one, _), function in registry._FUNCTIONS.items() if one is kind]
+    assert {function.__module__ for function in functions} <= {
+        kind.__module__.replace("reports", "render"),
+        "ckptool.render.html",
+    }
+
+
+@pytest.mark.parametrize(("name", "form"), [("TensorEntry", "torch"), ("Composite", "torch"), ("CkptoolError", "json")])
+def test_the_functions_of_a_noun_are_where_the_package_says(name: str, form: str) -> None:
     import_module(f"ckptool.{ckptool.PROVIDERS[name]}")
-    forms = {form for kind, form in registry._FUNCTIONS if kind.__name__ == name}
-    assert forms >= (
-        {"torch"} if name in ("Composite", "TensorEntry") else set() if name == "Checkpoint" else {"text", "json"}
-    )
+    assert form in {form for kind, form in registry._FUNCTIONS if kind.__name__ == name}
+
+
+def test_a_type_without_a_renderer_is_named() -> None:
+    with pytest.raises(TypeError, match="nothing gives dict the form 'text'"):
+        registry.provide("text", {})
 
 
 def test_the_options_of_an_output_have_one_list_of_names() -> None:

@@ -48,15 +48,15 @@ def ordered(_: Builder, node: OrderedDict) -> FillLater:
 
 
 def _set_items(node: Any, made: Any, items: Mapping[Any, Any], of: Of) -> None:
-    """Fills the dictionary `made`; raises `Conflict` where two keys became one, `Corrupt` for an unhashable one."""
+    """Fills a dictionary; raises `Conflict` where two keys became equal, `Corrupt` for one that is not hashable."""
     count = len(made) + len(items)
     for key, value in items.items():
         try:
             made[of(key)] = of(value)
         except TypeError:
-            raise Corrupt(f"a dictionary with a key of type {type(of(key)).__name__}, which cannot be one") from None
+            raise Corrupt(f"a dictionary with a key of type {type(of(key)).__name__}, which is not hashable") from None
     if len(made) != count:
-        raise Conflict(f"a dictionary with keys that are the same once they are made ({printable(summary(node))})")
+        raise Conflict(f"a dictionary with keys that become equal when loaded ({printable(summary(node))})")
 
 
 def set_of(_: Builder, node: Set) -> FromParts:

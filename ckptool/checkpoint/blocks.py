@@ -151,7 +151,7 @@ class Prefetcher:
         self._pending: deque[tuple[BlockReader[Any], int, Future[Any]]] = deque()
 
     def add(self, owner: BlockReader[Any]) -> None:
-        """Takes it that `owner` is wanted after the one that was added before it."""
+        """Queues `owner` to be read after the one added before it."""
         if self._last is not None:
             self._last.next = owner
         self._last = owner
@@ -183,7 +183,7 @@ class Prefetcher:
 
 
 class BlockReader(Generic[T]):
-    """Sources of one length. Whole storages are summed up in passing; `unchecked`: the storages of the other sources.
+    """Reads tensors of one length side by side, in blocks; checks whole storages on the way. `unchecked`: the others.
 
     work: what is made of a block, given the bytes of each source, which are others afterwards. It runs in the thread
     that reads.

@@ -26,7 +26,7 @@ class Use(Enum):
 
 
 class Verb(NamedTuple):
-    """group: of the help, and the module of `cli/` with the command.  address: None for verbs without files."""
+    """Facts about a verb. group: of the help, and its module in `cli/`.  address: None for verbs without files."""
 
     group: str
     address: Use | None = None

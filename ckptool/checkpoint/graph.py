@@ -81,7 +81,7 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         if len(seen) + objects > most:
             raise LimitExceeded(
                 f"more than {counted(most, 'container')} in {nbytes:,} bytes",
-                "Nothing writes them so tightly; the file is probably malicious.",
+                "No program packs them this tightly; the file is probably malicious.",
             )
         if depth > MAX_DEPTH:
             raise LimitExceeded(
@@ -96,7 +96,7 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
     if text > FREE_TEXT + TEXT_PER_NODE * nodes:
         raise LimitExceeded(
             f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}",
-            "Nothing is nested so deep or under names so long; the file is probably malicious.",
+            "Real checkpoints are not nested this deep, or under names this long; the file is probably malicious.",
         )
 
 

@@ -1,7 +1,8 @@
-"""Functions that nouns and reports offer and a layer above them has: `.torch()`, and reports as text, JSON and HTML.
+"""Finds functions that a lower layer offers and a higher one defines: `.torch()`, a report as text, JSON, HTML.
 
 A function is registered for a type where it is defined. The package itself, which is above all layers, knows the module
-that does so for each type (`ckptool/__init__.py`); it is imported when one of its functions is first asked for.
+that does so for the nouns (`ckptool/__init__.py`); that of a report is called like the report's own. It is imported
+when one of its functions is first asked for.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ def provides(form: str, *kinds: type) -> Callable[[Function], Function]:
 
 
 def provide(form: str, value: Any, *arguments: Any, **options: Any) -> Any:
-    """A value in a form that is registered for its type or a base of it."""
-    kind = next(kind for kind in type(value).__mro__ if kind.__name__ in _providers())
-    if (kind, form) not in _FUNCTIONS:
-        import_module(f"ckptool.{_providers()[kind.__name__]}")
-    return _FUNCTIONS[kind, form](value, *arguments, **options)
+    """A value in a form that is registered for its type or a base of it. Raises `TypeError` for any other."""
+    for kind in type(value).__mro__:
+        module = _provider(kind)
+        if module and (kind, form) not in _FUNCTIONS:
+            import_module(module)
+        if (kind, form) in _FUNCTIONS:
+            return _FUNCTIONS[kind, form](value, *arguments, **options)
+    raise TypeError(f"nothing gives {type(value).__name__} the form {form!r}")
 
 
-def _providers() -> dict[str, str]:
-    """The module with the functions for each type."""
-    providers: dict[str, str] = import_module("ckptool").PROVIDERS
-    return providers
+def _provider(kind: type) -> str:
+    """The module with the functions for a type of ours; empty for any other."""
+    if kind.__module__.startswith("ckptool.reports."):
+        return kind.__module__.replace("reports", "render", 1)
+    found = import_module("ckptool").PROVIDERS.get(kind.__name__) if kind.__module__.startswith("ckptool.") else None
+    return f"ckptool.{found}" if found else ""

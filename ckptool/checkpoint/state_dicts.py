@@ -1,9 +1,9 @@
-"""The parts of a checkpoint: model weights, their average, optimizer state, plain values.
+"""The state dicts of a checkpoint: model weights, their average, optimizer state; and the plain values beside them.
 
-A *model root* is a dictionary of names to tensors that are weights. Verbs on keys act on all of them; verbs that take
-one root choose it here, and say so, or list the candidates: picking one in silence is how people train on the wrong
+A *model state dict* is a dictionary of names to tensors that are weights. Verbs on keys act on all of them; verbs that
+take one choose it here, and say so, or list the candidates: picking one in silence is how people train on the wrong
 weights. Where there is none, dictionaries of names to numpy arrays take their place for the verbs that only read one. A
-pickled module is a model root as well, by its state dict; its weights can be read, but not renamed inside the object.
+pickled module counts as well, by its state dict; its weights can be read, but not renamed inside the object.
 """
 
 from __future__ import annotations

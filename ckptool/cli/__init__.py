@@ -166,7 +166,7 @@ def _print(answers: Answers, done: list[Json]) -> int:
 
 
 def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
-    """Tells what went wrong, in the three parts, and returns the exit code that it means."""
+    """Prints an error in its three parts, or as JSON, and returns its exit code."""
     from ckptool.cli.output import in_words
 
     problem: CkptoolError = in_words(error)
@@ -192,7 +192,7 @@ def _said_as_json(problem: CkptoolError, done: list[Json]) -> bool:
 
 
 def _told_in_short(error: Exception) -> int:
-    """The same without anything that is not loaded yet: where memory or open files have run out."""
+    """Prints an error using only what is imported already: memory or open files have run out."""
     code, what = "bug", f"{type(error).__name__}: {printable(str(error))}"
     if isinstance(error, CkptoolError):
         code, what = error.code, printable(error.what)
@@ -228,7 +228,7 @@ def _open_standard_streams() -> None:
 
 
 def _forget_odd_widths() -> None:
-    """Takes away widths that the help cannot be printed in: it would come out empty, or not at all."""
+    """Ignores terminal widths that the help cannot be printed in: it would come out empty, or not at all."""
     for name in ("COLUMNS", "TERMINAL_WIDTH"):
         text = os.environ.get(name, "80")
         if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text) >= LEAST_WIDTH):

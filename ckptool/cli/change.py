@@ -1,4 +1,4 @@
-"""Commands that write: strip-module, add-module, rename, remap, cast, edit, convert."""
+"""The commands of the group Change: each writes a checkpoint changed in one way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that put files together and take them apart: bundle, unbundle."""
+"""The commands of the group Combine: several checkpoints into one, and apart again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that look: inspect, show, diff."""
+"""The commands of the group Look: each reports, and writes no checkpoint."""
 
 from __future__ import annotations
 

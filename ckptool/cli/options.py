@@ -18,7 +18,7 @@ from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, pr
 if TYPE_CHECKING:
     from ckptool.reports.save import Written
 
-# An address means one thing to all verbs of a kind (`verbs/opening.py`): those that read take the part, those that
+# An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
 # change a file act there.
 File = Annotated[
     str, typer.Argument(metavar="FILE", help="A checkpoint, or FILE#ADDRESS for a part of it.", show_default=False)

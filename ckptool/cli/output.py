@@ -61,7 +61,7 @@ _ASCII = (
 
 
 class LostAnswer(FileProblem):
-    """Standard output takes no more."""
+    """Standard output cannot be written."""
 
 
 def style_of(stream: TextIO) -> Style:

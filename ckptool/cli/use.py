@@ -1,4 +1,4 @@
-"""The commands warm-start and spec."""
+"""The commands of the group Use: start a model from a checkpoint, train it, prove the run."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from ckptool.cli.options import (
 )
 from ckptool.cli.output import Answer, Answers, tell
 from ckptool.errors import UsageError
+from ckptool.reports.train import Page
 
 if TYPE_CHECKING:
     from ckptool.reports.train import Outcome
@@ -183,7 +184,7 @@ def train(
     from ckptool.verbs import train as verbs
 
     if init or schema:
-        return Answers([Answer(verbs.example() if init else verbs.schema())])
+        return Answers([Answer(Page(verbs.example() if init else verbs.schema()))])
     if config is None:
         raise UsageError("train was given no configuration", "", "Create one: ckptool train --init > run.yaml")
     if dry_run:
@@ -277,5 +278,5 @@ def _trained(work: Callable[[Any], Outcome], quiet: bool, as_json: bool) -> Answ
     with nullcontext() if quiet else training_progress() as progress:
         done = work(progress)
     if os.environ.get("RANK", "0") != "0":  # under torchrun the first process tells
-        return Answers([Answer("", exit_code=done.exit_code)])
+        return Answers([Answer(Page(), exit_code=done.exit_code)])
     return Answers([Answer(done, exit_code=done.exit_code)], as_json)

@@ -174,7 +174,7 @@ def by_name(name: str) -> Format:
     """The format called `name`; raises `UsageError` listing those that can be written."""
     container = writer(name)
     if container is None:
-        what = f"{name} can be read, not written" if named(name) in FORMATS else f"unknown container {name!r}"
+        what = f"{name} can be read but not written" if named(name) in FORMATS else f"unknown container {name!r}"
         raise UsageError(what, f"Writable containers: {listed([container.name for container in WRITERS])}.")
     return container
 
@@ -197,7 +197,7 @@ _SUFFIX = r"\.[a-z][a-z0-9_]{0,11}"
 
 
 def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str = "", source: str = "") -> None:
-    """Raises `UsageError` where an output's suffix is a slip of the pen, or promises what is not written.
+    """Raises `UsageError` where an output's suffix looks mistyped, or promises a container that is not written.
 
     written: the container that would be.  original, source: container and name of the input, whose own suffix is as
     good as any while its container stays. From one torch file to another, suffixes that stand for nothing (`.state`)

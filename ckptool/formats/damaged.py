@@ -99,8 +99,8 @@ def salvage(source: Input, error: CkptoolError | None = None, progress: Progress
         if safetensors.detect(head, source):
             return _salvaged_safetensors(source)
     raise error or UsageError(
-        f"{source} is of a container that cannot be recovered",
-        "Torch zips and safetensors files are.",
+        f"ckptool cannot recover {source}",
+        "It recovers torch zips and safetensors files.",
         "Copy or download it again.",
     )
 
@@ -390,7 +390,9 @@ def _check_order(archive: Archive, root: str, order: str, lost: list[LostRecord]
     near = archive.source.read(begin, min(_NEAR_PICKLE, archive.source.size - begin))
     if b"little" not in near:
         what = f"{archive.source}: its byteorder record is damaged"
-        raise Corrupt(what, "Whether its numbers are little-endian cannot be told, and wrong ones would come back.")
+        raise Corrupt(
+            what, "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
+        )
 
 
 def _records_as_bytes(archive: Archive, lost: list[LostRecord]) -> Salvaged:

@@ -1,4 +1,7 @@
-"""`npy`: one array of numpy, read as one tensor. `npy_array` says where the format is documented."""
+"""`npy`: one numpy array, read as one tensor, and the arrays inside an `.npz`.
+
+Source: numpy/lib/format.py (the header, versions 1.0 to 3.0).
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,9 @@ def _check_size(data: Data, header: ArrayHeader, size: int) -> None:
     there = data.length - header.at
     if there < size:
         raise Truncated(
-            f"an array of {size:,} bytes, of which {there:,} are there", "It was cut off.", "Copy or download it again."
+            f"an array of {size:,} bytes, of which the file holds {there:,}",
+            "It was cut off.",
+            "Copy or download it again.",
         )
     if there > size:
         several = data.read(header.at + size, min(len(MAGIC), there - size)) == MAGIC
@@ -154,7 +159,7 @@ def read_header(data: Data) -> ArrayHeader:
 
 def _checked(fields: Any, at: int, raw: bytes) -> ArrayHeader:
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
-        raise Corrupt("a numpy header that is not of descr, fortran_order and shape", _DAMAGED)
+        raise Corrupt("a numpy header whose keys are not descr, fortran_order and shape", _DAMAGED)
     shape, fortran = fields["shape"], fields["fortran_order"]
     if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape) or len(shape) > MAX_RANK:
         raise BadTensor(f"a numpy array of shape {printable(repr(shape)[:60])}", _DAMAGED)

@@ -1,6 +1,6 @@
 """`npz`: what `numpy.savez` and `savez_compressed` write, a zip of one `.npy` for each name.
 
-Source: numpy/lib/_npyio_impl.py (`_savez`) and Lib/zipfile; `npy_array` has the arrays. Written as `numpy.savez` does,
+Source: numpy/lib/_npyio_impl.py (`_savez`) and Lib/zipfile; the arrays are `npy`'s. Written as `numpy.savez` does,
 without compression, with the array of each record aligned in the file. Names may differ in case alone: numpy tells them
 apart.
 """
@@ -83,7 +83,7 @@ def _notes(tree: dict[str, Any]) -> list[Note]:
         [
             Note(
                 "other-arrays",
-                f"{counted(len(others), 'entry is no tensor', 'entries are no tensors')}: {listed(others, 4)}",
+                f"{counted(len(others), 'entry is not a tensor', 'entries are not tensors')}: {listed(others, 4)}",
             )
         ]
         if others
@@ -149,4 +149,8 @@ def _why_not(name: Any, value: Any) -> str:
         return bad
     if isinstance(value, TensorEntry):
         return f"type {value.dtype}"
-    return f"{value.kind} tensor" if isinstance(value, Composite) else f"{summary(value)}, no array of numbers or texts"
+    return (
+        f"{value.kind} tensor"
+        if isinstance(value, Composite)
+        else f"{summary(value)}, not an array of numbers or strings"
+    )

@@ -91,7 +91,7 @@ def _refuse_more(source: Source, end: int) -> NoReturn:
     several = detect(source.read(end, min(512, rest)), source)
     raise Ambiguous(
         f"{source} has {rest:,} bytes after the end of its pickle",
-        "They begin another one (pickle.dump was called several times): pickle.load gives the first alone."
+        "Another pickle begins there (pickle.dump was called several times); pickle.load reads only the first."
         if several
         else "No reader of pickles looks at them; something may be hidden there.",
         f"Take the first by itself: head -c {end} {source} > first.pkl",

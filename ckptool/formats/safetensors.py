@@ -190,7 +190,7 @@ def _pairs(source: Source, name: str, shape: Any) -> Any:
     """The shape of packed 4-bit values as torch has it, two to an element; the file counts them singly."""
     if type(shape) is not list or not shape or type(shape[-1]) is not int or shape[-1] % 2:
         raise BadTensor(
-            f"{source}: {printable(name)} of 4-bit values has the shape {str(shape)[:200]}, which is not of whole bytes"
+            f"{source}: {printable(name)} of 4-bit values has the shape {str(shape)[:200]}, not of whole bytes"
         )
     return [*shape[:-1], shape[-1] // 2]
 
@@ -204,7 +204,7 @@ def _check_cover(source: Source, ranges: Sequence[tuple[int, int]], size: int) -
     if at > size:
         whole = sum(end <= size for _, end in ranges)
         raise Truncated(
-            f"{source} ends {at - size:,} bytes before the data that its header promises",
+            f"{source} ends {at - size:,} bytes short of the data that its header describes",
             f"The file was cut off. Whole: {whole:,} of its {counted(len(ranges), 'tensor')}.",
             Advice("Save what is whole: ", command("recover", source.path, out=OUT), "; or copy or download it again."),
         )

@@ -202,7 +202,7 @@ class _Program:
             raise LimitExceeded(
                 f"{archive.source}: its {counted(len(self.files), 'file')} of code "
                 f"{form(len(self.files), 'is', 'are')} {size:,} bytes when unpacked",
-                f"At most {inflated_limit(stored):,} are read of so little; the file is probably malicious.",
+                f"At most {inflated_limit(stored):,} are read from so few bytes; the file is probably malicious.",
             )
 
     def beside(self) -> dict[str, Callable[[], Any]]:
@@ -261,7 +261,7 @@ def _program_notes(program: _Program, tree: dict[str, Any]) -> list[Note]:
     path = program.archive.source.file.path
     shown = ", ".join(program.beside())
     what = f"holds a program as well ({counted(len(program.files), 'file')} of code)"
-    message = f"{what}, which is never run; to be shown: {shown}"
+    message = f"{what}, which is never run; to see it: {shown}"
     notes = [Note("torchscript", message, command("show", f"{path}#code"))]
     if not tree["state_dict"]:
         packed = next(tensors(tree["attributes"]), None) is not None

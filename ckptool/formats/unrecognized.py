@@ -253,7 +253,11 @@ def _nothing_known(head: bytes, source: Source) -> CkptoolError:
         zeros = len(start) - len(start.lstrip(b"\0"))
         more = " or more" if zeros == MAX_ZEROS < source.size else ""
         what = f"{source}: the first {zeros:,}{more} of its {source.size:,} bytes are zero"
-        return Corrupt(what, "They were reserved but never written, or lost in a crash.", "Copy or download it again.")
+        return Corrupt(
+            what,
+            "Their space was reserved but never written, or their data was lost in a crash.",
+            "Copy or download it again.",
+        )
     if _is_text(head):
         return NotACheckpoint(
             f"{source} is a text file", f"It begins with: {printable(head[:40].decode('utf-8', 'replace'))}"

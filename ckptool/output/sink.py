@@ -1,7 +1,7 @@
 """The sink: writes the segments of one file, in order, knowing nothing of what they mean.
 
 Adjacent ranges of one input become one copy; small segments are gathered; checksums of copied ranges are added up by
-threads that read the same pages while the kernel copies them; what can only be known at the end (`Late`) is written at
+threads that read the same pages while the kernel copies them; what is only known at the end (`Deferred`) is written at
 the end.
 """
 

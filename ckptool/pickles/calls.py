@@ -240,7 +240,7 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
         f"{source} {listed(names)}",
         "Loading the file runs this; ckptool neither ran it nor passes it on unless told to. Nothing was written.",
         Advice(
-            "What is made and thrown away cannot be kept. Write the weights alone: ",
+            "Objects that loading makes and discards cannot be kept. Write only the weights: ",
             command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
         )
         if thrown_away

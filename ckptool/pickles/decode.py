@@ -115,7 +115,7 @@ def decode(
 
 
 def _underflow() -> Corrupt:
-    return Corrupt("the pickle takes a value that is not there", "It was damaged, or is not a pickle at all.")
+    return Corrupt("the pickle pops from an empty stack", "It was damaged, or is not a pickle at all.")
 
 
 def protocol_notes(protocol: int) -> list[Note]:

@@ -270,12 +270,12 @@ class Machine:
         reader.at = pos
         raise LimitExceeded(
             f"more than {counted(self.limit, 'opcode')}",
-            "A pickle this long cannot come from a file of this size, which is probably malicious.",
+            "A file of this size cannot need so many; it is probably malicious.",
         )
 
     def _unmark(self, marks: list[list[Any]], pos: int) -> list[Any]:
         if not marks:
-            raise self.reader.corrupt(pos, "the end of a group that was not begun")
+            raise self.reader.corrupt(pos, "the end of a group (MARK) that was never begun")
         return marks.pop()
 
 

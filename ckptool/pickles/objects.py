@@ -126,12 +126,15 @@ class ObjectMaker:
         if type(key) is tuple:
             if depth == MAX_KEY_DEPTH:
                 self.reader.at = pos
-                raise LimitExceeded("a dictionary key of tuples within tuples", "Hashing it could take for ever.")
+                raise LimitExceeded(
+                    "a dictionary key of tuples within tuples", "Hashing it could take practically forever."
+                )
             self.hashed += len(key)
             if self.hashed > self.limit:
                 self.reader.at = pos
                 raise LimitExceeded(
-                    f"dictionary keys of more than {counted(self.limit, 'part')}", "Hashing them could take for ever."
+                    f"dictionary keys of more than {counted(self.limit, 'part')}",
+                    "Hashing them could take practically forever.",
                 )
             for part in key:
                 self._check_key(part, pos, depth + 1)

@@ -37,7 +37,7 @@ class PickleReader:
 
     def straddling(self) -> Corrupt:
         """The error where the bytes of a frame run out in the middle of an opcode."""
-        return Corrupt(f"an opcode reaches over the end of the frame that begins at byte {self.base:,}", DAMAGED)
+        return Corrupt(f"an opcode runs past the end of the frame that begins at byte {self.base:,}", DAMAGED)
 
     def corrupt(self, pos: int, what: str) -> Corrupt:
         """The error about the byte at `pos`."""
@@ -50,7 +50,7 @@ class PickleReader:
     def enter_frame(self, begin: int, size: int) -> bytes:
         """The bytes to go on with, from their first."""
         if self.in_frame:
-            raise self.corrupt(begin, "a frame inside of a frame")
+            raise self.corrupt(begin, "a frame inside a frame")
         if size > len(self.data) - begin:
             raise self.corrupt(begin, "a frame that is longer than the pickle")
         self.in_frame, self.base, self.outer = True, begin, self.data

@@ -83,7 +83,7 @@ class LiveReader:
         )
         return Unsupported(
             f"cannot save {listed(names)}",
-            "Whoever loads the file would have to run code of its class, and could not open it without.",
+            "Loading the file would run code of its class, and fail where that class is missing.",
             fix,
         )
 
@@ -99,7 +99,7 @@ class LiveReader:
 
     def _named(self, value: Any) -> Any:
         name = self.name_of(value)
-        return name if name is not None else self.refuse(value, "a function or class that no module names")
+        return name if name is not None else self.refuse(value, "a function or class that cannot be imported by name")
 
     def name_of(self, value: Any) -> Global | None:
         if value not in self.names:

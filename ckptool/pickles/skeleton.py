@@ -275,7 +275,7 @@ class _Lexer:
     def _enter_frame(self, pos: int) -> int:
         pos = self._have(pos, 9)
         if self.frame >= 0:
-            raise self._corrupt(pos, "a frame inside of a frame")
+            raise self._corrupt(pos, "a frame inside a frame")
         begin = self.base + pos + 9
         self.frame = begin + int.from_bytes(self.buffer[pos + 1 : pos + 9], "little")
         if self.frame > self.data.length:
@@ -304,7 +304,7 @@ class _Lexer:
     def _check_room(self, pos: int, length: int) -> None:
         end = self.base + pos + length
         if 0 <= self.frame < end:
-            raise self._corrupt(pos, "an opcode that reaches over the end of its frame")
+            raise self._corrupt(pos, "an opcode that runs past the end of its frame")
         if end > self.data.length:
             what = f"{length:,} bytes are expected, {self.data.length - self.base - pos:,} are there"
             raise self._error(Truncated, pos, what, "The pickle was cut off.")

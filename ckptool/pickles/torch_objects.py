@@ -493,5 +493,5 @@ def rebuilt(made: Object) -> Composite:
     """The composite of a rebuild call. Raises `BadTensor` where its arguments make no tensor."""
     value = BUILDERS[made.fn](made.args)
     if not isinstance(value, Composite):
-        raise BadTensor(f"{made.name}: its arguments make no tensor")
+        raise BadTensor(f"{made.name}: its arguments do not make a tensor")
     return value

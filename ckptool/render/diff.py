@@ -165,7 +165,7 @@ _ASPECTS = {"value": "plain entries", "values": "values of tensors"}
 def _reservations(found: Diff) -> list[str]:
     """The limits of the verdict, and a better question to ask."""
     lines = (
-        [f"not compared (a container here cannot say it): {', '.join(found.not_compared)}"]
+        [f"not compared (one of the containers does not record it): {', '.join(found.not_compared)}"]
         if found.not_compared
         else []
     )

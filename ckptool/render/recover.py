@@ -37,7 +37,7 @@ def _verdict(done: Recovery, style: Style) -> list[str]:
     if done.raw:
         return [
             f"{name}: {style.yellow('bytes only')}, {records}",
-            "  its pickle is lost, which alone says what is which tensor: each record is given as bytes, by its name",
+            "  its pickle, which says which record is which tensor, is lost: each record is kept as bytes by its name",
         ]
     if done.complete and not (done.damage or done.how):
         return [f"{name}: {style.green('nothing is missing')}, {counted(done.tensors or 0, 'tensor')} ({records})"]

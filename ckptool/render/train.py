@@ -8,7 +8,7 @@ from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable, quoted
 from ckptool.render.json import Json, finite
 from ckptool.render.style import PLAIN, Style, columns, short, size
-from ckptool.reports.train import Outcome, Proof, Pruned, Rehearsal, RunCheckpoint, RunReport
+from ckptool.reports.train import Outcome, Page, Proof, Pruned, Rehearsal, RunCheckpoint, RunReport
 
 
 @provides("text", Outcome)
@@ -78,7 +78,9 @@ def prove_text(found: Proof, *, style: Style = PLAIN) -> str:
             rows.append((f"without {part}", words))
     lines = [f"{name:<22}{value}" for name, value in rows]
     if found.lost:
-        lines.append("a run resumed from before a checkpoint that it had: it deletes old ones before new ones are safe")
+        lines.append(
+            "a run resumed from a step before its newest checkpoint: it deletes old ones before new ones are safe"
+        )
     if found.proved:
         lines.append(style.green("proved: a run killed anywhere ends with the same bytes."))
     else:
@@ -176,13 +178,13 @@ def inspect_run_json(found: RunReport) -> Json:
     return {"schema": "ckptool.run/1", **finite(asdict(found))}
 
 
-@provides("text", str)
-def page_text(found: str, *, style: Style = PLAIN) -> str:
-    """A configuration or its schema, as it is."""
-    return found
+@provides("text", Page)
+def page_text(found: Page, *, style: Style = PLAIN) -> str:
+    """The text as it is."""
+    return found.text
 
 
-@provides("json", str)
-def page_json(found: str) -> Json:
+@provides("json", Page)
+def page_json(found: Page) -> Json:
     """`ckptool.text/1`."""
-    return {"schema": "ckptool.text/1", "text": found}
+    return {"schema": "ckptool.text/1", "text": found.text}

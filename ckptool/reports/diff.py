@@ -106,7 +106,9 @@ def diff(
     Raises `UsageError` for another name.
     """
     if unknown := [name for name in ignore if name not in IGNORABLE]:
-        raise UsageError(f"there is nothing called {unknown[0]!r} to ignore", f"Available: {', '.join(IGNORABLE)}.")
+        raise UsageError(
+            f"unknown kind of difference {unknown[0]!r} in --ignore", f"Available: {', '.join(IGNORABLE)}."
+        )
     pickled = not (left.tensors_only or right.tensors_only)
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
     comparer = _Comparer(skipped, pickled, atol, rtol, quick, statistics)

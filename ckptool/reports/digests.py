@@ -91,7 +91,7 @@ def _entry_digest(entry: TensorEntry) -> str:
     if not (flags.conj or flags.neg):
         return sha256_of(data).hexdigest()
     if entry.dtype.kind not in ("float", "complex"):
-        raise Unsupported(f"a negated view of type {entry.dtype} has no values", "torch makes no such view.")
+        raise Unsupported(f"a negated view of type {entry.dtype} has no values", "torch does not create such views.")
     total = hashlib.sha256()
     for raw in chunks(data, entry.dtype.itemsize, "raw"):
         total.update(resolve(raw, entry.dtype, flags).data)

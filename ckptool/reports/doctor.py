@@ -69,7 +69,7 @@ def of_error_text(text: str, file: str = "") -> Diagnosis:
     """The meaning of an error message, from that alone. Without a file its commands speak of FILE and OUT."""
     known = recognised(text)
     if known is None:
-        what = "this message is not in ckptool's table" if text.strip() else "there is no message to read"
+        what = "ckptool does not know this message" if text.strip() else "the message is empty"
         advice = Advice("Look at the file instead: ", command("doctor", FILE))
         return Diagnosis(file, "", (Finding("unknown-error", what, _first_line(text), advice=advice),))
     chain, words = Chain(file), known.found(text)

@@ -219,7 +219,7 @@ def _inner_prefix(found: Listing, root: StateDict) -> Iterator[Finding]:
     if whose and len(fronts) == 1 and all("." in name for name in bare):
         prefix = next(iter(fronts))
         what = f"all {counted(len(names), 'key')} begin with {printable(prefix)}, the part of {whose} that is the model"
-        advice = "For the outer object itself it is right as it is; with --against MODEL the model decides."
+        advice = "If you load into the outer object, nothing is wrong; --against MODEL tells which."
         says = _unexpected(f"{prefix}…")
         yield Finding("prefix", what, says, False, (), advice, (_strip(prefix),), Stage.ENTRIES)
 
@@ -408,7 +408,7 @@ def _keys_differ(missing: Sequence[str], extra: Sequence[str], target: Target, w
         if names
     ]
     what = f"of {counted(len(target.tensors), 'key')} of {printable(target.name)} {' and '.join(parts)}"
-    advice: str = "No tensor of the file fits the model: it is of another one."
+    advice: str = "No tensor of the file fits the model: it was saved from a different one."
     if way.fit.matched > len(way.fit.shapes):
         skip = "skip" if way.fit.shapes else ""
         plan = command("warm-start", FILE, against=target.name, on_mismatch=skip)

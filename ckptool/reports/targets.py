@@ -90,7 +90,8 @@ def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> T
     values = {key: value for key, value in node.items() if type(key) is str}
     if len(values) != len(node):
         raise UsageError(
-            f"{root} of {checkpoint.source or name} has keys that are no names", "A model's state dict has only texts."
+            f"{root} of {checkpoint.source or name} has keys that are not strings",
+            "The keys of a model's state dict are strings.",
         )
     tensors = {key: value for key, value in values.items() if isinstance(value, (TensorEntry, Composite))}
     metadata = node.metadata if isinstance(node, OrderedDict) else None

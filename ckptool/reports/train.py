@@ -6,6 +6,13 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class Page:
+    """Text that is printed as it is: a configuration, its schema."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Pruned:
     """The checkpoints of a run that were deleted, or would be; `kept`: step -> why it stays."""
 

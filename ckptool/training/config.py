@@ -193,9 +193,9 @@ class Save(Section):
 
     every: Annotated[Positive, Key("steps between saves")] = 200
     at_start: Annotated[bool, Key("save before the first step, too")] = False
-    keep_last: Annotated[Positive, Key("how many of the newest to keep; what is kept is the union of these three")] = 3
+    keep_last: Annotated[Positive, Key("newest to keep; a checkpoint stays if any of the three keeps it")] = 3
     keep_best: Annotated[Count, Key("how many of the best, by eval.metric")] = 1
-    keep_every: Annotated[Count, Key("those at every multiple of so many steps; 0: none")] = 0
+    keep_every: Annotated[Count, Key("keep those at every multiple of this many steps; 0: none")] = 0
     async_: Annotated[bool, Key("write while the next steps run")] = Field(False, alias="async")
     verify: Annotated[Literal["full", "size"], Key("what resuming checks: full (sha256) | size")] = "full"
 
@@ -282,9 +282,11 @@ class Config(Section):
         if not self.models:
             raise ValueError("there is no model")
         if set(self.models) != set(self.optim):
-            raise ValueError(f"models are {sorted(self.models)}, optimizers for {sorted(self.optim)}: one for each")
+            raise ValueError(
+                f"models are {sorted(self.models)}, optimizers for {sorted(self.optim)}; each model needs one"
+            )
         if (self.strategy == "split") != (self.split is not None):
-            raise ValueError("strategy: split and the section split go together")
+            raise ValueError("strategy: split needs the section split, and the section needs the strategy")
         return self
 
     def dumped(self) -> dict[str, Any]:
@@ -350,7 +352,7 @@ _EXAMPLE: dict[str, Any] = {
     "eval": {"metric": "val_acc", "mode": "max"},
 }
 _EXAMPLE_HEAD = """\
-# A run of ckptool's training harness: every key. Without it, its value is the one below, or the default that is named.
+# A run of ckptool's training harness, with every key. One left out has the value below, or the default in its comment.
 # Start it: ckptool train run.yaml    Resume it: ckptool resume runs/digits    Prove it: ckptool prove run.yaml
 """
 _COMMENTS = 30  # the column in which comments begin

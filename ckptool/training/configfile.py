@@ -265,12 +265,13 @@ def _plain(value: Any, place: Place, left: list[int]) -> Any:
     left[0] -= 1
     if left[0] < 0 or len(place) > MAX_DEPTH:
         raise UsageError(
-            "the configuration is larger than one can be",
+            "the configuration is too large",
             f"It has more than {MAX_VALUES:,} values, or lists in lists {MAX_DEPTH} deep. Nothing was started.",
         )
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise UsageError(
-            f"{printable(dotted(place))} is a number of {counted(value.bit_length(), 'bit')}", "No setting is so large."
+            f"{printable(dotted(place))} is a number of {counted(value.bit_length(), 'bit')}",
+            "No setting needs a number this large.",
         )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

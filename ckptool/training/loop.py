@@ -182,7 +182,7 @@ def _update(trainer: Trainer, name: str, mean: torch.Tensor, gradients: Sequence
         raise NotFinite(
             f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {loss})",
             "The run stopped there; its checkpoints are as they were.",
-            "Skip such steps: --set train.on_nonfinite=skip; or cut gradients, or lower the learning rate.",
+            "Skip such steps: --set train.on_nonfinite=skip; or clip gradients, or lower the learning rate.",
         )
     elif scaler is not None and gradients:
         scaler.update()  # which is done with this step's gradients

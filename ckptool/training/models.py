@@ -251,7 +251,7 @@ def checkpoint_activations(model: nn.Module, settings: ActivationCheckpoint, say
     drops = [name for name, module in chosen.items() if _has(module, nn.modules.dropout._DropoutNd)]
     if drops and not settings.preserve_rng_state:
         within = f"dropout inside {listed(drops, 3)}"
-        say(f"note: preserve_rng_state is off, so {within} draws anew, and weights end differently")
+        say(f"note: preserve_rng_state is off, so {within} draws new random numbers on recomputation: results differ")
     if norms := [name for name, module in chosen.items() if _has(module, nn.modules.batchnorm._BatchNorm)]:
         say(f"note: BatchNorm inside {listed(norms, 3)} sees its batch twice, and updates its running statistics twice")
 
@@ -316,7 +316,7 @@ def _in_segments(module: Any, segments: int, options: dict[str, Any]) -> None:
         if options["use_reentrant"] and not value.requires_grad:
             if not value.is_floating_point():
                 raise UsageError(
-                    "activation_checkpoint: use_reentrant needs inputs that can have a gradient, not whole numbers",
+                    "activation_checkpoint: use_reentrant needs floating-point inputs, which can have a gradient",
                     "The first segment would learn nothing.",
                     "Turn it off: --set train.activation_checkpoint.use_reentrant=false",
                 )

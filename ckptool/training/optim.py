@@ -73,7 +73,7 @@ def _groups(parameters: Parameters, groups: Iterable[Group]) -> list[dict[str, A
         chosen = {name: left.pop(name) for name in list(left) if fnmatchcase(name, group.match)}
         if not chosen:
             raise UsageError(
-                f"optim.groups: {group.match!r} matches no parameter that earlier groups left",
+                f"optim.groups: {group.match!r} matches no parameter outside the earlier groups",
                 f"Available: {listed([printable(name) for name in parameters], 8)}.",
             )
         made.append({"params": list(chosen.items()), **(group.model_extra or {})})

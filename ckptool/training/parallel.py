@@ -286,7 +286,7 @@ def _together(outputs: list[Any]) -> Any:
     if isinstance(first, (tuple, list)):
         return type(first)(_together(list(column)) for column in zip(*outputs, strict=True))
     raise UsageError(
-        f"split: the model gives {type(first).__name__}, which cannot be put together from micro-batches",
-        "It should give a tensor, or a tuple, list or dictionary of them.",
+        f"split: the model returns {type(first).__name__}, which cannot be reassembled from micro-batches",
+        "It should return a tensor, or a tuple, list or dictionary of them.",
         "Turn it off: --set split.microbatches=1",
     )

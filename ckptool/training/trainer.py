@@ -143,7 +143,7 @@ def _build_schedules(trainer: Trainer, say: Say) -> None:
         schedule = trainer.schedules[name] = build_schedule(optimizer, settings)
         if isinstance(schedule, ReduceLROnPlateau) and not trainer.config.eval.every:
             raise UsageError(
-                "schedule: ReduceLROnPlateau follows evaluation, and there is none",
+                "schedule: ReduceLROnPlateau needs evaluation, which is off",
                 "eval.every is 0.",
                 "--set eval.every=200",
             )

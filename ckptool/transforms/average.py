@@ -115,7 +115,7 @@ def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, ot
 def _mean(entries: Sequence[TensorEntry], weights: Sequence[float], ahead: Prefetcher) -> TensorEntry:
     first = entries[0]
     if first.dtype.numpy is None and first.dtype.name != "c32":
-        raise Unsupported(f"tensors of type {first.dtype} have no mean here", "Their values are packed.")
+        raise Unsupported(f"tensors of dtype {first.dtype} cannot be averaged", "Their values are packed.")
     reader = _Mean(entries, weights, ahead)
     storage = Storage(Computed(first.nbytes, reader.read, reader.sources.unchecked), entries[-1].location)
     return TensorEntry(storage, first.dtype, first.shape, row_major_strides(first.shape))

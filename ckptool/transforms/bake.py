@@ -62,7 +62,7 @@ def bake(node: Mapping[Any, Any], *, spectral: bool = False, form: str = "plain"
     `Conflict` where the plain weight is there already, `Unsupported` for types that have no product.
     """
     if form not in FORMS:
-        raise UsageError(f"there is no form {printable(form)!r}", f"Available: {', '.join(FORMS)}.")
+        raise UsageError(f"unknown --form {printable(form)!r}", f"Available: {', '.join(FORMS)}.")
     found, left = _found(node)
     chosen = []
     for each in found:

@@ -67,7 +67,7 @@ def _why_not(name: Any) -> str:
     if not name or not is_text(name):
         return "it is not Unicode text" if name else "it is empty"
     if _NO_FILE.search(name) or not name.isprintable():
-        return "it holds a character that names of files cannot have, or that cannot be seen"
+        return "it contains a character that is invisible or not allowed in file names"
     if name.strip(" .") != name:
         return "it begins or ends with a dot or a space"
     if _DEVICES.fullmatch(name):

@@ -1,4 +1,4 @@
-"""The floating tensors of model roots in another floating type; everything else as it is."""
+"""Casts the floating-point tensors of model state dicts to another dtype; everything else stays as it is."""
 
 from __future__ import annotations
 

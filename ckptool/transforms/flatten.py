@@ -1,4 +1,4 @@
-"""The tensors of a root as a container of plain tensors can hold them, and the tensors that would be lost."""
+"""Flattens a state dict for containers of plain tensors, and finds the tensors that would be lost."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[
         if isinstance(entry := node[key], TensorEntry):
             names.setdefault(id(entry.storage), []).append(printable(key))
     tied = [" = ".join(group) for group in names.values() if len(group) > 1]
-    message = f"{container} has no ties; copied for each name: {listed(tied, 3)}"
+    message = f"{container} cannot record ties; tied tensors copied for each name: {listed(tied, 3)}"
     return [Note("ties-copied", message)] if tied else []
 
 

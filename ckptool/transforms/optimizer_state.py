@@ -84,8 +84,8 @@ def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
             members[number].append(name)
     if unknown:
         raise Conflict(
-            f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is not known "
-            f"which one {listed(unknown)} belong to",
+            f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is unclear "
+            f"which of them {listed(unknown)} belong to",
             "The learning rate and weight decay would be a guess. Nothing was written.",
             "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)",
         )
@@ -180,8 +180,7 @@ def slot_names(optimizer: Mapping[str, Any], parameters: Shapes, place: str) -> 
     count = f"{counted(len(slots), 'slot')} in {counted(len(groups), 'group')}, {counted(len(names), 'parameter')}"
     raise Conflict(
         f"it cannot be known which slots of {printable(place)} belong to which parameters ({count})",
-        "They are numbers without names, and neither their count and shapes nor distinct shapes tell. Nothing was "
-        "changed.",
+        "They are numbered, not named, and neither their count nor their shapes identify them. Nothing was changed.",
         "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or go on without "
         "--optimizer",
     )

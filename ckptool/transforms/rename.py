@@ -1,4 +1,4 @@
-"""New keys for model roots: wrapper prefixes off and on, and rules.
+"""New keys for model state dicts: wrapper prefixes off and on, and rules.
 
 Whatever happens to the keys happens to what refers to them: a state dict's `_metadata` (by module path), and the names
 that an optimizer keeps of its parameters. Two keys that become one are an error, never last-wins.

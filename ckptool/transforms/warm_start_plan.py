@@ -131,7 +131,7 @@ def plan_warm_start(
     """
     if options.on_mismatch not in ON_MISMATCH:
         raise UsageError(
-            f"there is no --on-mismatch {printable(options.on_mismatch)!r}", f"Available: {', '.join(ON_MISMATCH)}."
+            f"unknown --on-mismatch {printable(options.on_mismatch)!r}", f"Available: {', '.join(ON_MISMATCH)}."
         )
     members = root.node.items()
     tensors = {k: v for k, v in members if type(k) is str and isinstance(v, (TensorEntry, Composite))}

@@ -216,7 +216,7 @@ def _writable(output: Output, original: Checkpoint) -> tuple[Source, Format]:
     if isinstance(source, Folder) or formats.writer(original.container) is None:
         raise UsageError(
             f"{source} cannot be changed in place: it is of the container {original.container}",
-            "While its files change one after the other, they are for a time those of two checkpoints."
+            "While its files were replaced one by one, the folder would be a mix of two checkpoints."
             if isinstance(source, Folder)
             else "That container can be read, not written.",
             "Write a new one: -o OUT",
@@ -311,7 +311,7 @@ def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
             problem = names
         if problem:
             raise VerifyFailed(
-                f"what was written to {printable(path)} is not what was to be written: {problem}",
+                f"{printable(path)} did not read back as it was written: {problem}",
                 "The disk or the memory may be failing. The output was not kept.",
             )
         if checksums:
@@ -450,7 +450,7 @@ def begin_change(verb: str, file: PathLike, out: PathLike | None, at: str | None
 def _refuse_extract(output: Output, opened: Opened) -> None:
     if opened.at is None:
         raise UsageError(
-            f"{output.verb} was to write a part alone, and no part was named",
+            f"{output.verb} --extract was given no address",
             "Without --extract the whole file is written.",
             f"Name it: ckptool {output.verb} FILE#ADDRESS --extract -o OUT",
         )
@@ -467,7 +467,7 @@ def _refuse_loop(tree: Any, part: Checkpoint) -> None:
     around = {id(holder) for holder in holders(tree, part.base)}
     if any(id(node) in around for node in visit(part.tree)):
         raise UsageError(
-            f"{printable(address(part.base))} holds what it is itself a part of",
-            "It cannot be changed without the rest.",
+            f"{printable(address(part.base))} contains itself",
+            "It cannot be changed on its own.",
             "Change the whole file, without the address.",
         )

@@ -135,7 +135,7 @@ class _Members:
         if left := sorted(set(part.metadata) - {"format", marks.RECOVERED}) if part.tensors_only else []:
             said = listed([printable(key) for key in left], 3)
             self.notes.append(
-                Note("metadata-left", f"{printable(origin)} has texts beside its tensors, which stay behind: {said}")
+                Note("metadata-left", f"{printable(origin)} has metadata strings that are left behind: {said}")
             )
         self.checkpoint = replace(
             self.checkpoint,

@@ -101,7 +101,7 @@ def convert(
 
 def _refuse_usage(ties: str, out: PathLike | None) -> None:
     if ties not in TIES:
-        raise UsageError(f"there is no way {printable(ties)!r} to treat ties", f"Available: {', '.join(TIES)}.")
+        raise UsageError(f"unknown --ties {printable(ties)!r}", f"Available: {', '.join(TIES)}.")
     if out is None:
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
 
@@ -112,8 +112,8 @@ def _in_shards(output: Output) -> str:
     if not container.writes_folder:
         raise UsageError(
             f"--shard-size writes a folder of safetensors files, "
-            f"and {printable(output.path or '')} was to be {container.name}",
-            "A file is not divided.",
+            f"but {printable(output.path or '')} would be {container.name}",
+            "A single file is never split.",
             "For example: -o DIR --shard-size 5GB",
         )
     return container.name

@@ -33,7 +33,7 @@ def slim(
     """
     if options.get("in_place"):
         raise UsageError(
-            "slim writes a new file", "In the old one, what was dropped would stay.", "For example: -o small.pt"
+            "slim writes a new file", "In place, the dropped bytes would stay in the file.", "For example: -o small.pt"
         )
     change = begin_change("slim", file, out, at, options)
     done = slimming.slim(change.part, dedup=dedup, keep_optimizer=keep_optimizer, kept=change.kept)
@@ -61,7 +61,7 @@ def _left_out(done: slimming.Slimmed, unused: bool) -> str:
         f"{done.optimizer_bytes:,} bytes of optimizer state" if done.dropped else "",
         f"{done.waste_bytes:,} bytes behind views" if done.compacted else "",
         f"{done.shared_bytes:,} bytes stored twice" if done.shared else "",
-        "records that nothing uses" if unused else "",
+        "unused records" if unused else "",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -69,7 +69,7 @@ def _left_out(done: slimming.Slimmed, unused: bool) -> str:
 def _summary(saved: int, left_out: str, container: str) -> str:
     """Says how much smaller the file became, if it did: a new container has tables and alignment of its own."""
     if not left_out:
-        return "nothing to leave out"
+        return "nothing to drop"
     if saved > 0:
         return f"{saved:,} bytes smaller, without {left_out}"
     size = "no smaller" if not saved else f"{-saved:,} bytes larger"

@@ -61,7 +61,7 @@ def find_target(target: PathLike, at: str | None = None, *, part: bool = False) 
         )
     if path.endswith(".py") and os.path.isfile(path):
         raise UsageError(
-            f"{printable(path)} is a Python file; what in it builds the model was not named",
+            f"{printable(path)} is a Python file; name what in it builds the model",
             "It is a function without arguments, a class, or a module.",
             f"For example: {printable(path)}:build_model",
         )

@@ -179,7 +179,7 @@ def test_a_file_that_exists_under_the_whole_name_wins(tmp_path: Path) -> None:
 
 
 def test_extract_needs_a_part_and_a_new_file(original: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no part was named"):
+    with pytest.raises(UsageError, match="was given no address"):
         ckptool.strip_module(original, tmp_path / "out.pt", extract=True)
     with pytest.raises(UsageError, match="both extract=True and in_place=True"):
         ckptool.strip_module(f"{original}#state_dict", in_place=True, extract=True)
@@ -236,7 +236,7 @@ def test_a_container_that_stands_elsewhere_too_changes_only_at_the_address(tmp_p
 def test_what_holds_itself_is_refused(tmp_path: Path) -> None:
     tree: dict[str, Any] = {"a": weights("module.a.w")}
     tree["a"]["up"] = tree
-    with pytest.raises(UsageError, match="holds what it is itself a part of"):
+    with pytest.raises(UsageError, match="contains itself"):
         ckptool.strip_module(f"{saved(tree, tmp_path / 'f.pt')}#a", tmp_path / "out.pt")
 
 

@@ -113,7 +113,7 @@ def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> Non
     proof = Proof(9, 1, "a" * 64, [Kill(4, "KILL", None)], "a" * 64, None, True, {"scaler": False}, "", "/tmp/kept")
     text = prove_text(proof)
     assert "resumed from          the beginning" in text
-    assert "resumed from before a checkpoint that it had" in text
+    assert "resumed from a step before its newest checkpoint" in text
     assert "without scaler        ends the same" in text
     assert "disproved" in text
     assert not proof.proved
@@ -149,7 +149,7 @@ def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"(?s)2 processes cannot train together, since strategy is dp.*strategy=ddp"):
         processes_of(config(strategy="dp"), 2)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UsageError, match=r"(?s)torchrun started several processes of prove.*--processes 3"):
+    with pytest.raises(UsageError, match=r"(?s)prove was started in several processes by torchrun.*--processes 3"):
         processes_of(ddp, None)
 
 

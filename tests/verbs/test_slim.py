@@ -108,7 +108,7 @@ def test_a_parameter_stays_a_parameter(tmp_path: Path) -> None:
 def test_nothing_to_leave_out_is_a_copy(tmp_path: Path) -> None:
     file, out = saved({"a": torch.ones(4)}, tmp_path / "in.pt"), tmp_path / "out.pt"
     done = ckptool.slim(file, out)
-    assert done.summary == "nothing to leave out" and done.how == "copy"
+    assert done.summary == "nothing to drop" and done.how == "copy"
     assert out.read_bytes() == file.read_bytes()
 
 

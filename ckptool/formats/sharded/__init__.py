@@ -119,7 +119,7 @@ def _opened(source: Source) -> Checkpoint:
 def _no_index(folder: Folder) -> OnlyAPart:
     shards = [name for name in folder.names if _is_shard(name)]
     what = f"{folder} holds shards and no index: {listed([printable(name) for name in shards], 2)}"
-    why = "Which tensors make up the checkpoint, and whether all of its files are there, is only said in *.index.json."
+    why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     return OnlyAPart(what, why, "Copy the index too; or name one shard, which is read by itself.")
 
 
@@ -185,7 +185,7 @@ def _parsed(folder: Folder, name: str) -> _Index:
     if names is None:
         raise NotACheckpoint(
             f"{source} is a JSON text without a weight_map",
-            "An error message, perhaps, or another index; not one of tensors in shards.",
+            "It may be an error message or another kind of index; it is not an index of shards.",
             f"See what it says: head -c 300 {source}",
         )
     if not isinstance(names, dict) or not all(type(file) is str for file in names.values()):
@@ -265,7 +265,7 @@ def _check_agreement(index: _Index) -> None:
     if twice:
         name, file, where = twice[0]
         what = f"{index}: {printable(str(name))} is in two shards, {printable(where)} and {printable(file)}"
-        why = "Nothing says which of the two values is right; readers take one or the other."
+        why = "Readers take one or the other; which of the two values is right is recorded nowhere."
         raise Conflict(what, why, _AGAIN)
     if lacking or strange:
         raise Conflict(f"{index} and its shards do not belong together: {_disagreement(lacking, strange)}",

@@ -36,7 +36,7 @@ def size_in_bytes(size: int | str) -> int:
         if count >= (1 if found[3] or found[5] else LEAST_BARE):
             return count
     what = f"{printable(str(size)[:40])!r} is not a shard size"
-    why = f"Write a number with a unit (5GB), or of bytes, {LEAST_BARE:,} or more."
+    why = f"Give a number with a unit (5GB), or a number of bytes, {LEAST_BARE:,} or more."
     raise UsageError(what, why, "For example: 5GB, 500MB, 2GiB")
 
 
@@ -146,7 +146,7 @@ def _units_of_pickles(checkpoint: Checkpoint) -> list[_Unit]:
     """The entries of a dictionary, those that share a storage together."""
     wrong = [printable(str(key)[:80]) for key in checkpoint.tree if type(key) is not str or not is_text(key)]
     if wrong:
-        raise Unsupported(f"an index of shards has texts for names; not one is {listed(wrong)}", "JSON has no other.")
+        raise Unsupported(f"names in an index of shards are strings, unlike {listed(wrong)}", "JSON has no other.")
     leader: dict[Any, Any] = {name: name for name in checkpoint.tree}
     first: dict[int, Any] = {}
     for name, value in checkpoint.tree.items():

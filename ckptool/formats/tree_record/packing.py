@@ -116,7 +116,7 @@ class Packer:
             self.room -= size
         self.long[id(value)] = value
         if self.room < 0:
-            what = f"one text stands in so many places that they would take more than {MAX_REPEATED:,} bytes"
+            what = f"one string occurs so often that its copies would take more than {MAX_REPEATED:,} bytes"
             why = "A pickle stores it once and refers to it; this record has to repeat it."
             raise LimitExceeded(what, why, "Convert only the weights: without --all")
 

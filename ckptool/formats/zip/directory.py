@@ -255,7 +255,7 @@ def _split(source: Readable) -> Unsupported:
 def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
     """The error for a directory that is `by` bytes behind its place."""
     if 0 < by <= source.size - 4 and source.read(by, 4) == b"PK\x03\x04":
-        why = f"{by:,} bytes were put before the archive, or another archive; readers disagree about such a file."
+        why = f"{by:,} bytes, or another archive, were put in front of the archive; readers disagree about such a file."
         return Ambiguous(what, why)
     return Corrupt(what, "Bytes were put into the archive or are missing from it, or its tables were damaged.")
 
@@ -316,7 +316,7 @@ def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, d
         raise Unsupported(f"{record} is compressed with method {method} ({_OTHER_METHODS[method]})", why)
     if method not in (0, 8):
         raise Corrupt(f"{record} is stored by the unknown method {method}", why)
-    raise Unsupported(f"{record} asks for a reader of a later zip format", "PyTorch files never do.")
+    raise Unsupported(f"{record} needs a newer version of the zip format", "PyTorch files never do.")
 
 
 # Where the data is ---------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Record:
         """All of a small record, its checksum verified (unless the archive has none)."""
         if self.size > limit:
             what = f"{self.archive.source}: {self} is {self.size:,} bytes when unpacked; at most {limit:,} are read"
-            raise LimitExceeded(what, "No record of this kind is so large; the file is probably malicious.")
+            raise LimitExceeded(what, "Real records of this kind are never this large; the file is probably malicious.")
         data = self.data.read(0, self.size)
         if self.archive.has_checksums and zlib.crc32(data) != self.crc:
             self.wrong("does not match its checksum")

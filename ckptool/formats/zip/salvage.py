@@ -59,7 +59,7 @@ DAMAGED = "its data does not match its checksum"
 HEADER = "its header is damaged"
 NO_SUM = "its checksum is damaged or cut off"
 NO_NAME = "its name cannot be proven: its header or the directory is damaged"
-TWICE = "there are two different records of its name"
+TWICE = "two different records have its name"
 
 
 @dataclass(slots=True, eq=False)

@@ -70,8 +70,8 @@ def processes_of(config: Config, wanted: int | None) -> int:
     """The number of processes that train together. Raises `UsageError` where only one can, or under torchrun."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "torchrun started several processes of prove",
-            "It starts those that train itself.",
+            "prove was started in several processes by torchrun",
+            "prove starts its training processes itself.",
             f"Without torchrun: ckptool prove run.yaml --processes {printable(os.environ['WORLD_SIZE'])}",
         )
     if config.strategy != "ddp":
