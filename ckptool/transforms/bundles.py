@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
@@ -254,9 +254,7 @@ def separated(tree: dict[Any, Any]) -> tuple[dict[Any, Any], Shared]:
                 f"{printable(place)} leads to two tensors, one of which is shared with another member",
                 "What is shared could not be recorded.",
             )
-    alone: dict[Any, Any] = map_storages(
-        tree, lambda storage: replace(storage, deduplicated=False) if storage.deduplicated else storage
-    )
+    alone: dict[Any, Any] = map_storages(tree, lambda storage: storage.alone() if storage.deduplicated else storage)
     return alone, Shared(tuple(ties), tuple(twins))
 
 

@@ -243,9 +243,7 @@ def _made(parts: _Members, container: Format, dedup: bool, in_place: bool) -> tu
     tree = bundled(parts.members, parts.like)
     count, saved_bytes = parts.twins, 0
     if dedup:
-        alone = map_storages(
-            tree, lambda storage: replace(storage, deduplicated=False) if storage.deduplicated else storage
-        )
+        alone = map_storages(tree, lambda storage: storage.alone() if storage.deduplicated else storage)
         tree, count, saved_bytes = deduplicate(alone)
     # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is
     # there.
