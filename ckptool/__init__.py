@@ -105,4 +105,4 @@ def _verbs() -> dict[str, str]:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES, *_verbs()])
+    return sorted({*globals(), *_HOMES, *_verbs()} - {"PROVIDERS"})

@@ -293,7 +293,8 @@ _DEVICE = re.compile(r"'?(cpu|cuda|mps|xpu|meta|DEVICE)\b")
 
 # A value, as against the next word of a sentence: quoted, a PLACEHOLDER, not of small letters alone, or of this list.
 _WORDS = "auto|copy|cpu|error|must|never|new|none|npz|old|pad|plain|record|safetensors|sharded|skip|slice"
-_VALUE = rf"'[^']*'|(?:{_WORDS})\b|(?=[^\s;]*[^\sa-z;,.)])[^\s;,)]*[^\s;,.:)]"
+_FILE = r"[\w./-]+\.(?:pt|safetensors|npz|yaml)\b"
+_VALUE = rf"'[^']*'|{_FILE}|(?:{_WORDS})\b|(?=[^\s;]*[^\sa-z;,.)])[^\s;,)]*[^\s;,.:)]"
 _OPTION = re.compile(rf"(?<![\w'-])(--?[a-z][a-z-]*)(?:[ =]({_VALUE}))?")
 _FOLDER = re.compile(r"(?<!\S)-d\b")
 _COMMAND = re.compile(r"((?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*)")

@@ -133,9 +133,9 @@ def literal_codes(node: ast.AST) -> Iterator[str]:
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
-        and node.func.id in ("Note", "Finding", "Problem")
+        and node.func.id in ("Note", "Finding", "Problem", "_known")
     ):
-        values = node.args[:1]
+        values = node.args[1:2] if node.func.id == "_known" else node.args[:1]
     elif isinstance(node, ast.ClassDef) and node.name != "CkptoolError":
         values = [
             line.value for line in node.body if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "code"

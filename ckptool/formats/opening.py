@@ -141,4 +141,4 @@ def refuse_address(verb: str, file: PathLike) -> None:
     path, place = split(file)
     if place is not None and os.path.lexists(path):
         what = f"{printable(os.fspath(file))} is a part of a file, and {verb} takes whole files"
-        raise UsageError(what, "It works on whole files.", f"Name the file: {printable(path)}")
+        raise UsageError(what, "", f"Name the file: {printable(path)}")

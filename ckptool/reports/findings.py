@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from ckptool.checkpoint.commands import Advice, Command
@@ -40,9 +40,9 @@ class Finding:
     blocks: bool = True
     fixes: tuple[str, ...] = ()
     advice: str = ""
-    commands: tuple[Command, ...] = ()
-    stage: Stage = Stage.BETTER
-    inert: bool = False
+    commands: tuple[Command, ...] = field(default=(), repr=False)
+    stage: Stage = field(default=Stage.BETTER, repr=False)
+    inert: bool = field(default=False, repr=False)
 
     def filled(self, chain: Chain) -> Finding:
         """The finding with commands for the file as the commands before left it."""
