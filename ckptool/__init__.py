@@ -15,7 +15,6 @@ TYPE_CHECKING = False  # as checkers of types read it: True
 if TYPE_CHECKING:
     from typing import Any
 
-    from ckptool.bridge.modules import load_into as load_into
     from ckptool.checkpoint import Checkpoint as Checkpoint
     from ckptool.checkpoint import Composite as Composite
     from ckptool.checkpoint import Note as Note
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from ckptool.checkpoint import TensorEntry as TensorEntry
     from ckptool.errors import CkptoolError as CkptoolError
     from ckptool.reports.warm_start import LoadReport as LoadReport
+    from ckptool.verbs._live import load_into as load_into
     from ckptool.verbs.add_module import add_module as add_module
     from ckptool.verbs.average import average as average
     from ckptool.verbs.bake import bake as bake
@@ -67,7 +67,7 @@ _HOMES = {
     "TensorEntry": "checkpoint",
     "inspect_run": "verbs.inspect_run",
     "load": "verbs.load",
-    "load_into": "bridge.modules",
+    "load_into": "verbs._live",
     "open": "verbs.open",
     "save": "verbs.save",
     "save_for_cpu": "verbs.save_for_cpu",

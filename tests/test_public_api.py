@@ -14,6 +14,7 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
+import numpy
 import pytest
 
 import ckptool
@@ -149,6 +150,30 @@ def test_lists_and_escapes() -> None:
     assert errors.listed([1, 2]) == "1, 2" and errors.listed(list(range(1005)), 2) == "0, 1 and 1,003 more"
     assert errors.printable("a\x1b[m\n\u202e\ud800é") == "a\\x1b[m\\n\\u202e\\ud800é"
     assert errors.is_text("é") and not errors.is_text("\ud800")
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("ckptool.load_into", "missing-extra"),
+        ("ckptool.save_for_cpu", "missing-extra"),
+        ("ckptool.spec('torch.nn:Linear')", "missing-extra"),
+        ("ckptool.open('model.npz')['a'].torch()", "unsupported"),
+    ],
+)
+def test_without_torch_the_error_says_which_extra_is_missing(call: str, code: str, tmp_path: Path) -> None:
+    numpy.savez(tmp_path / "model.npz", a=numpy.zeros(3))
+    program = f"""
+import sys
+sys.modules["torch"] = None
+import ckptool
+try:
+    {call}
+except ckptool.CkptoolError as error:
+    print(error.code, error.fix)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ended.stdout == f"{code} pip install 'ckptool[torch]'\n"
 
 
 # What a layer above does ----------------------------------------------------------------------------------------------

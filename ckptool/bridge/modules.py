@@ -12,13 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+from ckptool import bridge
 from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
-from ckptool.errors import Conflict, MissingExtra, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats.opening import open_whole, refuse_part
 from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
 from ckptool.reports.torch_versions import COUNTER
@@ -32,17 +37,6 @@ from ckptool.transforms.warm_start_plan import (
     match_options,
     plan_warm_start,
 )
-
-try:
-    import torch
-    from torch import nn
-    from torch.optim import swa_utils
-
-    from ckptool import bridge
-except ImportError as error:
-    raise MissingExtra(
-        "torch is not installed", "Live modules need torch; files are read without it.", "pip install 'ckptool[torch]'"
-    ) from error
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (torch.Tensor, nn.Parameter)

@@ -6,12 +6,11 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool import bridge
-from ckptool.bridge.modules import unwrapped
 from ckptool.checkpoint import Checkpoint, Storage
 from ckptool.checkpoint.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
 from ckptool.checkpoint.tree import map_storages
 from ckptool.transforms.rename import apply
+from ckptool.verbs._live import bridge, unwrapped
 from ckptool.verbs.save import save
 
 if TYPE_CHECKING:

@@ -85,6 +85,6 @@ def _spec_in(path: str) -> bytes | None:
 def _of_code(name: str, at: str | None) -> Target:
     if at is not None:
         raise UsageError("--at names a part of a checkpoint", f"{printable(name)} is code, and builds one model.")
-    from ckptool.bridge.modules import target_of_code
+    from ckptool.verbs._live import target_of_code
 
     return replace(target_of_code(name), name=name)

@@ -368,5 +368,5 @@ def test_a_program_is_never_written() -> None:
     from ckptool import formats
 
     assert formats.writer("torchscript") is None
-    with pytest.raises(UsageError, match="read, not written"):
+    with pytest.raises(UsageError, match="read but not written"):
         formats.by_name("torchscript")

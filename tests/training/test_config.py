@@ -52,7 +52,7 @@ def configuration_error(text: str, *changes: str) -> str:
         ),
         ("models:\n  main: {freeze: [{match: a}]}", "run.yaml:4: models.main.freeze.0.until is missing"),
         ("optim: {main: {clip: {}}}", "run.yaml:3: optim.main.clip: give norm or value, one of the two"),
-        ("optim: {other: {}}", "run.yaml: models are ['main'], optimizers for ['other']: one for each"),
+        ("optim: {other: {}}", "run.yaml: models are ['main'], optimizers for ['other']; each model needs one"),
         ("strategy: split", "run.yaml: strategy: split needs the section split, and the section needs the strategy"),
         ("train: {steps: 6}", "run.yaml:3: not valid YAML: train is given twice"),
         ("a: [1", "run.yaml:4: not valid YAML: expected ',' or ']', but got '<stream end>'"),

@@ -103,7 +103,7 @@ def test_a_group_that_matches_nothing_or_says_nothing_is_an_error() -> None:
 
     with pytest.raises(UsageError, match=r"(?s)'head\.\*' matches no parameter.*1\.weight"):
         grouped({"match": "head.*"})
-    with pytest.raises(UsageError, match="earlier groups left"):
+    with pytest.raises(UsageError, match="outside the earlier groups"):
         grouped({"match": "*"}, {"match": "*.bias"})
     with pytest.raises(UsageError, match=r"(?s)AdamW has no option 'weight_decy'.*Did you mean weight_decay"):
         grouped({"match": "*", "weight_decy": 0.0})
@@ -152,7 +152,7 @@ def test_a_plateau_follows_evaluation(tmp_path: Path) -> None:
         expected.append(rate)
     assert [line["lr"] for line in lines] == expected
     assert expected[-1] < 100
-    with pytest.raises(UsageError, match=r"(?s)follows evaluation.*eval\.every"):
+    with pytest.raises(UsageError, match=r"(?s)needs evaluation.*eval\.every"):
         trainer("eval.every=0", optim=plateau)
 
 
@@ -354,7 +354,7 @@ def test_build_schedule_leaves_the_rate_to_the_first_step() -> None:
 
 
 def test_config_refuses_several_optimizers_for_one_model() -> None:
-    with pytest.raises(UsageError, match="one for each"):
+    with pytest.raises(UsageError, match="each model needs one"):
         config(optim={"main": {}, "other": {}})
 
 

@@ -131,7 +131,7 @@ def test_a_pipeline_takes_and_gives_several_tensors() -> None:
     whole, parts = Both()(x, 2.0, more=more), Pipeline(Both(), 3)(x, 2.0, more=more)
     assert str(whole) == str(parts)
     assert str(Pipeline(Both(), 9)(x, 2.0, more=more)) == str(whole)
-    with pytest.raises(UsageError, match=r"(?s)gives str.*microbatches=1"):
+    with pytest.raises(UsageError, match=r"(?s)returns str.*microbatches=1"):
         Pipeline(_Text(), 2)(x)
 
 
@@ -153,7 +153,7 @@ def test_cuts_that_are_not_there_or_out_of_order() -> None:
 
 
 def test_settings_that_do_not_fit() -> None:
-    with pytest.raises(UsageError, match="go together"):
+    with pytest.raises(UsageError, match="split needs the section"):
         config("strategy=split")
     with pytest.raises(UsageError, match="1 cut makes 2 parts, for 3 devices"):
         config("split.devices=[cpu, cpu, cpu]", "split.at=['4']", "strategy=split")

@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     plain = saved({"a.weight": torch.ones(2)}, tmp_path / "plain.pt")
     with pytest.raises(NoMatch, match="no parametrized weights"):
         ckptool.bake(plain, tmp_path / "out.pt")
-    with pytest.raises(UsageError, match="no form"):
+    with pytest.raises(UsageError, match="unknown form"):
         ckptool.bake(plain, tmp_path / "out.pt", form="newest")
     assert main(["bake", str(plain), "-o", str(tmp_path / "out.pt")]) == 1
     assert not (tmp_path / "out.pt").exists()

@@ -285,7 +285,7 @@ def test_a_factory_that_raises(tmp_path: Path, code: Path) -> None:
     [
         ("{code}:nothing", "has no nothing"),
         ("{code}:number", "made int, not a torch.nn.Module"),
-        ("{code}", "was not named"),
+        ("{code}", "name what in it builds the model"),
         ("{folder}/none.py:build", "there is no file"),
         ("no_such_module_1:build", "there is no module no_such_module_1"),
         ("model:1", "neither a file nor a name"),
