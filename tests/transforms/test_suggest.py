@@ -270,7 +270,7 @@ def test_separate_against_fused_attention() -> None:
         suggestions = found(source, target)
         *_, note = suggestions
         assert not note.rules and not note.unambiguous and note.agree == note.total == 0
-        assert said in note.why and "Renaming cannot" in note.why
+        assert said in note.why and "No renaming can" in note.why
         assert not any(re.search(r"query|key|value|qkv", rule) for one in suggestions for rule in one.rules)
 
 
@@ -399,7 +399,7 @@ def test_the_rules_file_is_read_back(source: Shapes, target: Shapes, tmp_path: P
 def test_ambiguous_rules_are_comments_before_the_others(tmp_path: Path) -> None:
     suggestions = found(hugging_face_vit(), timm_vit())
     text = rules_file(suggestions)
-    assert text.count("AMBIGUOUS") == len(doubtful(suggestions)) and "Renaming cannot" in text
+    assert text.count("AMBIGUOUS") == len(doubtful(suggestions)) and "No renaming can" in text
     path = tmp_path / "rules.yaml"
     path.write_text(re.sub(r"(?m)^# (- ')", r"\1", text), encoding="utf-8")
     assert sorted(rule.text for rule in read_rules(str(path))) == sorted(

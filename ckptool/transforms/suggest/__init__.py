@@ -185,7 +185,7 @@ def rules_file(suggestions: Iterable[Suggestion]) -> str:
             lines.append(f"# {suggestion.agree:,} of {total} {agree}")
         lines.append(f"# {printable(suggestion.why)}")
         if not suggestion.unambiguous and suggestion.rules:
-            lines.append("# AMBIGUOUS: check before you uncomment it")
+            lines.append("# AMBIGUOUS: look before you take the # away")
         for rule in suggestion.rules:
             text = yaml.safe_dump([rule], default_style="'", width=1 << 30, allow_unicode=False).strip()
             lines.append(text if suggestion.unambiguous else f"# {text}")

@@ -200,7 +200,7 @@ class Structure:
             several = [printable(next(iter(family.keys.values()))) for family in (ours if len(ours) > 1 else theirs)]
             why = f"the shapes fit, and so do those of others: {listed(several)}"
         elif len(ours) == 1:
-            why = "the shapes fit, but the names do not confirm it, or fit others as well"
+            why = "the shapes fit, but the names do not say so, or say it of others as well"
         for a, b in zip(ours, theirs, strict=False):
             if not contradict(a.words, b.words) and not _is_tiny(a):
                 origin = ("order", _around(a), _around(b))
@@ -311,7 +311,7 @@ def note_fused(search: Search) -> None:
         if single is not None:
             three = listed([printable(key) for key in next(iter(apart))], 3)
             note = text.format(three=three, single=printable(single))
-            search.notes.append(f"{note}. Renaming cannot join or split tensors; that has to be done in Python.")
+            search.notes.append(f"{note}. No renaming can join or cut tensors; that has to be done on the values.")
 
 
 def _query_key_value(side: Side) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
