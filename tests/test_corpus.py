@@ -191,9 +191,7 @@ def test_add_and_strip_a_prefix(row: Row, in_place: bool, tmp_path: Path) -> Non
         work, there, back = file, tmp_path / f"there{file.suffix}", tmp_path / f"back{file.suffix}"
 
     def step(verb: Any, source: Path, out: Path, **options: Any) -> Written:
-        # return]
-        # any
-        return verb(source, None if in_place else out, in_place=in_place, verify=True, **kept(row), **options)  # type: ignore[no
+        return verb(source, None if in_place else out, in_place=in_place, verify=True, **kept(row), **options)  # type: ignore[no-any-return]
 
     if not has_weights(row):
         with pytest.raises(UsageError, match="no dictionary that looks like model weights"):

@@ -179,6 +179,10 @@ class TensorEntry:
         """The same view of another storage."""
         return TensorEntry(storage, self.dtype, self.shape, self.stride, self.offset, self.flags)
 
+    def with_flags(self, flags: Flags) -> TensorEntry:
+        """The same values with other flags."""
+        return TensorEntry(self.storage, self.dtype, self.shape, self.stride, self.offset, flags)
+
     def with_values(self, data: Data) -> TensorEntry:
         """The same tensor with other values, in row-major order, on a storage of its own."""
         storage = Storage(data, self.storage.location)
@@ -405,9 +409,8 @@ class Checkpoint:
     extras: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     part: PartOf | None = None
     base: tuple[Any, ...] = ()
-    kept: dict[str, Any] = field(
-        default_factory=dict, init=False, repr=False
-    )  # what was worked out once and is asked for again
+    # What was worked out once and is asked for again.
+    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __getitem__(self, key: Any) -> Any:
         return self._read_only()[key]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
@@ -119,6 +120,18 @@ def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, 
     return below, len(node), sum([len(key) for key in node if type(key) is str])
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Stops the garbage collector: among hundreds of thousands of new objects it would search, and find nothing."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
 # Mapping --------------------------------------------------------------------------------------------------------------
 
 Of = Callable[[Any], Any]
@@ -158,15 +171,10 @@ class GraphMapper:
 
     def map(self, root: Any) -> Any:
         """The result for `root`, filled to the bottom."""
-        collecting = gc.isenabled()
-        gc.disable()  # a million live objects make the collector run again and again, and find nothing
-        try:
+        with no_collection():
             result = self.of(root)
             while self.unfilled:
                 self.unfilled.pop()(self.of)
-        finally:
-            if collecting:
-                gc.enable()
         return result
 
     def later(self, fill: Callable[[Of], None]) -> None:

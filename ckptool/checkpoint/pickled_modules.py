@@ -114,4 +114,4 @@ def detached(value: Any) -> Tensor | None:
     if not isinstance(value, TensorEntry):
         return value if isinstance(value, Composite) else None
     flags = Flags(conj=value.flags.conj, neg=value.flags.neg)
-    return TensorEntry(value.storage, value.dtype, value.shape, value.stride, value.offset, flags)
+    return value.with_flags(flags)

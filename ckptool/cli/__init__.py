@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from ckptool.checkpoint.commands import VERBS
-from ckptool.cli.output import LostAnswer, say, style_of, tell
+from ckptool.cli.output import LostAnswer, in_words, say, style_of, tell, unknown_command
 from ckptool.errors import CkptoolError, printable
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str], done: list[Json]) -> int:
     if words[:1] and not words[0].startswith("-") and words[0] not in COMMANDS:
-        from ckptool.cli.output import unknown_command
-
         raise unknown_command(words[0], COMMANDS)
     named = words[:1] if words[:1] and words[0] in COMMANDS else list(COMMANDS)  # one, where it is clear which
     lists = not words or words[0] in (*HELP, "--version")  # no command runs
@@ -167,8 +165,6 @@ def _print(answers: Answers, done: list[Json]) -> int:
 
 def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
     """Prints an error in its three parts, or as JSON, and returns its exit code."""
-    from ckptool.cli.output import in_words
-
     problem: CkptoolError = in_words(error)
     if not (as_json and _said_as_json(problem, done)):
         from ckptool.render.error import error_text

@@ -28,7 +28,7 @@ from ckptool.cli.options import (
     write_each,
     writes,
 )
-from ckptool.cli.output import Answer, Answers
+from ckptool.cli.output import QUOTE_RULES, Answer, Answers, progress_bar, was_redirected
 from ckptool.errors import UsageError, printable
 
 
@@ -90,7 +90,6 @@ def rename(
 def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
     """The words that are files, and those that are rules.  more: there are rules beside them."""
     from ckptool.checkpoint.files import refused_place
-    from ckptool.cli.output import QUOTE_RULES, was_redirected
     from ckptool.formats.opening import split
 
     rules = [word for word in words if "=>" in word and not os.path.lexists(word)]
@@ -311,7 +310,6 @@ def recover(
     as_json: AsJson = False,
 ) -> Answers:
     """Salvage what is intact of a damaged file; undo an interrupted in-place edit. Exit 1: something is lost."""
-    from ckptool.cli.output import progress_bar
     from ckptool.verbs.recover import recover
 
     with progress_bar(f"recover {printable(os.path.basename(file))}") as progress:

@@ -24,7 +24,7 @@ from ckptool.cli.options import (
     write_each,
     writes,
 )
-from ckptool.cli.output import Answer, Answers
+from ckptool.cli.output import Answer, Answers, progress_bar
 from ckptool.errors import Conflict, UsageError, counted, printable
 
 _EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3"
@@ -168,7 +168,6 @@ def unbundle(
 
 
 def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict[str, Any]) -> Iterator[Answer]:
-    from ckptool.cli.output import progress_bar
     from ckptool.verbs.unbundle import unbundle
 
     with progress_bar(f"unbundle {printable(os.path.basename(file))}") as progress:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ckptool.checkpoint.files import absolute
-from ckptool.cli.output import Answer, Answers
+from ckptool.cli.output import Answer, Answers, progress_bar
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 if TYPE_CHECKING:
@@ -245,8 +245,6 @@ def _written(
 ) -> Iterator[Answer]:
     """The reports of all files. Of several each is planned before the first is written: where one is refused, none
     is."""
-    from ckptool.cli.output import progress_bar
-
     pairs = list(zip(files, outs, strict=True))
     if len(files) > 1 and not target.dry_run:
         refused = yield from _refused(pairs, target, write)

@@ -27,7 +27,7 @@ from ckptool.cli.options import (
     Verify,
     examples,
 )
-from ckptool.cli.output import Answer, Answers, tell
+from ckptool.cli.output import Answer, Answers, progress_bar, status_line, tell, training_progress
 from ckptool.errors import UsageError
 from ckptool.reports.train import Page
 
@@ -92,7 +92,6 @@ def warm_start(
     as_json: AsJson = False,
 ) -> Answers:
     """Show what of a checkpoint fits a model; -o writes one with exactly the model's keys. Exit 1: not accepted."""
-    from ckptool.cli.output import progress_bar
     from ckptool.verbs.warm_start import warm_start
 
     with progress_bar("warm-start") as progress, redirect_stdout(sys.stderr):  # what the model's own code prints
@@ -249,7 +248,6 @@ def prove(
     as_json: AsJson = False,
 ) -> Answers:
     """Prove that a run killed anywhere ends with the same bytes as one that was not. Exit 1: it does not."""
-    from ckptool.cli.output import status_line
     from ckptool.verbs.prove import prove
 
     with status_line() as say:
@@ -272,8 +270,6 @@ def _say(text: str) -> None:
 
 def _trained(work: Callable[[Any], Outcome], quiet: bool, as_json: bool) -> Answers:
     """Trains, telling how far it is."""
-    from ckptool.cli.output import training_progress
-
     gc.enable()  # a run lives long, and the models of its user may be rings of objects
     with nullcontext() if quiet else training_progress() as progress:
         done = work(progress)

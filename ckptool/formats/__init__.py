@@ -9,17 +9,15 @@ the first bytes ask for it.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
+from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Truncated, UsageError, listed, printable
 
@@ -146,18 +144,6 @@ def read_alone(source: Input) -> Checkpoint:
     from ckptool.formats.unrecognized import refuse
 
     raise refuse(head, source)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Stops the garbage collector: among hundreds of thousands of new objects it would search, and find nothing."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
 
 
 def named(name: str) -> Format:

@@ -16,10 +16,11 @@ from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Stor
 from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Input, Readable, Source
+from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.tree import storages
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
-from ckptool.formats import marks, no_collection, safetensors, torch_zip
+from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive

@@ -160,7 +160,7 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
     if not isinstance(data, TensorEntry) or data.flags.requires_grad or data.flags.parameter:
         return NotImplemented
     flags = Flags(args[1], True, data.flags.conj, data.flags.neg)
-    return TensorEntry(data.storage, data.dtype, data.shape, data.stride, data.offset, flags)
+    return data.with_flags(flags)
 
 
 # Before torch 0.4, tensors and parameters were made empty or from one another, and given a state.
@@ -183,7 +183,7 @@ def _variable(parameter: bool) -> Callable[[tuple[Any, ...]], Any]:
         if len(args) != 1 or type(args[0]) is not TensorEntry or args[0].flags.parameter:
             return NotImplemented
         data, flags = args[0], args[0].flags._replace(requires_grad=parameter, parameter=parameter)
-        return TensorEntry(data.storage, data.dtype, data.shape, data.stride, data.offset, flags)
+        return data.with_flags(flags)
 
     return build
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from ckptool.bridge.user_code import call_user_code
 from ckptool.errors import UsageError, printable
 from ckptool.training.config import Data
-from ckptool.training.extensions import load_named
+from ckptool.training.extensions import find_named, load_named
 
 if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
@@ -252,7 +252,6 @@ def collate_of(name: str) -> Collate:
     """The function that makes a batch of samples: `default`, `pad`, or the user's own."""
     if name in _COLLATES:
         return _COLLATES[name]
-    from ckptool.training.extensions import find_named
 
     found: Collate = find_named(name, _COLLATES, "collate")
     return found

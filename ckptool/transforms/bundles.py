@@ -254,8 +254,13 @@ def separated(tree: dict[Any, Any]) -> tuple[dict[Any, Any], Shared]:
                 f"{printable(place)} leads to two tensors, one of which is shared with another member",
                 "What is shared could not be recorded.",
             )
+    return without_deduplication(tree), Shared(tuple(ties), tuple(twins))
+
+
+def without_deduplication(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """The tree with no storage marked as deduplicated: each has bytes of its own."""
     alone: dict[Any, Any] = map_storages(tree, lambda storage: storage.alone() if storage.deduplicated else storage)
-    return alone, Shared(tuple(ties), tuple(twins))
+    return alone
 
 
 def joined(tree: dict[Any, Any], shared: Shared) -> tuple[dict[Any, Any], int, int]:

@@ -11,7 +11,7 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage
 from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, input_of
 from ckptool.checkpoint.files import Folder, Input, Source
-from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.errors import (
@@ -25,7 +25,7 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.formats import Format, members, no_collection, tree_record
+from ckptool.formats import Format, members, tree_record
 from ckptool.formats.opening import Opened, PathLike, open_to_change
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
@@ -293,9 +293,8 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
         found = formats.read(target)
     except CkptoolError:
         return set()
-    source = (
-        found.source if formats.named(found.container).joined else None
-    )  # several checkpoints are not replaced by one
+    # Several checkpoints are not replaced by one.
+    source = found.source if formats.named(found.container).joined else None
     return set(source.files) if isinstance(source, Folder) else {os.path.basename(source.path)} if source else set()
 
 

@@ -12,7 +12,7 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import FILE, OUT, command, several
 from ckptool.checkpoint.files import Folder, Input, absolute
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.tree import Path, find, map_storages
+from ckptool.checkpoint.tree import Path, find
 from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, counting_whole, open_whole, split
@@ -26,6 +26,7 @@ from ckptool.transforms.bundles import (
     joined,
     members_of,
     table,
+    without_deduplication,
 )
 from ckptool.transforms.slim import deduplicate
 from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, save, written
@@ -243,8 +244,7 @@ def _made(parts: _Members, container: Format, dedup: bool, in_place: bool) -> tu
     tree = bundled(parts.members, parts.like)
     count, saved_bytes = parts.twins, 0
     if dedup:
-        alone = map_storages(tree, lambda storage: storage.alone() if storage.deduplicated else storage)
-        tree, count, saved_bytes = deduplicate(alone)
+        tree, count, saved_bytes = deduplicate(without_deduplication(tree))
     # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is
     # there.
     made = replace(

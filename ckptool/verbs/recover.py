@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
 from ckptool.checkpoint.files import Input, Source, open_input
+from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
@@ -72,7 +73,7 @@ def _plan(target: str, source: Input, done: Salvaged, found: Restored, keep_unkn
     formats.refuse_suffix(target, container, original, str(source))
     if done.prefix is not None and original == container.name and isinstance(source, Source):
         return original, Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
-    with formats.no_collection():
+    with no_collection():
         return container.name, container.write(found.checkpoint, keep_unknown=keep_unknown)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import storages
 from ckptool.output import check_target
 from ckptool.pickles.reduce import from_live
@@ -38,7 +39,7 @@ def save(
     if not target.writes_folder:
         check_target(path, overwrite=overwrite)
     made = checkpoint_of(tree, arrays_as_tensors=target.tensors_only, keep_unknown=keep_unknown)
-    with formats.no_collection():
+    with no_collection():
         plan = target.write(made, keep_unknown=keep_unknown)
     put_in_place(plan, path, overwrite=overwrite, inputs=_sources(made))
 

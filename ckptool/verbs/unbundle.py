@@ -11,6 +11,7 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage
 from ckptool.checkpoint.commands import FILE, OUT, Advice, command, several
 from ckptool.checkpoint.files import Folder, Input
+from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, printable
@@ -138,7 +139,7 @@ def _save(
 def _plan(parts: Mapping[str, Checkpoint], record: bytes, container: Format, keep_unknown: bool) -> Plan:
     files: dict[str, Any] = {}
     checks: dict[int, Storage] = {}
-    with formats.no_collection():
+    with no_collection():
         for name, part in parts.items():
             plan = container.write(replace(part, container=container.name), keep_unknown=keep_unknown)
             files[name] = plan.files[""]

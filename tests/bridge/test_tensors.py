@@ -44,5 +44,4 @@ def test_one_composite_and_one_parameter(tmp_path: Path) -> None:
     tree = read(saved({"s": torch.eye(3).to_sparse(), "p": parameter}, tmp_path / "x.pt")).tree
     assert tree["s"].torch().to_dense().tolist() == torch.eye(3).tolist()
     made = bridge.to_torch(tree["p"], device="meta")
-    # defined]
-    assert (type(made), made.note, made.device.type) == (torch.nn.Parameter, "kept", "meta")  # type: ignore[attr
+    assert (type(made), made.note, made.device.type) == (torch.nn.Parameter, "kept", "meta")  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.cli import COMMANDS
 from ckptool.errors import OnlyAPart
+from tests.support.files import contents
 from tests.support.part_files import (
     DISTRIBUTED,
     FOLDERS,
@@ -54,10 +55,6 @@ def made(kind: str, folder: Path, ranks: Path) -> tuple[Path, str]:
     return folder / kind, "rank 0 of 2" if "0." in kind.replace("_0.distcp", "") else "rank 1 of 2"
 
 
-def state_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 # Verbs: their words before and after the file. TAKES: those that take a checkpoint for a whole.
 LOOKS = (("inspect", ()), ("inspect", ("--all",)), ("verify", ()), ("show", ()), ("scan", ()))
 TAKES = (
@@ -93,7 +90,7 @@ def test_every_verb_on_every_kind_of_part(
     part, label = made(kind, tmp_path / "in", ranks)
     saved_below(random_weights("fc.weight"), tmp_path / "whole.pt")
     monkeypatch.chdir(tmp_path)
-    before = state_of(tmp_path)
+    before = contents(tmp_path)
     file = str(part.relative_to(tmp_path))
 
     def ran(verb: str, words: tuple[str, ...]) -> object:
@@ -121,7 +118,7 @@ def test_every_verb_on_every_kind_of_part(
         for verb, words in CHANGES:
             found = ran(verb, words)
             assert found.code == 2 and "error[part]" in found.err and "index" in found.err, (verb, found)
-    assert state_of(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -258,13 +255,13 @@ def test_a_folder_of_members_is_one_line_and_says_how_many_are_whole(
         and f"{count - 1:,} of {count:,} members" in inspected.out
         and member.split("/")[0] in inspected.out
     )
-    before = state_of(tmp_path)
+    before = contents(tmp_path)
     for verb, words in TAKES[:5]:
         found = run(verb, str(folder), *(word.replace("{file}", str(folder)) for word in words))
         assert found.code == 2 and "error[part]" in found.err, (verb, words, found)
     with pytest.raises(OnlyAPart):
         ckptool.load(folder)
-    assert state_of(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,7 @@ MODELS: dict[str, Any] = {
 
 def quantized() -> nn.Module:
     torch.manual_seed(0)
-    # return]
-    # any
-    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4)))  # type: ignore[no
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4)))  # type: ignore[no-any-return]
 
 
 def script_file(name: str, path: Path) -> tuple[Path, dict[str, torch.Tensor]]:

@@ -153,8 +153,7 @@ def _entry(entry: Entry, place: int) -> bytes:
 
 def honest(**changes: object) -> Layout:
     """The small checkpoint, as another program zips it."""
-    # type]
-    return replace(Layout(tuple(Entry(name.encode(), data) for name, data in RECORDS.items())), **changes)  # type: ignore[arg
+    return replace(Layout(tuple(Entry(name.encode(), data) for name, data in RECORDS.items())), **changes)  # type: ignore[arg-type]
 
 
 def with_entry(record: str, /, **changes: object) -> Layout:

@@ -35,8 +35,7 @@ def model(prefix: str = "module.") -> OrderedDict[str, torch.Tensor]:
     names[f"{prefix}fc.weight_v"] = torch.randn(3, 4)
     names[f"{prefix}fc.bias"] = torch.randn(1000)[10:13]
     names[f"{prefix}n"] = torch.tensor(3)
-    # defined]
-    names._metadata = OrderedDict({"": {"version": 1}, prefix.rstrip("."): {"version": 1}})  # type: ignore[attr
+    names._metadata = OrderedDict({"": {"version": 1}, prefix.rstrip("."): {"version": 1}})  # type: ignore[attr-defined]
     return names
 
 
