@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11 python3.10,$(shell \
 	$(python) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(python))))
 
-.PHONY: help venv test lint pytest house demo bench soak fuzz fixtures clean
+.PHONY: help venv test lint pytest house demo bench soak engines fuzz fixtures clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make demo      the main job on real checkpoints, as a user would see it"
 	@echo "make bench     the ratios of the README, measured again"
 	@echo "make soak      the long sweeps: kills, faults, fuzzing, big files"
+	@echo "make engines   the real engines (DeepSpeed, accelerate, ...) write folders, which are read; installs them apart"
 	@echo "make fuzz      coverage-guided fuzzing of the readers: make SECONDS=3600 fuzz"
 	@echo "make house     how the package is built: lines, modules, layers, circles of imports"
 	@echo "make fixtures  the checkpoints of fixtures/make.py, in build/fixtures"
@@ -54,6 +55,18 @@ bench: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
 
+# An environment of its own: the engines need other versions than the tests do. DeepSpeed is built without its kernels.
+ENGINES := .venv-engines
+$(ENGINES)/.installed: pyproject.toml constraints-engines.txt | $(STAMP)
+	$(BIN)/python -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy setuptools wheel ninja
+	DS_BUILD_OPS=0 $(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		-r constraints-engines.txt pytest hypothesis -e .
+	@touch $@
+
+engines: $(ENGINES)/.installed
+	DS_ACCELERATOR=cpu $(ENGINES)/bin/python -m pytest -m engines tests/engines
+
 # SECONDS of coverage-guided fuzzing of the readers; findings are kept in build/fuzz.
 SECONDS ?= 300
 fuzz: $(STAMP)
@@ -64,5 +77,5 @@ fixtures: $(STAMP)
 	$(BIN)/python -m fixtures.make build/fixtures
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
+	rm -rf $(VENV) $(ENGINES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

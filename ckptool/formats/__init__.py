@@ -51,7 +51,7 @@ class Format:
 
     @property
     def writes_folder(self) -> bool:
-        return self.writable and not self.suffixes
+        return self.writable and self.is_folder
 
     def detect(self, head: bytes, source: Input) -> bool:
         """True for one of its files. head: the first bytes of a file; of a folder, none."""

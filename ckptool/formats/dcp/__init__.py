@@ -36,7 +36,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.formats import torch_zip
-from ckptool.formats.dcp.chunks import Box, Chunk, assembled, covers
+from ckptool.formats.boxes import Box, Chunk, assembled, covers
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import decode
 

@@ -11,7 +11,7 @@ import torch
 
 from ckptool.checkpoint import row_major_strides
 from ckptool.errors import Unsupported
-from ckptool.formats.dcp.chunks import Chunk, assembled, boxes_between, covers
+from ckptool.formats.boxes import Chunk, assembled, boxes_between, covers
 from tests.support.entries import entry_of
 from tests.support.processes import quickest
 

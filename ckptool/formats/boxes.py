@@ -1,0 +1,336 @@
+"""A tensor in boxes, as the ranks of a distributed run each saved theirs: a shape, and blocks that fill it.
+
+Every engine's folder is read as this. A block is a strided range of the bytes of a file, and begins at some offsets of
+the whole. Blocks may be empty, come in any order, and repeat: replicas, which have to agree. The pieces of a flat
+vector (ZeRO) are the blocks of the tensor as one dimension.
+
+The row-major bytes are made when they are asked for: the rectangle that a read covers is put together from the blocks
+that it touches, so memory holds what was asked for and no more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Computed, InlineBytes, Note, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.strided import row_major
+from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed, printable
+
+if TYPE_CHECKING:
+    from ckptool.checkpoint.numeric import Array
+
+DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
+MAX_RANK = 32  # numpy's, before its version 2
+MAX_SPLIT = 8  # axes along which one tensor is divided
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """A tensor that is the block of another one which begins at `offsets`, counted in elements.
+
+    owner: who saved it, for people (`rank 3`).  replicas: blocks of the same place by others, to be compared with it.
+    """
+
+    entry: TensorEntry
+    offsets: tuple[int, ...]
+    owner: str = ""
+    replicas: tuple[Chunk, ...] = ()
+
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.entry.shape
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The offset of a block on every axis, and its sizes."""
+
+
+@dataclass(slots=True, eq=False)
+class Joiner:
+    """Puts the tensors of one folder together. `where`: the folder, for messages.
+
+    different: names of which the ranks saved values of their own where one was expected, and whose was taken.
+    """
+
+    where: str
+    different: dict[str, str] = field(default_factory=dict)
+    not_compared: list[str] = field(default_factory=list)
+    _joined: dict[Any, TensorEntry] = field(default_factory=dict)
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: DType, chunks: Iterable[Chunk]) -> TensorEntry:
+        """The tensor of this shape and type that the blocks fill; of the same blocks always the same storage.
+
+        Replicas are compared by their checksums, or when they are read. Raises `Corrupt` for blocks of other types,
+        outside of the shape, that overlap or leave gaps; `Unsupported` for too many dimensions.
+        """
+        given = list(chunks)
+        for chunk in given:
+            if chunk.entry.dtype != dtype or len(chunk.offsets) != len(shape) or len(chunk.entry.shape) != len(shape):
+                found = f"{chunk.entry.dtype}{list(chunk.entry.shape)} at {list(chunk.offsets)}"
+                raise self._corrupt(name, shape, f"{_owner(chunk)} {found}, a block of {dtype}{list(shape)}")
+        blocks = _with_replicas(chunk for chunk in given if chunk.entry.numel or not prod(shape))
+        if not covers(shape, [block.box for block in blocks] if prod(shape) else []):
+            raise self._corrupt(name, shape, problem(shape, blocks))
+        if not blocks:
+            raise self._corrupt(name, shape, "no file has any of it")
+        for block in blocks:
+            if any(agree(block.entry, other.entry) is False for other in block.replicas):
+                self.different[name] = f"{_owner(block)} and {_owner(block.replicas[0])} differ"
+        key = (shape, dtype, *((block.offsets, block.entry.view, len(block.replicas)) for block in blocks))
+        if key not in self._joined:
+            alone = len(blocks) == 1 and not blocks[0].replicas and blocks[0].entry.shape == shape
+            self._joined[key] = (
+                blocks[0].entry if alone else assembled(shape, blocks, f"{self.where}: {printable(name)}")
+            )
+        return self._joined[key]
+
+    def flat(self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Chunk]) -> TensorEntry:
+        """The tensor of this shape whose elements, in row-major order, are divided into pieces of one dimension."""
+        vector = self.tensor(name, (prod(shape),), dtype, pieces)
+        if vector.shape == shape:
+            return vector
+        if vector.is_contiguous:
+            return replace(vector, shape=shape, stride=row_major_strides(shape))
+        return TensorEntry(Storage(row_major(vector), vector.location), dtype, shape, row_major_strides(shape))
+
+    def replicated(self, name: str, chunks: Sequence[Chunk]) -> TensorEntry:
+        """The tensor that every rank saved whole, as the first did; noted where theirs differ, as buffers may."""
+        first, *others = chunks
+        for other in others:
+            same = agree(first.entry, other.entry, read=True)
+            if same is False:
+                self.different[name] = f"{_owner(first)}'s value is taken, {_owner(other)}'s is another"
+                break
+            if same is None and name not in self.not_compared:
+                self.not_compared.append(name)
+        return first.entry
+
+    def notes(self) -> list[Note]:
+        notes = []
+        if self.different:
+            shown = listed([f"{printable(name)} ({what})" for name, what in self.different.items()], 3)
+            what = counted(len(self.different), "tensor differs", "tensors differ")
+            notes.append(Note(DIFFERENT, f"{what} between ranks that should have the same: {shown}"))
+        if self.not_compared:
+            shown = listed([printable(name) for name in self.not_compared], 3)
+            what = counted(
+                len(self.not_compared), "tensor that several ranks saved was", "tensors that several ranks saved were"
+            )
+            notes.append(Note(NOT_COMPARED, f"{what} not compared, as their files have no checksums: {shown}"))
+        return notes
+
+    def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:
+        return Corrupt(
+            f"{self.where}: {printable(name)} {list(shape)}: {what}",
+            "A rank's file is missing, is of another checkpoint, or was damaged.",
+            "Copy all files of the folder again, or take another checkpoint.",
+        )
+
+
+def _owner(chunk: Chunk) -> str:
+    return chunk.owner or "a block"
+
+
+def _with_replicas(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """One block for each place, with the others of that place that are not known to be the same."""
+    places: dict[Box, list[Chunk]] = {}
+    for chunk in chunks:
+        places.setdefault(chunk.box, []).append(chunk)
+    return [
+        replace(first, replicas=rest)
+        if (rest := tuple(c for c in others if not agree(first.entry, c.entry)))
+        else first
+        for first, *others in places.values()
+    ]
+
+
+SMALL = 1 << 20  # bytes that are compared at once where asked
+
+
+def agree(one: TensorEntry, other: TensorEntry, *, read: bool = False) -> bool | None:
+    """True for the same values, False for others; None where only reading them would tell.
+
+    By checksums, where the containers have them and the tensors are all of their storages. read: small ones are read.
+    """
+    if one.view == other.view:
+        return True
+    if (one.dtype, one.shape, one.flags.lazy) != (other.dtype, other.shape, other.flags.lazy):
+        return False
+    sums = one.storage.crc, other.storage.crc
+    if None not in sums and one.stride == other.stride and _is_all(one) and _is_all(other):
+        return sums[0] == sums[1]
+    if read and one.nbytes <= SMALL:
+        return one.bytes() == other.bytes()
+    return None
+
+
+def _is_all(entry: TensorEntry) -> bool:
+    return entry.is_contiguous and entry.offset == 0 and entry.nbytes == entry.storage.nbytes
+
+
+def problem(shape: tuple[int, ...], blocks: Sequence[Chunk]) -> str:
+    """What is wrong with blocks that do not fill the shape, once each."""
+    for block in blocks:
+        if not _inside(shape, block.box):
+            return f"{_owner(block)} has elements outside of it, {list(block.entry.shape)} at {list(block.offsets)}"
+    ordered = sorted(blocks, key=lambda block: block.offsets)
+    for one, after in pairwise(ordered):
+        if _common(one.box, after.box):
+            return f"the blocks of {_owner(one)} and {_owner(after)} overlap at {list(after.offsets)}"
+    held, total = sum(block.entry.numel for block in blocks), prod(shape)
+    if held < total:
+        return f"{total - held:,} of its {total:,} elements are in no file"
+    return "its blocks overlap"
+
+
+def _inside(shape: tuple[int, ...], box: Box) -> bool:
+    return all(0 <= lo <= lo + n <= full for lo, n, full in zip(*box, shape, strict=True))
+
+
+def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    """True if the boxes lie in the shape and fill it, every element once.
+
+    Each box adds its corners to a sum, with the signs of the corners of an integral; exactly where the corners of the
+    whole are left over, every element is in one box. That is linear in the number of boxes. Raises `Unsupported` for
+    boxes that are cut along more than 8 axes.
+    """
+    if not all(_inside(shape, box) for box in boxes):
+        return False
+    whole: Box = ((0,) * len(shape), shape)
+    cut = [axis for axis in range(len(shape)) if any(sizes[axis] != shape[axis] for _, sizes in boxes)]
+    if len(cut) > MAX_SPLIT:
+        what = f"a tensor that is divided along {counted(len(cut), 'axis', 'axes')}"
+        raise Unsupported(what, "Real device meshes have three or four.")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for begin, sizes in boxes:
+        if prod(sizes):
+            _add_corners(corners, [(begin[axis], begin[axis] + sizes[axis]) for axis in cut], 1)
+    if prod(shape):
+        _add_corners(corners, [(whole[0][axis], shape[axis]) for axis in cut], -1)
+    return not any(corners.values())
+
+
+def _add_corners(corners: Counter[tuple[int, ...]], edges: list[tuple[int, int]], sign: int) -> None:
+    for choice in product((0, 1), repeat=len(edges)):
+        corner = tuple(edge[side] for edge, side in zip(edges, choice, strict=True))
+        corners[corner] += -sign if sum(choice) % 2 else sign
+
+
+def assembled(shape: tuple[int, ...], chunks: list[Chunk], name: str = "") -> TensorEntry:
+    """The tensor of this shape that the chunks make up; they must cover it (see `covers`) and be of one type.
+
+    Reading it raises `Conflict` where replicas differ, saying so of `name`. Raises `Unsupported` for more than 32
+    dimensions.
+    """
+    if len(shape) > MAX_RANK:
+        what = f"a tensor of {counted(len(shape), 'dimension')} in {counted(len(chunks), 'chunk')}"
+        raise Unsupported(what, f"At most {MAX_RANK} are read.")
+    if not shape:  # one element, and its replicas
+        one = [
+            replace(
+                chunk,
+                entry=_as_vector(chunk.entry),
+                offsets=(0,),
+                replicas=tuple(replace(other, entry=_as_vector(other.entry), offsets=(0,)) for other in chunk.replicas),
+            )
+            for chunk in chunks
+        ]
+        return replace(assembled((1,), one, name), shape=(), stride=())
+    first = chunks[0].entry
+    length = prod(shape) * first.dtype.itemsize
+    every = [each for chunk in chunks for each in (chunk, *chunk.replicas)]
+    inputs = tuple({id(chunk.entry.storage): chunk.entry.storage for chunk in every}.values())
+    data = Computed(length, _Assembly(shape, chunks, name).read, inputs) if length else InlineBytes(b"")
+    return TensorEntry(Storage(data, first.location), first.dtype, shape, row_major_strides(shape))
+
+
+def _as_vector(scalar: TensorEntry) -> TensorEntry:
+    return replace(scalar, shape=(1,), stride=(1,))
+
+
+class _Assembly:
+    """The row-major bytes of a tensor in chunks, which are sorted by where they begin on the first axis."""
+
+    __slots__ = ("begins", "chunks", "itemsize", "name", "shape", "strides", "tallest")
+
+    def __init__(self, shape: tuple[int, ...], chunks: list[Chunk], name: str = "") -> None:
+        self.name = name
+        self.shape, self.strides = shape, row_major_strides(shape)
+        self.itemsize = chunks[0].entry.dtype.itemsize
+        self.chunks = sorted((chunk for chunk in chunks if chunk.entry.numel), key=lambda chunk: chunk.offsets)
+        self.begins = [chunk.offsets[0] for chunk in self.chunks]
+        self.tallest = max((chunk.entry.shape[0] for chunk in self.chunks), default=0)
+
+    def read(self, offset: int, length: int) -> bytes:
+        stop = min(offset + length, prod(self.shape) * self.itemsize)
+        if offset >= stop:
+            return b""
+        first, last = offset // self.itemsize, -(-stop // self.itemsize)
+        data = b"".join(self._block(box).tobytes() for box in boxes_between(self.shape, self.strides, first, last))
+        skip = offset - first * self.itemsize
+        return data[skip : skip + stop - offset] if skip or len(data) != stop - offset else data
+
+    def _block(self, box: Box) -> Array:
+        """The elements in a box, from all chunks that it touches."""
+        import numpy
+
+        begin, sizes = box
+        out = numpy.empty(sizes, f"V{self.itemsize}")
+        from_ = bisect_left(self.begins, begin[0] - self.tallest + 1)
+        for chunk in self.chunks[from_ : bisect_left(self.begins, begin[0] + sizes[0])]:
+            common = _common(box, (chunk.offsets, chunk.entry.shape))
+            if common is not None:
+                place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
+                values = self._values(chunk, common)
+                out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
+        return out
+
+    def _values(self, chunk: Chunk, box: Box) -> bytes:
+        """The bytes of a chunk in a box within it, which its replicas have to have as well."""
+        data = row_major(_cut(chunk, box))
+        values = data.read(0, data.length)
+        for other in chunk.replicas:
+            if row_major(_cut(other, box)).read(0, data.length) != values:
+                raise Conflict(
+                    f"{self.name or 'a tensor'}: {_owner(chunk)} and {_owner(other)} saved different values of the "
+                    f"elements from {list(box[0])}",
+                    "Both have the same part of it, so one of the files was damaged or is of another checkpoint.",
+                    "Copy all files of the folder again, or take another checkpoint.",
+                )
+        return values
+
+
+def boxes_between(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes, in order, that hold the elements `start` to `stop` (in row-major order) of a tensor without gaps."""
+    while start < stop:
+        axis = next(a for a, step in enumerate(strides) if start % step == 0 and step <= stop - start)
+        begin = tuple(start // step % size for step, size in zip(strides, shape, strict=True))
+        count = min(shape[axis] - begin[axis], (stop - start) // strides[axis])
+        yield begin, (*(1 for _ in range(axis)), count, *shape[axis + 1 :])
+        start += count * strides[axis]
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """The overlap of two boxes; None without one."""
+    begin, sizes = [], []
+    for a, n, b, m in zip(*one, *other, strict=True):
+        lo, hi = max(a, b), min(a + n, b + m)
+        if lo >= hi:
+            return None
+        begin.append(lo)
+        sizes.append(hi - lo)
+    return tuple(begin), tuple(sizes)
+
+
+def _cut(chunk: Chunk, box: Box) -> TensorEntry:
+    """The part of a chunk that is in a box which lies within it."""
+    entry = chunk.entry
+    steps = zip(box[0], chunk.offsets, entry.stride, strict=True)
+    return replace(entry, shape=box[1], offset=entry.offset + sum((lo - at) * step for lo, at, step in steps))

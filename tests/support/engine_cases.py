@@ -1,0 +1,80 @@
+"""What has to hold for a folder that an engine wrote: every verb takes it for one checkpoint, with the values that the
+engine itself gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.support.cli import Run
+
+ROOT = Path(__file__).parents[2] / "fixtures" / "engines"
+
+
+def committed_cases() -> list[Path]:
+    """The cases in the repository, by the names of their folders."""
+    return sorted(path.parent for path in ROOT.glob("*/case.json"))
+
+
+def check_case(case: Path, scratch: Path, run: Run) -> None:
+    """Fails unless inspect, verify, scan, convert to safetensors, an HF folder and `.pt`, and diff all take the folder
+    for one checkpoint and give the engine's own values, bit for bit; and its optimizer by name, where the case has it.
+    """
+    about = json.loads((case / "case.json").read_text())
+    folder = str(case / "checkpoint")
+    model = folder + (f"#{about['model']}" if about.get("model") else "")  # only where the folder holds several models
+    expected = load_file(case / "weights.safetensors")
+    for verb in ("inspect", "verify", "doctor"):
+        done = run(verb, folder)
+        assert done.code == 0, (verb, done)
+    done = run("scan", folder, "--json")
+    assert done.code == 0, done
+    rows = json.loads(done.out)["files"]
+    assert len(rows) == 1, [row["path"] for row in rows]
+    for out in ("out.safetensors", "hf/", "out.pt"):
+        to = ("--shard-size", "1MB") if out == "hf/" else ()
+        done = run("convert", model, "-o", str(scratch / out), *to)
+        assert done.code == 0, done
+    _same(load_file(scratch / "out.safetensors"), expected)
+    _same(
+        {
+            name: value
+            for file in sorted((scratch / "hf").glob("*.safetensors"))
+            for name, value in load_file(file).items()
+        },
+        expected,
+    )
+    done = run("diff", model, str(case / "weights.safetensors"))
+    assert done.code == 0, done
+    done = run("diff", str(scratch / "out.pt"), str(case / "weights.safetensors"))
+    assert done.code == 0, done
+    if (case / "optimizer.safetensors").exists():
+        done = run("convert", folder, "-o", str(scratch / "named.pt"), "--optimizer-as", "names")
+        assert done.code == 0, done
+        found = _optimizer_states(torch.load(scratch / "named.pt", weights_only=True))
+        _same(found, load_file(case / "optimizer.safetensors"))
+
+
+def _optimizer_states(tree: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of every optimizer state in a tree, as `NAME/KEY`."""
+    found: dict[str, torch.Tensor] = {}
+    if isinstance(tree, dict):
+        if isinstance(tree.get("state"), dict) and "param_groups" in tree:
+            for name, slots in tree["state"].items():
+                found |= {f"{name}/{key}": torch.as_tensor(value) for key, value in slots.items()}
+        else:
+            for value in tree.values():
+                found |= _optimizer_states(value)
+    return found
+
+
+def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, value in expected.items():
+        got = found[name]
+        assert got.shape == value.shape and got.dtype == value.dtype, (name, got.dtype, value.dtype, got.shape)
+        assert got.contiguous().view(-1).view(torch.uint8).equal(value.contiguous().view(-1).view(torch.uint8)), name
