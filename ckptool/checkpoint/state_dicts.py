@@ -92,7 +92,7 @@ def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()
-        if path in above:
+        if path in above and path not in special:
             below = node.items() if isinstance(node, dict) else enumerate(node)
             stack += reversed([((*path, key), value) for key, value in below])
         else:
@@ -282,6 +282,7 @@ def _found(tree: Any, base: Path) -> Iterator[StateDict]:
             yield StateDict(path, node, OPTIMIZER, optimizer_detail(node), base=base)
         elif isinstance(node, dict) and _is_weights(base + path, node):
             yield StateDict(path, node, _kind_at(base + path), base=base)
+            stack += [((*path, key), value) for key, value in node.items() if is_optimizer(value)]  # torchtitan's
         else:
             stack += reversed([((*path, key), value) for key, value in _containers(node)])
 

@@ -205,6 +205,12 @@ class Ties(str, Enum):
     copy = "copy"
 
 
+class OptimizerAs(str, Enum):
+    names = "names"
+    ids = "ids"
+    flat = "flat"
+
+
 @examples(
     ("ckptool convert model.pt -o model.safetensors", "the weights"),
     ("ckptool convert model.pt --all -o all.safetensors", "everything; converting back restores it"),
@@ -236,6 +242,10 @@ def convert(
             help="Write a folder of safetensors shards of at most 5GB, 500MiB, … each, with an index.",
         ),
     ] = None,
+    optimizer_as: Annotated[
+        OptimizerAs | None,
+        typer.Option("--optimizer-as", help="Optimizer state by parameter names, by numbers, or state.NAME.KEY."),
+    ] = None,
     at: At = None,
     part: Part = False,
 ) -> Answers:
@@ -257,6 +267,7 @@ def convert(
             weights_only=weights_only,
             shard_size=shard_size,
             part=part,
+            optimizer_as=optimizer_as.value if optimizer_as else None,
         ),
     )
 

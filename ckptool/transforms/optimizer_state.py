@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint.optimizer_keys import with_numbers
 from ckptool.checkpoint.state_dicts import StateDict, optimizers, without_wrappers
 from ckptool.checkpoint.tree import address
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
@@ -45,7 +47,9 @@ def carried(
     """
     place, optimizer = _only_one(checkpoint)
     first = _first_names(root)
-    names, known_by = slot_names(optimizer, _parameters_of(root, first, target, chosen), place)
+    told = target.tensors if target.kinds_known else {}
+    kinds = {first[choice.source]: told[name].kind for name, choice in chosen.items() if name in told}
+    names, known_by = slot_names(optimizer, parameters_of(root, kinds), place)
     goes_to = _destinations(first, target, chosen, parameters)
     state: dict[str, Any] = {}
     group_of: dict[str, int] = {}
@@ -114,12 +118,17 @@ def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
             "Keep only one in a copy: ckptool edit FILE --drop ADDRESS -o OUT",
         )
     path, optimizer = found[0]
+    check_groups(address(path), optimizer)
+    return address(path), with_numbers(optimizer)
+
+
+def check_groups(place: str, optimizer: Mapping[str, Any]) -> None:
+    """Raises `Conflict` for groups that are not of parameters, by number or name."""
     for group in optimizer["param_groups"]:
         if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
-            raise Conflict(f"{printable(address(path))} has a group without parameters", "No optimizer writes that.")
+            raise Conflict(f"{printable(place)} has a group without parameters", "No optimizer writes that.")
         if not all(type(slot) in (int, str) for slot in group["params"]):
-            raise Conflict(f"{printable(address(path))} has a slot that is neither a number nor a name")
-    return address(path), optimizer
+            raise Conflict(f"{printable(place)} has a slot that is neither a number nor a name")
 
 
 def _first_names(root: StateDict) -> dict[str, str]:
@@ -129,13 +138,12 @@ def _first_names(root: StateDict) -> dict[str, str]:
     return {key: first.setdefault(value.view, key) for key, value in tensors.items() if type(key) is str}
 
 
-def _parameters_of(
-    root: StateDict, first: Mapping[str, str], target: Target, chosen: Mapping[str, Assignment]
-) -> dict[str, tuple[int, ...]]:
-    """The parameters among the weights of a checkpoint, each tensor once, with their shapes."""
-    told = target.tensors if target.kinds_known else {}
-    kinds = {first[choice.source]: told[name].kind for name, choice in chosen.items() if name in told}
-    own = [key for key, name in first.items() if key == name]
+def parameters_of(root: StateDict, kinds: Mapping[str, str] = MappingProxyType({})) -> Shapes:
+    """The parameters among the weights of a checkpoint, each tensor once, with their shapes.
+
+    kinds: of keys of which it is known whether they are parameters; of the others it is told by name.
+    """
+    own = [key for key, name in _first_names(root).items() if key == name]
     return {
         key: root.node[key].shape or ()
         for key in own
@@ -157,13 +165,18 @@ def _destinations(
     return found
 
 
-def slot_names(optimizer: Mapping[str, Any], parameters: Shapes, place: str) -> tuple[dict[Any, str], str]:
-    """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not."""
+def slot_names(
+    optimizer: Mapping[str, Any], parameters: Shapes, place: str, option: str = "--optimizer"
+) -> tuple[dict[Any, str], str]:
+    """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not.
+
+    option: the one that asked for it.
+    """
     groups = optimizer["param_groups"]
     slots = [slot for group in groups for slot in group["params"]]
     if len(set(slots)) != len(slots):
         raise Conflict(f"{printable(place)} has a parameter in two groups", "No optimizer writes that.")
-    said = _said_names(groups, slots)
+    said = said_names(groups, slots)
     if said is not None:
         bare = {without_wrappers(name): name for name in parameters}
         found = {slot: name if name in parameters else bare.get(without_wrappers(name)) for slot, name in said.items()}
@@ -182,11 +195,12 @@ def slot_names(optimizer: Mapping[str, Any], parameters: Shapes, place: str) -> 
         f"it cannot be known which slots of {printable(place)} belong to which parameters ({count})",
         "They are numbered, not named, and neither their count nor their shapes identify them. Nothing was changed.",
         "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or go on without "
-        "--optimizer",
+        f"{option}",
     )
 
 
-def _said_names(groups: Sequence[Any], slots: Sequence[Any]) -> dict[Any, str] | None:
+def said_names(groups: Sequence[Any], slots: Sequence[Any]) -> dict[Any, str] | None:
+    """The name of each slot, as the groups give them; None where they do not."""
     if all(type(slot) is str for slot in slots):
         return {slot: slot for slot in slots}
     names: list[Any] = []

@@ -32,6 +32,7 @@ from ckptool.transforms.flatten import (
     siblings,
     transient,
 )
+from ckptool.transforms.optimizer_names import with_optimizers
 from ckptool.transforms.weights_only import weights_only as plain_values
 from ckptool.verbs._save import Output, SaveOptions, output_of, save, written
 
@@ -55,6 +56,7 @@ def convert(
     weights_only: bool = False,
     shard_size: int | str | None = None,
     part: bool = False,
+    optimizer_as: str | None = None,
     **options: Unpack[SaveOptions],
 ) -> Written:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
@@ -66,6 +68,7 @@ def convert(
     materialize: write out expanded views.  weights_only: plain values in place of what
     `torch.load(weights_only=True)` refuses, each named.  shard_size: write a folder of safetensors files of at most
     this many bytes of tensors (`5GB`, `500MiB`), and their index.  part: take also what is only a part of a checkpoint.
+    optimizer_as: the state of optimizers by `names` of the parameters, by `ids`, or `flat` (`state.NAME.KEY`).
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     _refuse_usage(ties, out)
@@ -80,6 +83,9 @@ def convert(
     if shard_size is not None:
         output = replace(output, container=_in_shards(output))
     container = output.format(opened.checkpoint.container)
+    if optimizer_as is not None:
+        taken, lines = _with_optimizers(taken, optimizer_as, opened.checkpoint, container, all)
+        made_plain += tuple(lines)
     expected = None
     if not container.tensors_only:
         changed, summary, behind, notes = _to_pickle(taken, named, only, exclude, opened.path)
@@ -97,6 +103,15 @@ def convert(
     facts = {"tensors": sum(1 for _ in tensors(changed.tree)), "left_behind": behind}
     details = made_plain + tuple(f"left behind: {printable(name)}" for name in behind)
     return written(output, opened.checkpoint, result, summary, facts=facts, details=details, notes=notes)
+
+
+def _with_optimizers(
+    part: Checkpoint, form: str, whole: Checkpoint, container: Format, all: bool
+) -> tuple[Checkpoint, list[str]]:
+    if container.tensors_only and not all:
+        what = f"--optimizer-as is about the optimizer, and {container.name} takes only weights"
+        raise UsageError(what, "Nothing of the optimizer would be written.", "For example: -o checkpoint.pt; or --all")
+    return with_optimizers(part, form, whole)
 
 
 def _refuse_usage(ties: str, out: PathLike | None) -> None:

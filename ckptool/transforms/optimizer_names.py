@@ -1,0 +1,119 @@
+"""An optimizer's state by the names of its parameters, by their numbers, or by flattened keys.
+
+`Optimizer.state_dict()` numbers its slots; engines that divide them write names (`state[name]`), and torchtitan
+flattens those again. Numbers count the parameters of all groups in order, as torch does. Which name a number stands for
+is decided in `optimizer_state.slot_names` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.optimizer_keys import flattened, nested, with_numbers
+from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
+from ckptool.checkpoint.tree import address, replaced_at
+from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
+from ckptool.transforms.optimizer_state import BY_NAMES, check_groups, parameters_of, said_names, slot_names
+
+NAMES, IDS, FLAT = "names", "ids", "flat"
+FORMS = (NAMES, IDS, FLAT)
+OPTION = "--optimizer-as"
+
+
+def with_optimizers(part: Checkpoint, form: str, whole: Checkpoint) -> tuple[Checkpoint, list[str]]:
+    """The part with every optimizer's slots by name or number, or flattened, and a line for each that changed.
+
+    whole: the checkpoint that the part is in, among whose weights the names are looked for. Raises `UsageError` for a
+    form that does not exist, `NoMatch` where there is no optimizer, `Conflict` where it is not certain which parameter
+    a number stands for, `Unsupported` for an optimizer whose state is not of single parameters.
+    """
+    if form not in FORMS:
+        raise UsageError(f"unknown {OPTION} {printable(form)!r}", f"Available: {', '.join(FORMS)}.")
+    tree = nested(part.tree)
+    found = list(optimizers(tree))
+    if not found:
+        what = f"{part.source or 'the checkpoint'} has no optimizer state"
+        why = "It would be a dictionary with `state` and `param_groups`. Nothing was written."
+        raise NoMatch(what, why, f"Go without it: omit {OPTION}")
+    lines = [] if tree is part.tree else ["flattened keys of the optimizer are nested again"]
+    for path, optimizer in found:
+        place = address((*part.base, *path))
+        check_groups(place, optimizer)
+        changed, line = _in_form(with_numbers(optimizer), form, place, whole)
+        if changed is not optimizer:
+            tree = replaced_at(tree, path, changed) if path else changed
+            lines.append(f"{printable(place) or 'the optimizer'}: {line}")
+    return replace(part, tree=tree), lines
+
+
+def _in_form(optimizer: dict[str, Any], form: str, place: str, whole: Checkpoint) -> tuple[dict[str, Any], str]:
+    slots = [slot for group in optimizer["param_groups"] for slot in group["params"]]
+    if form == IDS:
+        if not any(type(slot) is str for slot in slots):
+            return optimizer, f"numbers as keys, {counted(len(slots), 'parameter')}"
+        return _by_number(optimizer, slots, place), f"{counted(len(slots), 'parameter')} by number"
+    line = f"{counted(len(slots), 'parameter')} by name"
+    if not all(type(slot) is str for slot in slots):
+        _refuse_joint(optimizer, place)
+        names, known_by = _names(optimizer, place, whole)
+        line += "" if known_by == BY_NAMES else f", known by {known_by}"
+        optimizer = _with_slots(optimizer, names)
+    return (flattened(optimizer), f"{line}, flattened") if form == FLAT else (optimizer, line)
+
+
+def _with_slots(optimizer: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
+    """The optimizer with other keys for its slots; what torch keeps in the state beside them stays."""
+    state = {new.get(slot, slot): value for slot, value in optimizer["state"].items()}
+    groups = [{**group, "params": [new[slot] for slot in group["params"]]} for group in optimizer["param_groups"]]
+    return {**optimizer, "state": state, "param_groups": groups}
+
+
+def _by_number(optimizer: dict[str, Any], slots: list[Any], place: str) -> dict[str, Any]:
+    numbers = {slot: number for number, slot in enumerate(slots)}
+    if len(numbers) != len(slots):
+        raise Conflict(f"{printable(place)} has a parameter in two groups", "No optimizer writes that.")
+    if strange := [slot for slot in optimizer["state"] if slot not in numbers]:
+        what = f"{printable(place)} has state for {listed([printable(str(slot)) for slot in strange], 3)}"
+        raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
+    numbered = _with_slots(optimizer, numbers)
+    for group, before in zip(numbered["param_groups"], optimizer["param_groups"], strict=True):
+        group["param_names"] = list(before["params"])
+    return numbered
+
+
+def _names(optimizer: dict[str, Any], place: str, whole: Checkpoint) -> tuple[dict[Any, str], str]:
+    """The name of every slot: as the groups give them, else of the one set of weights that they fit."""
+    groups = optimizer["param_groups"]
+    said = said_names(groups, [slot for group in groups for slot in group["params"]])
+    if said is not None:
+        return said, BY_NAMES
+    roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
+    found: dict[tuple[Any, ...], tuple[dict[Any, str], str]] = {}
+    wrong: CkptoolError | None = None
+    for root in roots:
+        try:
+            names = slot_names(optimizer, parameters_of(root), place, OPTION)
+        except Conflict as error:
+            wrong = wrong or error
+        else:
+            found.setdefault(tuple(names[0].items()), names)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if wrong is not None and not found:
+        raise wrong
+    raise Conflict(
+        f"the parameters of {printable(place) or 'the optimizer'} are numbered, and "
+        + (f"{listed(roots, 4)} all fit" if found else f"{whole.source or 'the checkpoint'} holds no weights"),
+        "Which parameter a number stands for is only known from the weights that it was made for. Nothing was written.",
+        "Name the folder or file that holds both, and only those; or save names along: "
+        "torch.optim.X(model.named_parameters(), …)",
+    )
+
+
+def _refuse_joint(optimizer: dict[str, Any], place: str) -> None:
+    """Raises `Unsupported` for LBFGS, which keeps the history of all parameters, as one vector, with the first."""
+    if any("history_size" in group and "line_search_fn" in group for group in optimizer["param_groups"]):
+        what = f"{printable(place) or 'the optimizer'} is LBFGS, whose state is not of single parameters"
+        raise Unsupported(what, "Its vectors run over all parameters at once.", f"Keep its numbers: without {OPTION}")

@@ -1,0 +1,186 @@
+"""`convert --optimizer-as`: slots by name, by number and flattened, judged by torch's own functions for each."""
+
+from __future__ import annotations
+
+import copy
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+
+import ckptool
+from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError
+from tests.support.cli import Run
+from tests.support.files import saved
+from tests.support.same import assert_same_objects
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.95)),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+}
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Odd(nn.Module):
+    """Linear layers of odd sizes, some with a norm, a scale of no dimension, and a head that may be tied."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        sizes = [rng.randint(2, 5) for _ in range(rng.randint(2, 4))]
+        self.first = nn.Linear(3, sizes[0], bias=rng.random() < 0.5)
+        pairs = pairwise(sizes)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b)) for a, b in pairs)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(sizes[-1], 3, bias=False)
+        self.tied = nn.Linear(sizes[-1], 3, bias=False)
+        if rng.random() < 0.5:
+            self.tied.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x) * self.scale + self.tied(x)
+        return out
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def made(seed: int, kind: str, named: bool, groups: int, frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A trained model with its optimizer, and the function that makes another such optimizer for a copy of it."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model = Odd(rng)
+    if frozen:
+        model.first.weight.requires_grad_(False)
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        every = list(model.named_parameters())
+        parts = [every] if groups == 1 else [every[::2], every[1::2]]
+        chosen = [[pair if named else pair[1] for pair in part] for part in parts]
+        optimizer = OPTIMIZERS[kind]([{"params": part} for part in chosen])
+        for number, group in enumerate(optimizer.param_groups):
+            group["lr"] = group["lr"] / (number + 1)
+        return optimizer  # type: ignore[no-any-return]
+
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        stepped(model, optimizer, step)
+    return model, optimizer, optimizer_of
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_form_is_torchs_own(kind: str, tmp_path: Path) -> None:
+    for seed in range(6):
+        named, groups, frozen = bool(seed & 1), 1 + (seed % 3 == 1), seed % 4 == 3
+        model, optimizer, optimizer_of = made(seed, kind, named, groups, frozen)
+        file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{seed}.pt")
+        for form, options in (("names", StateDictOptions()), ("flat", FLAT)):
+            try:
+                ckptool.convert(file, tmp_path / "out.pt", optimizer_as=form, overwrite=True)
+            except Conflict:
+                assert groups > 1 and not named
+                continue
+            found = torch.load(tmp_path / "out.pt", weights_only=True)
+            theirs = get_optimizer_state_dict(model, optimizer, options=options)
+            assert_same_objects(found["optimizer"], theirs)
+            ckptool.convert(tmp_path / "out.pt", tmp_path / "back.pt", optimizer_as="ids", overwrite=True)
+            back = torch.load(tmp_path / "back.pt", weights_only=True)
+            assert [group.pop("param_names", None) for group in back["optimizer"]["param_groups"]] != [None]
+            mine = optimizer.state_dict()
+            for group in mine["param_groups"]:
+                group.pop("param_names", None)
+            if form == "names" or groups == 1:
+                assert_same_objects(back["optimizer"], mine)
+
+            numbered, by_name = copy.deepcopy(model), copy.deepcopy(model)
+            loaded, other = optimizer_of(numbered), optimizer_of(by_name)
+            loaded.load_state_dict(back["optimizer"])
+            set_optimizer_state_dict(by_name, other, found["optimizer"], options=options)
+            after = stepped(*copy.deepcopy((model, optimizer)), 9)
+            assert_same_objects(stepped(numbered, loaded, 9), after)
+            assert_same_objects(stepped(by_name, other, 9), after)
+
+
+def test_fsdp_gives_the_same_numbers(tmp_path: Path) -> None:
+    model, optimizer, _ = made(1, "adam", True, 1, False)
+    file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    ckptool.convert(file, tmp_path / "names.pt", optimizer_as="names")
+    names = torch.load(tmp_path / "names.pt", weights_only=True)["optimizer"]
+    theirs = FullyShardedDataParallel.rekey_optim_state_dict(names, OptimStateKeyType.PARAM_ID, model)
+    assert_same_objects(theirs["state"], optimizer.state_dict()["state"])
+    assert [group["params"] for group in theirs["param_groups"]] == [
+        group["params"] for group in optimizer.state_dict()["param_groups"]
+    ]
+
+
+def test_what_is_not_certain_is_refused(tmp_path: Path, run: Run) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    some = torch.optim.Adam(list(model.parameters())[1:])
+    some.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    some.step()
+    both = saved({"model": model.state_dict(), "optimizer": some.state_dict()}, tmp_path / "both.pt")
+    with pytest.raises(Conflict, match="cannot be known which slots"):
+        ckptool.convert(both, tmp_path / "o.pt", optimizer_as="names")
+    alone = saved({"optimizer": some.state_dict()}, tmp_path / "alone.pt")
+    with pytest.raises(Conflict, match="holds no weights"):
+        ckptool.convert(alone, tmp_path / "o.pt", optimizer_as="names")
+    two = torch.optim.SGD(model.parameters(), momentum=0.9)
+    other = {f"x.{name}": value for name, value in model.state_dict().items()}
+    gan = {"generator": model.state_dict(), "discriminator": other, "optimizer": two.state_dict()}
+    with pytest.raises(Conflict, match="all fit"):
+        ckptool.convert(saved(gan, tmp_path / "gan.pt"), tmp_path / "o.pt", optimizer_as="names")
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    file = saved({"model": model.state_dict(), "optimizer": lbfgs.state_dict()}, tmp_path / "lbfgs.pt")
+    with pytest.raises(Unsupported, match="LBFGS"):
+        ckptool.convert(file, tmp_path / "o.pt", optimizer_as="names")
+    with pytest.raises(UsageError, match="takes only weights"):
+        ckptool.convert(both, tmp_path / "o.safetensors", optimizer_as="names")
+    with pytest.raises(NoMatch, match="no optimizer state"):
+        ckptool.convert(saved(model.state_dict(), tmp_path / "w.pt"), tmp_path / "o.pt", optimizer_as="ids")
+    assert not (tmp_path / "o.pt").exists()
+    assert run("convert", both, "-o", tmp_path / "o.pt", "--optimizer-as", "ids").code == 0
+
+
+def test_numbers_that_became_text_are_numbers_again(tmp_path: Path) -> None:
+    model, optimizer, _ = made(2, "adam", False, 1, False)
+    state = optimizer.state_dict()
+    as_text = {**state, "state": {str(key): value for key, value in state["state"].items()}}
+    file = saved({"model": model.state_dict(), "optimizer": as_text}, tmp_path / "a.pt")
+    ckptool.convert(file, tmp_path / "ids.pt", optimizer_as="ids")
+    assert_same_objects(torch.load(tmp_path / "ids.pt", weights_only=True)["optimizer"], state)
+
+
+def test_flattened_keys_below_a_prefix(tmp_path: Path) -> None:
+    model, optimizer, _ = made(3, "adamw", True, 1, False)
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    tree = {**model.state_dict(), **{f"optimizer.{key}": value for key, value in flat.items()}, "step": 3}
+    ckptool.convert(saved(tree, tmp_path / "a.pt"), tmp_path / "names.pt", optimizer_as="names")
+    found = torch.load(tmp_path / "names.pt", weights_only=True)
+    assert_same_objects(found["optimizer"], get_optimizer_state_dict(model, optimizer))
+    assert found["step"] == 3 and "optimizer.state.head.weight.exp_avg" not in found
+    ckptool.convert(tmp_path / "names.pt", tmp_path / "weights.safetensors")
+    assert ckptool.load(tmp_path / "weights.safetensors").keys() == model.state_dict().keys()
