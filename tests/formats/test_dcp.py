@@ -4,72 +4,37 @@ anything."""
 from __future__ import annotations
 
 import io
-import pickle
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.metadata import Metadata
 
 import ckptool
 from ckptool.checkpoint import Checkpoint, Computed, FileRange, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import (
-    Ambiguous,
-    CkptoolError,
     Corrupt,
-    LimitExceeded,
-    NotACheckpoint,
     OnlyAPart,
     Truncated,
     Unsupported,
 )
-from ckptool.formats import dcp, read
+from ckptool.formats import read
+from ckptool.formats.dcp.tables import Place, Tables
+from tests.support.dcp_folders import (
+    edit,
+    save_dcp,
+    training_state,
+)
 from tests.support.errors import three_parts
 from tests.support.files import CORPUS
 from tests.support.same import assert_same_objects
 from tests.support.two_ranks import save_on_two_ranks
-
-
-def training_state() -> dict[str, Any]:
-    """What a training run saves: a model, an optimizer, lists, objects, and types of all sorts."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(3, 6)).sum().backward()
-    optimizer.step()
-    return {
-        "model": dict(model.state_dict()),
-        "optimizer": optimizer.state_dict()["state"],
-        "list": [torch.ones(2), {"inside": torch.arange(3)}, 7],
-        "plain": [1, 2, "three"],
-        "epoch": 3,
-        "name": "run",
-        "nothing": None,
-        "half": torch.randn(5, 3).bfloat16(),
-        "float8": torch.randn(4).to(torch.float8_e4m3fn),
-        "unsigned": torch.arange(4).to(torch.uint16),
-        "complex": torch.randn(2, 2, dtype=torch.complex64),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.empty(0, 4),
-        "transposed": torch.randn(3, 5).t(),
-        "a.b": {"c.d": torch.ones(1)},
-    }
-
-
-def save_dcp(value: dict[str, Any], folder: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save_state(value, checkpoint_id=folder, no_dist=True)
-    return folder
 
 
 def as_torch_reads(folder: Path, out: Path) -> Any:
@@ -163,15 +128,15 @@ def test_the_corpus() -> None:
     entries = [entry for _, entry in tensors(found.tree)]
     assert len(entries) == 4 and {str(entry.dtype) for entry in entries} == {"f32"}
     assert sorted(entry.shape or () for entry in entries) == [(2,), (2, 32), (32,), (32, 32)]
-    folder = Folder(path)
-    places = dcp._places(folder, dcp._metadata(folder)[0]["storage_data"])
+    described = Tables(Folder(path), [".metadata"])
+    described.add(".metadata")
     for name, entry in found["model"].items():
-        parts = sorted((key[1], place) for key, place in places.items() if key[0] == f"model.{name}")
+        parts = sorted(described.values[f"model.{name}"].chunks, key=lambda chunk: chunk[0])
         halves = [torch.load(io.BytesIO(raw_bytes(path, place)), weights_only=True) for _, place in parts]
         assert len(halves) == 2 and torch.equal(entry.torch(), torch.cat(halves)), name
 
 
-def raw_bytes(folder: Path, place: dcp._Place) -> bytes:
+def raw_bytes(folder: Path, place: Place) -> bytes:
     """What torch would be given to load of one chunk."""
     return (folder / place.file).read_bytes()[place.offset : place.offset + place.length]
 
@@ -213,176 +178,72 @@ def test_tensors_that_two_ranks_saved(tmp_path: Path) -> None:
     assert_same_objects(whole, {name: got["model"][name] for name in whole})
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+APART = """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def save(rank, folder, mesh):
+        whole = {"rows": torch.randn(7, 5), "same": torch.arange(6.0), "one": torch.randn(1, 8), "n": torch.tensor(2)}
+        how = {"rows": Shard(0), "same": Replicate(), "one": Shard(0), "n": Replicate()}
+        state = {"model": {n: distribute_tensor(t, mesh, [how[n]]) for n, t in whole.items()}, "step": 5, "rank": rank}
+        state["buffer"] = torch.full((3,), float(rank))
+        dcp.save(state, checkpoint_id=folder, use_collectives=False)
+        if rank == 0:
+            torch.save(whole, folder + ".pt")
+"""
 
 
-def edit(folder: Path, change: Callable[[Any], Any]) -> Path:
-    """The folder with another table, written by torch's own classes."""
-    path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())  # made by this test
-    replaced = change(metadata)
-    path.write_bytes(pickle.dumps(replaced if isinstance(replaced, Metadata) else metadata))
-    return folder
+@pytest.fixture(scope="module")
+def tables_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    scratch = tmp_path_factory.mktemp("apart")
+    save_on_two_ranks(APART, scratch / "saved", scratch)
+    return scratch / "saved"
 
 
-def place(metadata: Metadata, name: str = "half") -> tuple[MetadataIndex, _StorageInfo]:
-    return next((index, info) for index, info in metadata.storage_data.items() if index.fqn == name)
+@pytest.fixture
+def apart(tables_of_two_ranks: Path, tmp_path: Path) -> Path:
+    shutil.copy(f"{tables_of_two_ranks}.pt", tmp_path / "whole.pt")
+    return Path(shutil.copytree(tables_of_two_ranks, tmp_path / "apart"))
 
 
-def placed(**changes: Any) -> Callable[[Any], None]:
-    """Changes where one tensor is."""
-
-    def change(metadata: Metadata) -> None:
-        index, info = place(metadata)
-        for name, value in changes.items():
-            setattr(info, name, value)
-        assert metadata.storage_data[index] is info
-
-    return change
-
-
-def chunk(change: Callable[[Any], None]) -> Callable[[Any], None]:
-    return lambda metadata: change(metadata.state_dict_metadata["half"])
-
-
-def chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], None]:
-    parts = [ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes)) for begin, sizes in boxes]
-    return chunk(lambda tensor: setattr(tensor, "chunks", parts))
+def test_tables_of_the_ranks_are_one_checkpoint(apart: Path, tmp_path: Path) -> None:
+    assert sorted(path.name for path in apart.glob("*.metadata")) == ["__0.metadata", "__1.metadata"]
+    found = read(apart)
+    assert found["step"] == 5 and found["rank"] == 0 and found.metadata["ranks"] == 2
+    (note,) = found.notes
+    assert note.code == "replicas-differ" and "2 tensors differ" in note.message
+    assert "rank (that of rank 0" in note.message and "buffer (rank 0" in note.message
+    assert found["buffer"].bytes() == bytes(12)
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    ckptool.convert(apart, tmp_path / "out.pt", verify=True)
+    assert_same_objects(whole, torch.load(tmp_path / "out.pt", weights_only=True)["model"])
+    assert_same_objects(ckptool.load(apart / "__1.metadata"), ckptool.load(apart))
+    assert ckptool.open(apart / "__1_0.distcp").part.label == "rank 1 of 2"  # type: ignore[union-attr]
 
 
-def without_place(metadata: Metadata) -> None:
-    del metadata.storage_data[place(metadata)[0]]
+def test_tables_of_ranks_that_lack_one(apart: Path) -> None:
+    (apart / "__1.metadata").rename(apart / "other")
+    with pytest.raises(Corrupt, match=r"\(the tables of 1 rank\): rows|the tables of 1 rank\): model.rows") as caught:
+        read(apart)
+    assert "15 of its 35 elements are in no file" in str(caught.value)
+    (apart / "other").rename(apart / "__2.metadata")
+    with pytest.raises(Corrupt, match=r"lacks the tables of 1 rank: __1\.metadata"):
+        read(apart)
 
 
-def swapped_places(metadata: Metadata) -> None:
-    (a, one), (b, other) = place(metadata, "half"), place(metadata, "scalar")
-    metadata.storage_data[a], metadata.storage_data[b] = other, one
+def test_a_table_beside_those_of_another_run(folder: Path, apart: Path) -> None:
+    shutil.copy(apart / "__1.metadata", folder)
+    (note,) = read(folder).notes
+    assert note.code == "stale-shards" and "__1.metadata" in note.message
 
 
-def both_paths(metadata: Metadata) -> None:
-    metadata.planner_data["half"] = ("scalar",)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (placed(relative_path="../__0_0.distcp"), Corrupt, "outside its folder"),
-        (placed(relative_path="/etc/passwd"), Corrupt, "outside its folder"),
-        (placed(relative_path=""), Corrupt, "outside its folder"),
-        (placed(relative_path="__7_0.distcp"), Corrupt, "lacks 1 of its files: __7_0"),
-        (placed(relative_path=7), Corrupt, "without a place"),
-        (placed(offset=10**9), Truncated, "were expected"),
-        (placed(offset=-1), Truncated, "were expected"),
-        (placed(length=10**9), Truncated, "were expected"),
-        (placed(length=-5), Truncated, "were expected"),
-        (placed(length=0), Corrupt, "no torch zip"),
-        (placed(length=True), Corrupt, "without a place"),
-        (placed(transform_descriptors=["zstd\x1b"]), Unsupported, r"packed by zstd\\x1b"),
-        (lambda m: placed(offset=place(m)[1].offset + 1)(m), Corrupt, "no torch zip"),
-        (lambda m: placed(length=place(m)[1].length - 1)(m), CkptoolError, None),
-        (swapped_places, Corrupt, "should be bf16"),
-        (without_place, Corrupt, "does not say where the chunk of half at"),
-        (chunks(((0, 0), (4, 3))), Corrupt, "overlap, leave gaps"),
-        (chunks(((0, 0), (5, 4))), Corrupt, "overlap, leave gaps"),
-        (chunks(((0, 0), (5, 3)), ((0, 0), (5, 3))), Corrupt, "overlap, leave gaps"),
-        (chunks(((0, 0), (2, 3)), ((2, 0), (3, 3))), Corrupt, "should be"),
-        (chunks(((0,), (15,))), Corrupt, "overlap, leave gaps"),
-        (chunks(), Corrupt, "overlap, leave gaps"),
-        (chunk(lambda t: setattr(t, "size", torch.Size((3, 5)))), Corrupt, "overlap, leave gaps"),
-        (chunk(lambda t: setattr(t, "size", "big")), Corrupt, "nothing of the shape"),
-        (chunk(lambda t: setattr(t.properties, "dtype", torch.float16)), Corrupt, "should be f16"),
-        (lambda m: m.state_dict_metadata.update(half=BytesStorageMetadata()), Corrupt, "does not say where half is"),
-        (lambda m: m.state_dict_metadata.update(half=3), Corrupt, "says of half that it is a int"),
-        (lambda m: m.state_dict_metadata.update({5: BytesStorageMetadata()}), Corrupt, "no table of names"),
-        (lambda m: setattr(m, "state_dict_metadata", None), Corrupt, "no table of names"),
-        (lambda m: setattr(m, "storage_data", None), Corrupt, "where its values are"),
-        (lambda m: m.storage_data.update({"x": "y"}), Corrupt, "without a place"),
-        (both_paths, Corrupt, "one path for two values"),
-        (lambda m: m.planner_data.update(half=("scalar", "x")), Corrupt, "one path for two values"),
-        (lambda m: m.planner_data.update(half=("epoch", "x")), Corrupt, "goes through another value"),
-        (lambda m: m.planner_data.update(half=("list", "x")), Corrupt, "goes through another value"),
-        (lambda m: m.planner_data.update(half=("list", 10**9)), Corrupt, "a list with an element"),
-        (lambda m: m.planner_data.update(half=("list", -1)), Corrupt, "a list with an element"),
-        (lambda m: m.planner_data.update(half=()), Corrupt, "no path for half"),
-        (lambda m: m.planner_data.update(half=(0,)), Corrupt, "no path for half"),
-        (lambda m: m.planner_data.update(half=("a", 1.5)), Corrupt, "not of names and numbers"),
-        (lambda m: m.planner_data.update(half=("a",) * 5_000), LimitExceeded, "nested 5,000 deep"),
-    ],
-)
-def test_a_table_that_contradicts_itself_or_the_files(
-    change: Callable[[Any], Any], error: type[CkptoolError], words: str | None, folder: Path
-) -> None:
-    with pytest.raises(error, match=words) as caught:
-        read(edit(folder, change))
-    assert "\x1b" not in str(caught.value)
-    three_parts(caught.value)
-
-
-def test_two_places_for_one_name(folder: Path) -> None:
-    def change(metadata: Metadata) -> None:
-        index, info = place(metadata)
-        metadata.storage_data[MetadataIndex(index.fqn, torch.Size((9, 9)))] = info
-
-    with_two = edit(folder, change)
-    raw = (with_two / ".metadata").read_bytes()
-    (with_two / ".metadata").write_bytes(raw.replace(b"K\x09K\x09\x86", b"K\x00K\x00\x86"))
-    with pytest.raises(Ambiguous, match="two places for half"):
-        read(with_two)
-
-
-def test_files_of_two_checkpoints(folder: Path, tmp_path: Path) -> None:
-    other = training_state()
-    other["half"] = torch.zeros(3, 5).bfloat16()
-    save_dcp(other, tmp_path / "other")
-    shutil.copy(tmp_path / "other/.metadata", folder / ".metadata")
-    with pytest.raises(CkptoolError) as caught:
-        read(folder)
-    assert caught.value.code in ("corrupt", "truncated", "ambiguous")
-
-
-def test_a_save_that_was_stopped(folder: Path) -> None:
-    (folder / ".metadata").unlink()
-    with pytest.raises(Truncated, match=r"no \.metadata") as caught:
+def test_a_table_that_was_not_renamed(folder: Path) -> None:
+    (folder / ".metadata").rename(folder / ".metadata.tmp")
+    with pytest.raises(Truncated, match=r"holds \.metadata\.tmp and no \.metadata") as caught:
         read(folder)
     three_parts(caught.value)
 
 
-def test_a_folder_with_another_programs_metadata_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(NotACheckpoint, match=r"not that of torch\.distributed\.checkpoint"):
-        read(tmp_path)
-    (tmp_path / ".metadata").unlink()
-    (tmp_path / ".metadata").mkdir()
-    with pytest.raises(NotACheckpoint):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize("cut_at", [0.2, 0.5, 0.9, 0.999])
-def test_a_table_that_is_cut_off(cut_at: float, folder: Path) -> None:
-    data = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").write_bytes(data[: int(len(data) * cut_at)])
-    with pytest.raises(CkptoolError) as caught:
-        read(folder)
-    assert caught.value.code in ("truncated", "corrupt")
-    (folder / ".metadata").write_bytes(data + b"more")
-    with pytest.raises(Ambiguous, match="4 bytes after its end"):
-        read(folder)
-
-
-def test_a_file_of_a_rank_that_is_cut_off_or_damaged(folder: Path) -> None:
-    (rank,) = folder.glob("*.distcp")
-    data = rank.read_bytes()
-    rank.write_bytes(data[:-10])
-    with pytest.raises(Truncated):
-        read(folder)
-    rank.write_bytes(data)
-    entry = read(folder)["half"]
-    assert isinstance(entry.storage.data, FileRange)
-    at = entry.storage.data.offset
-    rank.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    with pytest.raises(Corrupt, match="checksum"):
-        ckptool.convert(folder, folder.parent / "out.pt")
-    assert not (folder.parent / "out.pt").exists()
+# Files by themselves -------------------------------------------------------------------------------------------------
 
 
 def test_a_file_of_a_rank_is_what_that_rank_saved(folder: Path) -> None:
@@ -425,20 +286,3 @@ def test_what_nothing_uses_is_noted(folder: Path) -> None:
     found = read(edit(folder, change))
     assert [note.code for note in found.notes] == ["unused-record", "stale-shards"]
     assert "half" in found.notes[0].message and "__3_0.distcp" in found.notes[1].message
-
-
-def test_a_dcp_folder_with_another_checkpoint_in_it(folder: Path) -> None:
-    torch.save(training_state()["model"], folder / "pytorch_model.bin")
-    with pytest.raises(Ambiguous, match="holds 2 checkpoints"):
-        read(folder)
-
-
-def test_safetensors_folders_are_named(folder: Path) -> None:
-    def change(metadata: Metadata) -> None:
-        for info in metadata.storage_data.values():
-            info.relative_path = "model.distcp.safetensors"
-
-    (rank,) = folder.glob("*.distcp")
-    rank.rename(folder / "model.distcp.safetensors")
-    with pytest.raises(Unsupported, match="as safetensors"):
-        read(edit(folder, change))
