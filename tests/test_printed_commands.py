@@ -20,7 +20,7 @@ import ckptool
 from ckptool import cli
 from ckptool.checkpoint import commands
 from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, Advice, Command, command, other_program
-from ckptool.checkpoint.files import parted
+from ckptool.checkpoint.paths import parted
 from ckptool.cli import COMMANDS
 from ckptool.reports.error_texts import KNOWN
 from ckptool.reports.fixes import Chain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap as mapping
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -88,7 +87,7 @@ class Storages:
     def __init__(self, restorer: Restorer, map_files: bool) -> None:
         self.restorer, self.map_files = restorer, map_files
         self.made: dict[int, torch.UntypedStorage] = {}
-        self.maps: dict[Source, mapping.mmap] = {}
+        self.maps: dict[Source, torch.UntypedStorage] = {}
 
     def get(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         made = self.made.get(id(storage))
@@ -106,8 +105,7 @@ class Storages:
         mapped = self.map_files and not storage.deduplicated
         if mapped and isinstance(data, FileRange) and data.length and data.offset % min(itemsize, 8) == 0:
             data.ready()
-            view = torch.frombuffer(self._map(data.file), dtype=torch.uint8, count=data.length, offset=data.offset)
-            made = view.untyped_storage()
+            made = self._map(data.file)[data.offset : data.offset + data.length]
         else:
             made = _in_memory(data, storage.crc)
         return self.restorer.restore(made, storage.location)
@@ -118,15 +116,18 @@ class Storages:
         made._fake_device = self.restorer.restore(untyped.UntypedStorage(0), storage.location).device
         return cast(torch.UntypedStorage, made)
 
-    def _map(self, source: Source) -> mapping.mmap:
-        """The whole file, once, copy-on-write; every storage in it keeps it alive."""
+    def _map(self, source: Source) -> torch.UntypedStorage:
+        """The whole file, once, copy-on-write; every storage in it keeps it alive. Torch closes it again: Python's maps
+        each have a descriptor, and a folder may have more files than a process may."""
         if source not in self.maps:
             source.check_unchanged()
             try:
-                self.maps[source] = mapping.mmap(source.fd, source.size, access=mapping.ACCESS_COPY)
-            except (OSError, ValueError) as error:
+                with source.descriptor() as fd:
+                    self.maps[source] = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, source.size)
+            except RuntimeError as error:
+                why = printable(str(error).splitlines()[0])[:300]
                 raise FileChanged(
-                    f"{source} cannot be mapped into memory", printable(str(error)), "Read it instead: mmap=False"
+                    f"{source} cannot be mapped into memory", why, "Read it instead: mmap=False"
                 ) from error
         return self.maps[source]
 

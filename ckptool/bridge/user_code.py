@@ -13,7 +13,7 @@ import sys
 import traceback
 from typing import Any
 
-from ckptool.checkpoint.files import absolute
+from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, UsageError, UserCodeFailed, listed, printable
 from ckptool.reports.targets import names_code
 

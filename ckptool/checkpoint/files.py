@@ -2,22 +2,21 @@
 
 A mapped file that another process cuts short kills the reader with SIGBUS; a read that comes back short is an error
 with words. The descriptor stays open for as long as anything refers to it, so a checkpoint stays readable after its
-file was replaced or unlinked. A checkpoint of several files is a `Folder`, which opens each of them once.
+file was replaced or unlinked. A checkpoint of several files is a `Folder`, which looks at each of them once. Of the
+files of folders only so many are open at a time: a system allows a process some hundreds, and an engine may write
+thousands. The others are opened again when they are read, and have to be the same.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import re
-import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from itertools import islice
+from contextlib import contextmanager
 
-from ckptool.checkpoint.commands import Advice, Command, command, other_program
+from ckptool.checkpoint.commands import Advice, command, other_program
+from ckptool.checkpoint.descriptors import Descriptor, open_descriptor, open_files
+from ckptool.checkpoint.paths import file_problem
 from ckptool.errors import (
-    BrokenLink,
     CkptoolError,
     Corrupt,
     FileChanged,
@@ -30,20 +29,20 @@ from ckptool.errors import (
 )
 
 MAX_FILES = 100_000  # that one looks at in a folder
-MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
 
 
 class Source:
     """A regular file that is open for reading. `size` is in bytes, as it was when the file was opened."""
 
-    __slots__ = ("__weakref__", "_identity", "fd", "path", "size")
+    __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "_place", "path", "size")
     start = 0  # where its bytes begin in its `file`: see `Part`
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Opens `path`; raises `FileProblem`, `NotACheckpoint` (a folder) or `UsageError` (a device)."""
-        self.fd = -1
+        self._descriptor: Descriptor | None = None
         self.path = os.fspath(path)
-        self.fd, kind, status = _opened(self.path)
+        fd, kind, status = open_descriptor(self.path)
+        self._descriptor = Descriptor(fd)
         if kind == "a folder":
             raise NotACheckpoint(
                 f"{self} is a folder, not a checkpoint file",
@@ -57,7 +56,7 @@ class Source:
                 "Write it to a file first, and name that.",
             )
         self.size = status.st_size
-        self._identity = _identity(status)
+        self._identity, self._place = _identity(status), (status.st_dev, status.st_ino)
 
     def __str__(self) -> str:
         return printable(self.path)
@@ -65,12 +64,34 @@ class Source:
     def __repr__(self) -> str:
         return f"Source({self.path!r})"
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self.fd >= 0:
-            try:  # noqa: SIM105 (when the interpreter ends, this module's names may be gone: builtins stay)
-                close(self.fd)
-            except OSError:  # it was only read
-                pass
+    def __del__(self, forget: Callable[[Source], None] = open_files.forget) -> None:
+        if self._descriptor is None:
+            forget(self)
+
+    def descriptor(self) -> Descriptor:
+        """The open file, for `with source.descriptor() as fd:`; in there it is neither closed nor another file's.
+
+        Raises `FileChanged` where it was closed meanwhile and its name leads to another file now.
+        """
+        return self._descriptor or open_files.get(self, self._reopened)
+
+    def share_descriptors(self) -> None:
+        """Lets it be closed while nobody reads it, so that many may be in use at once. Its name has to stay."""
+        descriptor = self._descriptor
+        if descriptor is not None:
+            self._path = os.path.abspath(self.path)  # the working directory may change
+            open_files.get(self, lambda: descriptor)
+            self._descriptor = None
+
+    def _reopened(self) -> Descriptor:
+        try:
+            fd, _, status = open_descriptor(self._path)
+        except FileProblem as error:
+            raise error if os.path.lexists(self._path) else self.changed() from error
+        descriptor = Descriptor(fd)
+        if (_identity(status), (status.st_dev, status.st_ino)) != (self._identity, self._place):
+            raise self.changed()
+        return descriptor
 
     @property
     def file(self) -> Source:
@@ -108,7 +129,8 @@ class Source:
         done = 0
         while done < len(buffer):
             try:
-                got = os.preadv(self.fd, [buffer[done:]], offset + done)
+                with self.descriptor() as fd:
+                    got = os.preadv(fd, [buffer[done:]], offset + done)
             except OSError as error:
                 raise file_problem(error, self.path, "read") from error
             if not got:
@@ -117,7 +139,8 @@ class Source:
 
     def _pread(self, offset: int, length: int) -> bytes:
         try:
-            return os.pread(self.fd, length, offset)
+            with self.descriptor() as fd:
+                return os.pread(fd, length, offset)
         except OSError as error:
             raise file_problem(error, self.path, "read") from error
 
@@ -131,19 +154,25 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raises `FileChanged` if anyone wrote to the file since it was opened."""
-        if _identity(os.fstat(self.fd)) != self._identity:
+        with self.descriptor() as fd:
+            now = _identity(os.fstat(fd))
+        if now != self._identity:
             raise self.changed()
 
     def is_same(self, other: Source) -> bool:
         """True if both are open on one file, by whatever names."""
-        return self is other or os.path.samestat(os.fstat(self.fd), os.fstat(other.fd))
+        return self._place == other._place
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
         """True if `path` leads to this very file, by whatever name or link."""
         try:
-            return os.path.samestat(os.stat(path), os.fstat(self.fd))
+            return self.is_of(os.stat(path))
         except (OSError, ValueError):  # nothing is there, or no such name can be
             return False
+
+    def is_of(self, status: os.stat_result) -> bool:
+        """True if that is the status of this very file."""
+        return self._place == (status.st_dev, status.st_ino)
 
 
 def open_regular(path: str | os.PathLike[str], what: str) -> int:
@@ -152,7 +181,7 @@ def open_regular(path: str | os.PathLike[str], what: str) -> int:
     what: what it was to be (`a file of rules`), for the errors. Raises `FileProblem` where it cannot be read,
     `UsageError` for a folder, a pipe or a device.
     """
-    fd, kind, _ = _opened(os.fspath(path))
+    fd, kind, _ = open_descriptor(os.fspath(path))
     if kind:
         os.close(fd)
         raise UsageError(
@@ -188,34 +217,6 @@ def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:
             f"It should be {what}; byte {error.start:,} is not UTF-8.",
             Advice("See what it is: ", command("doctor", os.fspath(path))),
         ) from None
-
-
-# File modes that are not a regular file's, as people call them.
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def _opened(path: str) -> tuple[int, str, os.stat_result]:
-    """A descriptor of what is at a path, and what it is where that is no regular file. It never waits for anyone."""
-    fd = -1
-    try:
-        # O_NONBLOCK: a FIFO without a writer would otherwise hang here.  O_NOCTTY: a terminal stays whose it is.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        status = os.fstat(fd)
-    except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) == errno.ENXIO:
-            raise UsageError(
-                f"{printable(path)} is a socket, not a regular file",
-                "A socket has nothing to read at once.",
-                "Name a file.",
-            ) from None
-        raise file_problem(error, path, "read") from error
-    return fd, _KINDS.get(stat.S_IFMT(status.st_mode), ""), status
 
 
 class Part:
@@ -286,6 +287,7 @@ class Folder:
         if found is None:
             self._check(name)
             found = self._files[name] = Source(os.path.join(self.path, name))
+            found.share_descriptors()
         return found
 
     def adopt(self, name: str, source: Input) -> None:
@@ -294,6 +296,7 @@ class Folder:
             self._files |= {f"{name}/{inner}": file for inner, file in source.files.items()}
         else:
             self._files[name] = source
+            source.share_descriptors()
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Those of the names that are not in it, sorted. A name that could lead elsewhere raises `Corrupt`."""
@@ -359,128 +362,3 @@ def _check_unchanged(inputs: Iterable[Input | None]) -> None:
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
-
-
-# How people fetch what is at an address, by its beginning.
-_FETCH = {
-    "s3": ("an address in S3", "aws s3 cp", "."),
-    "gs": ("an address in Google Cloud Storage", "gcloud storage cp", "."),
-    "az": ("an address in Azure", "azcopy copy", "."),
-    "http": ("an address on the web", "curl -LO", ""),
-    "https": ("an address on the web", "curl -LO", ""),
-    "ftp": ("an address on the web", "curl -LO", ""),
-    "hf": ("an address on the Hugging Face hub", "hf download", ""),
-}
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")
-
-
-def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FileProblem | None:
-    """The error for a path that is no place on this machine (a remote address, `-`); None for what is there."""
-    name = os.fspath(path)
-    if os.path.lexists(name):
-        return None
-    if name == "-":
-        return FileProblem(
-            f"- stands for standard {'output' if writing else 'input'}, which is not a file",
-            "A checkpoint is read in many places, and gets its name only when it is complete; a stream allows neither.",
-            "Name a file: -o FILE" if writing else "Save it first: cat > FILE; then name FILE",
-        )
-    found = _ADDRESS.match(name)
-    if found is None:
-        return None
-    kind, program, rest = _FETCH.get(found[1].lower(), ("a remote address", "", ""))
-    fetched = Command((*program.split(), name.removeprefix("hf://"), *rest.split()))  # hf takes ORGANISATION/MODEL
-    fix = Advice("Fetch it first: ", fetched) if program else Advice("Copy it to this machine first.")
-    return FileProblem(
-        f"{printable(name)} is {kind}, not a file",
-        "ckptool works on local files.",
-        "Write a file here, then copy it there." if writing else fix,
-    )
-
-
-def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doing: str) -> FileProblem:
-    """The system's refusal as one of our errors: `doing` is the verb that failed (`read`, `write to`)."""
-    if isinstance(error, FileNotFoundError) and (elsewhere := refused_place(path, doing != "read")):
-        return elsewhere
-    name = printable(os.fspath(path))
-    if getattr(error, "errno", None) == errno.ENOENT and os.path.islink(path):
-        return _broken_link(os.fspath(path), doing)
-    number = getattr(error, "errno", None)
-    reason = os.strerror(number) if number else str(error)
-    fix = ""
-    why = "No file can have such a name." if "null byte" in reason else _MEANINGS.get(number or 0, "")
-    if number == errno.ENOENT:
-        folder = os.path.dirname(absolute(path))
-        there = os.path.isdir(folder)
-        why = (
-            f"Its folder has nothing by that name{_meant(folder, os.path.basename(path))}" if there else "No such file."
-        )
-        fix = (
-            Advice("Look at what is there: ", other_program("ls", os.fsdecode(folder)))
-            if there
-            else f"There is no folder {printable(folder)} either."
-        )
-    return FileProblem(f"cannot {doing} {name}: {reason}", why, fix)
-
-
-def _broken_link(path: str, doing: str) -> BrokenLink:
-    return BrokenLink(
-        f"cannot {doing} {printable(path)}: it is a link to {printable(os.readlink(path))}, which is not there",
-        "Hubs keep files as links into a cache: what it led to was deleted or not copied along, or lies on another "
-        "machine.",
-        Advice(
-            "See where it leads: ", other_program("ls -l", path), "; then download the file again, or copy with cp -L."
-        ),
-    )
-
-
-def _meant(folder: str, name: str | bytes) -> str:
-    """The end of a sentence that names what is most like a name that is not in the folder."""
-    import difflib
-
-    with suppress(OSError), os.scandir(folder) as entries:
-        there = [entry.name for entry in islice(entries, MANY_NAMES)]
-        close = difflib.get_close_matches(os.fsdecode(name), there, 1, 0.75)
-        return f"; did you mean {printable(close[0])}?" if close else "."
-    return "."
-
-
-_MEANINGS = {
-    errno.EACCES: "The permissions of the file or its folder do not allow it.",
-    errno.EPERM: "The permissions of the file or its folder do not allow it.",
-    errno.ENOTDIR: "A part of the path is a file, not a folder.",
-    errno.ELOOP: "The name is a link that leads to itself.",
-    errno.ENAMETOOLONG: "The name is longer than this file system allows.",
-    errno.EROFS: "The file system is mounted read-only.",
-    errno.EIO: "The disk reported an error; what is on it may be damaged.",
-}
-
-
-def absolute(path: str | os.PathLike[str]) -> str:
-    """The path from the root on. Raises `FileProblem` for a name that no file can have, and for a relative one where
-    the working directory was removed.
-    """
-    if "\0" in os.fspath(path):
-        raise FileProblem(
-            f"cannot use {printable(os.fspath(path))}: it has a NUL character", "No file can have such a name."
-        )
-    try:
-        return os.path.abspath(path)
-    except OSError as error:
-        raise FileProblem(
-            f"cannot find {printable(os.fspath(path))}: the working directory is gone",
-            "The folder that this was started in has been removed, or replaced by another of the same name.",
-            'Enter it again: cd "$PWD"; or use absolute paths.',
-        ) from error
-
-
-_INNER_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pkl", ".safetensors", ".index")
-
-
-def parted(path: str) -> tuple[str, str]:
-    """The path without its suffix, and that: `.pth.tar` is one, and so is `.safetensors.index.json`."""
-    stem, suffix = os.path.splitext(path)
-    while os.path.splitext(stem)[1] in _INNER_SUFFIXES and suffix in (".tar", ".json", ".index.json"):
-        stem, before = os.path.splitext(stem)
-        suffix = before + suffix
-    return stem, suffix

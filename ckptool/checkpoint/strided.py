@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.blocks import blocks, verify
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.files import file_problem
 from ckptool.checkpoint.numeric import packed, resolve
+from ckptool.checkpoint.paths import file_problem
 from ckptool.errors import BadTensor, LimitExceeded, Unsupported, UsageError, counted, printable
 
 if TYPE_CHECKING:
@@ -273,12 +273,13 @@ def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -
             buffer[place : place + length] = data.read(start, length)
         return
     data.ready()
-    preadv, fd, shift = os.preadv, data.file.fd, data.offset
+    preadv, shift = os.preadv, data.offset
     try:
-        for place, start in zip(range(0, len(buffer), length), starts, strict=True):
-            run = buffer[place : place + length]
-            if preadv(fd, [run], shift + start) != length:
-                data.file.read_into(shift + start, run)
+        with data.file.descriptor() as fd:
+            for place, start in zip(range(0, len(buffer), length), starts, strict=True):
+                run = buffer[place : place + length]
+                if preadv(fd, [run], shift + start) != length:
+                    data.file.read_into(shift + start, run)
     except OSError as error:
         raise file_problem(error, data.file.path, "read") from error
 

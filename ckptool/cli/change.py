@@ -89,7 +89,7 @@ def rename(
 
 def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
     """The words that are files, and those that are rules.  more: there are rules beside them."""
-    from ckptool.checkpoint.files import refused_place
+    from ckptool.checkpoint.paths import refused_place
     from ckptool.formats.opening import split
 
     rules = [word for word in words if "=>" in word and not os.path.lexists(word)]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ckptool.checkpoint.files import file_problem
+from ckptool.checkpoint.paths import file_problem
 from ckptool.cli.options import AsJson, At, File, Files, Force, examples
 from ckptool.cli.output import Answer, Answers
 from ckptool.errors import UsageError, counted

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ckptool.checkpoint.files import absolute
+from ckptool.checkpoint.paths import absolute
 from ckptool.cli.output import Answer, Answers, progress_bar
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 

@@ -37,7 +37,7 @@ from ckptool.formats.parts import (
 )
 
 NAME = "folder"
-MAX_MEMBERS = 512  # of a folder, each of which is opened
+MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
 MAX_JSON = 16 << 20
 
 # Files beside weights. What they hold belongs to one checkpoint and is none by itself.
@@ -82,7 +82,7 @@ def read(source: Folder) -> Checkpoint:
     """A folder whose members are checkpoints of their own, or parts of one that are not joined here: each under its
     name.
 
-    Raises `LimitExceeded` for more than 512 members; a member that cannot be read is left out, and counted as not
+    Raises `LimitExceeded` for more than 10,000 members; a member that cannot be read is left out, and counted as not
     whole.
     """
     layout = layout_of(source)
@@ -229,13 +229,15 @@ def _gaps(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[st
         if (found := pattern.fullmatch(name)) and "rank" in found.groupdict():
             sets.setdefault((found["set"], found["rest"]), {})[int(found["rank"])] = name
             world = max(world, int(found["rank"]) + 1, int(found.groupdict().get("world") or 0))
-    missing = []
+    missing: list[str] = []
     for ranks in sets.values():
         example = next(iter(ranks.values()))
         place = pattern.fullmatch(example)
         assert place is not None
         first = 1 if pattern is PIECES else 0
-        for rank in range(first, min(world, MAX_MEMBERS)):
+        for rank in range(first, world):
+            if len(missing) >= MAX_MEMBERS:  # names are made up as easily as numbers in them
+                return missing
             if rank not in ranks:
                 width = len(place["rank"]) if place["rank"].startswith("0") else 1
                 missing.append(f"{example[: place.start('rank')]}{rank:0{width}}{example[place.end('rank') :]}")

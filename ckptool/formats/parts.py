@@ -22,8 +22,9 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.commands import command
-from ckptool.checkpoint.files import Folder, Input, absolute, read_small
+from ckptool.checkpoint.files import Folder, Input, read_small
 from ckptool.checkpoint.nodes import Global, Object, Set
+from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, OnlyAPart, counted, listed, printable
 
 CODE, MEMBERS = "part", "members"  # of the notes

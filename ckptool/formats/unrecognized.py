@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ckptool.checkpoint.commands import Advice, command, other_program
-from ckptool.checkpoint.files import Folder, Input, Readable, Source, parted
+from ckptool.checkpoint.files import Folder, Input, Readable, Source
+from ckptool.checkpoint.paths import parted
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable, quoted
 
 # By the first bytes: a name, the program that unpacks it to its standard output, the usual suffix.

@@ -13,7 +13,8 @@ import os
 from collections.abc import Callable
 
 from ckptool.checkpoint.commands import Advice, command
-from ckptool.checkpoint.files import Source, absolute, file_problem
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.paths import absolute, file_problem
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Conflict, FileProblem, printable
 from ckptool.output.copying import write_all
@@ -104,7 +105,7 @@ def _own(fd: int, source: Source) -> None:
             "Write a new file with -o.",
         ) from error
     source.check_unchanged()
-    if not os.path.samestat(os.fstat(fd), os.fstat(source.fd)):
+    if not source.is_of(os.fstat(fd)):
         raise source.changed()
 
 

@@ -52,7 +52,8 @@ def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progr
 def _in_kernel(source: Source, offset: int, fd: int, at: int, size: int) -> int | None:
     """The bytes copied, or None where the kernel cannot copy between these files."""
     try:
-        copied = os.copy_file_range(source.fd, fd, size, offset, at)
+        with source.descriptor() as original:
+            copied = os.copy_file_range(original, fd, size, offset, at)
     except OSError as error:
         if error.errno in _CANNOT:
             return None
@@ -63,7 +64,8 @@ def _in_kernel(source: Source, offset: int, fd: int, at: int, size: int) -> int 
 def _through_buffer(source: Source, offset: int, fd: int, at: int, size: int) -> int:
     done = 0
     while done < size:
-        data = os.pread(source.fd, min(BUFFER, size - done), offset + done)
+        with source.descriptor() as original:
+            data = os.pread(original, min(BUFFER, size - done), offset + done)
         if not data:
             break
         write_all(fd, data, at + done)

@@ -18,7 +18,8 @@ from contextlib import suppress
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import Advice, other_program
-from ckptool.checkpoint.files import Input, absolute, file_problem, refused_place, unchanged
+from ckptool.checkpoint.files import Input, unchanged
+from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
 from ckptool.output.attributes import attribute_notes, keep_attributes

@@ -14,7 +14,8 @@ import stat
 from collections.abc import Callable, Collection, Iterable
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.files import Input, absolute, file_problem, refused_place, unchanged
+from ckptool.checkpoint.files import Input, unchanged
+from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed, printable
 from ckptool.output.attributes import attribute_notes, keep_attributes

@@ -9,7 +9,7 @@ from itertools import count
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import VERBS, Command, Slot, Use, Words, as_argument
-from ckptool.checkpoint.files import absolute, parted
+from ckptool.checkpoint.paths import absolute, parted
 
 
 class Chain:

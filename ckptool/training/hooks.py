@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptool.bridge.user_code import call_user_code
-from ckptool.checkpoint.files import file_problem
+from ckptool.checkpoint.paths import file_problem
 from ckptool.errors import CkptoolError, MissingExtra, UsageError, printable
 from ckptool.training.config import Profile
 from ckptool.training.extensions import find_named, numbers

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool import __version__
 from ckptool.checkpoint.commands import Advice, command
-from ckptool.checkpoint.files import file_problem, read_small_text
+from ckptool.checkpoint.files import read_small_text
+from ckptool.checkpoint.paths import file_problem
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, listed, printable
 from ckptool.output import make_folder
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile

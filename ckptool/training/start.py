@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckptool.checkpoint.files import absolute
+from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, Conflict, Corrupt, UsageError, listed, printable
 from ckptool.reports.targets import names_code
 from ckptool.reports.train import Outcome, Rehearsal

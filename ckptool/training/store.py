@@ -19,7 +19,8 @@ from typing import Any
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.commands import Advice, command
-from ckptool.checkpoint.files import Source, file_problem, open_regular, read_small
+from ckptool.checkpoint.files import Source, open_regular, read_small
+from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, Corrupt, NoneValid, counted, listed, printable
 from ckptool.output import StreamingSha256, digest_of, make_folder, replace_file

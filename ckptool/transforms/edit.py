@@ -177,7 +177,8 @@ def read_array(path: str) -> numpy.ndarray[Any, Any]:
     """The array of a .npy file, never unpickled. Raises `FileProblem` or `UsageError`."""
     from numpy.lib import format as npy
 
-    from ckptool.checkpoint.files import file_problem, open_regular
+    from ckptool.checkpoint.files import open_regular
+    from ckptool.checkpoint.paths import file_problem
 
     try:
         with open(open_regular(path, "a .npy file"), "rb") as file:

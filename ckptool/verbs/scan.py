@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 
 from ckptool import formats
-from ckptool.checkpoint.files import Folder, file_problem, open_input
+from ckptool.checkpoint.files import Folder, open_input
+from ckptool.checkpoint.paths import file_problem
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
 from ckptool.formats import members, sharded
 from ckptool.formats.opening import PathLike, counting_whole, refuse_address

@@ -6,7 +6,8 @@ import os
 from dataclasses import replace
 
 from ckptool.checkpoint import InlineBytes
-from ckptool.checkpoint.files import Source, open_input, refused_place
+from ckptool.checkpoint.files import Source, open_input
+from ckptool.checkpoint.paths import refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import LimitExceeded, UsageError, printable
 from ckptool.formats.opening import PathLike, open_whole, split

@@ -1,0 +1,138 @@
+"""Paths as people give them: what is wrong with one, in words, and its parts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from contextlib import suppress
+from itertools import islice
+
+from ckptool.checkpoint.commands import Advice, Command, other_program
+from ckptool.errors import BrokenLink, FileProblem, printable
+
+MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
+
+# How people fetch what is at an address, by its beginning.
+_FETCH = {
+    "s3": ("an address in S3", "aws s3 cp", "."),
+    "gs": ("an address in Google Cloud Storage", "gcloud storage cp", "."),
+    "az": ("an address in Azure", "azcopy copy", "."),
+    "http": ("an address on the web", "curl -LO", ""),
+    "https": ("an address on the web", "curl -LO", ""),
+    "ftp": ("an address on the web", "curl -LO", ""),
+    "hf": ("an address on the Hugging Face hub", "hf download", ""),
+}
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")
+
+
+def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FileProblem | None:
+    """The error for a path that is no place on this machine (a remote address, `-`); None for what is there."""
+    name = os.fspath(path)
+    if os.path.lexists(name):
+        return None
+    if name == "-":
+        return FileProblem(
+            f"- stands for standard {'output' if writing else 'input'}, which is not a file",
+            "A checkpoint is read in many places, and gets its name only when it is complete; a stream allows neither.",
+            "Name a file: -o FILE" if writing else "Save it first: cat > FILE; then name FILE",
+        )
+    found = _ADDRESS.match(name)
+    if found is None:
+        return None
+    kind, program, rest = _FETCH.get(found[1].lower(), ("a remote address", "", ""))
+    fetched = Command((*program.split(), name.removeprefix("hf://"), *rest.split()))  # hf takes ORGANISATION/MODEL
+    fix = Advice("Fetch it first: ", fetched) if program else Advice("Copy it to this machine first.")
+    return FileProblem(
+        f"{printable(name)} is {kind}, not a file",
+        "ckptool works on local files.",
+        "Write a file here, then copy it there." if writing else fix,
+    )
+
+
+def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doing: str) -> FileProblem:
+    """The system's refusal as one of our errors: `doing` is the verb that failed (`read`, `write to`)."""
+    if isinstance(error, FileNotFoundError) and (elsewhere := refused_place(path, doing != "read")):
+        return elsewhere
+    name = printable(os.fspath(path))
+    if getattr(error, "errno", None) == errno.ENOENT and os.path.islink(path):
+        return _broken_link(os.fspath(path), doing)
+    number = getattr(error, "errno", None)
+    reason = os.strerror(number) if number else str(error)
+    fix = ""
+    why = "No file can have such a name." if "null byte" in reason else _MEANINGS.get(number or 0, "")
+    if number == errno.ENOENT:
+        folder = os.path.dirname(absolute(path))
+        there = os.path.isdir(folder)
+        why = (
+            f"Its folder has nothing by that name{_meant(folder, os.path.basename(path))}" if there else "No such file."
+        )
+        fix = (
+            Advice("Look at what is there: ", other_program("ls", os.fsdecode(folder)))
+            if there
+            else f"There is no folder {printable(folder)} either."
+        )
+    return FileProblem(f"cannot {doing} {name}: {reason}", why, fix)
+
+
+def _broken_link(path: str, doing: str) -> BrokenLink:
+    return BrokenLink(
+        f"cannot {doing} {printable(path)}: it is a link to {printable(os.readlink(path))}, which is not there",
+        "Hubs keep files as links into a cache: what it led to was deleted or not copied along, or lies on another "
+        "machine.",
+        Advice(
+            "See where it leads: ", other_program("ls -l", path), "; then download the file again, or copy with cp -L."
+        ),
+    )
+
+
+def _meant(folder: str, name: str | bytes) -> str:
+    """The end of a sentence that names what is most like a name that is not in the folder."""
+    import difflib
+
+    with suppress(OSError), os.scandir(folder) as entries:
+        there = [entry.name for entry in islice(entries, MANY_NAMES)]
+        close = difflib.get_close_matches(os.fsdecode(name), there, 1, 0.75)
+        return f"; did you mean {printable(close[0])}?" if close else "."
+    return "."
+
+
+_MEANINGS = {
+    errno.EACCES: "The permissions of the file or its folder do not allow it.",
+    errno.EPERM: "The permissions of the file or its folder do not allow it.",
+    errno.ENOTDIR: "A part of the path is a file, not a folder.",
+    errno.ELOOP: "The name is a link that leads to itself.",
+    errno.ENAMETOOLONG: "The name is longer than this file system allows.",
+    errno.EROFS: "The file system is mounted read-only.",
+    errno.EIO: "The disk reported an error; what is on it may be damaged.",
+}
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path from the root on. Raises `FileProblem` for a name that no file can have, and for a relative one where
+    the working directory was removed.
+    """
+    if "\0" in os.fspath(path):
+        raise FileProblem(
+            f"cannot use {printable(os.fspath(path))}: it has a NUL character", "No file can have such a name."
+        )
+    try:
+        return os.path.abspath(path)
+    except OSError as error:
+        raise FileProblem(
+            f"cannot find {printable(os.fspath(path))}: the working directory is gone",
+            "The folder that this was started in has been removed, or replaced by another of the same name.",
+            'Enter it again: cd "$PWD"; or use absolute paths.',
+        ) from error
+
+
+_INNER_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pkl", ".safetensors", ".index")
+
+
+def parted(path: str) -> tuple[str, str]:
+    """The path without its suffix, and that: `.pth.tar` is one, and so is `.safetensors.index.json`."""
+    stem, suffix = os.path.splitext(path)
+    while os.path.splitext(stem)[1] in _INNER_SUFFIXES and suffix in (".tar", ".json", ".index.json"):
+        stem, before = os.path.splitext(stem)
+        suffix = before + suffix
+    return stem, suffix

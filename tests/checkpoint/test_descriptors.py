@@ -1,0 +1,242 @@
+"""Folders of more files than a process may have open at a time."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties as Properties
+
+from ckptool.checkpoint.descriptors import open_files
+from ckptool.checkpoint.files import Folder, Source
+from ckptool.errors import FileChanged, FileProblem
+from tests.support.sharded_folders import write_index
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+"""
+RANKS = 1000
+
+
+def limited(*words: str | Path) -> str:
+    """What the program prints where 128 files may be open, outputs and the interpreter's own included."""
+    return limited_code("from ckptool.cli import main; sys.exit(main())", *words)
+
+
+def limited_code(code: str, *words: str | Path) -> str:
+    """What the code prints under the same limit."""
+    argv = [sys.executable, "-c", LIMITED + code, *map(str, words)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,000 ranks with two files each, as `torch.distributed.checkpoint` writes them; the second ends in a hole."""
+    folder = tmp_path_factory.mktemp("dcp")
+    places, chunks = {}, {"a": [], "b": []}
+    for rank in range(RANKS):
+        for number, name in enumerate("ab"):
+            file = f"__{rank}_{number}.distcp"
+            torch.save(torch.full((1, 3), float(rank + number)), folder / file)
+            length = (folder / file).stat().st_size
+            places[MetadataIndex(name, torch.Size([rank, 0]))] = _StorageInfo(file, 0, length)
+            chunks[name].append(ChunkStorageMetadata(torch.Size([rank, 0]), torch.Size([1, 3])))
+            os.truncate(folder / file, length + (1 << 20) * number)
+    properties = Properties(dtype=torch.float32)
+    described = {
+        name: TensorStorageMetadata(properties, torch.Size([RANKS, 3]), found) for name, found in chunks.items()
+    }
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(described, None, places)))
+    return folder
+
+
+def test_a_thousand_ranks_with_two_files_each(of_ranks: Path, tmp_path: Path) -> None:
+    assert "[1000, 3]" in limited("inspect", of_ranks)
+    limited("verify", of_ranks)
+    limited("convert", of_ranks, "-o", tmp_path / "out.safetensors", "--verify")
+    found = load_file(tmp_path / "out.safetensors")
+    for number, name in enumerate("ab"):
+        assert found[name].equal((torch.arange(RANKS) + number)[:, None].expand(-1, 3).float())
+    assert "same" in limited("diff", of_ranks, tmp_path / "out.safetensors")
+
+
+def test_two_thousand_shards(tmp_path: Path) -> None:
+    places = {}
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in range(2 * RANKS):
+        places[f"w{number}"] = file = f"model-{number + 1:05}-of-{2 * RANKS:05}.safetensors"
+        save_file({f"w{number}": torch.tensor([number])}, folder / file)
+    write_index(folder, places)
+    limited("verify", folder)
+    limited("convert", folder, "-o", tmp_path / "out.safetensors")
+    assert [int(value) for _, value in sorted(load_file(tmp_path / "out.safetensors").items())] == [
+        int(name[1:]) for name in sorted(places)
+    ]
+    mapped = "import ckptool; print(sorted(map(int, ckptool.load(sys.argv[1]).values())) == list(range(2000)))"
+    assert limited_code(mapped, folder) == "True\n"
+
+
+# The pool ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most three files of folders are open."""
+    open_files.close_idle()
+    monkeypatch.setattr(open_files, "limit", 3)
+
+
+def numbered(folder: Path, count: int = 12) -> Folder:
+    """Files of 64 bytes that each say their number."""
+    for number in range(count):
+        (folder / str(number)).write_bytes(bytes([number]) * 64)
+    return Folder(folder)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+@pytest.mark.usefixtures("few")
+def test_only_so_many_are_open_and_none_is_left(tmp_path: Path) -> None:
+    before = descriptors()
+    folder = numbered(tmp_path)
+    for _ in range(2):
+        for name in folder.names:
+            assert folder.open(name).read(3, 4) == bytes([int(name)]) * 4
+            assert descriptors() <= before + 3
+    folder.check_unchanged()
+    del folder
+    assert descriptors() == before
+
+
+@pytest.mark.usefixtures("few")
+def test_folders_within_folders_share_them(tmp_path: Path) -> None:
+    before = descriptors()
+    outer = Folder(tmp_path)
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+        inner = numbered(tmp_path / name)
+        for each in inner.names:
+            inner.open(each)
+        outer.adopt(name, inner)
+        outer.adopt(f"{name}/alone", Source(tmp_path / name / "1"))
+    assert descriptors() <= before + 3
+    assert all(file.read(0, 1) == bytes([int(os.path.basename(file.path))]) for file in outer.files.values())
+
+
+@pytest.mark.usefixtures("few")
+def test_one_in_use_is_not_closed(tmp_path: Path) -> None:
+    folder = numbered(tmp_path)
+    with folder.open("1").descriptor() as fd:
+        for name in folder.names:
+            folder.open(name).read(0, 1)
+        open_files.close_idle()
+        assert os.pread(fd, 1, 0) == b"\1"
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("how", ["replaced", "removed", "written", "a folder", "a loop"])
+def test_a_file_that_is_another_when_it_is_opened_again(how: str, tmp_path: Path) -> None:
+    folder = numbered(tmp_path)
+    source, path = folder.open("1"), tmp_path / "1"
+    status = path.stat()
+    open_files.close_idle()
+    if how == "written":
+        path.write_bytes(bytes(64))
+        os.utime(path, ns=(0, status.st_mtime_ns + 1))
+    else:
+        path.rename(tmp_path / "elsewhere")
+    if how == "replaced":  # same size, same time
+        path.write_bytes(bytes(64))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    if how == "a folder":
+        path.mkdir()
+    if how == "a loop":
+        path.symlink_to("1")
+    with pytest.raises(FileProblem if how == "a loop" else FileChanged) as refused:
+        source.read(0, 1)
+    assert str(path) in refused.value.what and refused.value.why
+
+
+@pytest.mark.usefixtures("few")
+def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    source = Folder(tmp_path.name).open("1")
+    monkeypatch.chdir("/")
+    open_files.close_idle()
+    assert source.read(0, 1) == b"\1"
+
+
+@settings(max_examples=5, deadline=None)
+@given(limit=st.integers(1, 4), seeds=st.lists(st.integers(0, 99), min_size=4, max_size=6))
+def test_threads_that_read_at_once(limit: int, seeds: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every read has the bytes of its own file, whoever closes and opens what meanwhile."""
+    folder = numbered(tmp_path_factory.mktemp("files"))
+    wrong: list[object] = []
+
+    def read(seed: int) -> None:
+        buffer = memoryview(bytearray(16))
+        try:
+            for turn in range(600):
+                number = (turn * (seed + 1) + seed) % 12
+                source = folder.open(str(number)) if turn % 3 else Source(folder.path + f"/{number}")
+                source.share_descriptors()
+                source.read_into(turn % 48, buffer)
+                if set(buffer) != {number} or set(source.read(turn % 48, 16)) != {number}:
+                    wrong.append(number)
+                if turn % 50 == seed % 50:
+                    open_files.close_idle()
+        except (OSError, FileProblem) as error:
+            wrong.append(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_files, "limit", limit)
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in seeds]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_none_is_closed_that_another_file_has_taken(tmp_path: Path) -> None:
+    """The limit is a share of the system's, and files are closed where the rest of the process needs all others."""
+    code = f"""
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from ckptool.checkpoint.descriptors import open_files
+from ckptool.checkpoint.files import Folder, Source
+folder = Folder({str(tmp_path)!r})
+sources = [folder.open(name) for name in folder.names]
+assert open_files.limit == 16, open_files.limit
+taken = []
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+assert Source({str(tmp_path / "1")!r}).read(0, 1) == b"\\1"
+assert [int(source.read(0, 1)[0]) for source in sources] == [int(name) for name in folder.names]
+"""
+    numbered(tmp_path, 40)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 64
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
