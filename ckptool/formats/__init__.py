@@ -90,6 +90,7 @@ _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
 FORMATS: tuple[Format, ...] = (
     Format("sharded", "sharded", rb"\s*\{", is_folder=True, writable=True, tensors_only=True),
+    Format("megatron", "megatron", is_folder=True),
     Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True),
     Format("folder", "members", is_folder=True, joined=False),
     Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),

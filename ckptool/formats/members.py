@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,10 +119,13 @@ def _lacking(layout: MemberFiles, world: int) -> Iterator[str]:
     yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world))
 
 
-def beside_weights(folder: Folder) -> tuple[MemberFiles, PartOf] | None:
-    """The members beside the weights of a folder, and how many of them are whole; None where there are none."""
+def beside_weights(folder: Folder, joined: Collection[str] = ()) -> tuple[MemberFiles, PartOf] | None:
+    """The members beside the weights of a folder, and how many of them are whole; None where there are none.
+
+    joined: the files that the checkpoint was put together from.
+    """
     layout = layout_of(folder, beside=True)
-    if layout is None:
+    if layout is None or (joined and not set(layout.names) - set(joined)):
         return None
     wrong = {name: problem for name, found in opened(folder, layout) if (problem := _problem(found))}
     return layout, _counted(folder, layout, wrong)

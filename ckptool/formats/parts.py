@@ -79,7 +79,8 @@ def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     if part is None and isinstance(opened, Folder):
         from ckptool.formats.members import beside_weights
 
-        if (found := beside_weights(Folder(opened.path))) is not None:
+        joined = checkpoint.source.files if isinstance(checkpoint.source, Folder) else ()
+        if (found := beside_weights(Folder(opened.path), joined)) is not None:
             layout, part = found
             if part.is_complete:
                 shown = listed([printable(name) for name in layout.names], 4)

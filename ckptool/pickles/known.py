@@ -157,6 +157,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec DevicePlacementSpec",
             "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex"
             " StorageMeta TensorStorageMetadata",
+            "torch.distributed.checkpoint.planner": "SavePlan WriteItem TensorWriteData BytesIOWriteData",
             "torch._dynamo.decorators": "_DimRange",
         },
     ),
@@ -172,6 +173,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties"
             " MEM_FORMAT_ENCODING",
             "torch.distributed.checkpoint.metadata": "TensorProperties _MEM_FORMAT_ENCODING",
+            "torch.distributed.checkpoint.planner": "WriteItemType",
             "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
             "torch.distributed.checkpoint._hf_utils": "_HFStorageInfo",
         },

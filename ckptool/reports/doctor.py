@@ -313,7 +313,8 @@ def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Itera
             "Plain values would lose some of it, so no command is offered: load it where these classes are installed, "
             "if you trust it."
         )
-    yield Finding(UNSAFE, what, says, advice=advice, commands=fixes, stage=Stage.VALUES, inert=True)
+    blocks = not named(found.container).is_folder  # engines read their folders with loaders of their own
+    yield Finding(UNSAFE, what, says, blocks, advice=advice, commands=fixes, stage=Stage.VALUES, inert=True)
 
 
 # Notes ---------------------------------------------------------------------------------------------------------------

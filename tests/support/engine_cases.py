@@ -4,6 +4,7 @@ engine itself gives."""
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def check_case(case: Path, scratch: Path, run: Run) -> None:
     if (case / "optimizer.safetensors").exists():
         done = run("convert", folder, "-o", str(scratch / "named.pt"), "--optimizer-as", "names")
         assert done.code == 0, done
-        found = _optimizer_states(torch.load(scratch / "named.pt", weights_only=True))
+        with torch.serialization.safe_globals([Namespace]):  # Megatron's arguments
+            found = _optimizer_states(torch.load(scratch / "named.pt", weights_only=True))
         _same(found, load_file(case / "optimizer.safetensors"))
 
 

@@ -1,0 +1,203 @@
+"""`megatron`: a folder of Megatron-Core's `torch_dist` backend, one iteration of a run, or the folder of the run.
+
+An iteration is what torch.distributed.checkpoint writes, with the names flat (`decoder.final_layernorm.weight`,
+`optimizer.state.exp_avg.NAME`), beside `common.pt`, the entries that are the same on all ranks, and `metadata.json`,
+written last. The layers of a model are one tensor with an axis in front, unless they differ. An object of one rank is
+called `KEY/shard_OFFSETS_SHAPE`. `latest_checkpointed_iteration.txt` in the folder above says which iteration is the
+last: a number or `release`.
+
+Source: megatron/core/dist_checkpointing (core.py, mapping.py, serialization.py, strategies/torch.py, common.py,
+optimizer.py), optimizer/optimizer.py and distrib_optimizer.py, megatron_core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
+from ckptool.checkpoint.commands import Advice, command
+from ckptool.checkpoint.files import Folder, Input, read_small
+from ckptool.checkpoint.paths import absolute
+from ckptool.errors import CkptoolError, Conflict, Corrupt, Truncated, Unsupported, counted, listed, printable
+from ckptool.formats import dcp
+
+NAME = "megatron"
+BACKEND, COMMON = "metadata.json", "common.pt"
+TRACKER = "latest_checkpointed_iteration.txt"
+COLLIDES = "common-collides"  # of the note
+MAX_JSON, MAX_TRACKER = 1 << 20, 64
+_ITERATION = re.compile(r"iter_([0-9]{7,12})|release")
+_RANK_FILE = re.compile(r".*?__([0-9]{1,7})_[0-9]{1,7}\.distcp")
+_OBJECT = re.compile(r"(.+)/(shard_[0-9.]+_[0-9.]+)")
+_OF_OPTIMIZER = re.compile(r"(?:chained_([0-9]{1,4})\.)?optimizer\.(?:state\.([^.]+)\.(.+)|(.+))")
+
+
+def detect(head: bytes, source: Input) -> bool:
+    return isinstance(source, Folder) and (is_run(source) or bool(_backend(source)))
+
+
+def is_run(folder: Folder) -> bool:
+    """True for the folder of a run, whose iterations are checkpoints."""
+    return TRACKER in folder and any(_ITERATION.fullmatch(name) for name in folder.names)
+
+
+def read(source: Input) -> Checkpoint:
+    """The checkpoint in the folder of an iteration; of a run, its last one.
+
+    Gives the model by its full names, the optimizer's state by name, what `common.pt` says, and under `sharded_objects`
+    those of the ranks, by key. Raises what `dcp.read` raises; `Corrupt` for a tracker that leads nowhere or elsewhere,
+    `Truncated` without `common.pt`, `Unsupported` for another backend, `Conflict` for files of two iterations.
+    """
+    assert isinstance(source, Folder)
+    if not is_run(source):
+        return _iteration(source)
+    from ckptool import formats
+
+    last = latest(source)
+    found = formats.read_alone(last)
+    source.adopt(os.path.basename(last.path), last)
+    return replace(found, source=source)
+
+
+def latest(run: Folder) -> Folder:
+    """The folder of the iteration that the tracker of a run names. Raises `Corrupt` where there is none."""
+    there = [name for name in run.names if _ITERATION.fullmatch(name)]
+    fix = Advice("Name an iteration: ", command("inspect", os.path.join(run.path, there[-1])))
+    text = read_small(os.path.join(run.path, TRACKER), "a tracker", MAX_TRACKER).decode("latin-1").strip()
+    known = re.fullmatch("[0-9]{1,12}|release", text)
+    name = text if text == "release" else f"iter_{int(text):07d}" if known else ""
+    if not name:
+        what = f"{run}: its {TRACKER} says {printable(text)!r}"
+        raise Corrupt(what, "Megatron writes a number or `release` there. Nothing else is followed.", fix)
+    if name not in there:
+        what = f"{run}: its {TRACKER} names {name}, which is not there"
+        raise Corrupt(what, "It was not copied along, or it was deleted.", fix)
+    folder = Folder(os.path.join(run.path, name))
+    if is_run(folder):
+        raise Corrupt(f"{folder} is the folder of a run again", "A link may lead back to where it is.", fix)
+    return folder
+
+
+def _backend(folder: Folder) -> str:
+    """The backend that wrote the folder of an iteration; empty for another folder."""
+    if BACKEND not in folder:
+        return ""
+    try:
+        table = json.loads(read_small(os.path.join(folder.path, BACKEND), "a table", MAX_JSON))
+    except (CkptoolError, ValueError, RecursionError):
+        return ""
+    backend = table.get("sharded_backend") if isinstance(table, dict) else None
+    return backend if isinstance(backend, str) else ""
+
+
+def _iteration(folder: Folder) -> Checkpoint:
+    from ckptool import formats
+
+    backend = _backend(folder)
+    if backend != "torch_dist":
+        what = f"{folder} was saved by Megatron-Core with its backend {printable(backend[:40])}"
+        why = "Only torch_dist is read here; zarr, a folder for each tensor, is gone from Megatron-Core since 0.13."
+        raise Unsupported(
+            what, why, "With the Megatron that wrote it: load it, and save it with --ckpt-format torch_dist"
+        )
+    if COMMON not in folder:
+        what = f"{folder} has no {COMMON}"
+        raise Truncated(what, "The arguments, the iteration and the optimizer's settings are there.", "Copy all files.")
+    found = dcp.read(folder)
+    beside = formats.read_alone(folder.open(COMMON))
+    if not isinstance(beside.tree, dict):
+        raise Corrupt(f"{folder}: {COMMON} is not a dictionary", "It belongs to another checkpoint.")
+    tree = _sorted_by_kind(found.tree, beside.tree)
+    collisions = _fill(tree, beside.tree)
+    _name_parameters(tree.get("optimizer"))
+    notes = [note for note in (*found.notes, *beside.notes) if note.code != "flat-names"]  # they were flat in the model
+    if collisions:
+        what = counted(len(collisions), "entry is", "entries are")
+        shown = listed([printable(name) for name in collisions], 3)
+        notes.append(Note(COLLIDES, f"{what} in {COMMON} and in the ranks' files, from which it is taken: {shown}"))
+    ranks = {match[1] for name in folder.names if (match := _RANK_FILE.fullmatch(name))}
+    facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | _step(folder, beside.tree.get("iteration"))
+    return replace(
+        found,
+        tree=tree,
+        container=NAME,
+        metadata=found.metadata | facts,
+        notes=tuple(notes),
+        discarded=(*found.discarded, *beside.discarded),
+    )
+
+
+def _step(folder: Folder, iteration: Any) -> dict[str, int]:
+    named = _ITERATION.fullmatch(os.path.basename(absolute(folder.path)))
+    if type(iteration) is not int:
+        return {"step": int(named[1])} if named and named[1] else {}
+    if named and named[1] and int(named[1]) != iteration:
+        what = f"{folder}: its {COMMON} is of iteration {iteration:,}, the folder of {int(named[1]):,}"
+        raise Conflict(what, "Files of two checkpoints lie in one folder.", "Copy all files of one iteration again.")
+    return {"step": iteration}
+
+
+# The tree ------------------------------------------------------------------------------------------------------------
+
+
+def _sorted_by_kind(values: dict[Any, Any], common: dict[Any, Any]) -> dict[Any, Any]:
+    """The values under `model`, `optimizer` and `sharded_objects`; others by their names."""
+    tree: dict[Any, Any] = {"model": {}}
+    for name, value in values.items():
+        if found := _OBJECT.fullmatch(name):
+            tree.setdefault("sharded_objects", {}).setdefault(found[1], {})[found[2]] = value
+        elif found := _OF_OPTIMIZER.fullmatch(name):
+            chained, slot, parameter, buffer = found.groups()
+            own = _settings(tree.setdefault("optimizer", {}), common.get("optimizer"), chained)
+            if slot:
+                own.setdefault("state", {}).setdefault(parameter, {})[slot] = value
+            else:
+                own.setdefault("buffers", {})[buffer] = value
+        elif isinstance(value, (TensorEntry, Composite)):
+            tree["model"][name] = value
+        else:
+            tree[name] = value
+    return {key: value for key, value in tree.items() if key != "model" or value}
+
+
+def _settings(optimizer: dict[Any, Any], common: Any, chained: str | None) -> dict[Any, Any]:
+    """The dictionary in the optimizer that stands where the parameter groups do in `common.pt`."""
+    for key in (int(chained) if chained else None, "optimizer"):
+        inside = common.get(key) if isinstance(common, dict) else None
+        if isinstance(inside, dict) and "param_groups" not in common:
+            optimizer, common = optimizer.setdefault(key, {}), inside
+    return optimizer
+
+
+def _fill(tree: dict[Any, Any], common: dict[Any, Any], above: str = "") -> list[str]:
+    """Adds the entries that the tree lacks; gives the names of those that it has."""
+    collisions = []
+    for key, value in common.items():
+        if key not in tree:
+            tree[key] = value
+        elif isinstance(tree[key], dict) and isinstance(value, dict):
+            collisions += _fill(tree[key], value, f"{above}{key}/")
+        else:
+            collisions.append(f"{above}{key}")
+    return collisions
+
+
+def _name_parameters(optimizer: Any) -> None:
+    """Gives each parameter the step that Megatron saves once for all, and the one group of parameters their names."""
+    if not isinstance(optimizer, dict):
+        return
+    state, groups = optimizer.get("state"), optimizer.get("param_groups")
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        for inside in optimizer.values():
+            _name_parameters(inside)
+        return
+    step = state.pop("common_step", None)
+    for slots in state.values():
+        if step is not None and isinstance(slots, dict):
+            slots.setdefault("step", step)
+    if len(groups) == 1 and isinstance(groups[0], dict) and not groups[0].get("params"):
+        optimizer["param_groups"] = [{**groups[0], "params": list(state)}]
