@@ -396,6 +396,7 @@ class Checkpoint:
     listed, not written.
     part: of what it is only a part; None for a whole checkpoint (see `formats.parts`, which decides).
     base: of a part of a file, the path that leads to it.
+    unshown: storages in its files that no tensor of the tree is in, and that are checked all the same (copies in bf16).
     """
 
     tree: Any
@@ -409,6 +410,7 @@ class Checkpoint:
     extras: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     part: PartOf | None = None
     base: tuple[Any, ...] = ()
+    unshown: tuple[Storage, ...] = ()
     # What was worked out once and is asked for again.
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 

@@ -92,6 +92,8 @@ FORMATS: tuple[Format, ...] = (
     Format("sharded", "sharded", rb"\s*\{", is_folder=True, writable=True, tensors_only=True),
     Format("megatron", "megatron", is_folder=True),
     Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True),
+    Format("deepspeed-universal", "deepspeed.universal", is_folder=True),
+    Format("deepspeed", "deepspeed", is_folder=True),
     Format("folder", "members", is_folder=True, joined=False),
     Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),
     Format("torchscript", "torchscript", _ZIP, is_program=True),

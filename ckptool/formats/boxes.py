@@ -186,7 +186,7 @@ def problem(shape: tuple[int, ...], blocks: Sequence[Chunk]) -> str:
             return f"the blocks of {_owner(one)} and {_owner(after)} overlap at {list(after.offsets)}"
     held, total = sum(block.entry.numel for block in blocks), prod(shape)
     if held < total:
-        return f"{total - held:,} of its {total:,} elements are in no file"
+        return f"{total - held:,} of its {counted(total, 'element')} are in no file"
     return "its blocks overlap"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, PartOf, Storage, StorageRef, TensorEntry
@@ -193,9 +194,12 @@ def _storages_by_address(tree: Any) -> Iterator[tuple[str, Storage]]:
                 yield address(path), storage
 
 
-def check_storages(tree: Any, progress: Progress | None = None) -> tuple[list[Problem], int, int]:
-    """The storages of a tree with checksums of their own: problems, how many storages, their bytes."""
-    found = {id(part): part for storage in storages(tree) for part in storage.below() if part.crc is not None}
+def check_storages(
+    tree: Any, progress: Progress | None = None, more: Iterable[Storage] = ()
+) -> tuple[list[Problem], int, int]:
+    """The storages of a tree, and more, with checksums of their own: problems, how many storages, their bytes."""
+    every = chain(storages(tree), more)
+    found = {id(part): part for storage in every for part in storage.below() if part.crc is not None}
     sums = checksums([part.data for part in found.values()], progress)
     names: dict[int, list[str]] = defaultdict(list)
     if any(total != part.crc for total, part in zip(sums, found.values(), strict=True)):

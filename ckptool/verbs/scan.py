@@ -9,7 +9,7 @@ from ckptool import formats
 from ckptool.checkpoint.files import Folder, open_input
 from ckptool.checkpoint.paths import file_problem
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
-from ckptool.formats import megatron, members, sharded
+from ckptool.formats import deepspeed, megatron, members, sharded
 from ckptool.formats.opening import PathLike, counting_whole, refuse_address
 from ckptool.reports.inspect import listing
 from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned, unknown_names
@@ -122,7 +122,7 @@ def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
     if megatron.is_run(folder):
         return [], set()  # each of its iterations is one
     candidates = sharded.candidates(folder)
-    claimed = sharded.belonging(folder) | members.claimed(folder)
+    claimed = sharded.belonging(folder) | members.claimed(folder) | deepspeed.belonging(folder)
     alone = is_top and len(claimed) == 1  # a file among others
     if len(candidates) > 1 or (alone and candidates):
         return [os.path.join(path, name) for name in candidates], claimed

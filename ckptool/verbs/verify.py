@@ -134,7 +134,7 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
         nbytes = sum(record.size for record in archive.records.values()) if checked else 0
         extent = ALL if checked else NONE
     else:
-        more, checked, nbytes = check_storages(checkpoint.tree, progress)
+        more, checked, nbytes = check_storages(checkpoint.tree, progress, checkpoint.unshown)
         problems += more
         extent = NONE if not checked else ALL if nbytes >= sum(storage.nbytes for storage in everything) else SOME
     problems += _not_intact(checkpoint)

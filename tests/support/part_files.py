@@ -243,8 +243,6 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], int, str]] = {
     "accelerate": (accelerate_folder, 5, "random_states_0.pkl"),
     "diffusers": (pipeline_folder, 2, "vae/diffusion_pytorch_model.safetensors"),
     "sentence-transformers": (sentence_folder, 2, "2_Dense/model.safetensors"),
-    "zero-3": (zero_folder, 4, "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-    "zero-2": (lambda f: zero_folder(f, 2), 3, "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     "megatron": (megatron_folder, 2, "mp_rank_00/model_optim_rng.pt"),
     "ranks": (ranks_folder, 4, "model_world_size_2_rank_1.pt"),
 }

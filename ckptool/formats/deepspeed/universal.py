@@ -1,0 +1,116 @@
+"""A universal folder, as `ds_to_universal` makes it of a tag's folder: files for every parameter, whatever the world.
+
+Source: deepspeed/checkpoint/ds_to_universal.py. `zero/NAME/fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` are a tensor, or a
+dictionary that has it under `param`; of stage 3 they are flat. `step.pt` is there of stages 1 and 2.
+`zero/optimizer_state.pt` holds the parameter groups. Buffers and frozen parameters may lie there in f32 as well; those
+in the model states beside them are of the type that they have.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.files import Folder, Input
+from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.strided import row_major
+from ckptool.errors import Corrupt, counted, listed, printable
+from ckptool.formats import deepspeed
+from ckptool.formats.deepspeed import UNIVERSAL
+from ckptool.formats.deepspeed.flat import bare
+from ckptool.formats.deepspeed.shares import named_groups, plain, undivided
+from ckptool.formats.deepspeed.zero import Models, Tag, checkpoint_of, shapes_of, tag_files, tree_of
+
+NAME = "deepspeed-universal"
+WEIGHT = "fp32"
+_OPTIMIZER = "optimizer_state.pt"
+
+
+def detect(head: bytes, source: Input) -> bool:
+    return isinstance(source, Folder) and deepspeed.is_universal(source)
+
+
+def read(source: Folder) -> Checkpoint:
+    """The checkpoint of a universal folder, or of the one that `latest_universal` names; see `deepspeed.read`."""
+    return deepspeed.read(source)
+
+
+def read_tag(folder: Folder) -> Checkpoint:
+    """The checkpoint of a universal folder. Raises `Corrupt` for parameters that are not there."""
+    tag = tag_files(folder)
+    first = tag.model(min(tag.models))
+    groups = shapes_of(tag, first, tag.models[min(tag.models)])
+    inside = Folder(os.path.join(folder.path, UNIVERSAL))
+    if missing := [name for shapes in groups for name in shapes if name not in inside]:
+        what = (
+            f"{inside} lacks {counted(len(missing), 'parameter')}: {listed([printable(name) for name in missing], 3)}"
+        )
+        raise Corrupt(what, "The conversion was stopped, or not all was copied.", "Convert or copy it again.")
+    common = tag.open(_OPTIMIZER, inside) if _OPTIMIZER in inside else {}
+    common = common if isinstance(common, dict) else {}
+    weights: dict[str, TensorEntry] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for number, shapes in enumerate(groups):
+        for name, shape in shapes.items():
+            slots = _parameter(tag, inside, name, shape)
+            weights[name] = slots.pop(WEIGHT)
+            state[name] = _undivided(common, number) | slots
+    parameters = named_groups(common.get("param_groups"), dict(enumerate(groups)))
+    optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": parameters}
+    own = same_kind(first["module"], dict(first["module"]))
+    world = first.get("dp_world_size")
+    size = world if type(world) is int and 0 < world < 1 << 32 else max(tag.models) + 1
+    stage = 3 if "zero_pp_rank" in tag.models[min(tag.models)] else 2
+    module = Models(tag, first, own, weights, stage, size).module()
+    folder.adopt(UNIVERSAL, inside)
+    rest = {str(key): plain(value) for key, value in common.items() if key not in _JOINED}
+    tree = tree_of(first, module, optimizer, rest)
+    return replace(checkpoint_of(tag, tree, ", universal", size), container=NAME)
+
+
+# Of `optimizer_state.pt`: what is by name elsewhere, or is the first rank's share of it.
+_JOINED = ("param_groups", "optimizer_state_dict", "fp32_flat_groups", "group_paddings", "param_alignment_paddings")
+
+
+def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The values of a parameter by the names of their files, in its shape."""
+    files = Folder(os.path.join(inside.path, name))
+    slots: dict[str, Any] = {}
+    for file in files.names:
+        if file.endswith(".pt"):
+            value = tag.open(file, files)
+            value = value.get("param") if isinstance(value, dict) else value
+            value = bare(value)
+            slots[file.removesuffix(".pt")] = _shaped(value, shape) if isinstance(value, TensorEntry) else value
+    inside.adopt(name, files)
+    weight = slots.get(WEIGHT)
+    if not isinstance(weight, TensorEntry):
+        what = f"{files} has no tensor in {WEIGHT}.pt"
+        raise Corrupt(what, "The conversion was stopped, or not all was copied.", "Convert or copy it again.")
+    wrong = [
+        key for key, value in slots.items() if isinstance(value, TensorEntry) and value.shape not in (weight.shape, ())
+    ]
+    if wrong or (len(weight.shape) != len(shape)):
+        meant = list(weight.shape if wrong else shape)
+        what = f"{files} has {printable(listed(wrong or [WEIGHT]))} of another shape than {meant}"
+        raise Corrupt(what, "The files are of two checkpoints, or one was damaged.", "Convert or copy it again.")
+    return slots
+
+
+def _shaped(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """A flat tensor in the shape of its parameter; one that has a shape keeps it."""
+    if entry.shape == shape or len(entry.shape) != 1 or entry.numel != prod(shape):
+        return entry
+    storage = entry.storage if entry.is_contiguous else Storage(row_major(entry), entry.location)
+    offset = entry.offset if entry.is_contiguous else 0
+    return replace(entry, storage=storage, shape=shape, stride=row_major_strides(shape), offset=offset)
+
+
+def _undivided(common: dict[Any, Any], group: int) -> dict[str, Any]:
+    """What stage 3 keeps once for a group: a `step`."""
+    base = common.get("optimizer_state_dict")
+    states = base.get("state") if isinstance(base, dict) else None
+    return undivided(states.get(group)) if isinstance(states, dict) else {}

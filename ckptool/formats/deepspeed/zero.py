@@ -1,0 +1,444 @@
+"""A tag's folder as DeepSpeed saves it: every rank's file, put together to one model and its optimizer.
+
+Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`), bf16_optimizer.py, engine.py
+(`_save_checkpoint`, `_save_moe_checkpoint`), utils/groups.py (which ranks share an expert). Stages 1 and 2 lay the
+parameters of a group one after the other and divide that vector; the last ranks leave out its padding. Stage 3 divides
+every parameter by itself, as many elements to each rank, the last filled up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import Checkpoint, Note, Storage, TensorEntry
+from ckptool.checkpoint.commands import Advice, other_program
+from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.nodes import Object, same_kind
+from ckptool.checkpoint.tree import storages
+from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
+from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.deepspeed.flat import Range, RankVector, Vector, in_a_row, join
+from ckptool.formats.deepspeed.shares import (
+    Share,
+    by_mappings,
+    check_mappings,
+    checked,
+    complete,
+    mixed,
+    named_groups,
+    share_of,
+)
+
+NAME = "deepspeed"
+COPIES = "copies-not-shown"  # of the notes
+NO_OPTIMIZER = "no-optimizer-files"
+ZERO = "zero_optimizer_state"  # the key of what the optimizer's files hold beside the optimizer
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp>\d{1,7})_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_model_states\.pt")
+_EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
+_LAYER = re.compile(r"layer_(?P<layer>\d+)-(?P<rest>.+-)?model_states\.pt")
+_OTHER = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_LOCAL_EXPERT = re.compile(r"(?P<module>.*\.deepspeed_experts\.)(?P<number>\d{1,9})(?P<rest>\..*)", re.DOTALL)
+
+
+@dataclass(slots=True, eq=False)
+class Tag:
+    """The files of a tag's folder while they are put together. `read`: the storages in them, and what is not inert."""
+
+    folder: Folder
+    joiner: Joiner
+    models: dict[int, str] = field(default_factory=dict)  # by rank; of stages below 3, of rank 0
+    optimizers: dict[int, str] = field(default_factory=dict)
+    experts: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    read: list[Storage] = field(default_factory=list)
+    discarded: list[Any] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    def open(self, name: str, folder: Folder | None = None) -> Any:
+        """The tree of a file in the folder, or in one below it."""
+        from ckptool import formats
+
+        checkpoint = formats.read_alone((folder or self.folder).open(name))
+        self.discarded += checkpoint.discarded
+        self.read += [storage for storage in storages(checkpoint.tree) if storage.nbytes]
+        return checkpoint.tree
+
+    def model(self, rank: int) -> dict[str, Any]:
+        """A rank's model states. Raises `Corrupt` for a file of something else."""
+        tree = self.open(self.models[rank])
+        if not isinstance(tree, dict) or not isinstance(tree.get("module"), dict):
+            what = f"{self.folder}: {self.models[rank]} has no `module` with the weights of a model in it"
+            raise Corrupt(what, "Another program wrote it, or it was damaged.", "Take another checkpoint.")
+        return tree
+
+
+def tag_files(folder: Folder) -> Tag:
+    """The files in a tag's folder. Raises `Unsupported` for a model over several ranks of tensor parallelism."""
+    tag = Tag(folder, Joiner(str(folder)))
+    parallel = set()
+    for name in folder.names:
+        for pattern, files in ((_MODEL, tag.models), (_OPTIMIZER, tag.optimizers)):
+            if found := pattern.fullmatch(name):
+                parallel.add(int(found["mp"]))
+                rank = int(found["rank"] or 0)
+                if rank in files:
+                    raise (
+                        mixed(folder, files[rank], name, "both are of one rank")
+                        if len(parallel) == 1
+                        else _parallel(folder)
+                    )
+                files[rank] = name
+        if _EXPERT.fullmatch(name):
+            tag.experts.append(name)
+        elif _OTHER.fullmatch(name):
+            tag.others.append(name)
+    if any(map(_LAYER.fullmatch, folder.names)):
+        raise _parallel(folder)
+    if not tag.models:
+        what = f"{folder} lacks mp_rank_00_model_states.pt"
+        raise Corrupt(what, "Names, shapes and buffers of the model are in it.", "Copy the whole folder.")
+    return tag
+
+
+def _parallel(folder: Folder) -> Unsupported:
+    return Unsupported(
+        f"{folder} was saved with tensor or pipeline parallelism: the model is in several mp_rank_* or layer_* files",
+        "Each has other tensors or parts of them, and how those are joined depends on the model.",
+        "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder here.",
+    )
+
+
+def read_tag(folder: Folder) -> Checkpoint:
+    """The checkpoint of a tag's folder; see `deepspeed.read`."""
+    tag = tag_files(folder)
+    first = tag.model(min(tag.models))
+    if "offloaded_tensors" in folder or first.get("ds_autoep_layers"):
+        what = "experts in AutoEP" if first.get("ds_autoep_layers") else "an optimizer that was offloaded to NVMe"
+        why = "Its values are laid out in another way than those of ZeRO, which is not read."
+        raise Unsupported(f"{folder} has {what}", why, "With DeepSpeed: load it, and save it without.")
+    shares = [share_of(rank, tag.optimizers[rank], tag.open(tag.optimizers[rank])) for rank in sorted(tag.optimizers)]
+    if shares:
+        checked(folder, shares)
+    own = same_kind(first["module"], dict(first["module"]))
+    for name in tag.experts:
+        experts = tag.open(name)
+        own.update(experts if isinstance(experts, dict) else {})
+    joined = joined_groups(tag, first, shares, own) if shares else Joined()
+    models = Models(tag, first, own, joined.weights, shares[0].stage if shares else 0, len(shares))
+    tree = tree_of(first, models.module(), joined.optimizer, shares[0].rest if shares else {})
+    tree |= {name: tag.open(name) for name in tag.others}
+    if not shares and first.get("param_shapes") is not None:
+        message = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
+        tag.notes.append(Note(NO_OPTIMIZER, message))
+    return checkpoint_of(tag, tree, f", ZeRO stage {shares[0].stage}" if shares else "", max(1, len(shares)))
+
+
+def checkpoint_of(tag: Tag, tree: dict[str, Any], engine: str, world: int) -> Checkpoint:
+    """The checkpoint of what was joined, with its notes and the storages that are in no tensor of the tree."""
+    shown = {id(part) for storage in storages(tree) for part in storage.below()}
+    version, step = tree.get("ds_version"), tree.get("global_steps")
+    metadata = {"engine": f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine}
+    return Checkpoint(
+        tree,
+        NAME,
+        metadata | {"ranks": world} | ({"step": step} if type(step) is int else {}),
+        tag.folder,
+        None,
+        (*tag.notes, *tag.joiner.notes()),
+        tuple(tag.discarded),
+        unshown=tuple({id(storage): storage for storage in tag.read if id(storage) not in shown}.values()),
+    )
+
+
+def tree_of(first: dict[str, Any], module: Any, optimizer: Any, rest: dict[str, Any]) -> dict[str, Any]:
+    """What the first rank saved, with the whole model and the optimizer by name in their places."""
+    joined = {"module": module} | ({"optimizer": optimizer} if optimizer is not None else {})
+    tree = {key: joined.get(key, value) for key, value in first.items() if key != "frozen_param_fragments"}
+    return {**tree, **joined, **({ZERO: rest} if rest else {})}
+
+
+# The optimizer's vectors ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Joined:
+    """The trained weights and the optimizer's state by name."""
+
+    weights: dict[str, TensorEntry] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+
+
+class _Placed(NamedTuple):
+    """A tensor of a group, and by key ("" for the weights) the ranges of the vectors that its values are in."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    ranges: dict[str, list[Range]]
+
+
+def joined_groups(tag: Tag, first: dict[str, Any], shares: list[Share], own: dict[Any, Any]) -> Joined:
+    """Every parameter that the optimizer has, by name. own: the model's tensors."""
+    shapes = shapes_of(tag, first, tag.models[min(tag.models)])
+    laid = (
+        _whole_vectors(tag, first, shares, shapes, own) if shares[0].stage < 3 else _divided_each(tag, shares, shapes)
+    )
+    joined = Joined()
+    state: dict[str, dict[str, Any]] = {}
+    names: dict[int, list[str]] = {}
+    for name, shape, group, ranges in laid:
+        if name in joined.weights:
+            what = f"{tag.folder}: {printable(name)} is in two groups of the optimizer"
+            raise Corrupt(what, "The file with the shapes was damaged, or is of another checkpoint.")
+        values = {key: join(tag.joiner, f"{name} {key}".strip(), shape, parts) for key, parts in ranges.items()}
+        joined.weights[name] = values.pop("")
+        state[name] = values | shares[0].undivided(group)
+        names.setdefault(group, []).append(name)
+    groups = named_groups(shares[0].groups, names)
+    joined.optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": groups}
+    return joined
+
+
+def shapes_of(
+    tag: Tag, states: dict[str, Any], file: str, key: str = "param_shapes"
+) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes of a file's parameters by name, for each group. Raises `Corrupt` for what is no shape."""
+    groups = states.get(key) or ()
+    found = []
+    for group in groups if isinstance(groups, (list, tuple)) else (groups,):
+        shapes = {name: _shape(value) for name, value in group.items()} if isinstance(group, dict) else {"": None}
+        if not all(type(name) is str and shape is not None for name, shape in shapes.items()):
+            raise Corrupt(f"{tag.folder}: {file} has {key} that are no names and shapes", "It was damaged.")
+        found.append({name: shape for name, shape in shapes.items() if shape is not None})
+    return found
+
+
+def _shape(node: Any) -> tuple[int, ...] | None:
+    if isinstance(node, Object) and type(node.args) is tuple and len(node.args) == 1:  # a torch.Size
+        node = node.args[0]
+    fine = (
+        isinstance(node, (tuple, list)) and len(node) <= 64 and all(type(n) is int and 0 <= n < 1 << 48 for n in node)
+    )
+    return tuple(node) if fine else None
+
+
+def _whole_vectors(
+    tag: Tag, first: dict[str, Any], shares: list[Share], shapes: list[dict[str, tuple[int, ...]]], own: dict[Any, Any]
+) -> Iterator[_Placed]:
+    """Stages 1 and 2: each group is a vector, of which every rank of a team has a piece."""
+    count = len(shares[0].weights)
+    if shapes and len(shapes) != count:
+        raise mixed(
+            tag.folder, tag.models[0], shares[0].file, f"one has {counted(len(shapes), 'group')}, the other {count:,}"
+        )
+    for group in range(count):
+        for number, team in enumerate(_teams(first, shares, group)):
+            keys = ["", *team[0].divided(group)]
+            vectors = {key: Vector(share.vector(group, key) for share in team) for key in keys}
+            if not shapes:
+                for name, ranges in by_mappings(team, group, ""):
+                    others = {key: dict(by_mappings(team, group, key))[name] for key in keys}
+                    shape = own[name].shape if isinstance(own.get(name), TensorEntry) else (sum(r[2] for r in ranges),)
+                    yield _Placed(name, shape, group, others)
+                continue
+            paddings = team[0].paddings[group] if group < len(team[0].paddings) else ()
+            row = list(in_a_row(shapes[group], paddings if isinstance(paddings, list) else ()))
+            _check_vector(tag, first, team, group, row, vectors[""])
+            for name, begin, length in row:
+                full = _global_name(tag, name, number, shapes[group]) if len(team) < len(shares) else name
+                yield _Placed(
+                    full, shapes[group][name], group, {key: [(v, begin, length)] for key, v in vectors.items()}
+                )
+
+
+def _check_vector(
+    tag: Tag, first: dict[str, Any], team: list[Share], group: int, row: list[tuple[str, int, int]], vector: Vector
+) -> None:
+    """Raises `Corrupt` where the parameters take more or less than a vector has, `Conflict` where ranks lay them out
+    otherwise."""
+    needed = max((begin + length for _, begin, length in row), default=0)
+    step = 2 * len(team)  # to which the vector is filled up
+    if -(-needed // step) != -(-vector.length // step):
+        has = f"have {counted(needed, 'element')}, the ranks' files {vector.length:,}"
+        what = f"{tag.folder}: the parameters of group {group} {has}"
+        raise Corrupt(what, "The files are of two checkpoints, or one of them was damaged.", "Take another checkpoint.")
+    config = first.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if isinstance(zero, dict) and zero.get("round_robin_gradients"):
+        return  # DeepSpeed's own record of the pieces has another order than its vectors
+    for share, begin in zip(team, vector.begins, strict=True):
+        if name := check_mappings(share, group, row, begin):
+            raise mixed(tag.folder, tag.models[0], share.file, f"{printable(name)} lies elsewhere")
+
+
+def _teams(first: dict[str, Any], shares: list[Share], group: int) -> list[list[Share]]:
+    """The ranks that divide a group among themselves; of experts, several teams with experts of their own."""
+    counts = shares[0].counts
+    size = counts[group] if group < len(counts) else max(counts)
+    if size >= len(shares) or len(shares) % size:
+        return [shares]
+    teams = len(shares) // size
+    config = first.get("ds_config")
+    if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+        return [shares[number * size : (number + 1) * size] for number in range(teams)]
+    return [shares[number::teams] for number in range(teams)]
+
+
+def _global_name(tag: Tag, name: str, team: int, names: Iterable[str]) -> str:
+    """The name of an expert among all of them, of its name among those of its ranks."""
+    found = _LOCAL_EXPERT.fullmatch(name)
+    if found is None:
+        what = f"{tag.folder}: {printable(name)} is divided over some of the ranks, and is no expert of deepspeed.moe"
+        raise Unsupported(
+            what, "Which ranks have which part of it is not known here.", "With DeepSpeed: load it there."
+        )
+    of_module = (
+        each for other in names if (each := _LOCAL_EXPERT.fullmatch(other)) and each["module"] == found["module"]
+    )
+    local = 1 + max(int(each["number"]) for each in of_module)
+    return f"{found['module']}{team * local + int(found['number'])}{found['rest']}"
+
+
+def _divided_each(tag: Tag, shares: list[Share], shapes: list[dict[str, tuple[int, ...]]]) -> Iterator[_Placed]:
+    """Stage 3: every rank has as many elements of each parameter, one after the other in its vectors."""
+    world = len(shares)
+    lengths = [entry.shape[0] for entry in shares[0].weights]
+    needed = [sum(-(-prod(shape) // world) for shape in group.values()) for group in shapes]
+    # Where a parameter is in two vectors, they are read as one.
+    runs = [[number] for number in range(len(lengths))] if needed == lengths else [[*range(len(lengths))]]
+    if sum(needed) != sum(lengths):
+        has = f"take {counted(sum(needed), 'element')} of each rank, {shares[0].file} has {sum(lengths):,}"
+        what = f"{tag.folder}: the parameters {has}"
+        raise Corrupt(what, "The files are of two checkpoints, or one of them was damaged.", "Take another checkpoint.")
+    for number, run in enumerate(runs):
+        keys = ["", *shares[0].divided(run[0])]
+        vectors = {key: [Vector(share.vector(group, key) for group in run) for share in shares] for key in keys}
+        begin = 0
+        for group in range(len(shapes)) if len(runs) == 1 else (number,):
+            for name, shape in shapes[group].items():
+                yield _Placed(
+                    name, shape, group, {key: list(_shares_of(v, begin, shape)) for key, v in vectors.items()}
+                )
+                begin += -(-prod(shape) // world)
+
+
+def _shares_of(vectors: list[Vector], begin: int, shape: tuple[int, ...]) -> Iterator[Range]:
+    """What each rank has of a tensor, without the padding of the last."""
+    total = prod(shape)
+    each = -(-total // len(vectors))
+    for rank, vector in enumerate(vectors):
+        if rank == 0 or rank * each < total:
+            yield vector, begin, max(0, min(each, total - rank * each))
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Models:
+    """The model states of all ranks. own: what the first saved as `module`.  trained: the f32 master values.
+
+    A frozen parameter of stage 3 is divided over the ranks; a buffer is saved whole by each.
+    """
+
+    tag: Tag
+    first: dict[str, Any]
+    own: dict[Any, Any]
+    trained: dict[str, TensorEntry]
+    stage: int
+    world: int
+    pieces: dict[str, list[RankVector]] = field(default_factory=dict)
+    buffers: dict[str, list[Chunk]] = field(default_factory=dict)
+
+    def module(self) -> dict[Any, Any]:
+        """The model: trained, frozen and tied parameters, buffers, in the order in which it was saved."""
+        tag, file = self.tag, self.tag.models[min(self.tag.models)]
+        self._take(min(tag.models), self.first)
+        if self.stage > 2:
+            complete(tag.folder, list(tag.models), self.world, file)
+            self._others(file)
+        values: dict[str, Any] = dict(self.trained)
+        for shapes in shapes_of(tag, self.first, file, "frozen_param_shapes"):
+            for name, shape in shapes.items():
+                if pieces := self.pieces.get(name):
+                    values[name] = self._frozen(name, shape, pieces)
+        values |= {name: tag.joiner.replicated(name, chunks) for name, chunks in self.buffers.items()}
+        self._tie(values)
+        self._copies()
+        module = same_kind(self.own, {name: values.get(name, value) for name, value in self.own.items()})
+        module.update({name: value for name, value in values.items() if name not in module})
+        self._refuse_empty(module)
+        return module
+
+    def _others(self, file: str) -> None:
+        """The model states of the other ranks, of which frozen pieces and buffers are taken."""
+        shapes = shapes_of(self.tag, self.first, file)
+        for rank in sorted(self.tag.models)[1:]:
+            other, name = self.tag.model(rank), self.tag.models[rank]
+            for key in ("global_steps", "dp_world_size"):
+                if self.first.get(key) != other.get(key):
+                    what = f"{key} are {printable(str(self.first.get(key)))} and {printable(str(other.get(key)))}"
+                    raise mixed(self.tag.folder, file, name, what)
+            if shapes_of(self.tag, other, name) != shapes:
+                raise mixed(self.tag.folder, file, name, "their parameters have other names or shapes")
+            self._take(rank, other)
+
+    def _take(self, rank: int, states: dict[str, Any]) -> None:
+        owner = f"rank {rank:,}"
+        fragments = states.get("frozen_param_fragments")
+        for name, entry in fragments.items() if isinstance(fragments, dict) else ():
+            if isinstance(entry, TensorEntry):
+                self.pieces.setdefault(name, []).append(RankVector(entry, owner))
+        module, names = states["module"], states.get("buffer_names")
+        for name in names if isinstance(names, list) else ():
+            if type(name) is str and isinstance(entry := module.get(name), TensorEntry):
+                self.buffers.setdefault(name, []).append(Chunk(entry, (0,) * len(entry.shape), owner))
+
+    def _frozen(self, name: str, shape: tuple[int, ...], pieces: list[RankVector]) -> TensorEntry:
+        if self.stage < 3 and isinstance(own := self.own.get(name), TensorEntry):
+            return own
+        if len(pieces) == 1 and pieces[0].entry.shape == shape:
+            return pieces[0].entry
+        vectors = [Vector([piece]) for piece in pieces if len(piece.entry.shape) == 1]
+        return join(self.tag.joiner, name, shape, _shares_of(vectors, 0, shape) if vectors else ())
+
+    def _tie(self, values: dict[str, Any]) -> None:
+        """Gives the other names of shared parameters the values of those that are stored."""
+        shared = self.first.get("shared_params")
+        ties = dict(shared) if isinstance(shared, dict) else {}
+        views = {own.view: name for name in values if isinstance(own := self.own.get(name), TensorEntry) and own.numel}
+        for name, entry in self.own.items():
+            if name not in values and isinstance(entry, TensorEntry) and entry.view in views:
+                ties.setdefault(name, views[entry.view])
+        for name, source in ties.items():
+            found = values.get(source, self.own.get(source))
+            if isinstance(found, TensorEntry) and type(name) is str:
+                values[name] = found
+
+    def _copies(self) -> None:
+        """A note on the model's own copies of the weights, in place of which the optimizer's are shown."""
+        copies = [own for name in self.trained if isinstance(own := self.own.get(name), TensorEntry) and own.numel]
+        if copies:
+            types = listed([str(dtype) for dtype in Counter(own.dtype for own in copies)])
+            what = counted(len(copies), "weight is shown as", "weights are shown as")
+            own = f"the model's own copies ({types}) were not compared with them"
+            self.tag.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {own}"))
+
+    def _refuse_empty(self, module: dict[Any, Any]) -> None:
+        known = {name for shapes in shapes_of(self.tag, self.first, "", "frozen_param_shapes") for name in shapes}
+        known |= set(self.buffers)
+        empty = [
+            printable(str(name))
+            for name, value in module.items()
+            if isinstance(value, TensorEntry) and value.shape == (0,) and name not in known
+        ]
+        if empty and (self.stage > 2 or any("zero_pp_rank" in name for name in self.tag.models.values())):
+            what = f"{self.tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
+            why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."
+            raise Corrupt(what, why, Advice("See what is there: ", other_program("ls", self.tag.folder.path)))
