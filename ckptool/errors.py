@@ -284,9 +284,9 @@ NAMES = {
 SHELL = frozenset("--help --init --json --schema --skip-refused --version".split())  # what only a shell needs
 VALUED = frozenset(
     "-o -d --out --dir --against --at --atol --drop --dtype --ema --error --exclude --fill-from --form --from"
-    " --ignore --kills --map --min-loaded --on-mismatch --only --optimizer-as --prefix --processes --rename --resume"
-    " --rtol --rules --seed --set --shard-size --slice --steps --suggest --tensor --ties --to --weights"
-    " --write-digest".split()
+    " --ignore --kills --like --map --min-loaded --on-mismatch --only --optimizer-as --prefix --processes --rename"
+    " --resume --rtol --rules --seed --set --shard-size --slice --steps --suggest --tensor --ties --to --variant"
+    " --weights --write-digest".split()
 )
 _SEVERAL = frozenset({"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--set"})
 _NUMBERS = frozenset("--atol --ema --kills --min-loaded --processes --rtol --seed --steps".split())

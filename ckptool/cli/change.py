@@ -242,6 +242,13 @@ def convert(
             help="Write a folder of safetensors shards of at most 5GB, 500MiB, … each, with an index.",
         ),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option("--like", metavar="DIR", help="A folder of the same model: its config and tokenizer go along."),
+    ] = None,
+    variant: Annotated[
+        str, typer.Option("--variant", metavar="NAME", help="Put fp16, … into the names of a folder's weights.")
+    ] = "",
     optimizer_as: Annotated[
         OptimizerAs | None,
         typer.Option("--optimizer-as", help="Optimizer state by parameter names, by numbers, or state.NAME.KEY."),
@@ -266,6 +273,8 @@ def convert(
             materialize=materialize,
             weights_only=weights_only,
             shard_size=shard_size,
+            like=like,
+            variant=variant,
             part=part,
             optimizer_as=optimizer_as.value if optimizer_as else None,
         ),

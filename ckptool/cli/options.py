@@ -114,7 +114,7 @@ Container = Annotated[
     typer.Option(
         "--to",
         metavar="CONTAINER",
-        help="Write this container (torch-zip, safetensors, sharded, npz), whatever the suffix.",
+        help="Write this container (torch-zip, safetensors, sharded, sharded-bin, npz), whatever the suffix.",
         rich_help_panel=_OUTPUT,
     ),
 ]

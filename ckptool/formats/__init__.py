@@ -29,7 +29,8 @@ class Format:
     begins: the first bytes of files that its code is asked about, with those whose names end in one of `endings`.
     is_folder: folders are its too.  suffixes: of files that are written, the usual one first; none where a folder is.
     appendable: it can be edited in place.  tensors_only: it has names of tensors and no more, so that one state dict is
-    chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_tree: it can be written with everything
+    chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_metadata: where it
+    has only tensors, the `_metadata` of a state dict too.  keeps_tree: it can be written with everything
     that a checkpoint holds.  own_metadata: its metadata are its own byte order and versions.  joined: what it holds is
     one checkpoint.  is_program: its tensors belong to code.
     """
@@ -44,6 +45,7 @@ class Format:
     appendable: bool = False
     tensors_only: bool = False
     keeps_ties: bool = True
+    keeps_metadata: bool = False
     keeps_tree: bool = False
     joined: bool = True
     own_metadata: bool = False
@@ -89,7 +91,9 @@ _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th
 
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
 FORMATS: tuple[Format, ...] = (
-    Format("sharded", "sharded", rb"\s*\{", is_folder=True, writable=True, tensors_only=True),
+    Format("sharded", "sharded", rb"\s*\{", is_folder=True, writable=True, tensors_only=True,
+           keeps_metadata=True),
+    Format("sharded-bin", "sharded.torch_files", is_folder=True, writable=True, tensors_only=True, keeps_metadata=True),
     Format("megatron", "megatron", is_folder=True),
     Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True),
     Format("deepspeed-universal", "deepspeed.universal", is_folder=True),
@@ -170,9 +174,10 @@ def by_name(name: str) -> Format:
 
 def for_output(path: str | os.PathLike[str], default: str) -> Format:
     """The format of an output's suffix; else the one called `default`, if it can be written; else torch's."""
-    suffix = os.path.splitext(os.fspath(path))[1].lower()
+    name = os.fspath(path)
+    suffix = os.path.splitext(name.rstrip("/"))[1].lower()
     for container in WRITERS:
-        if suffix in container.suffixes:
+        if suffix in container.suffixes and (container.is_folder or not name.endswith("/")):
             return container
     return writer(default) or by_name(DEFAULT)
 

@@ -33,7 +33,10 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """The result of saving; `how` and the sizes as in `Written`. notes: what happened on the way."""
+    """The result of saving; `how` and the sizes as in `Written`. notes: what happened on the way.
+
+    details: the files that were carried along with weights, in lines.
+    """
 
     output: str
     container: str
@@ -41,3 +44,4 @@ class SaveResult:
     bytes_written: int
     file_bytes: int
     notes: tuple[Note, ...] = ()
+    details: tuple[str, ...] = ()

@@ -9,12 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
-from ckptool.checkpoint.nodes import Object, Set, canonical
+from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, is_optimizer, quantized_outside, unnamed_tensors
 from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable
+from ckptool.formats.sidecar import holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,13 @@ def export(
     copy_ties: bool = False,
     materialize: bool = False,
     container: str = "safetensors",
+    keep_metadata: bool = False,
 ) -> Exported:
     """The tensors of `root` whose keys match, as a flat dictionary.
 
     copy_ties: write tied tensors once for each name.  materialize: also write out views that are larger than their
     storage.
-    container: where they go, for the messages.
+    container: where they go, for the messages.  keep_metadata: `_metadata` goes along.
     Raises `Unsupported` naming tensors that are no plain ones, `Conflict` for expanded views unless `materialize`.
     """
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
@@ -49,7 +51,9 @@ def export(
     }
     here = root.base + root.path
     behind = [address((*here, key)) for key in root.node if key not in chosen]
-    behind += [address((*here, "_metadata"))] if getattr(root.node, "metadata", None) else []
+    metadata = getattr(root.node, "metadata", None)
+    keep_metadata = keep_metadata and holds(metadata)
+    behind += [address((*here, "_metadata"))] if metadata and not keep_metadata else []
     behind += around(checkpoint, root)
     refuse_packed(checkpoint, root)
     if wrong := list(_not_plain(root.node, keys)):
@@ -64,7 +68,12 @@ def export(
     if copy_ties:
         plain = {key: entry.with_storage(entry.storage.alone()) for key, entry in plain.items()}
     return Exported(
-        replace(checkpoint, tree=plain, tensors_only=True, extras={}),
+        replace(
+            checkpoint,
+            tree=OrderedDict(plain, {"_metadata": metadata}) if keep_metadata else plain,
+            tensors_only=True,
+            extras={},
+        ),
         tuple(behind),
         tuple(_notes(plain, copy_ties)),
     )

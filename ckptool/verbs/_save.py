@@ -25,7 +25,8 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.formats import Format, members, tree_record
+from ckptool.formats import Format, members, sidecar, tree_record
+from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import Opened, PathLike, open_to_change
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
@@ -79,8 +80,11 @@ class Output:
     make_folder: bool = False
 
     def format(self, default: str) -> Format:
-        """The container that is asked for, else that of the path's suffix, else the default."""
-        return formats.by_name(self.container) if self.container else formats.for_output(self.path or "", default)
+        """The container that is asked for, else that of the path's suffix, shards for `DIR/`, else the default."""
+        if self.container:
+            return formats.by_name(self.container)
+        path = self.path or ""
+        return formats.for_output(path, formats.SHARDED if path.endswith("/") else default)
 
 
 def output_of(verb: str, path: PathLike | None, options: SaveOptions) -> Output:
@@ -102,10 +106,12 @@ def save(
     changes: bool = True,
     expected: Checkpoint | None = None,
     inputs: Sequence[Input] = (),
+    beside: ModelFolder | None = None,
 ) -> SaveResult:
     """Writes `changed` to the output. `changes=False`: it is the original, so the output is a copy of the file.
 
     expected: what reading the output gives, if not `changed`.  inputs: what it was made from beside the original.
+    beside: the files that go into a folder of weights, if not those beside the original.
     Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises.
     """
     source = original.source
@@ -133,8 +139,15 @@ def save(
         notes = () if container.tensors_only else refuse_unknown(changed, output.keep_unknown)
         with no_collection():
             plan, how = container.write(changed, keep_unknown=output.keep_unknown), "new file"
+    details: tuple[str, ...] = ()
+    if container.writes_folder and container.tensors_only:
+        beside = beside or model_folder(original, changed.tree)
+        plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
+        inputs, details = [*inputs, *beside.inputs], tuple(beside.lines())
+    if sidecar.NAME in plan.files:
+        details += (f"{sidecar.NAME} keeps what {container.name} has no place for, and ckptool gives it back",)
     saved = _replace(output, output.path, plan, changed if expected is None else expected, inputs)
-    return replace(saved, container=container.name, how=how, notes=(*notes, *saved.notes))
+    return replace(saved, container=container.name, how=how, notes=(*notes, *saved.notes), details=details)
 
 
 def _refuse_input(output: Output, target: str, inputs: Sequence[Input], source: Input | None) -> None:
@@ -295,7 +308,13 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
         return set()
     # Several checkpoints are not replaced by one.
     source = found.source if formats.named(found.container).joined else None
-    return set(source.files) if isinstance(source, Folder) else {os.path.basename(source.path)} if source else set()
+    return (
+        {*source.files, sidecar.NAME}
+        if isinstance(source, Folder)
+        else {os.path.basename(source.path), sidecar.NAME}
+        if source
+        else set()
+    )
 
 
 def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
@@ -356,7 +375,7 @@ def written(
         saved.file_bytes,
         summary,
         facts,
-        tuple(details),
+        (*details, *saved.details),
         (*notes, *left, *saved.notes),
         output.dry_run,
         output.verify and not output.dry_run and saved.how != "nothing",

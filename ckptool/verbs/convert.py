@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from glob import escape
@@ -12,10 +13,11 @@ from ckptool.checkpoint.commands import OUT, Advice, command, several
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict
+from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.errors import Unsupported, UsageError, counted, printable
 from ckptool.formats import SHARDED, Format, members
+from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
@@ -57,6 +59,8 @@ def convert(
     shard_size: int | str | None = None,
     part: bool = False,
     optimizer_as: str | None = None,
+    like: PathLike | None = None,
+    variant: str = "",
     **options: Unpack[SaveOptions],
 ) -> Written:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
@@ -68,10 +72,14 @@ def convert(
     materialize: write out expanded views.  weights_only: plain values in place of what
     `torch.load(weights_only=True)` refuses, each named.  shard_size: write a folder of safetensors files of at most
     this many bytes of tensors (`5GB`, `500MiB`), and their index.  part: take also what is only a part of a checkpoint.
+    like: a folder of the same model, whose configuration and tokenizer a folder of weights gets; else those beside the
+    input.  variant: stands in the names of its weights (`model.fp16.safetensors`).
     optimizer_as: the state of optimizers by `names` of the parameters, by `ids`, or `flat` (`state.NAME.KEY`).
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     _refuse_usage(ties, out)
+    if out is not None and os.path.isdir(out):
+        out = os.path.join(out, "")  # a folder that is there is written as one
     output = output_of("convert", out, options)
     only, exclude = several(only), several(exclude)
     opened = open_whole(file, at, part=part)
@@ -80,8 +88,9 @@ def convert(
     unsaved: list[str] = []
     if weights_only:
         taken, made_plain, unsaved = _plain(taken, opened.path)
-    if shard_size is not None:
-        output = replace(output, container=_in_shards(output))
+    folder_option = "--shard-size" if shard_size is not None else "--like" if like is not None else "--variant"
+    if shard_size is not None or like is not None or variant:
+        output = replace(output, container=_in_shards(output, folder_option))
     container = output.format(opened.checkpoint.container)
     if optimizer_as is not None:
         taken, lines = _with_optimizers(taken, optimizer_as, opened.checkpoint, container, all)
@@ -97,9 +106,12 @@ def convert(
         copies = ties == "copy" or not container.keeps_ties
         changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies, materialize)
     behind += unsaved + siblings(opened.checkpoint.tree, taken.base)
-    if shard_size is not None:
-        changed = divided(changed, shard_size)
-    result = save(output, opened.checkpoint, replace(changed, base=()), expected=expected)
+    beside = None
+    if container.tensors_only and container.writes_folder:
+        beside = model_folder(taken, changed.tree, None if like is None else os.fspath(like))
+        changed = divided(changed, shard_size, beside.stem, variant)
+        notes += _name_notes(changed.tree, opened.checkpoint, beside, output)
+    result = save(output, opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
     facts = {"tensors": sum(1 for _ in tensors(changed.tree)), "left_behind": behind}
     details = made_plain + tuple(f"left behind: {printable(name)}" for name in behind)
     return written(output, opened.checkpoint, result, summary, facts=facts, details=details, notes=notes)
@@ -121,17 +133,30 @@ def _refuse_usage(ties: str, out: PathLike | None) -> None:
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
 
 
-def _in_shards(output: Output) -> str:
-    """The container for an output with a size of shards. Raises `UsageError` where another was asked for."""
+def _in_shards(output: Output, option: str) -> str:
+    """The container for an output that is a folder of weights. Raises `UsageError` where another was asked for."""
     container = output.format(SHARDED)
-    if not container.writes_folder:
+    if not (container.writes_folder and container.tensors_only):
         raise UsageError(
-            f"--shard-size writes a folder of safetensors files, "
-            f"but {printable(output.path or '')} would be {container.name}",
-            "A single file is never split.",
+            f"{option} writes a folder of weights, but {printable(output.path or '')} would be {container.name}",
+            "A single file is never split, and has nothing beside it.",
             "For example: -o DIR --shard-size 5GB",
         )
     return container.name
+
+
+def _name_notes(tree: Any, original: Checkpoint, beside: ModelFolder, output: Output) -> tuple[Note, ...]:
+    """The note on a wrapper's prefix, with which the model's library would not find its weights."""
+    names = [name for name in tree if type(name) is str]
+    found = next(filter(None, map(wrappers, names)), "")
+    lightning = isinstance(original.tree, dict) and "pytorch-lightning_version" in original.tree
+    if lightning and not found and len({name.split(".")[0] for name in names}) == 1:
+        found = f"{names[0].split('.')[0]}."
+    if not found or not beside.library:
+        return ()
+    path = (output.path or "").rstrip("/")
+    fix = command("strip-module", path, prefix=found if lightning else "", out=f"{path}-bare/")
+    return (Note("prefix-module", f"{beside.library} does not find names that begin with {printable(found)}", fix),)
 
 
 Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
@@ -197,7 +222,16 @@ def _to_tensors(
         root, remark = StateDict((), part.tree, "model weights"), ""
     else:
         root, remark = one_state_dict(part, "" if named else None)
-    exported = export(part, root, only, exclude, copy_ties=copy_ties, materialize=materialize, container=container.name)
+    exported = export(
+        part,
+        root,
+        only,
+        exclude,
+        copy_ties=copy_ties,
+        materialize=materialize,
+        container=container.name,
+        keep_metadata=container.keeps_metadata,
+    )
     of = f" of {printable(root.address)}" if root.address else ""
     summary = f"{counted(len(exported.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
     notes = exported.notes

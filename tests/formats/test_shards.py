@@ -200,8 +200,8 @@ def test_torch_shards_are_converted_to_safetensors(tmp_path: Path) -> None:
     parts = [{"a": torch.randn(4, 6), "c": torch.ones(3)}, {"d": torch.arange(4)}]
     folder = bins(tmp_path / "model", parts)
     ckptool.convert(folder, tmp_path / "out", verify=True)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir())[0] == "pytorch_model-00001-of-00002.safetensors"
-    index = json.loads((tmp_path / "out/pytorch_model.safetensors.index.json").read_text())
+    assert sorted(p.name for p in (tmp_path / "out").iterdir())[0] == "model-00001-of-00002.safetensors"
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert len(index["weight_map"]) == 3
     assert_values(read(tmp_path / "out"), {**parts[0], **parts[1]})
 

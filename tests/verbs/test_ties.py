@@ -65,6 +65,10 @@ def by_torch(out: Path) -> Tensors:
     return found
 
 
+def by_torch_of_shards(out: Path) -> Tensors:
+    return {name: value for file in sorted(out.glob("*.bin")) for name, value in by_torch(file).items()}
+
+
 def by_numpy(out: Path) -> Tensors:
     return {name: torch.from_numpy(array) for name, array in numpy.load(out).items()}
 
@@ -73,6 +77,7 @@ def by_numpy(out: Path) -> Tensors:
 CONTAINERS = {
     "safetensors": ("out.safetensors", by_stock_safetensors),
     "sharded": ("out", by_stock_safetensors_of_shards),
+    "sharded-bin": ("out", by_torch_of_shards),
     "npz": ("out.npz", by_numpy),
     "torch-zip": ("out.pt", by_torch),
 }

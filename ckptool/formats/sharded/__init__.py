@@ -30,7 +30,7 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.formats import marks, safetensors
+from ckptool.formats import marks, safetensors, sidecar
 from ckptool.formats.parts import INDEX, NUMBERED
 from ckptool.formats.sharded.writing import DivisionOrigin
 from ckptool.formats.sharded.writing import write as write
@@ -72,11 +72,12 @@ def candidates(folder: Folder) -> list[str]:
 
 
 def belonging(folder: Folder) -> set[str]:
-    """The names in a folder that belong to what stands for it: its indexes and all shards, or its single files."""
+    """The names in a folder that belong to what stands for it: its indexes and all shards, or its single files, and the
+    side-car."""
     found = candidates(folder)
     if not found or _is_index(found[0]):
-        return {name for name in folder.names if _is_index(name) or _is_shard(name)}
-    return {name for name in folder.names if SINGLE.fullmatch(name)}
+        return {name for name in folder.names if _is_index(name) or _is_shard(name) or name == sidecar.NAME}
+    return {name for name in folder.names if SINGLE.fullmatch(name) or name == sidecar.NAME}
 
 
 def _is_index(path: str) -> bool:
@@ -107,7 +108,10 @@ def read(source: Input) -> Checkpoint:
         raise _no_index(source)
     if _is_index(found[0]):
         return _read_index(source, found[0])
-    return _opened(source.open(found[0]))
+    checkpoint = _opened(source.open(found[0]))
+    if checkpoint.container != safetensors.NAME or not checkpoint.tensors_only:
+        return checkpoint
+    return replace(checkpoint, tree=sidecar.with_metadata(checkpoint.tree, sidecar.read(source)))
 
 
 def _opened(source: Source) -> Checkpoint:
@@ -157,6 +161,7 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     tree = _in_order(index, pickled)
     ties = _recorded_ties(index, tree)
     _add_ties(tree, ties)
+    tree = tree if pickled else sidecar.with_metadata(tree, sidecar.read(folder))
     sizes = _check_size(index, tree)
     notes = (*_notes_of_shards(index), *_stale(index, files), *sizes)
     if ties:

@@ -13,7 +13,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan, Segment
 from ckptool.checkpoint.tree import storages
 from ckptool.errors import Unsupported, UsageError, is_text, listed, printable
-from ckptool.formats import marks, safetensors, torch_zip, tree_record
+from ckptool.formats import marks, safetensors, sidecar, torch_zip, tree_record
 from ckptool.formats.parts import NUMBERED
 
 DEFAULT_SIZE = 5_000_000_000  # of a shard, in bytes, as the hub's savers have it
@@ -42,17 +42,28 @@ def size_in_bytes(size: int | str) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """A new division of a checkpoint: at most `limit` bytes of tensors to a shard."""
+    """A new division of a checkpoint: at most `limit` bytes of tensors to a shard.
+
+    stem: the beginning of the names of files.  variant: what stands behind it, as in `model.fp16.safetensors`.
+    pickled: torch's files instead of safetensors.
+    """
 
     limit: int
     stem: str = "model"
+    variant: str = ""
+    pickled: bool = False
+
+    @property
+    def file_stem(self) -> str:
+        return f"{self.stem}.{self.variant}" if self.variant else self.stem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DivisionOrigin:
     """The division that a checkpoint was read from: the files, and what was in which.
 
-    pickled: the shards are torch's files.  metadata: what each shard says beside its tensors.
+    pickled: the shards are torch's files.  metadata: what each shard says beside its tensors.  renamed: the names that
+    they get, where those are others.
     """
 
     index: str
@@ -62,6 +73,7 @@ class DivisionOrigin:
     by_name: dict[Any, str]
     by_storage: dict[int, str]
     alive: tuple[Storage, ...]  # so that no other storage gets the `id` of one of these
+    renamed: Division | None = None
 
     @classmethod
     def of(cls, index: str, pickled: bool, shards: Mapping[str, Checkpoint], ties: Mapping[str, str]) -> DivisionOrigin:
@@ -91,14 +103,24 @@ class DivisionOrigin:
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
 
-def divided(checkpoint: Checkpoint, shard_size: int | str) -> Checkpoint:
-    """The checkpoint, to be written in shards of at most this size, which counts the bytes of tensors."""
-    stem = (
-        checkpoint.origin.stem
-        if isinstance(checkpoint.origin, DivisionOrigin) and not checkpoint.origin.pickled
-        else "model"
-    )
-    return replace(checkpoint, origin=Division(size_in_bytes(shard_size), stem))
+_VARIANT = re.compile(r"[A-Za-z0-9_]{1,40}")
+
+
+def divided(checkpoint: Checkpoint, shard_size: int | str | None, stem: str, variant: str = "") -> Checkpoint:
+    """The checkpoint, to be written in shards of at most this size, which counts the bytes of tensors.
+
+    Without a size, a division that it was read from stays, under these names. Raises `UsageError` for what is no size
+    or no variant.
+    """
+    if variant and not _VARIANT.fullmatch(variant):
+        what = f"{printable(variant[:60])!r} is not a variant"
+        raise UsageError(what, "It becomes part of the names of files.", "For example: --variant fp16")
+    division = Division(DEFAULT_SIZE if shard_size is None else size_in_bytes(shard_size), stem, variant)
+    old = checkpoint.origin
+    if shard_size is not None or not isinstance(old, DivisionOrigin):
+        return replace(checkpoint, origin=division)
+    stays = not old.pickled and old.stem == division.file_stem
+    return checkpoint if stays else replace(checkpoint, origin=replace(old, renamed=division))
 
 
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
@@ -113,14 +135,16 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         why = "The record that leads back to it is in that file."
         raise Unsupported(what, why, "Write it as one: --to safetensors; or only its weights: without --all")
     origin = checkpoint.origin if isinstance(checkpoint.origin, DivisionOrigin) else None
-    pickled = origin is not None and origin.pickled and not checkpoint.tensors_only
+    division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division(DEFAULT_SIZE)
+    if origin is not None:
+        division = origin.renamed or Division(0, origin.stem, pickled=origin.pickled and not checkpoint.tensors_only)
+    pickled = division.pickled
     units = _units_of_pickles(checkpoint) if pickled else _units_of_tensors(checkpoint)
     if origin is not None:
-        shards = _as_before(origin, units, checkpoint.tree, pickled)
+        shards = _as_before(origin, division, units, checkpoint.tree)
     else:
-        division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division(DEFAULT_SIZE)
-        shards = _named(_split(units, division.limit), division.stem, ".safetensors")
-    return _plan(checkpoint, origin, shards, pickled, keep_unknown)
+        shards = _named(_split(units, division.limit), division)
+    return _plan(checkpoint, origin, division, shards, keep_unknown)
 
 
 # Dividing ------------------------------------------------------------------------------------------------------------
@@ -188,7 +212,7 @@ def _split(units: list[_Unit], limit: int) -> list[list[_Unit]]:
 
 
 def _as_before(
-    origin: DivisionOrigin, units: list[_Unit], tree: dict[Any, Any], pickled: bool
+    origin: DivisionOrigin, division: Division, units: list[_Unit], tree: dict[Any, Any]
 ) -> dict[str, list[_Unit]]:
     """Every unit in the shard that it came from; what is new goes with what stands before it."""
     shards: dict[str, list[_Unit]] = {file: [] for file in origin.metadata}
@@ -196,14 +220,13 @@ def _as_before(
     for unit in units:
         before = origin.file_of(unit.names, tree[unit.names[0]]) or before
         shards[before].append(unit)
-    if pickled == origin.pickled and all(shards.values()):
+    if origin.renamed is None and division.pickled == origin.pickled and all(shards.values()):
         return shards
-    return _named(
-        [found for found in shards.values() if found] or [[]], origin.stem, ".bin" if pickled else ".safetensors"
-    )
+    return _named([found for found in shards.values() if found] or [[]], division)
 
 
-def _named(shards: list[list[_Unit]], stem: str, suffix: str) -> dict[str, list[_Unit]]:
+def _named(shards: list[list[_Unit]], division: Division) -> dict[str, list[_Unit]]:
+    stem, suffix = division.file_stem, ".bin" if division.pickled else ".safetensors"
     if len(shards) == 1:
         return {stem + suffix: shards[0]}
     count = len(shards)
@@ -216,10 +239,11 @@ def _named(shards: list[list[_Unit]], stem: str, suffix: str) -> dict[str, list[
 def _plan(
     checkpoint: Checkpoint,
     origin: DivisionOrigin | None,
+    division: Division,
     shards: dict[str, list[_Unit]],
-    pickled: bool,
     keep_unknown: bool,
 ) -> Plan:
+    pickled = division.pickled
     files: dict[str, Iterable[Segment]] = {}
     checks: list[Storage] = []
     shard_of = {name: file for file, units in shards.items() for unit in units for name in unit.names}
@@ -239,7 +263,9 @@ def _plan(
     if len(shards) > 1 or NUMBERED.fullmatch(first):
         weight_map = {name: shard_of[name] for name in checkpoint.tree} if pickled else _stored(shards, checkpoint.tree)
         total = sum(unit.size for units in shards.values() for unit in units)
-        files[_index_name(origin, first)] = [InlineBytes(_index(checkpoint, weight_map, total))]
+        files[_index_name(origin, division, first)] = [InlineBytes(_index(checkpoint, weight_map, total))]
+    if isinstance(checkpoint.tree, OrderedDict) and not pickled and sidecar.holds(found := checkpoint.tree.metadata):
+        files[sidecar.NAME] = [sidecar.written({sidecar.METADATA: found})]
     return Plan(files, checks)
 
 
@@ -256,11 +282,13 @@ def _stored(shards: dict[str, list[_Unit]], tree: dict[Any, Any]) -> dict[str, s
     return {name: places[name] for name in tree if name in places}
 
 
-def _index_name(origin: DivisionOrigin | None, first: str) -> str:
+def _index_name(origin: DivisionOrigin | None, division: Division, first: str) -> str:
     if origin is not None and first in origin.metadata:
         return origin.index
     found = NUMBERED.fullmatch(first)
     assert found is not None
+    if division.variant:
+        return f"{division.stem}{found['suffix']}.index.{division.variant}.json"
     return f"{found['stem']}{found['suffix']}.index.json"
 
 

@@ -1,0 +1,202 @@
+"""The folder of a model as its library loads it: what the weights are called, and the files that are carried along.
+
+The library is told by the configuration beside the input's weights: in their folder, in the one above it where an
+engine's tag is its name, in `huggingface/` (verl), or in a folder of the same model that the user names.
+
+Source: transformers/utils (SAFE_WEIGHTS_NAME, `_add_variant`), diffusers/utils/constants.py, peft/utils/constants.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint.dtypes import DTYPES
+from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.paths import absolute
+from ckptool.errors import Corrupt, UsageError, listed, printable
+from ckptool.formats.parts import names_in
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+TRANSFORMERS, DIFFUSERS, PEFT = "transformers", "diffusers", "peft"
+STEMS = {TRANSFORMERS: "model", DIFFUSERS: "diffusion_pytorch_model", PEFT: "adapter_model"}
+MAX_CONFIG = 16 << 20  # bytes
+MAX_COMPANION = 256 << 20  # bytes of one file; tokenizers take 40 MB
+
+_COMPANION = re.compile(
+    r"config\.json|adapter_config\.json|generation_config\.json|preprocessor_config\.json|processor_config\.json"
+    r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|chat_template\.(?:jinja|json)"
+    r"|vocab\.(?:json|txt|bpe)|merges\.txt|[\w.-]+\.model"
+)
+# Folders whose name is an engine's, below that of the model.
+_TAG = re.compile(r"(?:checkpoint-|global_step_?|step[-_]?|iter_|pytorch_model_fsdp_)\d+|pytorch_model|sharded|actor")
+_FLOATS = {dtype.torch for dtype in DTYPES if dtype.is_float}
+_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*"(?:torch\.)?)(\w+)(?=")')
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """The library that loads a model, and the files beside its weights.
+
+    library: empty where no configuration was found.  place: the folder of that.  files: what is carried along.
+    left: the names of what is not, with the reason.  changes: what is changed in the files, in words.
+    """
+
+    library: str = ""
+    place: str = ""
+    files: dict[str, Data] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> str:
+        """The beginning of the names of weights."""
+        return STEMS.get(self.library, "model")
+
+    @property
+    def inputs(self) -> list[Source]:
+        return [data.file for data in self.files.values() if isinstance(data, FileRange)]
+
+    def lines(self) -> list[str]:
+        """The files, for people."""
+        found = [f"carried along: {listed([printable(name) for name in self.files], 20)}"]
+        if not self.place:
+            found = [f"no {CONFIG} is beside the input; one of the same model goes along with --like DIR"]
+        return [*found, *self.changes, *(f"left behind: {name}" for name in self.left)]
+
+
+def model_folder(part: Checkpoint, tree: Any, like: str | None = None) -> ModelFolder:
+    """The folder to write the weights `tree` to, which are of `part`. like: a folder of the same model.
+
+    Raises `UsageError` where that has no configuration, `Corrupt` for a configuration that is not JSON.
+    """
+    for place in _places(part) if like is None else [like]:
+        names = names_in(place)
+        if CONFIG in names or ADAPTER in names:
+            return _described(place, names, tree if isinstance(tree, dict) else {})
+    if like is not None:
+        what = f"{printable(like)} has no {CONFIG} and no {ADAPTER}"
+        raise UsageError(what, "It should be a folder that the model's library loads.", "For example: --like DIR")
+    return ModelFolder()
+
+
+def _places(part: Checkpoint) -> Iterator[str]:
+    """The folders where the configuration of a checkpoint may be, the likeliest first."""
+    if part.source is None:
+        return
+    path = absolute(part.source.path)
+    folder = path if isinstance(part.source, Folder) else os.path.dirname(path)
+    above = [os.path.dirname(folder)] if _TAG.fullmatch(os.path.basename(folder)) else []
+    member = part.base[0] if part.base and type(part.base[0]) is str else ""
+    below = [member] if member and member in names_in(folder) else []
+    yield from (os.path.join(folder, name) for name in below if not os.path.islink(os.path.join(folder, name)))
+    yield from (folder, *above)
+    yield from (inner for each in (folder, *above) if not os.path.islink(inner := os.path.join(each, "huggingface")))
+
+
+def _described(place: str, names: Iterable[str], tree: dict[Any, Any]) -> ModelFolder:
+    library = _library({name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}, tree)
+    files: dict[str, Data] = {}
+    left, changes = [], []
+    for name in names:
+        if name.endswith(".py"):
+            left.append(f"{printable(name)} (code is never copied)")
+        elif _COMPANION.fullmatch(name):
+            data, why = _companion(place, name)
+            if data is None:
+                left.append(f"{printable(name)} ({why})")
+                continue
+            files[name] = data
+            if name == CONFIG and (line := _made_true(files, tree)):
+                changes.append(line)
+    return ModelFolder(library, place, files, tuple(left), tuple(changes))
+
+
+def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:
+    """The library that loads the weights; empty for a configuration of none that is known."""
+    config, adapter = configs.get(CONFIG, {}), configs.get(ADAPTER, {})
+    is_adapter = any(type(key) is str and key.startswith("base_model.") for key in tree)
+    if "peft_type" in adapter and (is_adapter or CONFIG not in configs):
+        return PEFT
+    if "_class_name" in config and "_diffusers_version" in config:
+        return DIFFUSERS
+    return TRANSFORMERS if "architectures" in config or "model_type" in config else ""
+
+
+def _json(place: str, name: str) -> dict[str, Any]:
+    source = Source(os.path.join(place, name))
+    try:
+        found = json.loads(source.read(0, min(source.size, MAX_CONFIG)))
+    except (ValueError, RecursionError):
+        why = "The library that loads the model is told by it; it was cut off, or changed by hand."
+        raise Corrupt(
+            f"{source} is not JSON", why, "Copy it again, or name a folder of the same model: --like DIR"
+        ) from (None)
+    return found if isinstance(found, dict) else {}
+
+
+def _companion(place: str, name: str) -> tuple[FileRange | None, str]:
+    """A file beside weights, or the reason why it is not carried along."""
+    path = os.path.join(place, name)
+    if not os.path.isfile(path):
+        return None, "not a file"
+    if not _is_inside(path, place):
+        return None, "a link that leads outside of the folder"
+    source = Source(path)
+    if source.size > MAX_COMPANION:
+        return None, f"{source.size:,} bytes, more than a tokenizer or a configuration has"
+    if name.endswith(".model") and source.read(0, min(2, source.size))[:1] in (b"P", b"\x80"):
+        return None, "a checkpoint, not a tokenizer"
+    return FileRange(source, 0, source.size), ""
+
+
+def _is_inside(path: str, place: str) -> bool:
+    """True for a file that is in the folder itself, or in the blobs of the hub's cache that the folder belongs to."""
+    folder, real = os.path.realpath(place), os.path.realpath(path)
+    snapshots = os.path.dirname(folder)
+    blobs = os.path.join(os.path.dirname(snapshots), "blobs") if os.path.basename(snapshots) == "snapshots" else folder
+    return os.path.dirname(real) in (folder, blobs)
+
+
+# The dtype of the configuration --------------------------------------------------------------------------------------
+
+
+def _made_true(files: dict[str, Data], tree: dict[Any, Any]) -> str:
+    """Puts the one float type of the weights into the configuration; what was changed, in words."""
+    dtypes = {entry.dtype.torch for entry in tree.values() if isinstance(entry, TensorEntry) and entry.dtype.is_float}
+    data = files[CONFIG]
+    raw = data.read(0, data.length)
+    if len(dtypes) != 1 or (changed := with_dtype(raw, *dtypes)) == raw:
+        return ""
+    files[CONFIG] = InlineBytes(changed)
+    return f"{CONFIG}: dtype is now {next(iter(dtypes))}, as the weights are"
+
+
+def with_dtype(raw: bytes, dtype: str) -> bytes:
+    """A configuration with this dtype in place of each other float type that it names; everything else stays."""
+    config = json.loads(raw)
+    wanted = json.dumps(_with_dtype(config, dtype))
+    if wanted == json.dumps(config):
+        return raw
+    text = _DTYPE.sub(lambda found: found[1] + (dtype if found[2] in _FLOATS else found[2]), raw.decode())
+    same = json.dumps(json.loads(text)).replace("torch.", "") == wanted.replace("torch.", "")
+    return text.encode() if same else json.dumps(json.loads(wanted), indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _with_dtype(node: Any, dtype: str) -> Any:
+    """The same with another dtype, but for that in which quantized weights are computed."""
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: dtype
+        if key in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") in _FLOATS
+        else value
+        if key == "quantization_config"
+        else _with_dtype(value, dtype)
+        for key, value in node.items()
+    }

@@ -1,0 +1,218 @@
+"""`convert -o DIR/`: the names that a library looks for, the files that go along, and what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ckptool
+from ckptool.errors import Conflict, Corrupt, UsageError
+from ckptool.formats.model_folder import with_dtype
+from tests.support.cli import Run
+from tests.support.files import contents, saved
+from tests.support.same import assert_same_objects
+
+CONFIGS = {
+    "transformers": ("model", "config.json", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
+    "diffusers": ("diffusion_pytorch_model", "config.json", {"_class_name": "UNet", "_diffusers_version": "0.42.1"}),
+    "peft": ("adapter_model", "adapter_config.json", {"peft_type": "LORA"}),
+    "timm": ("model", "config.json", {"architecture": "vit"}),
+}
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).state_dict()
+
+
+def model_in(folder: Path, config: Any = None, name: str = "config.json", **files: str) -> Path:
+    """The path of a checkpoint in a folder with a configuration, and with other files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(CONFIGS["transformers"][2] if config is None else config, indent=2))
+    for file, text in files.items():
+        (folder / file).write_text(text)
+    return saved(state(), folder / "weights.pt")
+
+
+@pytest.mark.parametrize("library", CONFIGS)
+@pytest.mark.parametrize("variant", ["", "fp16"])
+@pytest.mark.parametrize("bins", [False, True])
+def test_names_are_those_of_the_library(library: str, variant: str, bins: bool, tmp_path: Path) -> None:
+    stem, config, content = CONFIGS[library]
+    stem = "pytorch_model" if bins and stem == "model" else stem
+    file = model_in(tmp_path / "in", content, config)
+    container = "sharded-bin" if bins else None
+    end, dot = "bin" if bins else "safetensors", f".{variant}" if variant else ""
+    own = [] if bins else ["ckptool.json"]
+    ckptool.convert(file, f"{tmp_path / 'one'}/", variant=variant, container=container)
+    assert sorted(contents(tmp_path / "one")) == sorted([config, f"{stem}{dot}.{end}", *own])
+    ckptool.convert(file, tmp_path / "many", variant=variant, container=container, shard_size="64B")
+    shards = [f"{stem}{dot}-{number:05d}-of-00003.{end}" for number in (1, 2, 3)]
+    index = f"{stem}.{end}.index{dot}.json"
+    assert sorted(contents(tmp_path / "many")) == sorted([config, index, *shards, *own])
+    table = json.loads((tmp_path / "many" / index).read_text())["weight_map"]
+    for shard in shards:
+        path = tmp_path / "many" / shard
+        found = torch.load(path, weights_only=True) if bins else load_file(path)
+        assert found.keys() == {name for name, place in table.items() if place == shard}
+    for out in ("one", "many"):
+        assert_same_objects({**ckptool.load(tmp_path / out)}, {**state()})
+
+
+def test_metadata_of_the_state_dict_come_back(tmp_path: Path, run: Run) -> None:
+    file = saved(state(), tmp_path / "a.pt")
+    done = run("convert", file, "-o", f"{tmp_path / 'out'}/")
+    assert done.code == 0 and "ckptool.json keeps" in done.out and "behind: _metadata" not in done.out
+    for size in ([], ["--shard-size", "64B"]):
+        assert run("convert", tmp_path / "out", "-o", tmp_path / "back.pt", "-f").code == 0
+        back = torch.load(tmp_path / "back.pt", weights_only=True)
+        assert back._metadata == state()._metadata and type(back) is type(state())  # type: ignore[attr-defined]
+        assert run("convert", file, "-o", f"{tmp_path / 'out'}/", "-f", *size).code == 0
+    (tmp_path / "out/ckptool.json").write_text('{"schema": "ckptool.sidecar/1", "_metadata": [1], "_metadata": {}}')
+    assert run("inspect", tmp_path / "out").code == 2
+    (tmp_path / "out/ckptool.json").write_text('{"schema": "ckptool.sidecar/9"}')
+    assert "version" in run("inspect", tmp_path / "out").err
+
+
+@pytest.mark.parametrize("place", ["in", "in/checkpoint-7", "in/global_step10", "in/sharded", "in/actor"])
+def test_the_configuration_is_found_above_an_engines_tag(place: str, tmp_path: Path) -> None:
+    model_in(tmp_path / "in").unlink()
+    (tmp_path / place).mkdir(exist_ok=True)
+    ckptool.convert(saved(state(), tmp_path / place / "a.pt"), f"{tmp_path / 'out'}/")
+    assert (tmp_path / "out/config.json").exists()
+
+
+def test_the_configuration_of_verl_and_of_no_other_folder(tmp_path: Path) -> None:
+    model_in(tmp_path / "global_step_4/actor/huggingface").unlink()
+    file = saved(state(), tmp_path / "global_step_4/actor/a.pt")
+    ckptool.convert(file, f"{tmp_path / 'out'}/")
+    assert (tmp_path / "out/config.json").exists()
+    (tmp_path / "global_step_4/actor/other").mkdir()
+    file = saved(state(), tmp_path / "global_step_4/actor/other/a.pt")
+    ckptool.convert(file, f"{tmp_path / 'none'}/")
+    assert sorted(contents(tmp_path / "none")) == ["ckptool.json", "model.safetensors"]
+
+
+def test_what_goes_along_and_what_does_not(tmp_path: Path, run: Run) -> None:
+    file = model_in(
+        tmp_path / "in",
+        **{"tokenizer.json": "{}", "merges.txt": "a b", "modeling_x.py": "1/0", "notes.txt": "-", "spiece.model": "\n"},
+    )
+    saved(state(), tmp_path / "in/gensim.model")
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "in/vocab.json").symlink_to(tmp_path / "secret")
+    (tmp_path / "in/added_tokens.json").symlink_to("tokenizer.json")
+    (tmp_path / "in/tokenizer_config.json").mkdir()
+    done = run("convert", file, "-o", tmp_path / "out", "--shard-size", "1MB")
+    assert done.code == 0
+    assert sorted(contents(tmp_path / "out")) == [
+        "added_tokens.json", "ckptool.json", "config.json", "merges.txt", "model.safetensors", "spiece.model",
+        "tokenizer.json",
+    ]  # fmt: skip
+    for name, why in (
+        ("modeling_x.py", "code is never copied"),
+        ("gensim.model", "a checkpoint"),
+        ("vocab.json", "a link that leads outside"),
+        ("tokenizer_config.json", "not a file"),
+    ):
+        assert f"left behind: {name} ({why}" in done.out, name
+
+
+def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--x/blobs", tmp_path / "models--x/snapshots/abc"
+    blobs.mkdir(parents=True)
+    file = model_in(snapshot)
+    for name in ("config.json", "weights.pt"):
+        os.rename(snapshot / name, blobs / name)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    ckptool.convert(file, f"{tmp_path / 'out'}/")
+    assert not (tmp_path / "out/config.json").is_symlink() and (tmp_path / "out/config.json").exists()
+
+
+def test_a_folder_is_replaced_only_where_nothing_else_is_in_it(tmp_path: Path) -> None:
+    file, out = model_in(tmp_path / "in"), tmp_path / "out"
+    ckptool.convert(file, f"{out}/")
+    ckptool.convert(file, out, overwrite=True)
+    before = contents(out)
+    (out / "results.csv").write_text("1")
+    with pytest.raises(Conflict, match=r"results\.csv"):
+        ckptool.convert(file, out, overwrite=True)
+    (out / "results.csv").unlink()
+    assert contents(out) == before
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    ckptool.convert(file, empty)
+    assert contents(empty) == before
+
+
+def test_a_folder_of_the_same_model_has_to_have_a_configuration(tmp_path: Path) -> None:
+    file = saved(state(), tmp_path / "a.pt")
+    (tmp_path / "like").mkdir()
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        ckptool.convert(file, f"{tmp_path / 'out'}/", like=tmp_path / "like")
+    (tmp_path / "like/config.json").write_text("{")
+    with pytest.raises(Corrupt, match="is not JSON"):
+        ckptool.convert(file, f"{tmp_path / 'out'}/", like=tmp_path / "like")
+    with pytest.raises(UsageError, match="like writes a folder"):
+        ckptool.convert(file, tmp_path / "out.pt", like=tmp_path / "like")
+    with pytest.raises(UsageError, match="is not a variant"):
+        ckptool.convert(file, f"{tmp_path / 'out'}/", variant="../x")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_dtype_of_a_configuration_changes_and_nothing_else() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        names = ["float32", "bfloat16", "float16"]
+        key, old, new = rng.choice(["dtype", "torch_dtype"]), rng.choice(names), rng.choice(names)
+        config: dict[str, Any] = {"model_type": 'a "dtype": "float16" b', key: old, "eps": 1e-05, "n": float("nan")}
+        if rng.random() < 0.5:
+            config["text_config"] = {key: old, "rope": None, "é": "\u00e9"}
+        config["quantization_config"] = {"bits": 4} if rng.random() < 0.5 else {"dtype": "float16"}
+        text = json.dumps(config, indent=rng.choice([None, 2, 4]), ensure_ascii=rng.random() < 0.5)
+        found = with_dtype(text.encode(), new).decode()
+        expected = dict(config)
+        expected[key] = new
+        if "text_config" in config:
+            expected["text_config"] = {**config["text_config"], key: new}
+        assert json.dumps(json.loads(found)) == json.dumps(expected)
+        if old == new:
+            assert found == text
+        elif "dtype" not in config["quantization_config"] or new == "float16":
+            assert len(found) - len(text) == (len(new) - len(old)) * (2 if "text_config" in config else 1)
+
+
+def test_the_dtype_is_that_of_the_weights_where_they_have_one(tmp_path: Path) -> None:
+    config = {**CONFIGS["transformers"][2], "dtype": "bfloat16"}
+    file = model_in(tmp_path / "in", config)
+    ckptool.convert(file, f"{tmp_path / 'out'}/")
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float32"
+    mixed = saved({"a.weight": torch.ones(2), "b.weight": torch.ones(2).half()}, tmp_path / "in/mixed.pt")
+    ckptool.convert(mixed, f"{tmp_path / 'mixed'}/")
+    assert (tmp_path / "mixed/config.json").read_bytes() == (tmp_path / "in/config.json").read_bytes()
+
+
+def test_a_wrappers_prefix_is_said_and_kept(tmp_path: Path, run: Run) -> None:
+    wrapped = {f"module.{name}": value for name, value in state().items()}
+    like = model_in(tmp_path / "like").parent
+    done = run("convert", saved(wrapped, tmp_path / "a.pt"), "-o", f"{tmp_path / 'out'}/", "--like", like, "--json")
+    found = json.loads(done.out)
+    assert load_file(tmp_path / "out/model.safetensors").keys() == wrapped.keys()
+    (note,) = [note for note in found["notes"] if note["code"] == "prefix-module"]
+    assert run(*note["fix"][1:]).code == 0
+    assert load_file(tmp_path / "out-bare/model.safetensors").keys() == state().keys()
+    assert (tmp_path / "out-bare/config.json").exists()
+    lightning = {"state_dict": {f"model.{name}": value for name, value in state().items()}}
+    file = saved({**lightning, "pytorch-lightning_version": "2.6.6"}, tmp_path / "l.ckpt")
+    done = run("convert", file, "-o", f"{tmp_path / 'l'}/", "--like", like, "--json")
+    (note,) = [note for note in json.loads(done.out)["notes"] if note["code"] == "prefix-module"]
+    assert run(*note["fix"][1:]).code == 0
+    assert load_file(tmp_path / "l-bare/model.safetensors").keys() == state().keys()
