@@ -367,6 +367,7 @@ class PartOf:
     label: `rank 1 of 2`.  meaning: a sentence.  number, count: those of the label, where they are known.
     whole: the path of the folder or index that it is a part of; empty where that is not at hand.
     index: the name of the index that names this file, if one does: then changing this file alone breaks the set.
+    join: the command that puts a folder of members together, as argv, where that needs to be told how.
     """
 
     kind: PartKind
@@ -376,6 +377,7 @@ class PartOf:
     count: int | None = None
     whole: str = ""
     index: str = ""
+    join: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:

@@ -93,6 +93,7 @@ OUT = Slot("OUT")
 OUT_PT = Slot("OUT.pt", ".pt")
 OUT_SAFETENSORS = Slot("OUT.safetensors", ".safetensors")
 MODEL = Slot("MODEL")
+RULES = Slot("RULES.yaml")
 FOLDER = Slot("FOLDER")
 INTO = Slot(">")  # the shell's own
 

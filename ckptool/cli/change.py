@@ -253,6 +253,14 @@ def convert(
         OptimizerAs | None,
         typer.Option("--optimizer-as", help="Optimizer state by parameter names, by numbers, or state.NAME.KEY."),
     ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            "--rules",
+            metavar="FILE.yaml",
+            help="How to join the files of model-parallel ranks (Megatron's mp_rank_XX, Llama), or unstack layers.",
+        ),
+    ] = None,
     at: At = None,
     part: Part = False,
 ) -> Answers:
@@ -277,6 +285,7 @@ def convert(
             variant=variant,
             part=part,
             optimizer_as=optimizer_as.value if optimizer_as else None,
+            rules_file=rules,
         ),
     )
 

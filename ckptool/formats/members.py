@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartKind, PartOf
+from ckptool.checkpoint.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, read_small
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
 from ckptool.formats.parts import (
+    CONSOLIDATED,
     FSDP_RANKS,
     LAYER,
     MEMBERS,
@@ -60,13 +62,14 @@ class MemberFiles:
     (`mp_rank_00/model_optim_rng.pt`).
 
     missing: those that it says or shows it once had.  beside_weights: weights stand for the folder; these are its other
-    files.
+    files.  by_rules: they are joined where rules say how.
     """
 
     kind: str
     names: tuple[str, ...]
     missing: tuple[str, ...] = ()
     beside_weights: bool = False
+    by_rules: bool = False
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -116,7 +119,8 @@ def _lacking(layout: MemberFiles, world: int) -> Iterator[str]:
     for pattern in (STATES, OF_WORLD, FSDP_RANKS):
         yield from _gaps(layout.names, pattern, world)
     ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
-    yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world))
+    stages = {found["rest"] for rank in ranks if (found := MODEL_PARALLEL.fullmatch(rank))}
+    yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages))))
 
 
 def beside_weights(folder: Folder, joined: Collection[str] = ()) -> tuple[MemberFiles, PartOf] | None:
@@ -161,9 +165,17 @@ def _counted(folder: Folder, layout: MemberFiles, wrong: dict[str, str]) -> Part
     ]
     problems += [f"{printable(name)} is missing" for name in layout.missing]
     meaning = f"{layout.kind}; " + (
-        listed(problems, 3) if problems else "all of its files are there; they are not joined here"
+        listed(problems, 3) if problems else f"all of its files are there; {_NOT_JOINED[layout.by_rules]}"
     )
-    return PartOf(PartKind.MEMBERS, f"{whole:,} of {counted(count, 'member')}", meaning, whole, count, folder.path)
+    label = f"{whole:,} of {counted(count, 'member')}"
+    join = command("convert", folder.path, rules=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
+    return PartOf(PartKind.MEMBERS, label, meaning, whole, count, folder.path, join=join)
+
+
+_NOT_JOINED = (
+    "they are not joined here",
+    "each has a part of the tensors, and a file of rules has to say which: column, row, glu, qkv, replicated",
+)
 
 
 def opened(folder: Folder, layout: MemberFiles) -> Iterator[tuple[str, Checkpoint | CkptoolError]]:
@@ -262,7 +274,15 @@ def _model_parallel(folder: Folder, beside: bool) -> MemberFiles | None:
     if not inside or beside:
         return None
     missing = [f"{rank}/" for rank in (*_gaps(ranks, MODEL_PARALLEL), *(r for r in ranks if not _names_in(folder, r)))]
-    return MemberFiles("a Megatron checkpoint", tuple(inside), tuple(missing))
+    return MemberFiles("a Megatron checkpoint", tuple(inside), tuple(missing), by_rules=True)
+
+
+def _consolidated(folder: Folder, beside: bool) -> MemberFiles | None:
+    """Llama's files, one for each rank of tensor parallelism; one alone is the model."""
+    names = [name for name in folder.names if CONSOLIDATED.fullmatch(name)]
+    if len(names) < 2 or beside:
+        return None
+    return MemberFiles("a checkpoint as Llama has them", tuple(names), tuple(_gaps(names, CONSOLIDATED)), by_rules=True)
 
 
 def _pipeline(folder: Folder, beside: bool) -> MemberFiles | None:
@@ -333,7 +353,13 @@ def _modules(folder: Folder) -> Iterator[tuple[str, str]]:
             yield path.strip("/"), "weights" if has else "files" if inside else ""
 
 
-_KINDS: tuple[Callable[[Folder, bool], MemberFiles | None], ...] = (_ranks, _model_parallel, _pipeline, _training)
+_KINDS: tuple[Callable[[Folder, bool], MemberFiles | None], ...] = (
+    _ranks,
+    _model_parallel,
+    _consolidated,
+    _pipeline,
+    _training,
+)
 
 
 def _table(folder: Folder, name: str, kind: type = dict) -> Any:

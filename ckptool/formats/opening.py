@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, PartKind
-from ckptool.checkpoint.commands import Advice, command
+from ckptool.checkpoint.commands import Advice, Command, command
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import find
 from ckptool.errors import OnlyAPart, Truncated, UsageError, counted, printable, quoted
@@ -85,7 +85,9 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
     if found.kind is PartKind.MEMBERS:
         what = f"{printable(found.whole)} is a folder, of which {found.label} are there and whole"
         why = f"{found.meaning[:1].upper()}{found.meaning[1:]}."
-        raise OnlyAPart(what, why, f"Name one of its files: {quoted(_member(checkpoint))}; or {take}")
+        name = f"ame one of its files: {quoted(_member(checkpoint))}; or {take}"
+        join = ("Say how: ", Command(found.join), f" (docs/formats.md has rules to start from); or n{name}")
+        raise OnlyAPart(what, why, Advice(*join) if found.join else f"N{name}")
     raise OnlyAPart(
         f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {found.label}",
         f"{found.meaning[:1].upper()}{found.meaning[1:]}.",

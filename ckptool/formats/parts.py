@@ -65,7 +65,7 @@ OF_WORLD = NamePattern(
 FSDP_RANKS = NamePattern("_rank", r"(?P<set>(?:pytorch_model_fsdp|optimizer)_\d+_rank)(?P<rank>\d{1,6})(?P<rest>)\.bin")
 PIECES = NamePattern("shard-", r"(?P<set>shard-)(?P<rank>\d{5})-(?P<rest>model-\d{5}-of-\d{5})\.safetensors")
 MODEL_PARALLEL = NamePattern("mp_rank_", r"(?P<set>mp_rank_)(?P<rank>\d\d)(?P<rest>(?:_\d\d\d){0,2})")
-_CONSOLIDATED = NamePattern("consolidated.", r"consolidated\.(?P<rank>\d\d)\.(?:pth|pt|safetensors)")
+CONSOLIDATED = NamePattern("consolidated.", r"(?P<set>consolidated\.)(?P<rank>\d\d)(?P<rest>\.(?:pth|pt|safetensors))")
 _RANK_IN_NAME = NamePattern("rank", r"(?s)(?:.*?[-_.])?rank[-_]?(?P<rank>\d{1,6})(?!\d).*")
 
 _DISTRIBUTED = ("DTensor", "ShardedTensor")
@@ -324,8 +324,8 @@ def _of_model_parallel(top: dict[Any, Any], file: _File) -> PartOf | None:
     """A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama)."""
     if found := MODEL_STATES.fullmatch(file.name):
         return _one_of(found["rank"], file.matching(MODEL_STATES), top.get("mp_world_size"))
-    if found := _CONSOLIDATED.fullmatch(file.name):
-        return _one_of(found["rank"], file.matching(_CONSOLIDATED), None)
+    if found := CONSOLIDATED.fullmatch(file.name):
+        return _one_of(found["rank"], file.matching(CONSOLIDATED), None)
     world = _megatron_world(top)
     if found := MODEL_PARALLEL.fullmatch(file.folder_name):
         above = os.path.dirname(os.path.dirname(absolute(file.path)))

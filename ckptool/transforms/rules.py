@@ -183,20 +183,7 @@ def read_rules(path: str) -> list[Rule]:
     """
     import yaml
 
-    from ckptool.checkpoint.files import read_small_text
-
-    text = read_small_text(path, "a file of rules", MAX_RULES)
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        line, problem = _place_in(text, error)
-        raise UsageError(
-            f"{printable(path)}, line {line}: {problem}", "The rules file is not valid YAML.", RULES_LOOK
-        ) from None
-    except RecursionError:
-        raise UsageError(
-            f"{printable(path)} is nested too deep", "Rules are strings in one list.", RULES_LOOK
-        ) from None
+    node = yaml_node(path, MAX_RULES, RULES_LOOK)
     if isinstance(node, yaml.MappingNode) and len(node.value) == 1 and node.value[0][0].value == "rules":
         node = node.value[0][1]
     if isinstance(node, yaml.MappingNode):
@@ -210,6 +197,27 @@ def read_rules(path: str) -> list[Rule]:
             RULES_LOOK,
         )
     return [parse_rule(text, f"{printable(path)}, line {item.start_mark.line + 1}") for text, item in pairs]
+
+
+def yaml_node(path: str, most: int, look: str) -> Any:
+    """The tree of a YAML file of at most so many bytes, with its lines; nothing is constructed. look: a file of them.
+
+    Raises `UsageError` that points at the line, `FileProblem` if the file cannot be read.
+    """
+    import yaml
+
+    from ckptool.checkpoint.files import read_small_text
+
+    text = read_small_text(path, "a file of rules", most)
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        line, problem = _place_in(text, error)
+        raise UsageError(
+            f"{printable(path)}, line {line}: {problem}", "The rules file is not valid YAML.", look
+        ) from None
+    except RecursionError:
+        raise UsageError(f"{printable(path)} is nested too deep", "Rules are not nested like this.", look) from None
 
 
 def _place_in(text: str, error: Any) -> tuple[int, str]:

@@ -34,6 +34,7 @@ from ckptool.transforms.flatten import (
     siblings,
     transient,
 )
+from ckptool.transforms.join_ranks import open_by_rules
 from ckptool.transforms.optimizer_names import with_optimizers
 from ckptool.transforms.weights_only import weights_only as plain_values
 from ckptool.verbs._save import Output, SaveOptions, output_of, save, written
@@ -61,6 +62,7 @@ def convert(
     optimizer_as: str | None = None,
     like: PathLike | None = None,
     variant: str = "",
+    rules_file: PathLike | None = None,
     **options: Unpack[SaveOptions],
 ) -> Written:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
@@ -75,6 +77,7 @@ def convert(
     like: a folder of the same model, whose configuration and tokenizer a folder of weights gets; else those beside the
     input.  variant: stands in the names of its weights (`model.fp16.safetensors`).
     optimizer_as: the state of optimizers by `names` of the parameters, by `ids`, or `flat` (`state.NAME.KEY`).
+    rules_file: a YAML file that says how the files of model-parallel ranks are joined, and layers unstacked.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     _refuse_usage(ties, out)
@@ -82,7 +85,7 @@ def convert(
         out = os.path.join(out, "")  # a folder that is there is written as one
     output = output_of("convert", out, options)
     only, exclude = several(only), several(exclude)
-    opened = open_whole(file, at, part=part)
+    opened = open_whole(file, at, part=part) if rules_file is None else open_by_rules(file, rules_file, at, part=part)
     taken, named = opened.taken, opened.at is not None
     made_plain: tuple[str, ...] = ()
     unsaved: list[str] = []

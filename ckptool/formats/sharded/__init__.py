@@ -65,7 +65,9 @@ def candidates(folder: Folder) -> list[str]:
     """The names of which one stands for a folder: its indexes, else its single files, else their variants."""
     indexes = [name for name in folder.names if _is_index(name)]
     usual = [name for name in indexes if name.endswith(".index.json")]
-    singles = {name: found for name in folder.names if (found := SINGLE.fullmatch(name))}
+    # Beside another, it is what one of several ranks has.
+    names = [name for name in folder.names if name != "consolidated.00.pth" or "consolidated.01.pth" not in folder]
+    singles = {name: found for name in names if (found := SINGLE.fullmatch(name))}
     plain = [name for name, found in singles.items() if not found["variant"]]
     variants = indexes or list(singles)
     return usual or plain or ([] if ".metadata" in folder else variants)

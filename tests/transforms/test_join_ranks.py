@@ -1,0 +1,265 @@
+"""Ranks of tensor and pipeline parallelism joined by rules. The judges: Megatron-Core's own model on one rank
+(`fixtures/engines/megatron-mp-rank`), and random models that are divided here as its source divides them."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.errors import CkptoolError, Conflict, NoMatch, OnlyAPart, Truncated, Unsupported, UsageError
+from tests.support.cli import Run
+from tests.support.engine_cases import ROOT
+
+CASE = ROOT / "megatron-mp-rank"
+State = dict[str, torch.Tensor]
+
+
+def joined(folder: Path, rules: Path | str) -> State:
+    """The weights that `convert --rules` writes. rules: a file, or its text."""
+    if isinstance(rules, str):
+        (path := folder.parent / "rules.yaml").write_text(rules)
+        rules = path
+    out = folder.parent / "joined.safetensors"
+    ckptool.convert(folder, out, rules_file=rules, overwrite=True)
+    return load_file(out)
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_ranks_of_megatrons_own_model_are_what_it_loads_on_one_rank(tmp_path: Path, run: Run) -> None:
+    shutil.copytree(CASE / "checkpoint", tmp_path / "run" / "iter_0000100")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("100")
+    for folder in (tmp_path / "run" / "iter_0000100", tmp_path / "run"):
+        out = tmp_path / f"{folder.name}.safetensors"
+        done = run("convert", str(folder), "--rules", str(CASE / "rules.yaml"), "-o", str(out))
+        assert done.code == 0 and "left behind: ranks" in done.out, done
+        assert same(load_file(out), load_file(CASE / "weights.safetensors"))
+    done = run("convert", str(folder), "--rules", str(CASE / "rules.yaml"), "-o", str(tmp_path / "all.pt"))
+    assert done.code == 0, done
+    found = ckptool.open(tmp_path / "all.pt")
+    assert list(found["ranks"]["mp_rank_01_000"]) == ["args", "checkpoint_version", "iteration", "opt_param_scheduler",
+                                                      "rng_state"]  # fmt: skip
+
+
+def test_stacked_layers_become_one_tensor_for_each(tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text("unstack: [decoder.layers]")
+    folder = ROOT / "megatron-torch-dist" / "checkpoint"
+    ckptool.convert(folder, tmp_path / "a.safetensors", rules_file=tmp_path / "rules.yaml")
+    stacked, expected = load_file(ROOT / "megatron-torch-dist" / "weights.safetensors"), dict[str, torch.Tensor]()
+    for name, value in stacked.items():
+        if name.startswith("decoder.layers."):
+            expected |= {f"decoder.layers.{n}.{name[15:]}": layer for n, layer in enumerate(value)}
+        else:
+            expected[name] = value
+    assert same(load_file(tmp_path / "a.safetensors"), expected)
+    ckptool.convert(folder, tmp_path / "a.pt", rules_file=tmp_path / "rules.yaml")
+    optimizer = ckptool.open(tmp_path / "a.pt")["optimizer"]
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    assert optimizer["state"][name]["exp_avg"].shape == (12, 8) and optimizer["state"][name]["step"].shape == ()
+    assert name in optimizer["param_groups"][0]["params"]
+
+
+# As Megatron divides a model ---------------------------------------------------------------------------------------
+
+RULES = """
+join:
+  embedding.weight: {{vocab: {vocab}}}
+  '*.qkv.weight': {{qkv: {{heads: {heads}, kv_heads: {groups}, head_dim: 3}}}}
+  '*.blocks.weight': {{qkv_blocks: {{heads: {heads}, kv_heads: {groups}}}}}
+  '*.fc1.*': glu
+  're:^.*\\.(proj|fc2)\\.weight$': row
+  '*.up.bias': column
+  '*': replicated
+layers: [decoder.layers]
+"""
+
+
+def share(name: str, full: torch.Tensor, rank: int, world: int, groups: int, queries: int) -> torch.Tensor:
+    """A rank's part of a tensor, by tensor_parallel/layers.py, mlp.py and attention.py."""
+    if name.startswith("embedding"):
+        padded = torch.cat([full, torch.zeros(-full.shape[0] % (4 * world), full.shape[1])])
+        return padded.chunk(world)[rank]
+    if ".fc1." in name:
+        return torch.cat([half.chunk(world)[rank] for half in full.chunk(2)])
+    if ".qkv." in name:
+        return full.view(groups, (queries + 2) * 3, -1).chunk(world)[rank].reshape(-1, full.shape[1])
+    if ".blocks." in name:
+        parts = full.split([3 * groups * queries, 3 * groups, 3 * groups])
+        return torch.cat([part.chunk(world)[rank] for part in parts])
+    if ".proj." in name or ".fc2." in name:
+        return full.chunk(world, dim=1)[rank]
+    return full.chunk(world)[rank] if ".up." in name else full
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    world=st.sampled_from([1, 2, 4]),
+    stages=st.integers(1, 3),
+    virtual=st.integers(1, 2),
+    depth=st.integers(1, 2),
+    queries=st.integers(1, 3),
+    vocab=st.integers(3, 21),
+    seed=st.integers(0, 99),
+)
+def test_a_model_that_is_divided_as_megatron_does_is_joined(
+    world: int, stages: int, virtual: int, depth: int, queries: int, vocab: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    groups, count = world, stages * virtual * depth
+    shapes = {"qkv.weight": (groups * (queries + 2) * 3, 5), "blocks.weight": (groups * (queries + 2) * 3, 5),
+              "fc1.weight": (8 * world, 5), "fc1.bias": (8 * world,), "fc2.weight": (5, 4 * world),
+              "proj.weight": (5, 2 * world), "up.bias": (world * 3,), "norm.weight": (5,)}  # fmt: skip
+    full = {f"decoder.layers.{n}.{name}": torch.randn(shape) for n in range(count) for name, shape in shapes.items()}
+    full |= {"embedding.weight": torch.randn(vocab, 5), "decoder.norm.weight": torch.randn(5)}
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "iter"
+        for rank in range(world):
+            for stage in range(stages):
+                chunks = [State() for _ in range(virtual)]
+                for name, value in full.items():
+                    part = share(name, value, rank, world, groups, queries)
+                    if name.startswith("decoder.layers."):
+                        number, _, rest = name[15:].partition(".")
+                        place, local = divmod(int(number), depth)
+                        if place % stages == stage:
+                            chunks[place // stages][f"decoder.layers.{local}.{rest}"] = part.clone()
+                    elif stage == (0 if name.startswith("embedding") else stages - 1):
+                        chunks[0 if name.startswith("embedding") else -1][name] = part.clone()
+                own = folder / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (stages > 1))
+                own.mkdir(parents=True)
+                models = {"model": chunks[0]} if virtual == 1 else {f"model{n}": c for n, c in enumerate(chunks)}
+                torch.save({**models, "iteration": 7, "rng_state": [torch.ones(3)]}, own / "model_optim_rng.pt")
+        rules = RULES.format(vocab=vocab, heads=groups * queries, groups=groups)
+        assert same(joined(folder, rules), full)
+
+
+def test_llamas_files_are_joined(tmp_path: Path, run: Run) -> None:
+    (folder := tmp_path / "llama").mkdir()
+    full = {"layers.0.wq.weight": torch.randn(8, 6), "layers.0.wo.weight": torch.randn(6, 8), "norm": torch.ones(6)}
+    for rank in range(2):
+        wq, wo, norm = full.values()
+        torch.save(dict(zip(full, (wq.chunk(2)[rank].clone(), wo.chunk(2, 1)[rank].clone(), norm), strict=True)),
+                   folder / f"consolidated.{rank:02d}.pth")  # fmt: skip
+    assert same(joined(folder, "join: {'*.wq.*': column, '*.wo.*': row, norm: replicated}"), full)
+    assert "2 of 2 members" in run("inspect", str(folder)).out
+    (folder / "consolidated.01.pth").rename(folder / "consolidated.02.pth")
+    with pytest.raises(Truncated, match="3 ranks"):
+        joined(folder, "join: {'*': column}")
+
+
+# Refused -----------------------------------------------------------------------------------------------------------
+
+
+def ranks(folder: Path, *states: State, **entries: object) -> Path:
+    """A folder of tensor-parallel ranks with these models."""
+    for rank, state in enumerate(states):
+        (own := folder / f"mp_rank_{rank:02d}").mkdir(parents=True)
+        torch.save({"model": state, **entries}, own / "model_optim_rng.pt")
+    return folder
+
+
+def refused(folder: Path, rules: str, kind: type[CkptoolError], *words: str) -> None:
+    with pytest.raises(kind) as caught:
+        joined(folder, rules)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert caught.value.why or caught.value.fix
+    assert not (folder.parent / "joined.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ("join: [a]", "line 1: not a mapping"),
+        ("[1]", "line 1: not a mapping"),
+        ("", "not a mapping"),
+        ("join:\n  a: col", "line 2: 'col' is no way of joining"),
+        ("join:\n  a: row\n  a: column", "line 3: 'a' stands there twice"),
+        ("joins: {}", "line 1: 'joins' is none of join, layers, unstack"),
+        ("join: {a: vocab}", "line 1: vocab takes rows"),
+        ("join: {a: {vocab: x}}", "vocab takes rows"),
+        ("join: {a: {vocab: 99999999999999}}", "vocab takes rows"),
+        ("join: {a: {glu: 2}}", "glu takes no numbers"),
+        ("join: {a: {row: 1, column: 2}}", "where a name should be"),
+        ("join: {a: {qkv: {heads: 4, kv_heads: 3, head_dim: 1}}}", "multiple of kv_heads"),
+        ("join: {a: {qkv: {heads: 4}}}", "qkv takes heads, kv_heads, head_dim"),
+        ("join: {'re:(': row}", "line 1: 're:(' is not a regular expression"),
+        ("join: {a: !!python/object:os.system row, b: [1}", "not valid YAML"),
+        ("layers: [[a]]", "where a name should be"),
+    ],
+)
+def test_rules_that_make_no_sense_are_named_by_their_line(tmp_path: Path, rules: str, words: str) -> None:
+    refused(ranks(tmp_path / "f", {"a": torch.ones(2)}), rules, UsageError, words)
+
+
+def test_a_tensor_that_no_rule_matches_is_named(tmp_path: Path) -> None:
+    folder = ranks(tmp_path / "f", *[{"a.weight": torch.ones(2), "b.weight": torch.ones(2)}] * 2)
+    refused(folder, "join: {a.*: replicated}", UsageError, "no rule for 1 tensor: b.weight")
+    refused(folder, "join: {'*': replicated, a.*: row}", NoMatch, "'a.*': row", "line 1")
+    assert same(joined(folder, "join: {a.*: column, '*': skip}"), {"a.weight": torch.ones(4)})
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("row", "has 1 dimension"),
+        ("glu", "not a multiple of 2"),
+        ("{vocab: 7}", "has 6 rows in all"),
+        ("{qkv: {heads: 2, kv_heads: 2, head_dim: 2}}", "6 rows in all, and 12 would be"),
+        ("{qkv_blocks: {heads: 2, kv_heads: 1}}", "not a multiple of 4"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_its_rule_is_named(tmp_path: Path, rule: str, words: str) -> None:
+    folder = ranks(tmp_path / "f", *[{"a.weight": torch.ones(3)}] * 2)
+    refused(folder, f"join: {{a.*: {rule}}}", UsageError, "a.weight", words, "'a.*'")
+
+
+def test_replicas_have_to_agree_unless_the_first_will_do(tmp_path: Path) -> None:
+    folder = ranks(tmp_path / "f", {"n": torch.ones(2)}, {"n": torch.zeros(2)})
+    refused(folder, "join: {n: replicated}", Conflict, "n: mp_rank_00 and mp_rank_01 differ", "'n': replicated")
+    assert same(joined(folder, "join: {n: first}"), {"n": torch.ones(2)})
+
+
+def test_ranks_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
+    weights = {"w": torch.ones(2)}
+    folder = ranks(tmp_path / "a", weights, weights, args=Namespace(tensor_model_parallel_size=4))
+    refused(folder, "join: {w: column}", Truncated, "2 files of 4 ranks")
+    folder = ranks(tmp_path / "b", weights, weights, iteration=1)
+    torch.save({"model": weights, "iteration": 2}, folder / "mp_rank_01" / "model_optim_rng.pt")
+    refused(folder, "join: {w: column}", Conflict, "mp_rank_00 is of iteration 1, mp_rank_01 of 2")
+    (folder / "mp_rank_01" / "model_optim_rng.pt").write_bytes(b"")
+    refused(folder, "join: {w: column}", Truncated, "mp_rank_01", "empty")
+    (folder / "mp_rank_01" / "model_optim_rng.pt").unlink()
+    refused(folder, "join: {w: column}", Truncated, "mp_rank_01 has no model_optim_rng.pt")
+    folder = ranks(tmp_path / "c", weights, {})
+    refused(folder, "join: {w: column}", UsageError, "w is not in the files of tensor rank 1")
+    folder = ranks(tmp_path / "d", weights, args=Namespace(expert_model_parallel_size=2))
+    refused(folder, "join: {w: column}", Unsupported, "expert parallelism")
+    folder = ranks(tmp_path / "e", {"w": torch.ones(2, 2)}, {"w": torch.ones(2, 3)})
+    refused(folder, "join: {w: column}", CkptoolError, "w [4, 2]", "mp_rank_01 has elements outside of it")
+
+
+def test_without_rules_a_folder_of_ranks_is_said_to_need_them(tmp_path: Path, run: Run) -> None:
+    folder = ranks(tmp_path / "f", {"w": torch.ones(2)}, {"w": torch.ones(2)})
+    with pytest.raises(OnlyAPart, match=r"--rules RULES.yaml"):
+        ckptool.convert(folder, tmp_path / "out.pt")
+    assert run("verify", str(folder)).code == 0
+    with pytest.raises(UsageError, match="no files of model-parallel ranks"):
+        joined(tmp_path / "f" / "mp_rank_00", "join: {w: column}")
+
+
+def test_stacked_layers_of_different_numbers_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"layers.w.weight": torch.ones(2, 3), "layers.b.weight": torch.ones(3)}, path)
+    refused(path, "unstack: layers", UsageError, "layers.w.weight has 2 layers, layers.b.weight has 3")
+    refused(path, "unstack: blocks.", NoMatch, "begins with blocks.")
