@@ -98,6 +98,8 @@ FORMATS: tuple[Format, ...] = (
     Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True),
     Format("deepspeed-universal", "deepspeed.universal", is_folder=True),
     Format("deepspeed", "deepspeed", is_folder=True),
+    Format("rank-files", "rank_files", is_folder=True),
+    Format("hf-pieces", "hf_pieces", is_folder=True, tensors_only=True),
     Format("folder", "members", is_folder=True, joined=False),
     Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),
     Format("torchscript", "torchscript", _ZIP, is_program=True),

@@ -7,8 +7,7 @@ only looked at: whether each is whole.
 
 Source: transformers/trainer.py (`_save_checkpoint`: weights, optimizer, scheduler, random states, and
 `trainer_state.json` last), accelerate/checkpointing.py (random states last), deepspeed/runtime/engine.py,
-megatron/training/checkpointing.py, diffusers (`model_index.json`), sentence-transformers (`modules.json`), verl
-(`*_world_size_W_rank_R.pt`).
+megatron/training/checkpointing.py, diffusers (`model_index.json`), sentence-transformers (`modules.json`).
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ def _world(found: Checkpoint) -> int:
 
 def _lacking(layout: MemberFiles, world: int) -> Iterator[str]:
     """The files of ranks that are not there, of a world of this size."""
-    for pattern in (STATES, OF_WORLD, FSDP_RANKS):
-        yield from _gaps(layout.names, pattern, world)
+    yield from _gaps(layout.names, STATES, world)
     ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
     stages = {found["rest"] for rank in ranks if (found := MODEL_PARALLEL.fullmatch(rank))}
     yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages))))
@@ -221,19 +219,13 @@ def read_json(folder: Folder, name: str) -> dict[str, Any]:
 
 
 def _ranks(folder: Folder, beside: bool) -> MemberFiles | None:
-    """Files that each rank saved for itself."""
-    for patterns, kind in (
-        ((STATES, MODEL_STATES, LAYER), "a DeepSpeed checkpoint"),
-        ((OF_WORLD,), "a checkpoint of which each rank saved its share"),
-        ((FSDP_RANKS,), "a checkpoint of which each rank saved its share"),
-        ((PIECES,), "a checkpoint that torch.distributed.checkpoint wrote as safetensors, in pieces"),
-    ):
-        names = [name for name in folder.names if any(pattern.fullmatch(name) for pattern in patterns)]
-        if names and not beside:
-            more = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name)]
-            missing = [*_gaps(names, patterns[0]), *_gaps(names, patterns[-1]), *_without_model(names)]
-            return MemberFiles(kind, (*names, *more), tuple(dict.fromkeys(missing)))
-    return None
+    """Files of DeepSpeed that each rank saved for itself."""
+    names = [name for name in folder.names if any(kind.fullmatch(name) for kind in (STATES, MODEL_STATES, LAYER))]
+    if not names or beside:
+        return None
+    more = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name)]
+    missing = [*_gaps(names, STATES), *_gaps(names, LAYER), *_without_model(names)]
+    return MemberFiles("a DeepSpeed checkpoint", (*names, *more), tuple(dict.fromkeys(missing)))
 
 
 def _gaps(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
@@ -249,8 +241,7 @@ def _gaps(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[st
         example = next(iter(ranks.values()))
         place = pattern.fullmatch(example)
         assert place is not None
-        first = 1 if pattern is PIECES else 0
-        for rank in range(first, world):
+        for rank in range(world):
             if len(missing) >= MAX_MEMBERS:  # names are made up as easily as numbers in them
                 return missing
             if rank not in ranks:
@@ -385,7 +376,8 @@ def claimed(folder: Folder) -> set[str]:
     """The names in a checkpoint's folder that belong to it: its index and shards, the ranks' files, its members."""
     layout = layout_of(folder, beside=True) or layout_of(folder)
     names = {name.partition("/")[0] for name in (layout.names if layout is not None else ())}
-    return names | {name for name in folder.names if _OF_A_CHECKPOINT.fullmatch(name) or BESIDE_WEIGHTS.fullmatch(name)}
+    kinds = (_OF_A_CHECKPOINT, BESIDE_WEIGHTS, OF_WORLD, FSDP_RANKS, PIECES)
+    return names | {name for name in folder.names if any(kind.fullmatch(name) for kind in kinds)}
 
 
 def step_of(folder: str) -> dict[str, Any]:

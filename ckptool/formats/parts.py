@@ -26,6 +26,7 @@ from ckptool.checkpoint.files import Folder, Input, read_small
 from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, OnlyAPart, counted, listed, printable
+from ckptool.formats.placements import distributed
 
 CODE, MEMBERS = "part", "members"  # of the notes
 MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
@@ -62,13 +63,14 @@ LAYER = NamePattern(
 OF_WORLD = NamePattern(
     "_world_size_", r"(?P<set>.+_world_size_(?P<world>\d{1,6})_rank_)(?P<rank>\d{1,6})(?P<rest>)\.pt"
 )
-FSDP_RANKS = NamePattern("_rank", r"(?P<set>(?:pytorch_model_fsdp|optimizer)_\d+_rank)(?P<rank>\d{1,6})(?P<rest>)\.bin")
+FSDP_RANKS = NamePattern(
+    "_rank", r"(?P<set>(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank)(?P<rank>\d{1,6})(?P<rest>)\.bin"
+)
 PIECES = NamePattern("shard-", r"(?P<set>shard-)(?P<rank>\d{5})-(?P<rest>model-\d{5}-of-\d{5})\.safetensors")
 MODEL_PARALLEL = NamePattern("mp_rank_", r"(?P<set>mp_rank_)(?P<rank>\d\d)(?P<rest>(?:_\d\d\d){0,2})")
 CONSOLIDATED = NamePattern("consolidated.", r"(?P<set>consolidated\.)(?P<rank>\d\d)(?P<rest>\.(?:pth|pt|safetensors))")
 _RANK_IN_NAME = NamePattern("rank", r"(?s)(?:.*?[-_.])?rank[-_]?(?P<rank>\d{1,6})(?!\d).*")
 
-_DISTRIBUTED = ("DTensor", "ShardedTensor")
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
 _ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and this is one of them"
 
@@ -204,59 +206,11 @@ def _is_weight(key: Any) -> bool:
 
 def _count_distributed(tensor: Composite, facts: _Facts) -> None:
     """Counts a tensor of torch.distributed, and whether all of it is there."""
-    made = tensor.made
-    for _ in range(4):  # a Parameter of it
-        args = made.args
-        if type(args) is not tuple or not args or not isinstance(args[0], Composite):
-            break
-        made = args[0].made
-    args = made.args
-    if type(args) is not tuple or len(args) < 4 or type(args[1]) is not Global:
-        return
-    if args[1].module.startswith("torch.distributed") and args[1].name in _DISTRIBUTED:
-        is_whole = _dtensor_is_whole if args[1].name == "DTensor" else _sharded_is_whole
+    found = distributed(tensor)
+    if found is not None:
         facts.tensors += 1
-        facts.shared += not is_whole(tensor, args[3], facts)
-
-
-def _dtensor_is_whole(tensor: Composite, state: Any, facts: _Facts) -> bool:
-    fields: dict[Any, Any] = {}
-    for each in state if isinstance(state, tuple) else (state,):  # its dictionary, and its slots
-        fields |= each if isinstance(each, dict) else {}
-    if not isinstance(fields.get("_spec"), Object):
-        return False
-    spec, local = fields["_spec"].attributes, fields.get("_local_tensor")
-    mesh = spec["mesh"].attributes if isinstance(spec.get("mesh"), Object) else {}
-    _note_ranks(facts, mesh.get("_rank"), _size_of_mesh(mesh))
-    kinds = [each.name.rpartition(".")[2] for each in _items(spec.get("placements")) if isinstance(each, Object)]
-    is_sum = any(kind.endswith("Partial") for kind in kinds)
-    return not is_sum and isinstance(local, (TensorEntry, Composite)) and local.shape == tensor.shape
-
-
-def _items(node: Any) -> Iterable[Any]:
-    return node if isinstance(node, (list, tuple)) else ()
-
-
-def _size_of_mesh(mesh: dict[Any, Any]) -> int | None:
-    """The number of devices of a mesh; the name of its table differs between versions of torch."""
-    for name in ("_flatten_rank_map", "mesh", "_rank_map"):
-        table = mesh.get(name)
-        if isinstance(table, TensorEntry):
-            return table.numel
-        if isinstance(table, (tuple, list)):
-            return len(table)
-    return None
-
-
-def _sharded_is_whole(tensor: Composite, state: Any, facts: _Facts) -> bool:
-    """A `ShardedTensor`: its state is the local shards, a table of all of them, and the ranks of the process group."""
-    if not isinstance(state, (tuple, list)) or len(state) < 2:
-        return False
-    group = state[2].attributes if len(state) > 2 and isinstance(state[2], Object) else {}
-    _note_ranks(facts, group.get("global_rank"), group.get("global_world_size"))
-    shards = [shard.attributes.get("tensor") for shard in _items(state[0]) if isinstance(shard, Object)]
-    here = sum(local.numel for local in shards if isinstance(local, TensorEntry))
-    return tensor.shape is not None and here >= prod(tensor.shape)
+        facts.shared += not found.is_whole
+        _note_ranks(facts, *found.ranks)
 
 
 def _note_ranks(facts: _Facts, rank: Any, world: Any) -> None:

@@ -108,9 +108,10 @@ class _Judge:
             stack += steps
 
     def _of_object(self, node: Object, trail: Trail, argument: bool) -> Iterator[_Step]:
-        if type(node.fn) is not Global and not is_own(_class_of(node.fn)):
+        of = _class_of(node.fn)
+        kind = kind_of(of)
+        if type(node.fn) is not Global and kind is None and not is_own(of):
             yield node.fn, trail, True
-        kind = kind_of(node.fn)
         state_at = kind.state_at if kind is not None else NOWHERE
         given = (id(node.args), state_at, argument)
         if given not in self.given:  # the same may be given again and again
@@ -153,7 +154,7 @@ def _names_part(args: Any) -> bool:
 
 def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[NameUse]:
     """The use of the class of an object, whatever is in it. Arguments are used during a call: they must be inert."""
-    kind, bare = kind_of(node.fn), node.how == "new" and not node.args and not node.kwargs
+    kind, bare = kind_of(_class_of(node.fn)), node.how == "new" and not node.args and not node.kwargs
     if kind is None:
         custom = bare and is_own(_class_of(node.fn))
     elif _fits(kind, node, bare):

@@ -150,7 +150,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta Shard Replicate Partial _Partial"
             " Placement",
             "torch.distributed._tensor.dispatch": "TensorMeta",
-            "torch.distributed._shard.sharded_tensor.api": "ShardedTensor",
+            "torch.distributed._shard.sharded_tensor.api": "ShardedTensor ShardedTensor.ProcessGroupState",
             "torch.distributed._shard.sharded_tensor.shard": "Shard",
             "torch.distributed._shard.metadata": "ShardMetadata",
             "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
@@ -168,7 +168,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "torch.distributed.tensor._dtensor_spec": "TensorMeta ShardOrderEntry",
             "torch.distributed.tensor.placement_types": "Placement Shard Replicate Partial _Partial _StridedShard"
             " _MaskPartial",
-            "torch.distributed._mesh_layout": "_MeshLayout",
+            "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
             "torch.distributed.remote_device": "_remote_device",
             "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties"
             " MEM_FORMAT_ENCODING",

@@ -116,8 +116,8 @@ def test_shards_without_their_index(tmp_path: Path) -> None:
         read(folder)
     for path in list(folder.iterdir()):
         path.rename(folder / f"shard-00001-{path.name}")
-    found = read(folder)
-    assert found.part is not None and found.part.label == "3 of 3 members" and len(found.tree) == 3
+    with pytest.raises(Corrupt, match="DCP_SHARDING_INFO"):
+        read(folder)
 
 
 def test_ties_that_the_hubs_savers_record_in_the_index(tmp_path: Path) -> None:

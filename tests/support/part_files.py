@@ -228,14 +228,6 @@ def sentence_folder(folder: Path) -> Path:
     return folder
 
 
-def ranks_folder(folder: Path) -> Path:
-    """Each of two ranks' file, by the names that say so."""
-    for rank in range(2):
-        saved_below({"lr_scheduler": {"last_epoch": 3}}, folder / f"extra_state_world_size_2_rank_{rank}.pt")
-        saved_below(random_weights("fc.weight"), folder / f"model_world_size_2_rank_{rank}.pt")
-    return folder
-
-
 # Folders of members, each with how many it has, and a member without which it is not complete.
 FOLDERS: dict[str, tuple[Callable[[Path], Path], int, str]] = {
     "trainer": (trainer_folder, 6, "optimizer.pt"),
@@ -244,6 +236,5 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], int, str]] = {
     "diffusers": (pipeline_folder, 2, "vae/diffusion_pytorch_model.safetensors"),
     "sentence-transformers": (sentence_folder, 2, "2_Dense/model.safetensors"),
     "megatron": (megatron_folder, 2, "mp_rank_00/model_optim_rng.pt"),
-    "ranks": (ranks_folder, 4, "model_world_size_2_rank_1.pt"),
 }
 WITH_WEIGHTS = ("trainer", "trainer of two ranks", "accelerate", "sentence-transformers")

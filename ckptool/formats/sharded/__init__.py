@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
+from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.errors import (
@@ -30,7 +31,7 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.formats import marks, safetensors, sidecar
+from ckptool.formats import hf_pieces, marks, safetensors, sidecar
 from ckptool.formats.parts import INDEX, NUMBERED
 from ckptool.formats.sharded.writing import DivisionOrigin
 from ckptool.formats.sharded.writing import write as write
@@ -78,7 +79,8 @@ def belonging(folder: Folder) -> set[str]:
     side-car."""
     found = candidates(folder)
     if not found or _is_index(found[0]):
-        return {name for name in folder.names if _is_index(name) or _is_shard(name) or name == sidecar.NAME}
+        pieces = {hf_pieces.BELOW} if hf_pieces.below(folder) else set()
+        return pieces | {name for name in folder.names if _is_index(name) or _is_shard(name) or name == sidecar.NAME}
     return {name for name in folder.names if SINGLE.fullmatch(name) or name == sidecar.NAME}
 
 
@@ -126,6 +128,9 @@ def _no_index(folder: Folder) -> OnlyAPart:
     shards = [name for name in folder.names if _is_shard(name)]
     what = f"{folder} holds shards and no index: {listed([printable(name) for name in shards], 2)}"
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
+    if pieces := hf_pieces.below(folder):
+        what += ", which torch consolidated and did not finish"
+        return OnlyAPart(what, why, Advice("Read what they were to be made of: ", command("inspect", pieces)))
     return OnlyAPart(what, why, "Copy the index too; or name one shard, which is read by itself.")
 
 
@@ -174,6 +179,9 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
                 f"{counted(len(ties), 'name is', 'names are')} stored as ties of names in other shards: {shown}",
             ),
         )
+    if pieces := hf_pieces.below(folder):
+        what = f"the pieces in {hf_pieces.BELOW}/ that torch made these files of are not read"
+        notes += (Note("pieces-not-read", what, command("diff", folder.path, pieces)),)
     metadata = {key: value for key, value in index.metadata.items() if key not in ties}
     for shard in index.shards.values():
         metadata = marks.with_recovered_part(metadata, (), shard.metadata)

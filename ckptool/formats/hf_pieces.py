@@ -1,0 +1,88 @@
+"""`hf-pieces`: safetensors files of pieces of tensors, as torch's `HuggingFaceStorageWriter(save_distributed=True)`
+writes them.
+
+Source: torch/distributed/checkpoint/hf_storage.py and _hf_utils.py, torch 2.13. A file for each rank and shard,
+`shard-00001-model-00001-of-00001.safetensors`, with `DCP_SHARDING_INFO` in its metadata: the offsets of each piece in
+the whole. The sizes of the whole are written nowhere; a tensor reaches as far as its pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint.files import Folder, Input
+from ckptool.errors import Corrupt, counted, listed, printable
+from ckptool.formats import safetensors
+from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.parts import PIECES, names_in
+from ckptool.formats.placements import sizes_of
+
+NAME = "hf-pieces"
+INFO = "DCP_SHARDING_INFO"
+SIZES = "sizes-from-pieces"  # of the note
+BELOW = "sharded"
+
+
+def detect(head: bytes, source: Input) -> bool:
+    return isinstance(source, Folder) and any(map(PIECES.fullmatch, source.names))
+
+
+def below(folder: Folder) -> str:
+    """The folder of pieces beside the files that were consolidated from them; empty where there is none."""
+    path = os.path.join(folder.path, BELOW)
+    return path if BELOW in folder and any(map(PIECES.fullmatch, names_in(path))) else ""
+
+
+def read(source: Folder) -> Checkpoint:
+    """The tensors that the pieces of all ranks make up. Reads the headers, no tensor data.
+
+    Raises `Corrupt` where a file of a rank is missing, or pieces leave gaps or overlap.
+    """
+    names = {name: found for name in source.names if (found := PIECES.fullmatch(name))}
+    ranks = sorted({int(found["rank"]) for found in names.values()})
+    if absent := [rank for rank in range(1, ranks[-1]) if rank not in ranks]:
+        name = f"shard-{absent[0]:05}-{next(iter(names.values()))['rest']}.safetensors"
+        what = f"{source} lacks the pieces of {counted(len(absent), 'rank')}, as {name}"
+        raise Corrupt(what, "What the ranks saved is only complete together.", "Copy the whole folder.")
+    pieces: dict[str, list[Chunk]] = {}
+    notes: list[Note] = []
+    for name, found in names.items():
+        shard = safetensors.read(source.open(name))
+        offsets = _offsets(source, name, shard)
+        for tensor, entry in shard.tree.items():
+            begin = sizes_of(offsets.get(tensor))
+            if begin is None or len(begin) != len(entry.shape):
+                raise _damaged(source, name, f"does not say where its piece of {printable(tensor)} belongs")
+            pieces.setdefault(tensor, []).append(Chunk(entry, begin, f"rank {int(found['rank']) - 1}"))
+    joiner = Joiner(str(source))
+    tree = {
+        name: joiner.tensor(name, _extent(chunks), chunks[0].entry.dtype, chunks) for name, chunks in pieces.items()
+    }
+    divided = [printable(name) for name, chunks in pieces.items() if len(chunks) > 1]
+    if divided:
+        what = f"the sizes of {counted(len(divided), 'tensor')} are those of the pieces that are here"
+        notes.append(Note(SIZES, f"{what}, as no file has them or the number of ranks: {listed(divided, 2)}"))
+    metadata = {"engine": "torch, HuggingFaceStorageWriter", "ranks": ranks[-1]}
+    return Checkpoint(tree, NAME, metadata, source, notes=(*notes, *joiner.notes()), tensors_only=True)
+
+
+def _extent(chunks: list[Chunk]) -> tuple[int, ...]:
+    """The shape that reaches as far as the pieces do."""
+    ends = [[lo + n for lo, n in zip(chunk.offsets, chunk.entry.shape, strict=False)] for chunk in chunks]
+    return tuple(map(max, zip(*ends, strict=False)))
+
+
+def _offsets(folder: Folder, name: str, shard: Checkpoint) -> dict[str, Any]:
+    """For each tensor of a file the offsets of its piece."""
+    try:
+        table = json.loads(shard.metadata[INFO])
+        return {tensor: fields["saved_offsets"] for tensor, fields in table.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        raise _damaged(folder, name, f"has no {INFO} that says where its pieces belong") from None
+
+
+def _damaged(folder: Folder, name: str, what: str) -> Corrupt:
+    return Corrupt(f"{folder}: {printable(name)} {what}", "The file was damaged, or another program wrote it.")

@@ -1,0 +1,476 @@
+"""Tensors that several ranks hold together (DTensor, ShardedTensor): which blocks of the whole a rank's file has.
+
+Source: torch/distributed/tensor (placement_types.py, _dtensor_spec.py, _utils.py), torch/distributed/device_mesh.py,
+torch/distributed/_mesh_layout.py, torch/distributed/_shard (sharded_tensor, metadata.py), torch 2.0 to 2.13. A DTensor
+is a local tensor with a mesh (a table of ranks) and for every axis of the mesh a placement; the place of the local
+tensor follows from the rank's coordinate. A ShardedTensor lists the places of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
+from math import prod
+from typing import Any
+
+from ckptool.checkpoint import Composite, Flags, TensorEntry
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.nodes import Global, Object
+from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, printable
+from ckptool.formats.boxes import Box, Chunk
+
+MAX_MESH = 1 << 20  # ranks
+MAX_RUNS = 1_024  # of one tensor on one rank along one dimension, and in all 4 times as many
+
+_Readings = tuple[tuple[Any, ...], tuple[int, ...], list[list[Chunk] | None]]  # the last fields of a share
+Axis = tuple[int, int] | None
+"""A placement on one axis of a mesh: the dimension that is divided and its split factor; None for replicas."""
+Run = tuple[int, int]  # the first index of the whole, and a length
+
+
+# Recognition ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distributed:
+    """A tensor of torch.distributed as one rank saved it.
+
+    tensor: with the shape of the whole.  state: of a DTensor its fields, of a ShardedTensor its parts.
+    flags: those of the parameter, where it is one.
+    """
+
+    tensor: Composite
+    is_dtensor: bool
+    state: Any
+    flags: Flags
+
+    @property
+    def spec(self) -> dict[Any, Any]:
+        return _attributes(self.state.get("_spec")) if self.is_dtensor else {}
+
+    @property
+    def mesh(self) -> dict[Any, Any]:
+        return _attributes(self.spec.get("mesh"))
+
+    @property
+    def ranks(self) -> tuple[Any, Any]:
+        """Its rank and the number of ranks, as far as it says."""
+        if self.is_dtensor:
+            return self.mesh.get("_rank"), _size_of_mesh(self.mesh)
+        group = _attributes(self.state[2]) if len(self.state) > 2 else {}
+        return group.get("global_rank"), group.get("global_world_size")
+
+    @property
+    def local(self) -> list[tuple[Any, Object | None]]:
+        """The tensors that are here; of a ShardedTensor each with its place."""
+        if self.is_dtensor:
+            return [(self.state.get("_local_tensor"), None)]
+        shards = [_attributes(shard) for shard in _items(self.state[0])]
+        return [(shard.get("tensor"), shard.get("metadata")) for shard in shards]
+
+    @property
+    def is_whole(self) -> bool:
+        """True where this rank alone has all values."""
+        tensors = [tensor for tensor, _ in self.local]
+        if self.is_dtensor:
+            kinds = [_kind(each) for each in _items(self.spec.get("placements"))]
+            same = isinstance(tensors[0], (TensorEntry, Composite)) and tensors[0].shape == self.tensor.shape
+            return bool(self.spec) and same and not any(kind.endswith("Partial") for kind in kinds)
+        here = sum(tensor.numel for tensor in tensors if isinstance(tensor, TensorEntry))
+        return self.tensor.shape is not None and here >= prod(self.tensor.shape)
+
+
+def distributed(value: Any) -> Distributed | None:
+    """The DTensor or ShardedTensor that a value, or the parameter that it is, is; None for anything else."""
+    if type(value) is not Composite:
+        return None
+    flags = Flags()
+    for _ in range(4):  # a Parameter of it
+        args = value.made.args
+        if type(args) is not tuple or not args or not isinstance(args[0], Composite):
+            break
+        flags = Flags(len(args) > 1 and args[1] is True, True)
+        value = args[0]
+    args = value.made.args
+    if type(args) is not tuple or len(args) < 4 or type(args[1]) is not Global:
+        return None
+    if not args[1].module.startswith("torch.distributed") or args[1].name not in ("DTensor", "ShardedTensor"):
+        return None
+    facts = args[2] if type(args[2]) is tuple and len(args[2]) > 7 else (None,) * 8  # the last: requires_grad
+    state, fields = args[3], _fields(args[3])
+    flags = Flags(flags.requires_grad or facts[7] is True, flags.parameter or fields.get("_is_param") is True)
+    if args[1].name == "DTensor":
+        return Distributed(value, True, fields, flags)
+    return Distributed(
+        value, False, state if isinstance(state, (tuple, list)) and len(state) > 1 else ((), None), flags
+    )
+
+
+def _fields(state: Any) -> dict[Any, Any]:
+    """The instance dictionary and the slots in a state."""
+    fields: dict[Any, Any] = {}
+    for each in state if isinstance(state, tuple) else (state,):
+        fields |= each if isinstance(each, dict) else {}
+    return fields
+
+
+def _attributes(node: Any) -> dict[Any, Any]:
+    return node.attributes if isinstance(node, Object) else {}
+
+
+def _items(node: Any) -> Sequence[Any]:
+    return node if isinstance(node, (list, tuple)) else ()
+
+
+def _kind(node: Any) -> str:
+    return node.name.rpartition(".")[2] if isinstance(node, Object) else ""
+
+
+def _size_of_mesh(mesh: dict[Any, Any]) -> int | None:
+    """The number of devices of a mesh; the name of its table differs between versions of torch."""
+    for name in ("_flatten_rank_map", "mesh", "_rank_map"):
+        table = mesh.get(name)
+        if isinstance(table, TensorEntry):
+            return table.numel
+        if isinstance(table, (tuple, list)):
+            return len(table)
+    return None
+
+
+# Shares --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """The blocks of a tensor that one rank has.
+
+    agreed: what all ranks have to say of it alike.  table: the ranks of its mesh, which are those of another rank's, or
+    none of them.
+
+    readings: its blocks as the placements can be read, from left to right, or as the order that strided ones encode,
+    which is how FSDP beside tensor parallelism divides; None where the local tensor does not fit. They are the same
+    where everything divides, and where they are not, only one fits the local tensors of all ranks.
+    """
+
+    file: RankFile
+    shape: tuple[int, ...]
+    dtype: DType
+    agreed: tuple[Any, ...]
+    table: tuple[int, ...]
+    readings: list[list[Chunk] | None]
+    flags: Flags
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A grid of ranks, of these sizes. table: the ranks it was cut from.  coordinate: that of the rank that saved."""
+
+    sizes: tuple[int, ...]
+    table: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class RankFile:
+    """A file of one rank, of a folder with so many. `where`: its name, for messages."""
+
+    where: str
+    rank: int
+    world: int
+    tables: dict[tuple[int, ...], tuple[int, ...]]  # of all files, each once
+    _meshes: dict[int, tuple[Any, Mesh]] = field(default_factory=dict)
+
+    def share(self, name: str, found: Distributed) -> Share:
+        """The blocks of the tensor called `name` that are in this file.
+
+        Raises `Conflict` for facts that contradict each other, `Unsupported` for sums (Partial) and local tensors that
+        are no plain ones, `Corrupt` or `LimitExceeded` for tables that are none.
+        """
+        shape, dtype = found.tensor.shape, found.tensor.dtype
+        if shape is None or dtype is None:
+            raise self._corrupt(name, "has no shape or type")
+        make = self._of_dtensor if found.is_dtensor else self._of_sharded
+        agreed, table, readings = make(name, found, shape)
+        for local, _ in found.local:
+            if local.dtype != dtype:
+                raise self.differs(name, f"is {dtype}, and its values here are {local.dtype}")
+        return Share(self, shape, dtype, agreed, table, readings, found.flags)
+
+    def _of_dtensor(self, name: str, found: Distributed, shape: tuple[int, ...]) -> _Readings:
+        spec, (local, _) = found.spec, found.local[0]
+        if not isinstance(local, TensorEntry):
+            kind = local.kind if isinstance(local, Composite) else type(local).__name__
+            raise Unsupported(
+                f"{self.where}: the part of {printable(name)} that is here is a {printable(kind)}",
+                "Only parts that are plain tensors are joined.",
+                "With torch: call full_tensor() on all ranks, and save that.",
+            )
+        meta = spec.get("tensor_meta")
+        meta = meta.args if isinstance(meta, Object) else meta
+        if isinstance(meta, tuple) and meta and sizes_of(meta[0]) not in (None, shape):
+            raise self.differs(name, f"has the shape {list(shape)}, and its spec says {list(sizes_of(meta[0]) or ())}")
+        mesh = self._mesh(name, spec.get("mesh"))
+        axes = self._axes(name, spec.get("placements"), mesh, len(shape))
+        order = {_pair(entry)[0]: _pair(entry)[1] for entry in _items(spec.get("shard_order"))}
+        orders = [(axes, order)] if order else [(axes, {}), encoded_order(axes, mesh.sizes)]
+        readings = [blocks(local, shape, mesh, *each, self.owner) for each in orders]
+        return (mesh.sizes, axes, tuple(order.items())), mesh.table, readings
+
+    @property
+    def owner(self) -> str:
+        return f"rank {self.rank}"
+
+    def _axes(self, name: str, placements: Any, mesh: Mesh, dimensions: int) -> tuple[Axis, ...]:
+        axes: list[Axis] = []
+        for each in _items(placements):
+            kind, fields = _kind(each), _attributes(each)
+            if kind.endswith("Partial"):
+                raise Unsupported(
+                    f"{self.where}: {printable(name)} is {kind.lstrip('_')}: each rank has a summand of it",
+                    "The reduction over the ranks was not done when it was saved, and is not done here.",
+                    "With torch: redistribute it to Shard or Replicate before saving.",
+                )
+            if kind not in ("Shard", "_StridedShard", "Replicate"):
+                raise Unsupported(
+                    f"{self.where}: {printable(name)} has the placement {printable(kind)}", "It is unknown."
+                )
+            dim, split = fields.get("dim", each.args[0] if each.args else None), fields.get("split_factor", 1)
+            if kind == "Replicate":
+                axes.append(None)
+            elif type(dim) is int and type(split) is int and -dimensions <= dim < dimensions and split > 0:
+                axes.append((dim % dimensions, split))
+            else:
+                raise self._corrupt(name, f"is divided along dimension {printable(repr(dim)[:40])} of {dimensions}")
+        if len(axes) != len(mesh.sizes):
+            raise self._corrupt(name, f"has {len(axes)} placements on a mesh of {len(mesh.sizes)} axes")
+        return tuple(axes)
+
+    def _mesh(self, name: str, node: Any) -> Mesh:
+        if id(node) not in self._meshes:
+            self._meshes[id(node)] = node, self._read_mesh(name, _attributes(node))
+        return self._meshes[id(node)][1]
+
+    def _read_mesh(self, name: str, fields: dict[Any, Any]) -> Mesh:
+        own = fields.get("mesh")
+        table = own if isinstance(own, TensorEntry) else fields.get("_rank_map", fields.get("_flatten_rank_map"))
+        if (_size_of_mesh(fields) or 0) > MAX_MESH or (isinstance(table, TensorEntry) and table.numel > MAX_MESH):
+            what = f"{self.where}: the mesh of {printable(name)} has more than {MAX_MESH:,} ranks"
+            raise LimitExceeded(what, "Larger ones are not read.")
+        ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else _items(table))
+        if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
+            raise self._corrupt(name, "has a mesh without a table of ranks")
+        if max(ranks) >= self.world:
+            raise Conflict(
+                f"{self.where}: {printable(name)} is divided over a mesh with a rank {max(ranks):,}, and there are the "
+                f"files of {self.world:,}",
+                "Files of ranks are missing, or this one is of another run.",
+                "Copy the files of all ranks, of one run.",
+            )
+        if self.rank not in ranks or fields.get("_rank", self.rank) != self.rank:
+            raise self.differs(name, f"was saved by rank {printable(repr(fields.get('_rank'))[:20])} of its mesh")
+        ranks = self.tables.setdefault(ranks, ranks)
+        place = ranks.index(self.rank)
+        axes = _layout_of(own.shape, fields) if isinstance(own, TensorEntry) else _layout(fields.get("_layout"))
+        if axes is None or prod(prod(sizes) for sizes, _ in axes) > len(ranks):
+            raise self._corrupt(name, "has a mesh whose axes do not fit its table of ranks")
+        sizes = tuple(prod(sizes) for sizes, _ in axes)
+        coordinate = tuple(_coordinate(place, *axis) for axis in axes)
+        said = fields.get("_coordinate_on_dim")
+        if isinstance(said, (list, tuple)) and tuple(said) != coordinate:
+            raise self.differs(
+                name, f"is at {printable(repr(tuple(said))[:60])} of its mesh, whose table says {coordinate}"
+            )
+        return Mesh(sizes, ranks, coordinate)
+
+    def _of_sharded(self, name: str, found: Distributed, shape: tuple[int, ...]) -> _Readings:
+        facts = _attributes(found.state[1])
+        if sizes_of(facts.get("size")) not in (None, shape):
+            raise self.differs(name, f"has the shape {list(shape)}, and its metadata says another")
+        places = [_place(each) for each in _items(facts.get("shards_metadata"))]
+        chunks: list[Chunk] = []
+        for local, metadata in found.local:
+            place = _place(metadata)
+            if not isinstance(local, TensorEntry) or place is None:
+                raise self._corrupt(name, "has a shard without values or without a place")
+            if place[:2] not in [each[:2] for each in places if each] or place[1] != local.shape:
+                raise self.differs(name, f"has {list(local.shape)} here, where its metadata says {list(place[1])}")
+            if place[2] not in (None, self.rank):
+                raise self.differs(name, f"was saved by rank {place[2]:,}")
+            chunks.append(Chunk(local, place[0], self.owner))
+        return tuple(places), (), [chunks]
+
+    def differs(self, name: str, what: str) -> Conflict:
+        return Conflict(
+            f"{self.where}: {printable(name)} {what}",
+            "The file was renamed, is of another run, or was changed.",
+            "Copy the files of all ranks again, each under the name that it was saved under.",
+        )
+
+    def _corrupt(self, name: str, what: str) -> Corrupt:
+        return Corrupt(
+            f"{self.where}: {printable(name)} {what}", "No rank saves that: the file is damaged or malicious."
+        )
+
+
+def sizes_of(node: Any) -> tuple[int, ...] | None:
+    """The numbers in a `torch.Size`, a tuple or a list; None where it is anything else."""
+    if isinstance(node, Object) and str(node.fn) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
+        node = node.args[0]
+    numbers = isinstance(node, (list, tuple)) and all(type(n) is int and 0 <= n < 1 << 62 for n in node)
+    return tuple(node) if numbers else None
+
+
+def _place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | None] | None:
+    """The offsets and sizes of a shard, and the rank that has it."""
+    fields = _attributes(node)
+    begin, sizes = sizes_of(fields.get("shard_offsets")), sizes_of(fields.get("shard_sizes"))
+    rank = _attributes(fields.get("placement")).get("_rank")
+    return (begin, sizes, rank if type(rank) is int else None) if begin is not None and sizes is not None else None
+
+
+def _pair(entry: Any) -> tuple[Any, tuple[int, ...]]:
+    """A dimension, and the axes of the mesh that divide it, in the order in which they do."""
+    parts = entry.args if isinstance(entry, Object) else entry
+    return (parts[0], sizes_of(parts[1]) or ()) if isinstance(parts, tuple) and len(parts) == 2 else (None, ())
+
+
+# Meshes --------------------------------------------------------------------------------------------------------------
+
+_Strides = tuple[tuple[int, ...], tuple[int, ...]]  # the sizes that an axis was flattened from, and their strides
+
+
+def _layout_of(shape: tuple[int, ...], fields: dict[Any, Any]) -> list[_Strides] | None:
+    """The axes of a mesh whose table has its shape."""
+    strides = (*accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1),)[::-1] if shape else ()
+    return [((size,), (stride,)) for size, stride in zip(shape, strides, strict=True)]
+
+
+def _layout(node: Any) -> list[_Strides] | None:
+    """The axes of a mesh that was cut from a larger table."""
+    fields = _attributes(node)
+    if "axes" in fields:
+        parts = [(_attributes(axis).get("shape"), _attributes(axis).get("stride")) for axis in _items(fields["axes"])]
+    else:
+        sizes, strides = fields.get("shape", fields.get("sizes")), fields.get("stride", fields.get("strides"))
+        parts = (
+            list(zip(_items(sizes), _items(strides), strict=False)) if isinstance(sizes, tuple) else [(sizes, strides)]
+        )
+    axes = [(_numbers(sizes), _numbers(strides)) for sizes, strides in parts]
+    fits = all(len(a) == len(b) <= MAX_RUNS and all(n > 0 for n in (*a, *b)) for a, b in axes)
+    return axes if axes and fits else None
+
+
+def _numbers(node: Any) -> tuple[int, ...]:
+    """The numbers in nested tuples, in order; one that is none stands for a layout that cannot be."""
+    if not isinstance(node, (tuple, list)):
+        return (node,) if type(node) is int else (0,)
+    flat = [number for part in _items(node) for number in (_items(part) or (part,))]
+    return tuple(flat) if all(type(number) is int for number in flat) else (0,)
+
+
+def _coordinate(place: int, sizes: Iterable[int], strides: Iterable[int]) -> int:
+    coordinate = 0
+    for size, stride in zip(sizes, strides, strict=True):
+        coordinate = coordinate * size + place // stride % size
+    return coordinate
+
+
+# Blocks --------------------------------------------------------------------------------------------------------------
+
+
+def blocks(
+    local: TensorEntry,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    axes: tuple[Axis, ...],
+    order: dict[Any, tuple[int, ...]],
+    owner: str,
+) -> list[Chunk] | None:
+    """The blocks of the whole that a local tensor is; None where its shape is another than the placements give."""
+    runs = runs_of(shape, mesh, axes, order)
+    if local.shape != tuple(sum(length for _, length in each) for each in runs):
+        return None
+    if prod(len(each) for each in runs) > 4 * MAX_RUNS:
+        raise LimitExceeded(f"a local tensor in {prod(len(each) for each in runs):,} blocks", "Real ones have a few.")
+    if not local.numel:
+        return [Chunk(local, tuple(each[0][0] if each else n for each, n in zip(runs, shape, strict=True)), owner)]
+    chunks = []
+    for place in product(*map(_with_offsets, runs)):
+        box: Box = tuple(begin for _, begin, _ in place), tuple(length for _, _, length in place)
+        skip = sum(at * stride for (at, _, _), stride in zip(place, local.stride, strict=True))
+        chunks.append(Chunk(replace(local, shape=box[1], offset=local.offset + skip), box[0], owner))
+    return chunks
+
+
+def _with_offsets(runs: list[Run]) -> list[tuple[int, int, int]]:
+    """Each run with its offset in the local tensor."""
+    offsets = accumulate((length for _, length in runs), initial=0)
+    return [(at, *run) for at, run in zip(offsets, runs, strict=False)]
+
+
+def runs_of(
+    shape: tuple[int, ...], mesh: Mesh, axes: tuple[Axis, ...], order: dict[Any, tuple[int, ...]]
+) -> list[list[Run]]:
+    """For each dimension the indices of the whole that a rank has, in the order of its local tensor.
+
+    The axes of the mesh divide from left to right, or in the order given for a dimension.
+    """
+    runs: list[list[Run]] = [[(0, size)] if size else [] for size in shape]
+    for dim in range(len(shape)):
+        dividing = [axis for axis, placement in enumerate(axes) if placement is not None and placement[0] == dim]
+        given = order.get(dim, ())
+        for axis in given if sorted(given) == dividing else dividing:
+            placement = axes[axis]
+            assert placement is not None
+            runs[dim] = _divided(runs[dim], placement[1], mesh.sizes[axis], mesh.coordinate[axis])
+    return runs
+
+
+def encoded_order(
+    axes: tuple[Axis, ...], sizes: tuple[int, ...]
+) -> tuple[tuple[Axis, ...], dict[Any, tuple[int, ...]]]:
+    """The placements without split factors, and for each dimension the order of the axes of the mesh that these encode.
+
+    A split factor is the number of shards by axes further right that come before it. Where they encode no order, the
+    placements are as they were.
+    """
+    order: dict[Any, tuple[int, ...]] = {}
+    for axis in reversed(range(len(axes))):
+        dim, split = axes[axis] or (None, 1)
+        behind = order.get(dim, ())
+        places = [place for place in range(len(behind) + 1) if prod(sizes[a] for a in behind[:place]) == split]
+        if dim is not None and not places:
+            return axes, {}
+        if dim is not None:
+            order[dim] = (*behind[: places[0]], axis, *behind[places[0] :])
+    return tuple(None if each is None else (each[0], 1) for each in axes), order
+
+
+def _divided(runs: list[Run], split: int, count: int, index: int) -> list[Run]:
+    """The share with this index: of each of `split` pieces, one of `count`. Pieces are as those of `torch.chunk`."""
+    total = sum(length for _, length in runs)
+    step = -(-total // split)
+    if min(split, total) > MAX_RUNS:
+        raise LimitExceeded(f"a split factor of {split:,}", f"At most {MAX_RUNS:,} are followed.")
+    share: list[Run] = []
+    for begin in range(0, total, step or 1):
+        size = min(step, total - begin)
+        low = min(size, -(-size // count) * index)
+        high = min(size, low - (-size // count))
+        for first, length in _between(runs, begin + low, begin + high):
+            if share and sum(share[-1]) == first:
+                share[-1] = share[-1][0], share[-1][1] + length
+            else:
+                share.append((first, length))
+    return share
+
+
+def _between(runs: list[Run], low: int, high: int) -> list[Run]:
+    """The part of the indices from place `low` to `high` among them."""
+    found = []
+    for at, first, length in _with_offsets(runs):
+        begin, end = max(low, at), min(high, at + length)
+        if begin < end:
+            found.append((first + begin - at, end - begin))
+    return found

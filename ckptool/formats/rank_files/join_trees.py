@@ -1,0 +1,219 @@
+"""Joins what each rank saved of one thing: their trees are walked side by side.
+
+Tensors of torch.distributed are put together of the parts that the ranks have. Plain tensors are replicas, which have
+to agree; of any other value that of the first rank is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptool.checkpoint import Composite, Note, TensorEntry
+from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.nodes import MISSING, Global, Object, Set, same_kind
+from ckptool.checkpoint.tree import Path, address
+from ckptool.errors import Conflict, LimitExceeded, counted, listed, printable
+from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.placements import Distributed, RankFile, Share, distributed
+
+DIFFERENT = "ranks-differ"  # of the note
+MAX_DEPTH = 200
+# Names of tensors that are the same on all ranks, or divided; and of numbers that count the steps of a run.
+_DIVIDED = frozenset(("weight", "bias", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"))
+_STEPS = frozenset(("step", "global_step", "global_steps", "iteration", "epoch", "last_epoch", "_step_count"))
+_HOLDERS = (dict, list, tuple, TensorEntry, Composite)
+_OTHER_RUN = "The ranks' files are of different steps or runs."
+_AGAIN = "Copy the files of all ranks of one checkpoint, or take another."
+
+
+@dataclass(slots=True, eq=False)
+class TreeJoiner:
+    """Joins the trees of one set of files.
+
+    distributed: how many tensors the ranks hold together.  differing: plain tensors that differ between ranks.
+    others: addresses of other values that differ, and the files that have other ones than the first.
+    """
+
+    joiner: Joiner
+    distributed: int = 0
+    differing: dict[Path, tuple[TensorEntry, str]] = field(default_factory=dict)
+    others: dict[str, list[str]] = field(default_factory=dict)
+    _joined: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    def join(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
+        """What is at `path` of the whole, of the values that these files have there."""
+        if len(path) > MAX_DEPTH:
+            raise LimitExceeded(f"{self.joiner.where}: values nested more than {MAX_DEPTH} deep", "No checkpoint is.")
+        first = values[0]
+        if any(isinstance(value, (TensorEntry, Composite)) for value in values):
+            return self._tensor(path, files, values)
+        for kind, join in ((dict, self._dictionary), (list, self._sequence), (tuple, self._sequence)):
+            if all(isinstance(value, kind) for value in values):
+                key = tuple(map(id, values))
+                if key not in self._joined:
+                    self._joined[key] = join(path, files, values)
+                return self._joined[key]
+        self._compare(path, files, values)
+        return first
+
+    def _dictionary(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
+        joined = {}
+        for key in dict.fromkeys(key for value in values for key in value):
+            have = [(file, value[key]) for file, value in zip(files, values, strict=True) if key in value]
+            if len(have) < len(files):
+                lacking = [file.where for file, value in zip(files, values, strict=True) if key not in value]
+                self.others.setdefault(address((*path, key)), lacking)
+            joined[key] = self.join((*path, key), *zip(*have, strict=True))
+        return same_kind(values[0], joined)
+
+    def _sequence(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
+        plain = not any(isinstance(item, _HOLDERS) for value in values for item in value)
+        if plain or len({len(value) for value in values}) > 1:
+            self._compare(path, files, values)
+            return values[0]
+        joined = [self.join((*path, i), files, items) for i, items in enumerate(zip(*values, strict=True))]
+        return tuple(joined) if isinstance(values[0], tuple) else joined
+
+    # Tensors
+
+    def _tensor(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
+        name = address(path)
+        found = [each for each in map(distributed, values) if each is not None]
+        if found and len(found) < len(values):
+            raise self._conflict(name, "is divided over the ranks in some of their files, and whole in others")
+        if found:
+            self.distributed += 1
+            return self._whole(name, files, found)
+        entries = [value for value in values if type(value) is TensorEntry]
+        if len(entries) < len(values):
+            self._compare(path, files, values)
+            return values[0]
+        first = entries[0]
+        if other := next((each for each in entries if (each.shape, each.dtype) != (first.shape, first.dtype)), None):
+            shapes = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
+            self.differing[path] = first, f"{printable(name)} ({shapes})"
+            return first
+        chunks = [Chunk(entry, (0,) * len(entry.shape), f.owner) for f, entry in zip(files, entries, strict=True)]
+        whole = self.joiner.replicated(name, chunks)
+        if name in self.joiner.different:
+            self.differing[path] = first, printable(name)
+        return whole
+
+    def _whole(self, name: str, files: Sequence[RankFile], found: Sequence[Distributed]) -> TensorEntry:
+        shares = [file.share(name, each) for file, each in zip(files, found, strict=True)]
+        first = shares[0]
+        for share in shares:
+            if (share.shape, share.dtype) != (first.shape, first.dtype):
+                one, other = f"{first.dtype}{list(first.shape)}", f"{share.dtype}{list(share.shape)}"
+                raise self._conflict(name, f"is {one} by {first.file.where} and {other} by {share.file.where}")
+            if share.agreed != first.agreed:
+                where = f"{first.file.where} and {share.file.where}"
+                raise self._conflict(name, f"is divided in two ways, by {where}")
+        tables = dict.fromkeys(share.table for share in shares)
+        if sum(map(len, tables)) > len({rank for table in tables for rank in table}):
+            raise self._conflict(name, "is divided over meshes of which some ranks are in two")
+        chunks = self._reading(name, shares)
+        whole = self.joiner.tensor(name, first.shape, first.dtype, chunks)
+        flags = first.flags
+        return whole.with_flags(whole.flags._replace(requires_grad=flags.requires_grad, parameter=flags.parameter))
+
+    def _reading(self, name: str, shares: Sequence[Share]) -> list[Chunk]:
+        """The blocks of all ranks, read in the one way that fits all of their tensors."""
+        for readings in zip(*(share.readings for share in shares), strict=True):
+            parts = [reading for reading in readings if reading is not None]
+            if len(parts) == len(readings):
+                return [chunk for part in parts for chunk in part]
+        odd = next(share for share in shares if None in share.readings)
+        raise odd.file.differs(name, f"has another shape here than its rank's part of {list(odd.shape)} would have")
+
+    # Anything else
+
+    def _compare(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> None:
+        """Notes which ranks have another value than the first. Raises `Conflict` where that is a part of a tensor, or a
+        step."""
+        name, first = address(path), values[0]
+        other = [file for file, value in zip(files, values, strict=True) if not _same(first, value)]
+        if not other:
+            return
+        if any(distributed(node) for value in values for node in visit(value)):
+            raise self._conflict(name, "holds tensors that are divided over the ranks, and is not of one kind on all")
+        if path and path[-1] in _STEPS and all(type(value) in (int, float) for value in values):
+            raise self._steps(name, f"{first!r} by {files[0].where}, and another by {other[0].where}")
+        self.others.setdefault(name, [file.where for file in other])
+
+    def unjoinable(self) -> list[str]:
+        """The plain tensors that differ where no tensor says how it is divided: they may be parts of larger ones."""
+        if self.distributed:
+            return []
+        shapes = [what for entry, what in self.differing.values() if entry.dtype.kind != "uint" and what[-1:] == ")"]
+        return shapes or [what for entry, what in self.differing.values() if entry.dtype.kind in ("float", "complex")]
+
+    def check(self) -> None:
+        """Raises `Conflict` for plain tensors that differ between ranks and that all ranks should have alike."""
+        for path, (entry, what) in self.differing.items():
+            name = str(path[-1]) if path else ""
+            if name in _STEPS and entry.numel == 1:
+                raise self._steps(address(path), "one value by some ranks and another by others")
+            if name.rpartition(".")[2] in _DIVIDED or entry.flags.requires_grad or what.endswith(")"):
+                raise Conflict(
+                    f"{self.joiner.where}: {what} differs between ranks, and is not divided over them",
+                    "It looks like a weight, which all ranks have alike: which of the values is right is not recorded.",
+                    _AGAIN,
+                )
+
+    def notes(self) -> list[Note]:
+        if not self.others:
+            return []
+        shown = [f"{printable(name)} (not as in {listed(files, 2)})" for name, files in self.others.items()]
+        what = counted(len(self.others), "value differs", "values differ")
+        return [Note(DIFFERENT, f"{what} between ranks, and the first rank's is taken: {listed(shown, 3)}")]
+
+    def _conflict(self, name: str, what: str) -> Conflict:
+        return Conflict(f"{self.joiner.where}: {printable(name)} {what}", _OTHER_RUN, _AGAIN)
+
+    def _steps(self, name: str, what: str) -> Conflict:
+        return Conflict(f"{self.joiner.where}: the ranks' files are of different steps: {printable(name)} is {what}",
+            "They are no checkpoint together.", _AGAIN)  # fmt: skip
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True for values that are written alike."""
+    pending: list[tuple[Any, Any]] = [(one, other)]
+    seen: set[tuple[int, int]] = set()
+    while pending:
+        a, b = pending.pop()
+        if a is b or (id(a), id(b)) in seen:
+            continue
+        if type(a) is not type(b) or isinstance(a, Global):
+            return False
+        parts = _parts(a), _parts(b)
+        if parts[0] is None:
+            if a != b and not (a != a and b != b):
+                return False
+            continue
+        seen.add((id(a), id(b)))
+        left, right = list(parts[0]), list(parts[1] or ())
+        if len(left) != len(right):
+            return False
+        pending += zip(left, right, strict=True)
+    return True
+
+
+def _parts(node: Any) -> Iterable[Any] | None:
+    """What a value is made of; None for one without parts."""
+    if isinstance(node, dict):
+        return [part for item in node.items() for part in item]
+    if isinstance(node, (list, tuple)):
+        return node
+    if isinstance(node, Set):
+        return node.items
+    if isinstance(node, Object):
+        state = None if node.state is MISSING else node.state
+        return [node.fn, node.how, node.args, node.kwargs, node.items, node.elements, state]
+    if isinstance(node, Composite):
+        return [node.made]
+    if isinstance(node, TensorEntry):
+        return [node.dtype.name, node.shape, node.stride, node.storage.crc, node.storage.nbytes]
+    return None

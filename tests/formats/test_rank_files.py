@@ -1,0 +1,163 @@
+"""Folders of files that each rank saved for itself are one checkpoint."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import ckptool
+from tests.support.cli import Run
+from tests.support.rank_files import FULL, divided, model, optimizer, save_ranks
+
+FULL_GRID = torch.arange(8 * 6 * 3).reshape(8, 6, 3)
+
+
+def loaded(folder: Path, out: Path, **options: Any) -> Any:
+    ckptool.convert(folder, out, **options)
+    return torch.load(out, weights_only=True)
+
+
+def test_ranks_are_one_checkpoint_of_their_sets(tmp_path: Path, run: Run) -> None:
+    folder = save_ranks(tmp_path / "actor", model, (3,))
+    save_ranks(folder, optimizer, (3,), name="optim")
+    save_ranks(folder, lambda rank, mesh: {"rng": torch.full((8,), rank, dtype=torch.uint8), "epoch": 2, "seed": rank},
+        (3,), name="extra_state")  # fmt: skip
+    found = ckptool.open(folder)
+    assert list(found.tree) == ["model", "extra_state", "optim"] and found.part is None
+    assert found.metadata["ranks"] == 3
+    assert {note.code for note in found.notes} == {"ranks-differ", "replicas-differ"}
+    (other,) = [note.message for note in found.notes if note.code == "ranks-differ"]
+    assert "extra_state/seed" in other and "extra_state_world_size_3_rank_1.pt" in other
+    tree = loaded(folder, tmp_path / "out.pt")
+    for name, value in FULL.items():
+        assert tree["model"][name].equal(value)
+    assert tree["optim"]["state"][0]["exp_avg"].equal(FULL["fc.weight"])
+    assert tree["extra_state"]["epoch"] == 2 and tree["extra_state"]["seed"] == 0
+    assert run("verify", str(folder)).code == 0
+    assert [file.path for file in ckptool.scan(tmp_path).files if file.path.endswith("actor")] == [str(folder)]
+
+
+GRIDS: dict[str, tuple[tuple[int, ...], list[Any], Any]] = {
+    "rows": ((4,), [Shard(0)], None),
+    "a grid": ((2, 3), [Shard(0), Shard(1)], None),
+    "replicas of shards": ((2, 2), [Replicate(), Shard(2)], None),
+    "one dimension twice": ((2, 2), [Shard(1), Shard(1)], None),
+    "strided": ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)], None),
+    "strided, not even": ((2, 3), [_StridedShard(1, split_factor=4), Shard(1)], None),
+    "three axes": ((2, 2, 2), [_StridedShard(0, split_factor=2), Shard(1), Shard(0)], None),
+    "more ranks than rows": ((5,), [Shard(2)], None),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", GRIDS)
+def test_any_placement_gives_the_whole_tensor(kind: str, tmp_path: Path) -> None:
+    sizes, placements, order = GRIDS[kind]
+    folder = save_ranks(tmp_path / "in", lambda rank, mesh: {"w": divided(FULL_GRID, mesh, placements, order)}, sizes)
+    assert loaded(folder, tmp_path / "out.pt")["model"]["w"].equal(FULL_GRID)
+
+
+def test_a_mesh_that_was_cut_from_another(tmp_path: Path) -> None:
+    """Tensor parallelism alone: the ranks of the other axis have replicas, and do not say so."""
+    rows = torch.arange(10)
+    folder = save_ranks(tmp_path / "in", lambda rank, mesh: {"w": divided(rows, mesh["axis1"], [Shard(0)])}, (2, 3))
+    assert loaded(folder, tmp_path / "out.pt")["model"]["w"].equal(rows)
+
+
+def test_ties_parameters_and_gradients_are_kept(tmp_path: Path) -> None:
+    def make(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        weight = divided(FULL["fc.weight"], mesh, [Shard(0)]).requires_grad_()
+        weight._is_param = True  # as nn.Parameter does
+        return {"emb.weight": weight, "head.weight": weight, "gain": FULL["gain"]}
+
+    folder = save_ranks(tmp_path / "in", make)
+    tree = ckptool.open(folder).tree["model"]
+    assert tree["emb.weight"].storage is tree["head.weight"].storage
+    assert tree["emb.weight"].flags.requires_grad and tree["emb.weight"].flags.parameter
+    assert not tree["gain"].flags.requires_grad
+
+
+def test_running_averages_that_differ_are_noted_and_those_of_the_first_rank_taken(tmp_path: Path) -> None:
+    folder = save_ranks(
+        tmp_path / "in", lambda rank, mesh: model(rank, mesh) | {"norm.running_mean": torch.full((3,), float(rank))}
+    )
+    found = ckptool.open(folder)
+    assert [note.code for note in found.notes] == ["replicas-differ"]
+    assert found.tree["model"]["norm.running_mean"].numpy().tolist() == [0.0, 0.0, 0.0]
+
+
+def test_replicas_that_differ_are_never_written(tmp_path: Path, run: Run) -> None:
+    def make(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"w": divided(FULL_GRID + (rank == 3), mesh, [Replicate(), Shard(0)])}
+
+    folder = save_ranks(tmp_path / "in", make, (2, 2))
+    done = run("convert", str(folder), "-o", str(tmp_path / "out.pt"))
+    assert done.code == 2 and "rank 1 and rank 3" in done.err and not (tmp_path / "out.pt").exists()
+
+
+def test_an_optimizer_that_does_not_say_how_it_is_divided_stays_with_its_ranks(tmp_path: Path) -> None:
+    def flat(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"state": {0: {"exp_avg": torch.full((11,), float(rank))}}, "param_groups": []}
+
+    folder = save_ranks(tmp_path / "in", model)
+    save_ranks(folder, flat, name="optim")
+    found = ckptool.open(folder)
+    assert [note.code for note in found.notes] == ["not-joined"]
+    assert list(found.tree["optim"]) == ["rank 0", "rank 1"]
+    assert loaded(folder, tmp_path / "out.pt")["optim"]["rank 1"]["state"][0]["exp_avg"].tolist() == [1.0] * 11
+    assert len(loaded(folder, tmp_path / "model.pt", at="model")) == 4
+
+
+def test_names_that_only_some_ranks_have_are_kept(tmp_path: Path) -> None:
+    def make(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return model(rank, mesh) | ({"late": torch.ones(2)} if rank else {})
+
+    found = ckptool.open(save_ranks(tmp_path / "in", make))
+    assert found.tree["model"]["late"].shape == (2,)
+    assert [note.code for note in found.notes] == ["ranks-differ"]
+
+
+def test_files_of_older_torch_say_it_in_other_words(tmp_path: Path) -> None:
+    """torch before 2.5 has other modules, and before 2.9 the table of a mesh has its shape."""
+    rename: list[tuple[bytes, bytes]] = []
+
+    def make(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        tensor = divided(FULL["fc.weight"], mesh, [Shard(0)])
+        mesh.__dict__["mesh"] = torch.arange(2, dtype=torch.int32)
+        for name in ("_layout", "_rank_map", "_flatten_rank_map", "_rank"):
+            mesh.__dict__.pop(name)
+        return {"fc.weight": tensor}
+
+    folder = save_ranks(tmp_path / "in", make)
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        for old, new in rename:
+            data = data.replace(old, new)
+    assert loaded(folder, tmp_path / "out.pt")["model"]["fc.weight"].equal(FULL["fc.weight"])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_model_on_any_mesh(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    sizes = rng.choice([(2,), (3,), (2, 2), (2, 3)])
+    tensors = {f"layer{i}.weight": torch.randn([rng.randint(0, 7) for _ in range(rng.randint(1, 3))]) for i in range(6)}
+    kinds: list[Callable[[int], Any]] = [
+        lambda n: Shard(rng.randrange(n)),
+        lambda n: Replicate(),
+        lambda n: _StridedShard(rng.randrange(n), split_factor=rng.choice((2, 3))),
+    ]
+    placements = {name: [rng.choice(kinds)(value.ndim) for _ in sizes] for name, value in tensors.items()}
+
+    def make(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return {name: divided(value, mesh, placements[name]) for name, value in tensors.items()}
+
+    tree = loaded(save_ranks(tmp_path / "in", make, sizes), tmp_path / "out.pt")["model"]
+    assert all(tree[name].equal(value) for name, value in tensors.items())
