@@ -142,7 +142,7 @@ def _size_of_mesh(mesh: dict[Any, Any]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class RankShare:
     """The blocks of a tensor that one rank has.
 
     agreed: what all ranks have to say of it alike.  table: the ranks of its mesh, which are those of another rank's, or
@@ -181,7 +181,7 @@ class RankFile:
     tables: dict[tuple[int, ...], tuple[int, ...]]  # of all files, each once
     _meshes: dict[int, tuple[Any, Mesh]] = field(default_factory=dict)
 
-    def share(self, name: str, found: Distributed) -> Share:
+    def share(self, name: str, found: Distributed) -> RankShare:
         """The blocks of the tensor called `name` that are in this file.
 
         Raises `Conflict` for facts that contradict each other, `Unsupported` for sums (Partial) and local tensors that
@@ -195,7 +195,7 @@ class RankFile:
         for local, _ in found.local:
             if local.dtype != dtype:
                 raise self.differs(name, f"is {dtype}, and its values here are {local.dtype}")
-        return Share(self, shape, dtype, agreed, table, readings, found.flags)
+        return RankShare(self, shape, dtype, agreed, table, readings, found.flags)
 
     def _of_dtensor(self, name: str, found: Distributed, shape: tuple[int, ...]) -> _Readings:
         spec, (local, _) = found.spec, found.local[0]

@@ -16,7 +16,7 @@ from ckptool.checkpoint.nodes import MISSING, Global, Object, Set, same_kind
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import Conflict, LimitExceeded, counted, listed, printable
 from ckptool.formats.boxes import Chunk, Joiner
-from ckptool.formats.placements import Distributed, RankFile, Share, distributed
+from ckptool.formats.placements import Distributed, RankFile, RankShare, distributed
 
 DIFFERENT = "ranks-differ"  # of the note
 MAX_DEPTH = 200
@@ -119,7 +119,7 @@ class TreeJoiner:
         flags = first.flags
         return whole.with_flags(whole.flags._replace(requires_grad=flags.requires_grad, parameter=flags.parameter))
 
-    def _reading(self, name: str, shares: Sequence[Share]) -> list[Chunk]:
+    def _reading(self, name: str, shares: Sequence[RankShare]) -> list[Chunk]:
         """The blocks of all ranks, read in the one way that fits all of their tensors."""
         for readings in zip(*(share.readings for share in shares), strict=True):
             parts = [reading for reading in readings if reading is not None]
