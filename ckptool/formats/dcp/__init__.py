@@ -14,10 +14,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
+from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry, optimizer_keys
 from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import MAX_DEPTH
+from ckptool.checkpoint.state_dicts import optimizers
+from ckptool.checkpoint.tree import replaced_at
 from ckptool.errors import (
     CkptoolError,
     Corrupt,
@@ -34,6 +36,7 @@ from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Described, Path, Place, Tables, table_names
 
 NAME = "dcp"
+RESTORED = "optimizer-keys"  # of the notes
 SUFFIX = ".distcp"
 ENGINE = "torch.distributed.checkpoint"
 _RANK = re.compile(r"__(\d{1,7})_")
@@ -73,10 +76,10 @@ def read(source: Input) -> Checkpoint:
     joined = Joiner(str(folder) if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
     values = {name: _value(joined, payloads, name, value) for name, value in tables.values.items()}
     paths, notes = _paths(tables, values)
-    tree = _nested(tables, values, paths)
-    notes += [*joined.notes(), *_notes(tables)]
+    tree, restored = _with_optimizers(_nested(tables, values, paths))
+    notes += [*restored, *joined.notes(), *_notes(tables)]
     discarded = (*tables.discarded, *payloads.discarded)
-    return Checkpoint(tree, NAME, _facts(tables), folder, None, tuple(notes), discarded)
+    return Checkpoint(tree, NAME, _facts(tables, tree), folder, None, tuple(notes), discarded)
 
 
 def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
@@ -99,10 +102,15 @@ def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
     return Truncated(what, why, "Copy the whole folder, or take an earlier checkpoint.")
 
 
-def _facts(tables: Tables) -> dict[str, Any]:
+def _facts(tables: Tables, tree: dict[Any, Any]) -> dict[str, Any]:
     ranks = {found[1] for file in tables.files if (found := _RANK.match(file))}
     version = {"version": max(tables.versions)} if tables.versions else {}
-    return version | {"engine": ENGINE} | ({"ranks": len(ranks)} if ranks else {})
+    places = (tree, *(value for value in tree.values() if isinstance(value, dict)))
+    steps = (place.get(name) for place in places for name in ("step", "global_step", "iteration"))
+    step = next((step for step in steps if type(step) is int), None)
+    return version | {
+        name: value for name, value in (("engine", ENGINE), ("ranks", len(ranks)), ("step", step)) if value is not None
+    }
 
 
 def _of_a_rank(tables: Tables, payloads: Payloads, file: str) -> Checkpoint:
@@ -235,6 +243,21 @@ def _as_list(tables: Tables, parts: dict[int, Any]) -> list[Any]:
     if min(parts) < 0 or last > 4 * len(parts) + 1_000:
         raise tables.damaged(f"has a list with an element {last:,} and only {len(parts):,} in all")
     return [parts.get(i) for i in range(last + 1)]
+
+
+def _with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
+    """The tree with the optimizers as they were before torch flattened their keys, or made texts of their numbers."""
+    unflat, notes = optimizer_keys.nested(tree), []
+    if unflat is not tree:
+        what = "flattened keys of an optimizer (state.NAME.KEY) are shown as `state` by name and `param_groups`"
+        notes.append(Note(RESTORED, what))
+    for path, optimizer in list(optimizers(unflat)):
+        numbered = optimizer_keys.with_numbers(optimizer)
+        if numbered is not optimizer:
+            what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as text"
+            notes.append(Note(RESTORED, f"{what}, are numbers again, as `param_groups` has them"))
+            unflat = replaced_at(unflat, path, numbered) if path else numbered
+    return unflat, notes
 
 
 def _notes(tables: Tables) -> list[Note]:
