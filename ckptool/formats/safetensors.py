@@ -19,7 +19,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, InlineBytes, Note, Storage
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, command
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
-from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.plan import Checksummed, Plan, Segment
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import (
@@ -58,7 +58,7 @@ def detect(head: bytes, source: Input) -> bool:
     return fits and (start[:1] in b'{["' or head[8:11] == b"\xef\xbb\xbf")
 
 
-def read(source: Source, *, cut: bool = False) -> Checkpoint:
+def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     """The checkpoint in a safetensors file. Reads the header only.
 
     Tensors that stock `save_model` left out as tied (`{dropped: kept}` in the metadata) are there again, tied. A file
@@ -82,14 +82,14 @@ def read(source: Source, *, cut: bool = False) -> Checkpoint:
     tree.update({dropped: _alias(tree[kept], dropped in separate) for dropped, kept in ties.items()})
     metadata = {key: value for key, value in metadata.items() if key not in ties}
     if whole_tree:
-        tree = unpacking.unpack(source, tree, metadata)
+        tree = unpacking.unpack(source.file, tree, metadata)
         metadata = {key: value for key, value in metadata.items() if key != tree_record.KEY}
     elif ties:
         names = listed([printable(name) for name in ties], 3)
         message = f"{counted(len(ties), 'name is', 'names are')} stored as ties of others: {names}"
         notes = (*notes, Note("ties-recorded", message))
     notes += marks.recovered_notes(metadata)
-    return Checkpoint(tree, NAME, metadata, source, notes=notes, tensors_only=not whole_tree)
+    return Checkpoint(tree, NAME, metadata, source.file, notes=notes, tensors_only=not whole_tree)
 
 
 def _alias(entry: TensorEntry, separate: bool) -> TensorEntry:
@@ -101,7 +101,7 @@ def _alias(entry: TensorEntry, separate: bool) -> TensorEntry:
     return TensorEntry(storage, entry.dtype, entry.shape, entry.stride)
 
 
-def _deduplicated(source: Source, text: str) -> set[str]:
+def _deduplicated(source: Readable, text: str) -> set[str]:
     try:
         return set(json.loads(text))
     except (ValueError, TypeError, RecursionError):
@@ -116,7 +116,7 @@ class _Header:
     entries: its tensors.  metadata: its texts.
     """
 
-    def __init__(self, source: Source, size: int, cut: bool) -> None:
+    def __init__(self, source: Readable, size: int, cut: bool) -> None:
         self.source, self.base = source, 8 + size
         self.entries: dict[str, TensorEntry] = {}
         self.metadata: dict[str, str] = {}
@@ -156,7 +156,7 @@ class _Header:
                 if key in self.unknown or len(self.unknown) < 100:
                     self.unknown[key] = self.unknown.get(key, 0) + 1
         ranges.append((begin, end))
-        storage = Storage(FileRange(source, self.base + begin, end - begin))
+        storage = Storage(FileRange(source.file, source.start + self.base + begin, end - begin))
         return TensorEntry(storage, dtype, tuple(shape), stride)
 
     def notes(self) -> tuple[Note, ...]:
@@ -170,7 +170,7 @@ class _Header:
         return (Note("unknown-fields", message, command("convert", FILE, out=OUT)),)
 
 
-def _bad_fields(source: Source, name: str, fields: Any) -> CkptoolError:
+def _bad_fields(source: Readable, name: str, fields: Any) -> CkptoolError:
     kind = fields.get("dtype") if isinstance(fields, dict) else None
     if isinstance(kind, str) and kind not in BY_SAFETENSORS:
         what = f"{source}: {printable(name)} has the unknown dtype {printable(kind)[:40]}"
@@ -186,7 +186,7 @@ def _contiguous(shape: list[Any]) -> tuple[tuple[int, ...], int]:
     return row_major_strides(tuple(shape)), math.prod(shape)
 
 
-def _pairs(source: Source, name: str, shape: Any) -> Any:
+def _pairs(source: Readable, name: str, shape: Any) -> Any:
     """The shape of packed 4-bit values as torch has it, two to an element; the file counts them singly."""
     if type(shape) is not list or not shape or type(shape[-1]) is not int or shape[-1] % 2:
         raise BadTensor(
@@ -195,7 +195,7 @@ def _pairs(source: Source, name: str, shape: Any) -> Any:
     return [*shape[:-1], shape[-1] // 2]
 
 
-def _check_cover(source: Source, ranges: Sequence[tuple[int, int]], size: int) -> None:
+def _check_cover(source: Readable, ranges: Sequence[tuple[int, int]], size: int) -> None:
     at = 0
     for begin, end in sorted(ranges):
         if begin != at:
@@ -206,7 +206,9 @@ def _check_cover(source: Source, ranges: Sequence[tuple[int, int]], size: int) -
         raise Truncated(
             f"{source} ends {at - size:,} bytes short of the data that its header describes",
             f"The file was cut off. Whole: {whole:,} of its {counted(len(ranges), 'tensor')}.",
-            Advice("Save what is whole: ", command("recover", source.path, out=OUT), "; or copy or download it again."),
+            Advice(
+                "Save what is whole: ", command("recover", source.file.path, out=OUT), "; or copy or download it again."
+            ),
         )
     if at < size:
         what = f"{source} has {size - at:,} bytes after its last tensor"

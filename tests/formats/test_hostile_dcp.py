@@ -178,14 +178,3 @@ def test_a_dcp_folder_with_another_checkpoint_in_it(folder: Path) -> None:
     torch.save(training_state()["model"], folder / "pytorch_model.bin")
     with pytest.raises(Ambiguous, match="holds 2 checkpoints"):
         read(folder)
-
-
-def test_safetensors_folders_are_named(folder: Path) -> None:
-    def change(metadata: Metadata) -> None:
-        for info in metadata.storage_data.values():
-            info.relative_path = "model.distcp.safetensors"
-
-    (rank,) = folder.glob("*.distcp")
-    rank.rename(folder / "model.distcp.safetensors")
-    with pytest.raises(Unsupported, match="as safetensors"):
-        read(edit(folder, change))

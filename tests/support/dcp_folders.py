@@ -60,11 +60,11 @@ def place_of(metadata: Metadata, name: str = "half") -> tuple[MetadataIndex, _St
     return next((index, info) for index, info in metadata.storage_data.items() if index.fqn == name)
 
 
-def placed(**changes: Any) -> Callable[[Any], None]:
+def placed(tensor: str = "half", /, **changes: Any) -> Callable[[Any], None]:
     """Changes where one tensor is."""
 
     def change(metadata: Metadata) -> None:
-        index, info = place_of(metadata)
+        index, info = place_of(metadata, tensor)
         for name, value in changes.items():
             setattr(info, name, value)
         assert metadata.storage_data[index] is info

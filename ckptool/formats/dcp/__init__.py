@@ -117,13 +117,15 @@ def _of_a_rank(tables: Tables, payloads: Payloads, file: str) -> Checkpoint:
     """The contents of one file: whole tensors, objects, and chunks, named by their tensor and their offsets in it."""
     tree: dict[Any, Any] = {}
     for name, value in tables.values.items():
-        for (begin, _), place in value.chunks:
+        for box, place in value.chunks:
             if place.file != file:
                 continue
-            label = name if len(value.chunks) == 1 else f"{name}@{','.join(map(str, begin))}"
+            label = name if len(value.chunks) == 1 else f"{name}@{','.join(map(str, box[0]))}"
             if label in tree:
                 raise tables.damaged(f"has two values called {printable(label)}")
-            tree[label] = payloads.value(name, place)
+            tree[label] = (
+                payloads.object(name, place) if value.dtype is None else payloads.chunk(name, place, box, value.dtype)
+            )
     if not tree:
         what = f"{tables.folder} is a file that no value of {tables.names[0]} is in"
         why = "It may be left from another run; its tensors have no names."
@@ -151,8 +153,9 @@ def _value(joined: Joiner, payloads: Payloads, name: str, value: Described) -> A
     if value.dtype is None:
         return _object(joined, payloads, name, [place for _, place in value.chunks])
     chunks = []
-    for (begin, sizes), place in value.chunks:
-        entry, owner = payloads.value(name, place), _owner(place)
+    for box, place in value.chunks:
+        begin, sizes = box
+        entry, owner = payloads.chunk(name, place, box, value.dtype), _owner(place)
         if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (sizes, value.dtype):
             meant = f"the chunk of {printable(name)} at {list(begin)} should be {value.dtype}{list(sizes)}"
             what = f"{joined.where}: {meant}, the file of {owner} has {entry!r:.100}"
@@ -179,7 +182,7 @@ def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) 
         if not payloads.same(first, other):
             joined.different[name] = f"that of {_owner(first)} is taken, {_owner(other)} has another"
             break
-    return payloads.value(name, first)
+    return payloads.object(name, first)
 
 
 # The tree ------------------------------------------------------------------------------------------------------------

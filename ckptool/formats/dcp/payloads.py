@@ -1,35 +1,63 @@
-"""What the places in the tables of a DCP folder hold: one torch zip for every chunk of a tensor and every object."""
+"""What the places in the tables of a DCP folder hold: one torch zip for every chunk of a tensor and every object.
+
+Writers of torch can do it in other ways, too: each zip compressed (`compressed`); or all tensors of a file in one
+safetensors, behind the zips of its objects (`SerializationFormat.SAFETENSORS`). The places of such tensors all begin
+where that does.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.checkpoint import FileRange, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, FileRange, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Part
-from ckptool.errors import Corrupt, Unsupported, listed, printable
-from ckptool.formats import torch_zip
+from ckptool.errors import Corrupt, printable
+from ckptool.formats import safetensors, torch_zip
+from ckptool.formats.boxes import Box
+from ckptool.formats.dcp import compressed
 from ckptool.formats.dcp.tables import Place
+from ckptool.formats.dcp.templates import Templates
 
 SMALL = 1 << 20  # bytes of objects that are compared
 
 
 @dataclass(slots=True, eq=False)
 class Payloads:
-    """The values in the files of the ranks, each opened once.
-
-    discarded: what of their pickles is not inert and not in their values.
-    """
+    """The values in the files of the ranks. discarded: what of their pickles is not inert and not in their values."""
 
     folder: Folder
     discarded: list[Any] = field(default_factory=list)
-    _opened: dict[Place, Any] = field(default_factory=dict)
+    _templates: Templates = field(default_factory=Templates)
+    _streams: compressed.Streams = field(default_factory=compressed.Streams)
+    _safetensors: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
 
-    def value(self, name: str, place: Place) -> Any:
-        """The value that was saved at a place. Raises `Corrupt`, `Truncated` or `Unsupported`, naming it."""
-        if place not in self._opened:
-            self._opened[place] = self._open(name, place)
-        return self._opened[place]
+    def object(self, name: str, place: Place) -> Any:
+        """An object, or what stands in one file. Raises `Corrupt`, `Truncated` or `Unsupported`, naming it."""
+        part = self._part(place)
+        if place.transforms:
+            compressed.refuse_unknown(place.transforms, f"{self.folder}: {printable(name)}")
+            value, discarded = compressed.compressed_object(part, self._streams)
+            self.discarded += discarded
+            return value
+        return self._zip(name, part).tree
+
+    def chunk(self, name: str, place: Place, box: Box, dtype: DType) -> Any:
+        """A chunk of a tensor, whose offsets, shape and type the table says; what else may stand there, if not that."""
+        part = self._part(place)
+        if place.transforms:
+            compressed.refuse_unknown(place.transforms, f"{self.folder}: {printable(name)}")
+            return compressed.compressed_tensor(part, self._streams, box[1], dtype, name)
+        known = self._templates.entry_of(part)
+        if known is not None:
+            return known
+        if part.read(0, min(4, part.size))[:2] != b"PK" and (found := self._in_safetensors(name, place, box)):
+            return found
+        checkpoint = self._zip(name, part)
+        self._templates.learn(part, checkpoint)
+        return _settled(checkpoint.tree)
 
     def same(self, one: Place, other: Place) -> bool:
         """True where the same bytes are at both places."""
@@ -40,22 +68,38 @@ class Payloads:
     def _part(self, place: Place) -> Part:
         return self.folder.open(place.file).part(place.offset, place.length)
 
-    def _open(self, name: str, place: Place) -> Any:
-        if place.transforms:
-            what = f"{self.folder}: {printable(name)} is packed by {printable(listed(place.transforms))}"
-            why = "An extension of torch's writer did that; only it can undo it."
-            raise Unsupported(what, why, "With torch: load it with the same extension, and save it without.")
-        part = self._part(place)
-        if place.file.endswith(".safetensors"):
-            what = f"{self.folder} was written by torch.distributed.checkpoint as safetensors"
-            why = "Only folders of .distcp files are read here."
-            raise Unsupported(what, why, "With torch: torch.distributed.checkpoint.HuggingFaceStorageReader")
+    def _zip(self, name: str, part: Part) -> Checkpoint:
         if not torch_zip.detect(part.read(0, min(4, part.size)), part.file):
             what = f"{part}: there is no torch zip where {printable(name)} should be"
             raise Corrupt(what, "The file or the table belongs to another checkpoint.")
         checkpoint = torch_zip.read(part)
         self.discarded.extend(checkpoint.discarded)
-        return _settled(checkpoint.tree)
+        return checkpoint
+
+    def _in_safetensors(self, name: str, place: Place, box: Box) -> TensorEntry | None:
+        """The chunk in a safetensors that begins at the place and goes on to the end of the file; None without one."""
+        file = self.folder.open(place.file)
+        key = (place.file, place.offset)
+        if key not in self._safetensors:
+            part = file.part(place.offset, file.size - place.offset)
+            if part.size < 10 or part.read(8, 1) != b"{":
+                return None
+            found = safetensors.read(part)
+            self._safetensors[key] = found.tree if found.tensors_only else {}, _offsets(found.metadata)
+        tree, offsets = self._safetensors[key]
+        entry = tree.get(name)
+        if not isinstance(entry, TensorEntry) or offsets.get(name, list(box[0])) != list(box[0]):
+            what = f"{file} has no chunk of {printable(name)} at {list(box[0])} in its safetensors"
+            raise Corrupt(what, "Its writer keeps one chunk of each name; the table belongs to another checkpoint.")
+        return entry
+
+
+def _offsets(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Where each chunk begins in its tensor, as the header of a safetensors says."""
+    try:
+        return {name: info["saved_offsets"] for name, info in json.loads(metadata["DCP_SHARDING_INFO"]).items()}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return {}
 
 
 def _settled(value: Any) -> Any:

@@ -1,0 +1,181 @@
+"""Payloads of a DCP folder that a stream extension of torch's writer compressed: `stream.zstd`.
+
+Source: torch/distributed/checkpoint/_extension.py (`ZStandard`), torch 2.13. The whole torch zip of a chunk is one
+stream, so that its directory is behind everything: a chunk is inflated when its values are asked for, not to be opened.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, cast
+
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.files import Part, Source
+from ckptool.checkpoint.tree import map_storages
+from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Unsupported, listed, printable
+from ckptool.formats import torch_zip
+from ckptool.formats.checksums import crc_combine
+
+ZSTD = "stream.zstd/1"
+BLOCK = 1 << 18
+HEAD, TAIL = 1 << 16, 1 << 17  # bytes that are kept of what a stream inflates to
+MOST_BESIDE = 1 << 16  # bytes of a chunk's zip that are not its values
+MOST_WINDOW = 1 << 23  # bytes that a decompressor keeps
+MOST_STREAMS = 16  # that are kept open
+
+
+@dataclass(slots=True, eq=False)
+class Streams:
+    """The streams that were read up to some place, the last ones used: who goes on there does not begin anew."""
+
+    idle: list[_Stream] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read(self, part: Part, offset: int, length: int) -> bytes:
+        """The bytes that `part` inflates to from `offset`."""
+        stream = self._taken(part, offset)
+        while stream.at < offset and stream.next(min(BLOCK, offset - stream.at)):
+            pass
+        parts = []
+        while length and (data := stream.next(length)):
+            parts.append(data)
+            length -= len(data)
+        with self.lock:
+            self.idle = [*self.idle[1 - MOST_STREAMS :], stream]
+        return b"".join(parts)
+
+    def _taken(self, part: Part, offset: int) -> _Stream:
+        with self.lock:
+            fitting = [stream for stream in self.idle if stream.part is part and stream.at <= offset]
+            if not fitting:
+                return _Stream(part)
+            best = max(fitting, key=lambda stream: stream.at)
+            self.idle.remove(best)
+            return best
+
+
+class _Stream:
+    """What a part of a file inflates to, front to back. `at`: the place of the next byte."""
+
+    def __init__(self, part: Part) -> None:
+        import zstandard
+
+        self.part, self.at, self.taken = part, 0, 0
+        self.error = zstandard.ZstdError
+        made = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
+        self.reader = made.stream_reader(cast(Any, self), read_size=1 << 16, read_across_frames=True)
+
+    def read(self, size: int) -> bytes:
+        """The next compressed bytes, for the decompressor."""
+        data = self.part.read(self.taken, min(size, self.part.size - self.taken))
+        self.taken += len(data)
+        return data
+
+    def next(self, most: int) -> bytes:
+        try:
+            data: bytes = self.reader.read(min(most, BLOCK))
+        except self.error as error:
+            what = f"{self.part} cannot be inflated: {printable(str(error))}"
+            raise Corrupt(what, "It was damaged, or is not compressed with zstd as torch does it.") from None
+        self.at += len(data)
+        return data
+
+
+class Inflated(Part):
+    """What a part of a file inflates to, readable as a file. Making one inflates all of it; head and tail are kept."""
+
+    __slots__ = ("crc", "head", "part", "streams", "tail")
+
+    def __init__(self, part: Part, streams: Streams, most: int) -> None:
+        self.part, self.streams = part, streams
+        self.head = self.tail = b""
+        self.crc = size = 0
+        while data := streams.read(part, size, BLOCK):
+            size += len(data)
+            if size > most:
+                what = f"{part} inflates to more than {most:,} bytes"
+                raise LimitExceeded(what, "That is more than its tensor can take; the file is probably malicious.")
+            self.crc = zlib.crc32(data, self.crc)
+            self.head = self.head if len(self.head) >= HEAD else (self.head + data)[:HEAD]
+            self.tail = (self.tail + data)[-TAIL:]
+        super().__init__(cast(Source, self), 0, size)
+
+    def __str__(self) -> str:
+        return str(self.part)
+
+    def read(self, offset: int, length: int) -> bytes:
+        if length < 0 or offset < 0 or offset + length > self.size:
+            return super().read(offset, length)  # which says so
+        if offset + length <= len(self.head):
+            return self.head[offset : offset + length]
+        if (at := offset - self.size + len(self.tail)) >= 0:
+            return self.tail[at : at + length]
+        return self.streams.read(self.part, offset, length)
+
+    def confirm(self, storage: Storage) -> None:
+        """Raises `Corrupt` where a storage in it does not match its checksum, as the sum of everything shows."""
+        data = storage.data
+        if storage.crc is None or not isinstance(data, FileRange):
+            return
+        rest = self.size - data.offset - data.length
+        if data.offset > len(self.head) or rest > len(self.tail):
+            raise Corrupt(f"{self}: its zip is not laid out as torch does it", "It may have been made by hand.")
+        summed = crc_combine(zlib.crc32(self.head[: data.offset]), storage.crc, data.length)
+        if crc_combine(summed, zlib.crc32(self.tail[len(self.tail) - rest :]), rest) != self.crc:
+            raise Corrupt(f"{self}: the values do not match their checksum", "The file was damaged.")
+
+
+def refuse_unknown(transforms: tuple[str, ...], what: str) -> None:
+    """Raises `Unsupported` for other extensions than zstd, `MissingExtra` where that is not installed."""
+    if transforms != (ZSTD,):
+        why = "An extension of torch's writer did that; only it can undo it."
+        fix = "With torch: load it with the same extension, and save it without."
+        raise Unsupported(f"{what} is packed by {printable(listed(transforms))}", why, fix)
+    try:
+        import zstandard  # noqa: F401
+    except ImportError as error:
+        why = "torch's writer compressed it (stream.zstd)."
+        fix = "pip install 'ckptool[zstd]'"
+        raise MissingExtra(f"{what} needs the package zstandard, which is not installed", why, fix) from error
+
+
+def compressed_object(part: Part, streams: Streams) -> tuple[Any, tuple[Any, ...]]:
+    """An object in a compressed zip, and what of its pickle is not inert and not in it."""
+    inflated = Inflated(part, streams, torch_zip.inflated_limit(part.size))
+    checkpoint = torch_zip.read(inflated)
+    return map_storages(checkpoint.tree, _computed), checkpoint.discarded
+
+
+def _computed(storage: Storage) -> Storage:
+    """The storage without its place in a file: there are no such bytes on a disk."""
+    data = storage.data
+    made = Computed(data.length, data.read) if isinstance(data, FileRange) else data
+    return Storage(made, storage.location, storage.crc)
+
+
+def compressed_tensor(part: Part, streams: Streams, shape: tuple[int, ...], dtype: DType, name: str) -> TensorEntry:
+    """A chunk in a compressed zip, of this shape and type by the table; it is inflated when it is read."""
+    length = prod(shape) * dtype.itemsize
+    opened: list[Data] = []
+
+    def read(offset: int, count: int) -> bytes:
+        if not opened:
+            opened.append(_values(part, streams, shape, dtype, name))
+        return opened[0].read(offset, count)
+
+    data = Computed(length, read) if length else InlineBytes(b"")
+    return TensorEntry(Storage(data), dtype, shape, row_major_strides(shape))
+
+
+def _values(part: Part, streams: Streams, shape: tuple[int, ...], dtype: DType, name: str) -> Data:
+    inflated = Inflated(part, streams, prod(shape) * dtype.itemsize + MOST_BESIDE)
+    entry = torch_zip.read(inflated).tree
+    if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (shape, dtype):
+        what = f"{part}: the chunk of {printable(name)} should be {dtype}{list(shape)}, its file has {entry!r:.100}"
+        raise Corrupt(what, "The files are of two checkpoints, or one of them was damaged.")
+    inflated.confirm(entry.storage)
+    return entry.with_storage(_computed(entry.storage)).row_major()

@@ -1,0 +1,230 @@
+"""The ways in which torch's writers store a chunk: zips, many alike; zstd streams; safetensors."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+import ckptool
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.tree import tensors
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, MissingExtra, Unsupported
+from ckptool.formats import read, torch_zip
+from ckptool.formats.dcp import compressed, templates
+from tests.support.dcp_folders import edit, placed, training_state
+from tests.support.errors import three_parts
+from tests.support.same import assert_same_objects
+
+
+def written(state: dict[str, Any], folder: Path, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_state(state, storage_writer=FileSystemWriter(folder, **options), no_dist=True)
+    return folder
+
+
+def zstd() -> list[Any]:
+    pytest.importorskip("zstandard")
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    return [ZStandard()]
+
+
+def values(folder: Path) -> dict[Any, bytes]:
+    return {path: entry.bytes() for path, entry in tensors(read(folder).tree)}
+
+
+# Zips that are alike -------------------------------------------------------------------------------------------------
+
+
+def many(count: int = 40) -> dict[str, Any]:
+    torch.manual_seed(1)
+    layers = {f"layers.{i}.weight": torch.randn(4, 6) for i in range(count)}
+    layers |= {f"layers.{i}.bias": torch.randn(6, 4) for i in range(count)}  # of the same size, and another shape
+    return {**layers, **{f"layers.{i}.big": torch.randn(300, 200) for i in range(4)}}
+
+
+def test_zips_that_are_alike_are_read_as_those_that_are_read_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(many(), tmp_path / "saved")
+    full: list[int] = []
+    reading = torch_zip.read
+    monkeypatch.setattr(torch_zip, "read", lambda part: full.append(1) or reading(part))
+    quick = dict(tensors(read(folder).tree))
+    assert len(full) == 3 and len(quick) == 84
+    monkeypatch.setattr(templates, "MOST", 0)
+    for path, entry in tensors(read(folder).tree):
+        other = quick[path]
+        assert isinstance(entry, TensorEntry) and isinstance(other, TensorEntry)
+        assert entry.layout == other.layout and entry.flags == other.flags
+        assert entry.storage.crc == other.storage.crc is not None
+        assert (entry.storage.data.offset, entry.bytes()) == (other.storage.data.offset, other.bytes())  # type: ignore[union-attr]
+    assert len(full) == 87
+
+
+def test_a_zip_that_differs_in_any_byte_is_read_in_full(tmp_path: Path) -> None:
+    """Every byte around the values, changed in one zip of many: what the reader of zips says of it is what is said."""
+    folder = written({f"w{i}": torch.arange(6.0) + i for i in range(3)}, tmp_path / "saved")
+    (rank,) = folder.glob("*.distcp")
+    whole, size = rank.read_bytes(), len(rank.read_bytes()) // 3
+    expected = values(folder)
+    for at in range(size, 2 * size, 7):
+        rank.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        (quick, full) = (outcome(folder, most) for most in (templates.MOST, 0))
+        assert quick == full, at
+        assert isinstance(quick, str) or quick.keys() == expected.keys()
+
+
+def outcome(folder: Path, most: int) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(templates, "MOST", most)
+        try:
+            return values(folder)
+        except CkptoolError as error:
+            return str(error)
+
+
+def test_values_that_hold_the_end_of_another_zip_are_refused_where_they_were(tmp_path: Path) -> None:
+    """An end record with all that follows for its comment: what readers of zips see there differs."""
+    folder = written({f"w{i}": torch.zeros(64, dtype=torch.uint8) for i in range(3)}, tmp_path / "saved")
+    (rank,) = folder.glob("*.distcp")
+    data = bytearray(rank.read_bytes())
+    size = len(data) // 3
+    found = read(folder)["w1"]
+    at = found.storage.data.offset  # type: ignore[union-attr]
+    end = 2 * size if at < 2 * size else 3 * size
+    record = b"PK\5\6" + bytes(16) + (end - at - 22).to_bytes(2, "little")
+    data[at : at + 22] = record
+    rank.write_bytes(data)
+    assert outcome(folder, templates.MOST) == outcome(folder, 0)
+    assert "comment of another" in outcome(folder, 0)
+
+
+# zstd ----------------------------------------------------------------------------------------------------------------
+
+
+def test_compressed_payloads_are_read_as_others(tmp_path: Path) -> None:
+    state = {**training_state(), "large": torch.randn(700, 600).round(decimals=1), "many": many(3)}
+    plain, packed = written(state, tmp_path / "plain"), written(state, tmp_path / "zstd", _extensions=zstd())
+    assert values(plain) == values(packed)
+    ckptool.convert(packed, tmp_path / "out.pt", verify=True)
+    assert ckptool.diff(tmp_path / "out.pt", plain, ignore=["strides"]).same
+    (rank,) = packed.glob("*.distcp")
+    assert ckptool.open(rank)["large"].shape == (700, 600)
+
+
+def test_compressed_values_are_inflated_once_from_front_to_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"large": torch.randn(1024, 1024)}
+    entry = read(written(state, tmp_path / "saved", _extensions=zstd()))["large"]
+    begun: list[int] = []
+    made = compressed._Stream.__init__
+    monkeypatch.setattr(compressed._Stream, "__init__", lambda self, part: begun.append(1) or made(self, part))
+    whole = state["large"].numpy().tobytes()
+    data = entry.storage.data
+    assert b"".join(data.read(at, 50_000) for at in range(0, len(whole), 50_000)) == whole
+    assert len(begun) <= 2  # to see all of it, and to read it
+    assert data.read(10**6, 9) == whole[10**6 : 10**6 + 9] and len(begun) == 3
+
+
+def test_compressed_payloads_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written({"w": torch.ones(3)}, tmp_path / "saved", _extensions=zstd())
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(MissingExtra, match=r"needs the package zstandard") as caught:
+        read(folder)
+    three_parts(caught.value)
+    assert "pip install 'ckptool[zstd]'" in caught.value.fix
+
+
+def damaged(data: bytes) -> bytes:
+    return data[:40] + bytes([data[40] ^ 255]) + data[41:]
+
+
+def bomb(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor().compress(bytes(1 << 24))[: len(data)].ljust(len(data), b"\0")
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (damaged, CkptoolError),
+        (lambda data: data[: len(data) // 2].ljust(len(data), b"\0"), CkptoolError),
+        (lambda data: bytes(len(data)), Corrupt),
+        (bomb, LimitExceeded),
+    ],
+    ids=["damaged", "cut", "zeros", "bomb"],
+)
+def test_compressed_payloads_that_are_damaged(
+    change: Callable[[bytes], bytes], error: type[CkptoolError], tmp_path: Path
+) -> None:
+    folder = written({"w": torch.randn(500)}, tmp_path / "saved", _extensions=zstd())
+    (rank,) = folder.glob("*.distcp")
+    rank.write_bytes(change(rank.read_bytes()))
+    with pytest.raises(error) as caught:
+        ckptool.convert(folder, tmp_path / "out.pt")
+    three_parts(caught.value)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_values_that_were_changed_before_they_were_compressed(tmp_path: Path) -> None:
+    import zstandard
+
+    folder = written({"w": torch.randn(500)}, tmp_path / "saved", _extensions=zstd())
+    (rank,) = folder.glob("*.distcp")
+    plain = bytearray(zstandard.ZstdDecompressor().stream_reader(rank.read_bytes()).read())
+    plain[len(plain) // 2] ^= 1
+    rank.write_bytes(data := zstandard.ZstdCompressor().compress(bytes(plain)))
+    edit(folder, placed("w", length=len(data)))
+    with pytest.raises(Corrupt, match="do not match their checksum"):
+        read(folder)["w"].bytes()
+
+
+def test_other_extensions_are_named(tmp_path: Path) -> None:
+    folder = written({"w": torch.ones(3)}, tmp_path / "saved")
+    with pytest.raises(Unsupported, match=r"w is packed by stream\.other/2"):
+        read(edit(folder, placed("w", transform_descriptors=["stream.other/2"])))
+
+
+# safetensors ---------------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_behind_objects(tmp_path: Path) -> None:
+    state = {"model": many(2), "epoch": 3, "name": "run"}
+    options = {"serialization_format": SerializationFormat.SAFETENSORS}
+    folder = written(state, tmp_path / "saved", **options)
+    (rank,) = folder.glob("*.distcp")
+    assert rank.read_bytes()[:2] == b"PK"  # of the objects
+    assert_same_objects(state, ckptool.load(folder))
+    expected = values(written(state, tmp_path / "plain"))
+    assert values(folder) == expected
+    data = rank.read_bytes()
+    rank.write_bytes(data[:-8])
+    with pytest.raises(CkptoolError):
+        read(folder)
+
+
+def test_a_safetensors_that_has_other_chunks_than_the_table_says(tmp_path: Path) -> None:
+    folder = written({"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "saved",
+                     serialization_format=SerializationFormat.SAFETENSORS)  # fmt: skip
+    (rank,) = folder.glob("*.distcp")
+    data = rank.read_bytes()
+    rank.write_bytes(data.replace(b'"b":{"dtype"', b'"c":{"dtype"'))
+    with pytest.raises(Corrupt, match=r"no chunk of b at \[0\]"):
+        read(folder)
+    rank.write_bytes(data.replace(b'saved_offsets\\": [0]', b'saved_offsets\\": [1]'))
+    with pytest.raises(Corrupt, match=r"no chunk of [ab] at \[0\]"):
+        read(folder)
+    assert Folder(folder).names == [".metadata", "__0_0.distcp"]
