@@ -19,11 +19,11 @@ from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, TensorE
 from ckptool.checkpoint.dtypes import DTYPES
 from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import Corrupt, UsageError, listed, printable
+from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.parts import names_in
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-TRANSFORMERS, DIFFUSERS, PEFT = "transformers", "diffusers", "peft"
+TRANSFORMERS, DIFFUSERS, PEFT, TIMM = "transformers", "diffusers", "peft", "timm"
 STEMS = {TRANSFORMERS: "model", DIFFUSERS: "diffusion_pytorch_model", PEFT: "adapter_model"}
 MAX_CONFIG = 16 << 20  # bytes
 MAX_COMPANION = 256 << 20  # bytes of one file; tokenizers take 40 MB
@@ -73,14 +73,16 @@ class ModelFolder:
 def model_folder(part: Checkpoint, tree: Any, like: str | None = None) -> ModelFolder:
     """The folder to write the weights `tree` to, which are of `part`. like: a folder of the same model.
 
-    Raises `UsageError` where that has no configuration, `Corrupt` for a configuration that is not JSON.
+    Raises `UsageError` where that has no configuration.
     """
     for place in _places(part) if like is None else [like]:
         names = names_in(place)
         if CONFIG in names or ADAPTER in names:
-            return _described(place, names, tree if isinstance(tree, dict) else {})
+            found = _described(place, names, tree if isinstance(tree, dict) else {})
+            if found.library or like is None:
+                return found
     if like is not None:
-        what = f"{printable(like)} has no {CONFIG} and no {ADAPTER}"
+        what = f"{printable(like)} has no {CONFIG} or {ADAPTER} of a library that is known here"
         raise UsageError(what, "It should be a folder that the model's library loads.", "For example: --like DIR")
     return ModelFolder()
 
@@ -101,6 +103,8 @@ def _places(part: Checkpoint) -> Iterator[str]:
 
 def _described(place: str, names: Iterable[str], tree: dict[Any, Any]) -> ModelFolder:
     library = _library({name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}, tree)
+    if not library:
+        return ModelFolder(left=(f"{CONFIG} (of no library that is known here)",))
     files: dict[str, Data] = {}
     left, changes = [], []
     for name in names:
@@ -125,18 +129,18 @@ def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:
         return PEFT
     if "_class_name" in config and "_diffusers_version" in config:
         return DIFFUSERS
-    return TRANSFORMERS if "architectures" in config or "model_type" in config else ""
+    if "architectures" in config or "model_type" in config:
+        return TRANSFORMERS
+    return TIMM if "architecture" in config else ""
 
 
 def _json(place: str, name: str) -> dict[str, Any]:
+    """A configuration; an empty one where it is not JSON, or very large."""
     source = Source(os.path.join(place, name))
     try:
         found = json.loads(source.read(0, min(source.size, MAX_CONFIG)))
     except (ValueError, RecursionError):
-        why = "The library that loads the model is told by it; it was cut off, or changed by hand."
-        raise Corrupt(
-            f"{source} is not JSON", why, "Copy it again, or name a folder of the same model: --like DIR"
-        ) from (None)
+        return {}
     return found if isinstance(found, dict) else {}
 
 
@@ -171,7 +175,11 @@ def _made_true(files: dict[str, Data], tree: dict[Any, Any]) -> str:
     dtypes = {entry.dtype.torch for entry in tree.values() if isinstance(entry, TensorEntry) and entry.dtype.is_float}
     data = files[CONFIG]
     raw = data.read(0, data.length)
-    if len(dtypes) != 1 or (changed := with_dtype(raw, *dtypes)) == raw:
+    try:
+        changed = with_dtype(raw, *dtypes) if len(dtypes) == 1 else raw
+    except (ValueError, RecursionError):  # not UTF-8, or nested a thousand levels deep
+        return ""
+    if changed == raw:
         return ""
     files[CONFIG] = InlineBytes(changed)
     return f"{CONFIG}: dtype is now {next(iter(dtypes))}, as the weights are"

@@ -15,7 +15,14 @@ from ckptool.checkpoint.optimizer_keys import flattened, nested, with_numbers
 from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
 from ckptool.checkpoint.tree import address, replaced_at
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
-from ckptool.transforms.optimizer_state import BY_NAMES, check_groups, parameters_of, said_names, slot_names
+from ckptool.transforms.optimizer_state import (
+    BY_NAMES,
+    check_groups,
+    in_model_order,
+    parameters_of,
+    said_names,
+    slot_names,
+)
 
 NAMES, IDS, FLAT = "names", "ids", "flat"
 FORMS = (NAMES, IDS, FLAT)
@@ -94,7 +101,7 @@ def _names(optimizer: dict[str, Any], place: str, whole: Checkpoint) -> tuple[di
     wrong: CkptoolError | None = None
     for root in roots:
         try:
-            names = slot_names(optimizer, parameters_of(root), place, OPTION)
+            names = slot_names(optimizer, parameters_of(root), place, OPTION, ordered=in_model_order(root))
         except Conflict as error:
             wrong = wrong or error
         else:

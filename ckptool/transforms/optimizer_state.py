@@ -2,8 +2,9 @@
 
 `Optimizer.state_dict()` numbers its slots by the order in which the optimizer was given its parameters
 (torch/optim/optimizer.py). Which name a number means is known from `param_names`, which newer versions write; or where
-the weights beside it have as many parameters with the same shapes in the same order; or where no two of those have one
-shape. Else it cannot be known, and is refused: a momentum on the wrong weight trains, and nobody sees it.
+the weights beside it have as many parameters, and there is one way only in which each group has its own in the order of
+the model, with the same shapes; or where no two of those have one shape. Else it cannot be known, and is refused: a
+momentum on the wrong weight trains, and nobody sees it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ckptool.reports.warm_start import OptimizerReport
 from ckptool.transforms.warm_start_plan import Assignment
 
 Shapes = Mapping[str, tuple[int, ...]]
+MAX_STATES = 4_096  # of ways in which groups may be divided, that are followed
 BY_NAMES, BY_ORDER, BY_SHAPES = "names", "order", "shapes"
 
 
@@ -49,7 +51,7 @@ def carried(
     first = _first_names(root)
     told = target.tensors if target.kinds_known else {}
     kinds = {first[choice.source]: told[name].kind for name, choice in chosen.items() if name in told}
-    names, known_by = slot_names(optimizer, parameters_of(root, kinds), place)
+    names, known_by = slot_names(optimizer, parameters_of(root, kinds), place, ordered=in_model_order(root))
     goes_to = _destinations(first, target, chosen, parameters)
     state: dict[str, Any] = {}
     group_of: dict[str, int] = {}
@@ -166,11 +168,11 @@ def _destinations(
 
 
 def slot_names(
-    optimizer: Mapping[str, Any], parameters: Shapes, place: str, option: str = "--optimizer"
+    optimizer: Mapping[str, Any], parameters: Shapes, place: str, option: str = "--optimizer", *, ordered: bool = True
 ) -> tuple[dict[Any, str], str]:
     """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not.
 
-    option: the one that asked for it.
+    option: the one that asked for it.  ordered: the parameters are in the order of the model.
     """
     groups = optimizer["param_groups"]
     slots = [slot for group in groups for slot in group["params"]]
@@ -182,18 +184,20 @@ def slot_names(
         found = {slot: name if name in parameters else bare.get(without_wrappers(name)) for slot, name in said.items()}
         return {slot: name for slot, name in found.items() if name is not None}, BY_NAMES
     shapes = {slot: _shapes_in(optimizer["state"].get(slot)) for slot in slots}
-    names = list(parameters)
-    if len(groups) == 1 and len(slots) == len(names):
-        in_order = dict(zip(slots, names, strict=True))
-        if all(_agrees(shapes[slot], parameters[name]) for slot, name in in_order.items()):
-            return in_order, BY_ORDER
+    in_order = _by_order([group["params"] for group in groups], shapes, parameters) if ordered else None
+    if in_order is not None and len(groups) == 1:
+        return in_order, BY_ORDER
     by_shape = _by_shape(shapes, parameters)
     if by_shape is not None:
         return by_shape, BY_SHAPES
-    count = f"{counted(len(slots), 'slot')} in {counted(len(groups), 'group')}, {counted(len(names), 'parameter')}"
+    if in_order is not None:
+        return in_order, BY_ORDER
+    count = f"{counted(len(slots), 'slot')} in {counted(len(groups), 'group')}, {counted(len(parameters), 'parameter')}"
     raise Conflict(
         f"it cannot be known which slots of {printable(place)} belong to which parameters ({count})",
-        "They are numbered, not named, and neither their count nor their shapes identify them. Nothing was changed.",
+        "They are numbered, not named, and neither their count nor their shapes identify them. "
+        + ("" if ordered else "The weights are sorted by name, as safetensors are, not as in the model. ")
+        + "Nothing was changed.",
         "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or go on without "
         f"{option}",
     )
@@ -222,6 +226,41 @@ def _shapes_in(slot: Any) -> set[tuple[int, ...]]:
 
 def _agrees(shapes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     return not shapes or shape in shapes
+
+
+def in_model_order(root: StateDict) -> bool:
+    """False for weights that are sorted by size of element and name, as safetensors sorts them: that is no model's
+    order, as a weight stands before its bias there."""
+    names = [(-value.dtype.itemsize, key) for key, value in root.node.items() if isinstance(value, TensorEntry)]
+    return len(names) < 3 or names != sorted(names)
+
+
+def _by_order(
+    groups: Sequence[Sequence[Any]], shapes: Mapping[Any, set[tuple[int, ...]]], parameters: Shapes
+) -> dict[Any, str] | None:
+    """Slots by the only way in which every group has its parameters in the order of the model and all shapes agree;
+    None where there is no such way, or several."""
+    if sum(map(len, groups)) != len(parameters):
+        return None
+    # How many slots of each group have a name -> in how many ways (2: several), and the last pair of one of them.
+    states: dict[tuple[int, ...], tuple[int, Any]] = {(0,) * len(groups): (1, None)}
+    for name, shape in parameters.items():
+        after: dict[tuple[int, ...], tuple[int, Any]] = {}
+        for place, (ways, pairs) in states.items():
+            for number, slots in enumerate(groups):
+                if place[number] < len(slots) and _agrees(shapes[slots[place[number]]], shape):
+                    goal = (*place[:number], place[number] + 1, *place[number + 1 :])
+                    before = after.get(goal, (0, None))[0]
+                    after[goal] = (min(2, before + ways), (slots[place[number]], name, pairs))
+        if len(after) > MAX_STATES:
+            return None
+        states = after
+    ways, pairs = states.get(tuple(map(len, groups)), (0, None))
+    found: dict[Any, str] = {}
+    while pairs is not None:
+        slot, name, pairs = pairs
+        found[slot] = name
+    return found if ways == 1 else None
 
 
 def _by_shape(shapes: Mapping[Any, set[tuple[int, ...]]], parameters: Shapes) -> dict[Any, str] | None:

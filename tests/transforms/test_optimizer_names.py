@@ -139,9 +139,7 @@ def test_fsdp_gives_the_same_numbers(tmp_path: Path) -> None:
 def test_what_is_not_certain_is_refused(tmp_path: Path, run: Run) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     some = torch.optim.Adam(list(model.parameters())[1:])
-    some.zero_grad()
-    model(torch.ones(1, 4)).sum().backward()
-    some.step()
+    stepped_once(model, some)
     both = saved({"model": model.state_dict(), "optimizer": some.state_dict()}, tmp_path / "both.pt")
     with pytest.raises(Conflict, match="cannot be known which slots"):
         ckptool.convert(both, tmp_path / "o.pt", optimizer_as="names")
@@ -163,6 +161,35 @@ def test_what_is_not_certain_is_refused(tmp_path: Path, run: Run) -> None:
         ckptool.convert(saved(model.state_dict(), tmp_path / "w.pt"), tmp_path / "o.pt", optimizer_as="ids")
     assert not (tmp_path / "o.pt").exists()
     assert run("convert", both, "-o", tmp_path / "o.pt", "--optimizer-as", "ids").code == 0
+
+
+def test_groups_in_the_order_of_the_model_are_known_by_their_shapes(tmp_path: Path, run: Run) -> None:
+    """As transformers' Trainer makes them: weights that decay, and all others."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    every = list(model.named_parameters())
+    decay = [pair for pair in every if pair[1].dim() > 1]
+    rest = [pair for pair in every if pair[1].dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": [p for _, p in part]} for part in (decay, rest)])
+    stepped_once(model, optimizer)
+    file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    ckptool.convert(file, tmp_path / "o.pt", optimizer_as="names")
+    found = torch.load(tmp_path / "o.pt", weights_only=True)["optimizer"]
+    assert_same_objects(found, get_optimizer_state_dict(model, optimizer))
+    by_name = {name: model.state_dict()[name] for name in sorted(model.state_dict())}
+    file = saved({"model": by_name, "optimizer": optimizer.state_dict()}, tmp_path / "sorted.pt")
+    done = run("convert", file, "-o", tmp_path / "s.pt", "--optimizer-as", "names")
+    assert done.code == 2 and "sorted by name" in done.err
+    halves = torch.optim.AdamW([{"params": [p for _, p in every[:6]]}, {"params": [p for _, p in every[6:]]}])
+    stepped_once(model, halves)
+    file = saved({"model": model.state_dict(), "optimizer": halves.state_dict()}, tmp_path / "halves.pt")
+    with pytest.raises(Conflict, match="cannot be known"):
+        ckptool.convert(file, tmp_path / "h.pt", optimizer_as="names")
+
+
+def stepped_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
 
 
 def test_numbers_that_became_text_are_numbers_again(tmp_path: Path) -> None:

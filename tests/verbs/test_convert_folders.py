@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptool
-from ckptool.errors import Conflict, Corrupt, UsageError
+from ckptool.errors import Conflict, UsageError
 from ckptool.formats.model_folder import with_dtype
 from tests.support.cli import Run
 from tests.support.files import contents, saved
@@ -156,10 +156,10 @@ def test_a_folder_is_replaced_only_where_nothing_else_is_in_it(tmp_path: Path) -
 def test_a_folder_of_the_same_model_has_to_have_a_configuration(tmp_path: Path) -> None:
     file = saved(state(), tmp_path / "a.pt")
     (tmp_path / "like").mkdir()
-    with pytest.raises(UsageError, match=r"has no config\.json"):
+    with pytest.raises(UsageError, match=r"has no config\.json or"):
         ckptool.convert(file, f"{tmp_path / 'out'}/", like=tmp_path / "like")
     (tmp_path / "like/config.json").write_text("{")
-    with pytest.raises(Corrupt, match="is not JSON"):
+    with pytest.raises(UsageError, match="of a library that is known"):
         ckptool.convert(file, f"{tmp_path / 'out'}/", like=tmp_path / "like")
     with pytest.raises(UsageError, match="like writes a folder"):
         ckptool.convert(file, tmp_path / "out.pt", like=tmp_path / "like")
@@ -188,6 +188,16 @@ def test_the_dtype_of_a_configuration_changes_and_nothing_else() -> None:
             assert found == text
         elif "dtype" not in config["quantization_config"] or new == "float16":
             assert len(found) - len(text) == (len(new) - len(old)) * (2 if "text_config" in config else 1)
+
+
+def test_a_configuration_of_something_else_stays_where_it_is(tmp_path: Path, run: Run) -> None:
+    file = model_in(tmp_path / "in", {"learning_rate": 0.1}, **{"tokenizer.json": "{}"})
+    for text in (None, "{ // comment", "[" * 100_000, '{"model_type": ' + '{"a": ' * 3_000 + "1" + "}" * 3_001):
+        if text is not None:
+            (tmp_path / "in/config.json").write_text(text)
+        done = run("convert", file, "-o", f"{tmp_path / 'out'}/", "-f")
+        assert done.code == 0 and "left behind: config.json (of no library" in done.out, text
+        assert sorted(contents(tmp_path / "out")) == ["ckptool.json", "model.safetensors"]
 
 
 def test_the_dtype_is_that_of_the_weights_where_they_have_one(tmp_path: Path) -> None:
