@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -12,7 +12,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object
 from ckptool.errors import Conflict, Corrupt, counted, listed, printable
 from ckptool.formats.boxes import agree
-from ckptool.formats.deepspeed.flat import Range, RankVector, Vector, bare
+from ckptool.formats.deepspeed.flat import RankVector, bare
 
 _VECTORS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 _STATES = ("base_optimizer_state", "optimizer_state_dict")
@@ -195,7 +195,7 @@ def _same_steps(folder: Folder, first: Share, other: Share) -> None:
         for key in ours.keys() & theirs.keys():
             one, another = ours[key], theirs[key]
             both = isinstance(one, TensorEntry) and isinstance(another, TensorEntry)
-            if agree(one, another) is False if both else type(one) in _PLAIN and one != another:
+            if agree(one, another) is False if both else type(one) is not type(another) or one != another:
                 raise mixed(folder, first.file, other.file, f"{printable(str(key))} of the optimizer differs")
 
 
@@ -220,14 +220,3 @@ def named_groups(groups: Any, names: Mapping[int, Iterable[str]]) -> list[dict[s
         for group in _items(groups)
         if isinstance(group, dict)
     ]
-
-
-def by_mappings(shares: list[Share], group: int, key: str) -> Iterator[tuple[str, list[Range]]]:
-    """For every name its pieces in the ranks' vectors, as `param_slice_mappings` has them."""
-    found: dict[str, list[Range]] = {}
-    for share in shares:
-        vector = Vector([share.vector(group, key)])
-        mapping = share.mappings[group] if group < len(share.mappings) else {}
-        for name, (begin, length) in mapping.items():
-            found.setdefault(name, []).append((vector, begin, length))
-    yield from found.items()

@@ -17,8 +17,9 @@ from ckptool.checkpoint import Checkpoint, Storage, TensorEntry, row_major_strid
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.strided import row_major
-from ckptool.errors import Corrupt, counted, listed, printable
+from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
 from ckptool.formats import deepspeed
+from ckptool.formats.boxes import agree
 from ckptool.formats.deepspeed import UNIVERSAL
 from ckptool.formats.deepspeed.flat import bare
 from ckptool.formats.deepspeed.shares import named_groups, plain, undivided
@@ -40,9 +41,12 @@ def read(source: Folder) -> Checkpoint:
 
 def read_tag(folder: Folder) -> Checkpoint:
     """The checkpoint of a universal folder. Raises `Corrupt` for parameters that are not there."""
-    tag = tag_files(folder)
+    tag = tag_files(folder, universal=True)
+    file = tag.models[min(tag.models)]
     first = tag.model(min(tag.models))
-    groups = shapes_of(tag, first, tag.models[min(tag.models)])
+    groups, own = shapes_of(tag, first, file), same_kind(first["module"], dict(first["module"] or {}))
+    for name in tag.parallel:
+        _add_parallel(tag, name, groups, own)
     inside = Folder(os.path.join(folder.path, UNIVERSAL))
     if missing := [name for shapes in groups for name in shapes if name not in inside]:
         what = (
@@ -60,15 +64,32 @@ def read_tag(folder: Folder) -> Checkpoint:
             state[name] = _undivided(common, number) | slots
     parameters = named_groups(common.get("param_groups"), dict(enumerate(groups)))
     optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": parameters}
-    own = same_kind(first["module"], dict(first["module"]))
     world = first.get("dp_world_size")
     size = world if type(world) is int and 0 < world < 1 << 32 else max(tag.models) + 1
-    stage = 3 if "zero_pp_rank" in tag.models[min(tag.models)] else 2
+    stage = 3 if "zero_pp_rank" in file else 2
     module = Models(tag, first, own, weights, stage, size).module()
     folder.adopt(UNIVERSAL, inside)
     rest = {str(key): plain(value) for key, value in common.items() if key not in _JOINED}
     tree = tree_of(first, module, optimizer, rest)
     return replace(checkpoint_of(tag, tree, ", universal", size), container=NAME)
+
+
+def _add_parallel(tag: Tag, file: str, groups: list[dict[str, tuple[int, ...]]], own: dict[Any, Any]) -> None:
+    """Adds what another rank of tensor or pipeline parallelism has: names of parameters, buffers, frozen parameters."""
+    states = tag.open(file)
+    states = states if isinstance(states, dict) else {}
+    for number, shapes in enumerate(shapes_of(tag, states, file)):
+        groups.extend({} for _ in range(number + 1 - len(groups)))
+        groups[number].update(shapes)
+    trained = {name for shapes in groups for name in shapes}
+    module = states.get("module")
+    for name, value in module.items() if isinstance(module, dict) else ():
+        other: Any = own.setdefault(name, value)
+        both = isinstance(other, TensorEntry) and isinstance(value, TensorEntry)
+        if name not in trained and both and agree(other, value, read=True) is False:
+            what = f"{tag.folder}: {printable(str(name))} is another tensor in {file}, and is not trained"
+            why = "It may be divided between ranks of tensor parallelism; ds_to_universal joins only what is trained."
+            raise Unsupported(what, why, "With DeepSpeed: load it there, and save the whole model.")
 
 
 # Of `optimizer_state.pt`: what is by name elsewhere, or is the first rank's share of it.

@@ -25,7 +25,6 @@ from ckptool.formats.boxes import Chunk, Joiner
 from ckptool.formats.deepspeed.flat import Range, RankVector, Vector, in_a_row, join
 from ckptool.formats.deepspeed.shares import (
     Share,
-    by_mappings,
     check_mappings,
     checked,
     complete,
@@ -55,6 +54,7 @@ class Tag:
     models: dict[int, str] = field(default_factory=dict)  # by rank; of stages below 3, of rank 0
     optimizers: dict[int, str] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
+    parallel: list[str] = field(default_factory=list)  # model states of other ranks of model parallelism
     others: list[str] = field(default_factory=list)
     read: list[Storage] = field(default_factory=list)
     discarded: list[Any] = field(default_factory=list)
@@ -72,44 +72,46 @@ class Tag:
     def model(self, rank: int) -> dict[str, Any]:
         """A rank's model states. Raises `Corrupt` for a file of something else."""
         tree = self.open(self.models[rank])
-        if not isinstance(tree, dict) or not isinstance(tree.get("module"), dict):
+        module = tree.get("module") if isinstance(tree, dict) else None
+        if not isinstance(tree, dict) or not isinstance(module, dict if not self.parallel else (dict, type(None))):
             what = f"{self.folder}: {self.models[rank]} has no `module` with the weights of a model in it"
             raise Corrupt(what, "Another program wrote it, or it was damaged.", "Take another checkpoint.")
         return tree
 
 
-def tag_files(folder: Folder) -> Tag:
-    """The files in a tag's folder. Raises `Unsupported` for a model over several ranks of tensor parallelism."""
+def tag_files(folder: Folder, *, universal: bool = False) -> Tag:
+    """The files in a tag's folder. Raises `Unsupported` for a model over several ranks of tensor or pipeline
+    parallelism, which only a universal folder has joined already."""
     tag = Tag(folder, Joiner(str(folder)))
-    parallel = set()
     for name in folder.names:
         for pattern, files in ((_MODEL, tag.models), (_OPTIMIZER, tag.optimizers)):
-            if found := pattern.fullmatch(name):
-                parallel.add(int(found["mp"]))
-                rank = int(found["rank"] or 0)
-                if rank in files:
-                    raise (
-                        mixed(folder, files[rank], name, "both are of one rank")
-                        if len(parallel) == 1
-                        else _parallel(folder)
-                    )
+            if (found := pattern.fullmatch(name)) is None:
+                continue
+            rank = int(found["rank"] or 0)
+            if int(found["mp"]) and not universal:
+                raise _parallel(folder, name)
+            if int(found["mp"]):
+                tag.parallel.append(name)
+            elif rank in files:
+                raise mixed(folder, files[rank], name, "both are of one rank")
+            else:
                 files[rank] = name
         if _EXPERT.fullmatch(name):
             tag.experts.append(name)
+        elif _LAYER.fullmatch(name):
+            raise _parallel(folder, name)
         elif _OTHER.fullmatch(name):
             tag.others.append(name)
-    if any(map(_LAYER.fullmatch, folder.names)):
-        raise _parallel(folder)
     if not tag.models:
         what = f"{folder} lacks mp_rank_00_model_states.pt"
         raise Corrupt(what, "Names, shapes and buffers of the model are in it.", "Copy the whole folder.")
     return tag
 
 
-def _parallel(folder: Folder) -> Unsupported:
+def _parallel(folder: Folder, name: str) -> Unsupported:
     return Unsupported(
-        f"{folder} was saved with tensor or pipeline parallelism: the model is in several mp_rank_* or layer_* files",
-        "Each has other tensors or parts of them, and how those are joined depends on the model.",
+        f"{folder} was saved with tensor or pipeline parallelism, which {name} is of",
+        "Each rank has other tensors or parts of them, and how those are joined depends on the model.",
         "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder here.",
     )
 
@@ -126,10 +128,8 @@ def read_tag(folder: Folder) -> Checkpoint:
     if shares:
         checked(folder, shares)
     own = same_kind(first["module"], dict(first["module"]))
-    for name in tag.experts:
-        experts = tag.open(name)
-        own.update(experts if isinstance(experts, dict) else {})
-    joined = joined_groups(tag, first, shares, own) if shares else Joined()
+    own.update(_experts(tag, first))
+    joined = joined_groups(tag, first, shares) if shares else Joined()
     models = Models(tag, first, own, joined.weights, shares[0].stage if shares else 0, len(shares))
     tree = tree_of(first, models.module(), joined.optimizer, shares[0].rest if shares else {})
     tree |= {name: tag.open(name) for name in tag.others}
@@ -137,6 +137,24 @@ def read_tag(folder: Folder) -> Checkpoint:
         message = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
         tag.notes.append(Note(NO_OPTIMIZER, message))
     return checkpoint_of(tag, tree, f", ZeRO stage {shares[0].stage}" if shares else "", max(1, len(shares)))
+
+
+def _experts(tag: Tag, first: dict[str, Any]) -> dict[Any, Any]:
+    """The weights of all experts, each in a file of its own. Raises `Corrupt` for one that is not there."""
+    counts = first.get("num_experts")
+    for layer, count in enumerate(counts if isinstance(counts, list) else ()):
+        there = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
+        if there and type(count) is int and len(there) < count:
+            what = f"{tag.folder} has the files of {len(there):,} of {counted(count, 'expert')} in layer {layer}"
+            raise Corrupt(what, "A model is complete only with all of them.", "Copy the whole folder.")
+    found: dict[Any, Any] = {}
+    for name in tag.experts:
+        expert = tag.open(name)
+        if not isinstance(expert, dict) or found.keys() & expert.keys():
+            what = f"{tag.folder}: {name} has no weights of an expert, or those of another one"
+            raise Corrupt(what, "It was damaged, or another program wrote it.", "Take another checkpoint.")
+        found |= expert
+    return found
 
 
 def checkpoint_of(tag: Tag, tree: dict[str, Any], engine: str, world: int) -> Checkpoint:
@@ -183,12 +201,10 @@ class _Placed(NamedTuple):
     ranges: dict[str, list[Range]]
 
 
-def joined_groups(tag: Tag, first: dict[str, Any], shares: list[Share], own: dict[Any, Any]) -> Joined:
-    """Every parameter that the optimizer has, by name. own: the model's tensors."""
+def joined_groups(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Joined:
+    """Every parameter that the optimizer has, by name."""
     shapes = shapes_of(tag, first, tag.models[min(tag.models)])
-    laid = (
-        _whole_vectors(tag, first, shares, shapes, own) if shares[0].stage < 3 else _divided_each(tag, shares, shapes)
-    )
+    laid = _whole_vectors(tag, first, shares, shapes) if shares[0].stage < 3 else _divided_each(tag, shares, shapes)
     joined = Joined()
     state: dict[str, dict[str, Any]] = {}
     names: dict[int, list[str]] = {}
@@ -229,11 +245,11 @@ def _shape(node: Any) -> tuple[int, ...] | None:
 
 
 def _whole_vectors(
-    tag: Tag, first: dict[str, Any], shares: list[Share], shapes: list[dict[str, tuple[int, ...]]], own: dict[Any, Any]
+    tag: Tag, first: dict[str, Any], shares: list[Share], shapes: list[dict[str, tuple[int, ...]]]
 ) -> Iterator[_Placed]:
     """Stages 1 and 2: each group is a vector, of which every rank of a team has a piece."""
     count = len(shares[0].weights)
-    if shapes and len(shapes) != count:
+    if len(shapes) != count:
         raise mixed(
             tag.folder, tag.models[0], shares[0].file, f"one has {counted(len(shapes), 'group')}, the other {count:,}"
         )
@@ -241,12 +257,6 @@ def _whole_vectors(
         for number, team in enumerate(_teams(first, shares, group)):
             keys = ["", *team[0].divided(group)]
             vectors = {key: Vector(share.vector(group, key) for share in team) for key in keys}
-            if not shapes:
-                for name, ranges in by_mappings(team, group, ""):
-                    others = {key: dict(by_mappings(team, group, key))[name] for key in keys}
-                    shape = own[name].shape if isinstance(own.get(name), TensorEntry) else (sum(r[2] for r in ranges),)
-                    yield _Placed(name, shape, group, others)
-                continue
             paddings = team[0].paddings[group] if group < len(team[0].paddings) else ()
             row = list(in_a_row(shapes[group], paddings if isinstance(paddings, list) else ()))
             _check_vector(tag, first, team, group, row, vectors[""])
@@ -312,6 +322,8 @@ def _divided_each(tag: Tag, shares: list[Share], shapes: list[dict[str, tuple[in
     needed = [sum(-(-prod(shape) // world) for shape in group.values()) for group in shapes]
     # Where a parameter is in two vectors, they are read as one.
     runs = [[number] for number in range(len(lengths))] if needed == lengths else [[*range(len(lengths))]]
+    if odd := next((share for share in shares if [entry.shape[0] for entry in share.weights] != lengths), None):
+        raise mixed(tag.folder, shares[0].file, odd.file, "their vectors have other lengths")
     if sum(needed) != sum(lengths):
         has = f"take {counted(sum(needed), 'element')} of each rank, {shares[0].file} has {sum(lengths):,}"
         what = f"{tag.folder}: the parameters {has}"
@@ -395,7 +407,7 @@ class Models:
         for name, entry in fragments.items() if isinstance(fragments, dict) else ():
             if isinstance(entry, TensorEntry):
                 self.pieces.setdefault(name, []).append(RankVector(entry, owner))
-        module, names = states["module"], states.get("buffer_names")
+        module, names = states["module"] or {}, states.get("buffer_names")
         for name in names if isinstance(names, list) else ():
             if type(name) is str and isinstance(entry := module.get(name), TensorEntry):
                 self.buffers.setdefault(name, []).append(Chunk(entry, (0,) * len(entry.shape), owner))

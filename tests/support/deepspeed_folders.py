@@ -1,0 +1,110 @@
+"""Folders as DeepSpeed lays them out, of any world and of wrong ones; without DeepSpeed, whose source they follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEP = 2
+SHAPES = ({"embed.weight": (7, 3), "wide.weight": (5, 3), "scale": (1,)}, {"wide.bias": (5,), "out.bias": (3,)})
+Weights = dict[str, torch.Tensor]
+
+
+def zero_weights(seed: int = 0) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for group in SHAPES for name, shape in group.items()}
+
+
+def states_of(stage: int, world: int, model: Weights, **more: Any) -> dict[str, Any]:
+    """The model states of a rank: bf16 copies, of stage 3 placeholders, and a buffer."""
+    empty = torch.empty(0, dtype=torch.bfloat16)
+    module = {name: empty if stage == 3 else value.bfloat16() for name, value in model.items()}
+    return {
+        "module": module | {"places": torch.arange(4)},
+        "buffer_names": ["places"],
+        "optimizer": None,
+        "param_shapes": [{name: torch.Size(shape) for name, shape in group.items()} for group in SHAPES],
+        "frozen_param_shapes": {},
+        "shared_params": {},
+        "frozen_param_fragments": {},
+        "global_steps": STEP,
+        "dp_world_size": world,
+        "mp_world_size": 1,
+        "ds_config": {"zero_optimization": {"stage": stage}},
+        "ds_version": "0.19.8",
+        **more,
+    }
+
+
+def shares_of(stage: int, world: int, values: Weights) -> list[list[torch.Tensor]]:
+    """Every rank's pieces of the groups' flat vectors, the last of them without the padding of stages 1 and 2."""
+    ranks: list[list[torch.Tensor]] = [[] for _ in range(world)]
+    for group in SHAPES:
+        if stage == 3:
+            for rank, flat in enumerate(ranks):
+                flat.append(torch.cat([_piece(values[name].flatten(), rank, world) for name in group]))
+            continue
+        vector = torch.cat([values[name].flatten() for name in group])
+        size = -(-len(vector) // (2 * world)) * 2
+        for rank, flat in enumerate(ranks):
+            flat.append(vector[rank * size : (rank + 1) * size].clone())
+    return ranks
+
+
+def _piece(flat: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    each = -(-len(flat) // world)
+    mine = flat[rank * each : (rank + 1) * each]
+    return torch.cat([mine, torch.full((each - len(mine),), 9e9)])
+
+
+def write_zero(
+    folder: Path,
+    stage: int,
+    world: int,
+    model: Weights | None = None,
+    change: Callable[[int, dict[str, Any], dict[str, Any]], None] | None = None,
+) -> Path:
+    """A tag's folder. change: what is done to each rank's model states and optimizer before they are saved."""
+    model = model or zero_weights()
+    folder.mkdir(parents=True, exist_ok=True)
+    shares = shares_of(stage, world, model)
+    moments = {key: shares_of(stage, world, {n: v * f for n, v in model.items()}) for key, f in MOMENTS.items()}
+    for rank in range(world):
+        states = states_of(stage, world, model)
+        state = {
+            group: {key: _padded(values[rank][group], stage, group, world) for key, values in moments.items()}
+            | {"step": torch.tensor(float(STEP))}
+            for group in range(len(SHAPES))
+        }
+        base = {"state": state, "param_groups": [{"lr": 0.1, "params": [group]} for group in range(len(SHAPES))]}
+        share: dict[str, Any] = {"zero_stage": stage, "partition_count": world if stage == 3 else [world] * len(SHAPES)}
+        if stage == 3:
+            share |= {"fp32_flat_groups": shares[rank], "optimizer_state_dict": base}
+        else:
+            share |= {"single_partition_of_fp32_groups": shares[rank], "base_optimizer_state": base}
+        if change is not None:
+            change(rank, states, share)
+        if stage == 3 or rank == 0:
+            name = f"zero_pp_rank_{rank}_" * (stage == 3) + "mp_rank_00_model_states.pt"
+            torch.save(states, folder / name)
+        torch.save({"optimizer_state_dict": share}, folder / optimizer_file(rank))
+    return folder
+
+
+MOMENTS = {"exp_avg": 2.0, "exp_avg_sq": 4.0}
+
+
+def _padded(piece: torch.Tensor, stage: int, group: int, world: int) -> torch.Tensor:
+    """Moments have the padding that the weights of the last ranks lack."""
+    if stage == 3:
+        return piece
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES[group].values())
+    size = -(-numel // (2 * world)) * 2
+    return torch.cat([piece, torch.full((size - len(piece),), 9e9)])
+
+
+def optimizer_file(rank: int) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
