@@ -69,7 +69,8 @@ class Computed:
     """`length` bytes that `read(offset, n)` makes on demand: a cast, an inflated record, a gathered view.
 
     `read` returns exactly the bytes asked for (fewer only at the end), in bounded memory, for any place and order;
-    it is quickest when called front to back. `inputs`: the storages that it reads, whose checksums a writer checks on
+    it is quickest when called front to back. `compares`: reading compares replicas, and raises `Conflict` where they
+    differ. `inputs`: the storages that it reads, whose checksums a writer checks on
     the way. `view`: the same without a copy, of what is in memory already and does not change while it is written.
     """
 
@@ -77,6 +78,7 @@ class Computed:
     read: Callable[[int, int], bytes]
     inputs: tuple[Storage, ...] = ()
     view: Callable[[int, int], memoryview] | None = None
+    compares: bool = False
 
 
 Data = InlineBytes | FileRange | Computed
@@ -398,7 +400,6 @@ class Checkpoint:
     listed, not written.
     part: of what it is only a part; None for a whole checkpoint (see `formats.parts`, which decides).
     base: of a part of a file, the path that leads to it.
-    unshown: storages in its files that no tensor of the tree is in, and that are checked all the same (copies in bf16).
     """
 
     tree: Any
@@ -412,7 +413,6 @@ class Checkpoint:
     extras: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     part: PartOf | None = None
     base: tuple[Any, ...] = ()
-    unshown: tuple[Storage, ...] = ()
     # What was worked out once and is asked for again.
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 

@@ -29,10 +29,9 @@ class Format:
     begins: the first bytes of files that its code is asked about, with those whose names end in one of `endings`.
     is_folder: folders are its too.  suffixes: of files that are written, the usual one first; none where a folder is.
     appendable: it can be edited in place.  tensors_only: it has names of tensors and no more, so that one state dict is
-    chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_metadata: where it
-    has only tensors, the `_metadata` of a state dict too.  keeps_tree: it can be written with everything
-    that a checkpoint holds.  own_metadata: its metadata are its own byte order and versions.  joined: what it holds is
-    one checkpoint.  is_program: its tensors belong to code.
+    chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_metadata: where it has only tensors, the
+    `_metadata` of a state dict too.  keeps_tree: it can be written with everything that a checkpoint holds.
+    own_metadata: its metadata are its own byte order and versions.  is_program: its tensors belong to code.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Format:
     keeps_ties: bool = True
     keeps_metadata: bool = False
     keeps_tree: bool = False
-    joined: bool = True
     own_metadata: bool = False
     is_program: bool = False
 
@@ -100,7 +98,7 @@ FORMATS: tuple[Format, ...] = (
     Format("deepspeed", "deepspeed", is_folder=True),
     Format("rank-files", "rank_files", is_folder=True),
     Format("hf-pieces", "hf_pieces", is_folder=True, tensors_only=True),
-    Format("folder", "members", is_folder=True, joined=False),
+    Format("folder", "members", is_folder=True),
     Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),
     Format("torchscript", "torchscript", _ZIP, is_program=True),
     Format("torch-zip", "torch_zip", _ZIP, suffixes=_TORCH, writable=True, appendable=True, keeps_tree=True,

@@ -247,7 +247,11 @@ def assembled(shape: tuple[int, ...], chunks: list[Chunk], name: str = "") -> Te
     length = prod(shape) * first.dtype.itemsize
     every = [each for chunk in chunks for each in (chunk, *chunk.replicas)]
     inputs = tuple({id(chunk.entry.storage): chunk.entry.storage for chunk in every}.values())
-    data = Computed(length, _Assembly(shape, chunks, name).read, inputs) if length else InlineBytes(b"")
+    data = (
+        Computed(length, _Assembly(shape, chunks, name).read, inputs, compares=len(every) > len(chunks))
+        if length
+        else InlineBytes(b"")
+    )
     return TensorEntry(Storage(data, first.location), first.dtype, shape, row_major_strides(shape))
 
 

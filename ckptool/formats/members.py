@@ -1,27 +1,31 @@
-"""`folder`: a folder of several files that together are a training checkpoint or a pipeline, its members, which are not
-joined here.
+"""`folder`: a folder of several files and folders that together are one checkpoint, its members, each under its name in
+the tree: `pytorch_model_fsdp_0`, `optimizer_0`, `scheduler.bin`, `unet`.
 
-Members are known by the names that one program writes. Where the weights stand for the folder (an index,
-`model.safetensors`, a folder of torch.distributed.checkpoint) the folder is read as those, and its other members are
-only looked at: whether each is whole.
+Members are known by the names that one program writes, and each is opened as whatever it is. Where the weights stand
+for the folder (an index, `model.safetensors`) the folder is read as those, and its other members are only looked at:
+whether each is whole. Those beside what another format joined (`meta.pt` beside .distcp files) come into its tree.
 
 Source: transformers/trainer.py (`_save_checkpoint`: weights, optimizer, scheduler, random states, and
-`trainer_state.json` last), accelerate/checkpointing.py (random states last), deepspeed/runtime/engine.py,
-megatron/training/checkpointing.py, diffusers (`model_index.json`), sentence-transformers (`modules.json`).
+`trainer_state.json` last), accelerate/checkpointing.py (random states last), lightning/fabric/strategies/fsdp.py
+(`meta.pt`), deepspeed/runtime/engine.py, megatron/training/checkpointing.py, diffusers (`model_index.json`),
+sentence-transformers (`modules.json`), ByteCheckpoint's README.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, PartKind, PartOf
+from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, read_small
+from ckptool.checkpoint.numeric import has_numbers
+from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
+from ckptool.formats import FORMATS, named
 from ckptool.formats.parts import (
     CONSOLIDATED,
     FSDP_RANKS,
@@ -40,16 +44,19 @@ from ckptool.formats.parts import (
 NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
 MAX_JSON = 16 << 20
+MAX_STEPS = 512  # of parameters, that are looked at
+STATE = "trainer_state.json"
 
 # Files beside weights. What they hold belongs to one checkpoint and is none by itself.
 BESIDE_WEIGHTS = NamePattern(
     ".",
     r"(?:optimizer|scheduler|scaler|sampler)(?:_\d+)?\.(?:pt|bin)|dl_state_dict(?:_\d+)?\.bin|rng_state(?:_\d+)?\.pth"
     r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|training_args\.bin|trainer_state\.json|model_\d+\.safetensors"
-    r"|pytorch_model_\d+\.bin|common\.pt|meta\.pt|distrib_optim\.pt",
+    r"|pytorch_model(?:_\d+|_fsdp(?:_\d+)?)\.bin|common\.pt|meta\.pt|distrib_optim\.pt",
 )
 _TRAINING = ("optimizer", "scheduler", "rng_state", "random_states", "trainer_state", "sampler", "common.pt", "meta.pt")
 _FOLDERS = NamePattern("", r"global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+|pytorch_model")
+_BYTE_CHECKPOINT = ("model", "optimizer", "extra_state")
 _WITH_WEIGHTS = ("global_step", "pytorch_model")
 _RANKED = NamePattern("_", r"(?P<set>rng_state_|random_states_)(?P<rank>\d+)(?P<rest>)\.(?:pth|pkl)")
 _OF_A_CHECKPOINT = NamePattern("", r"latest|zero_to_\w+\.py|.*\.distcp|(?:__\d+)?\.metadata")
@@ -57,18 +64,24 @@ _OF_A_CHECKPOINT = NamePattern("", r"latest|zero_to_\w+\.py|.*\.distcp|(?:__\d+)
 
 @dataclass(frozen=True, slots=True)
 class MemberFiles:
-    """The members of a folder. kind: what it is, for people.  names: its members that are there
-    (`mp_rank_00/model_optim_rng.pt`).
+    """The members of a folder. kind: what it is, for people.  engine: the program that wrote it.  names: its members
+    that are there (`mp_rank_00/model_optim_rng.pt`).
 
-    missing: those that it says or shows it once had.  beside_weights: weights stand for the folder; these are its other
+    missing: those that it says or shows it once had.  beside: another format reads the folder; these are its other
     files.  by_rules: they are joined where rules say how.
     """
 
     kind: str
+    engine: str
     names: tuple[str, ...]
     missing: tuple[str, ...] = ()
-    beside_weights: bool = False
+    beside: bool = False
     by_rules: bool = False
+
+    @property
+    def count(self) -> int:
+        """The number of members that are there, what the folder is read as among them."""
+        return len(self.names) + self.beside
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -76,8 +89,25 @@ def detect(head: bytes, source: Input) -> bool:
 
 
 def layout_of(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
-    """The members of a folder; None where it has none. beside: its weights were found, and stand for it."""
+    """The members of a folder; None where it has none. beside: another format reads it, and stands for it."""
     return next((found for find in _KINDS if (found := find(folder, beside)) is not None), None)
+
+
+def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
+    """The members of the folder that a checkpoint was read from, without those that its own format reads."""
+    if checkpoint.container == NAME:
+        return layout_of(folder)
+    layout = layout_of(folder, beside=True)
+    own = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
+    read_by_it = {name.partition("/")[0] for name in own}.difference(_keys(checkpoint.tree))
+    if layout is None or not layout.names:
+        return layout
+    layout = replace(layout, names=tuple(name for name in layout.names if name.partition("/")[0] not in read_by_it))
+    return layout if layout.names else None
+
+
+def _keys(tree: Any) -> Iterable[Any]:
+    return tree if isinstance(tree, dict) else ()
 
 
 def read(source: Folder) -> Checkpoint:
@@ -89,61 +119,81 @@ def read(source: Folder) -> Checkpoint:
     """
     layout = layout_of(source)
     assert layout is not None
-    tree: dict[Any, Any] = {}
-    wrong: dict[str, str] = {}
-    world = 1
-    for name, found in opened(source, layout):
-        if problem := _problem(found):
-            wrong[name] = problem
-        if isinstance(found, Checkpoint):
-            tree[name] = found.tree
-            world = max(world, _world(found))
-            if found.source is not None:
-                source.adopt(name, found.source)
-    if not tree:
+    found = with_members(Checkpoint({}, NAME, {}, source), source)
+    if not found.tree:
         what = f"{source} is {layout.kind}, and none of its {counted(len(layout.names), 'file')} can be read"
-        raise Corrupt(what, f"The first: {wrong[layout.names[0]]}", "Take an earlier checkpoint.")
-    layout = replace(layout, missing=tuple(dict.fromkeys((*layout.missing, *_lacking(layout, world)))))
-    return Checkpoint(tree, NAME, {}, source, part=_counted(source, layout, wrong))
+        why = found.part.meaning.partition("; ")[2] if found.part is not None else ""
+        raise Corrupt(what, f"{why}.", "Take an earlier checkpoint.")
+    return found
 
 
-def _world(found: Checkpoint) -> int:
-    """The number of ranks, as a rank's file gives it."""
-    part = found.part or part_of(found)
-    return part.count or 1 if part is not None and part.kind is PartKind.RANK else 1
+def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
+    """The checkpoint of a folder with its members: in its tree, or where weights stand for it, in a note.
 
-
-def _lacking(layout: MemberFiles, world: int) -> Iterator[str]:
-    """The files of ranks that are not there, of a world of this size."""
-    yield from _gaps(layout.names, STATES, world)
-    ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
-    stages = {found["rest"] for rank in ranks if (found := MODEL_PARALLEL.fullmatch(rank))}
-    yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages))))
-
-
-def beside_weights(folder: Folder, joined: Collection[str] = ()) -> tuple[MemberFiles, PartOf] | None:
-    """The members beside the weights of a folder, and how many of them are whole; None where there are none.
-
-    joined: the files that the checkpoint was put together from.
+    With a `part` where some are missing, damaged, of another step, or parts that are not joined.
     """
-    layout = layout_of(folder, beside=True)
-    if layout is None or (joined and not set(layout.names) - set(joined)):
-        return None
-    wrong = {name: problem for name, found in opened(folder, layout) if (problem := _problem(found))}
-    return layout, _counted(folder, layout, wrong)
+    layout = members_of(checkpoint, folder)
+    if layout is None:
+        return checkpoint
+    found = dict(opened(folder, layout))
+    whole = {name: each for name, each in found.items() if isinstance(each, Checkpoint)}
+    wrong = {name: problem for name, each in found.items() if (problem := _problem(each))}
+    wrong |= {name: problem for name, problem in _of_other_steps(whole).items() if name not in wrong}
+    world = _world(checkpoint, whole)
+    layout = replace(layout, missing=tuple(dict.fromkeys((*layout.missing, *_lacking(layout, whole, world)))))
+    part = _counted(folder, layout, wrong, _is_joined(checkpoint, whole))
+    if isinstance(checkpoint.source, Folder) and not named(checkpoint.container).tensors_only:
+        checkpoint = _joined(checkpoint, checkpoint.source, whole)
+    if checkpoint.container == NAME:
+        facts = {"engine": layout.engine, "ranks": world, "step": step_in(whole.get(STATE))}
+        checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
+    if part.is_complete and _is_joined(checkpoint, whole):
+        own = ["the weights" if named(checkpoint.container).tensors_only else "what the ranks saved"] * layout.beside
+        note = Note(MEMBERS, f"{part.label} are whole: {listed([*own, *map(printable, layout.names)], 4)}")
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+    return replace(checkpoint, part=part)
+
+
+def _joined(checkpoint: Checkpoint, source: Folder, whole: dict[str, Checkpoint]) -> Checkpoint:
+    """The checkpoint with the members in its tree, and all that is to be said of them."""
+    own = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
+    for name, each in whole.items():
+        if name in own:
+            raise Corrupt(
+                f"{source} holds a member {printable(name)}, and its tensors have one of that name, too",
+                "No program writes both.",
+            )
+        if each.source is not None:
+            source.adopt(name, each.source)
+    notes = [
+        replace(note, message=f"{printable(name)}: {note.message}", fix=())
+        for name, each in whole.items()
+        for note in each.notes
+    ]
+    return replace(
+        checkpoint,
+        tree={**own, **{name: each.tree for name, each in whole.items()}},
+        notes=(*checkpoint.notes, *notes),
+        discarded=(*checkpoint.discarded, *(call for each in whole.values() for call in each.discarded)),
+    )
+
+
+def _is_joined(checkpoint: Checkpoint, whole: dict[str, Checkpoint]) -> bool:
+    """False for a folder of members that are parts of one thing which nothing here puts together."""
+    return checkpoint.container != NAME or not any(each.part or part_of(each) for each in whole.values())
 
 
 def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The members of the named folder that are not in the tree, as weights stand for it; none for a file."""
     source, part = checkpoint.source, checkpoint.part
-    named = (part is not None and part.kind is PartKind.MEMBERS) or any(
+    is_folder = (part is not None and part.kind is PartKind.MEMBERS) or any(
         note.code == MEMBERS for note in checkpoint.notes
     )
-    if source is None or not named or checkpoint.container == NAME:
+    if source is None or not is_folder or checkpoint.container == NAME:
         return ()
     folder = source if isinstance(source, Folder) else Folder(os.path.dirname(source.path) or os.curdir)
-    layout = layout_of(folder, beside=True)
-    return layout.names if layout is not None else ()
+    layout = members_of(checkpoint, folder)
+    return tuple(name for name in layout.names if name not in checkpoint.tree) if layout is not None else ()
 
 
 def _problem(found: Checkpoint | CkptoolError) -> str:
@@ -154,20 +204,19 @@ def _problem(found: Checkpoint | CkptoolError) -> str:
     return part.meaning if part is not None and part.kind is PartKind.MEMBERS and not part.is_complete else ""
 
 
-def _counted(folder: Folder, layout: MemberFiles, wrong: dict[str, str]) -> PartOf:
+def _counted(folder: Folder, layout: MemberFiles, wrong: dict[str, str], joined: bool) -> PartOf:
     """The count of members that are there and whole, and the problems of the others."""
-    count = len(layout.names) + len(layout.missing) + layout.beside_weights
-    whole = len(layout.names) - len(wrong) + layout.beside_weights
+    count = layout.count + len(layout.missing)
     problems = [
         what.replace(printable(os.path.join(folder.path, name)), printable(name)) for name, what in wrong.items()
     ]
     problems += [f"{printable(name)} is missing" for name in layout.missing]
-    meaning = f"{layout.kind}; " + (
-        listed(problems, 3) if problems else f"all of its files are there; {_NOT_JOINED[layout.by_rules]}"
-    )
-    label = f"{whole:,} of {counted(count, 'member')}"
+    whole = "all of its files are there" + ("" if joined else f"; {_NOT_JOINED[layout.by_rules]}")
+    meaning = f"{layout.kind}; " + (listed(problems, 3) if problems else whole)
+    number = layout.count - len(wrong)
+    label = f"{number:,} of {counted(count, 'member')}"
     join = command("convert", folder.path, rules=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
-    return PartOf(PartKind.MEMBERS, label, meaning, whole, count, folder.path, join=join)
+    return PartOf(PartKind.MEMBERS, label, meaning, number, count, folder.path, join=join)
 
 
 _NOT_JOINED = (
@@ -215,6 +264,67 @@ def read_json(folder: Folder, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+# Do they belong together? --------------------------------------------------------------------------------------------
+
+
+def _world(checkpoint: Checkpoint, whole: dict[str, Checkpoint]) -> int:
+    """The number of ranks that saved the folder, as far as its members say; 0 where none does."""
+    said = [each.metadata.get("ranks") for each in (checkpoint, *whole.values())]
+    parts = [each.part or part_of(each) for each in whole.values()]
+    said += [part.count for part in parts if part is not None and part.kind is PartKind.RANK]
+    ranked = [int(found["rank"]) + 1 for name in whole if (found := _RANKED.fullmatch(name))]
+    return max((n for n in (*said, *ranked) if type(n) is int), default=0)
+
+
+def _lacking(layout: MemberFiles, whole: dict[str, Checkpoint], world: int) -> Iterator[str]:
+    """The files of ranks that are not there, of a world of this size."""
+    for pattern in (_RANKED, STATES):
+        yield from _gaps(layout.names, pattern, world)
+    ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
+    stages = {found["rest"] for rank in ranks if (found := MODEL_PARALLEL.fullmatch(rank))}
+    yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages))))
+
+
+def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
+    """Members of a Trainer's checkpoint that were certainly saved at another step than the rest, each with why.
+
+    The optimizer and the scheduler step together, and no more often than the Trainer counts; less often where a
+    gradient scaler skips steps.
+    """
+    total = step_in(whole.get(STATE))
+    if not total:
+        return {}
+    steps = {name: step for name, each in whole.items() if name != STATE and (step := _steps_of(each))}
+    late = {name: step for name, step in steps.items() if step > total}
+    if not late and len(set(steps.values())) > 1:
+        late = {name: step for name, step in steps.items() if step != max(steps.values())}
+    others = {name: step for name, step in steps.items() if name not in late} or {STATE: total}
+    other, at = max(others.items(), key=lambda item: item[1])
+    return {
+        name: f"{printable(name)} is of step {step:,}, and {printable(other)} of step {at:,}"
+        for name, step in late.items()
+    }
+
+
+def _steps_of(member: Checkpoint) -> int:
+    """The number of steps that an optimizer or a scheduler of torch has taken; 0 where it is not certain."""
+    steps: list[int] = []
+    for _, found in optimizers(member.tree):
+        slots = [slots.get("step") for slots in found["state"].values() if isinstance(slots, dict)]
+        if len(slots) <= MAX_STEPS:  # parameters that were frozen for a while have taken fewer than others
+            steps += [_number(step) for step in slots]
+    top = member.tree if isinstance(member.tree, dict) else {}
+    if "base_lrs" in top and "last_epoch" in top:
+        steps.append(_number(top["last_epoch"]))
+    return max(steps, default=0)
+
+
+def _number(step: Any) -> int:
+    if isinstance(step, TensorEntry) and step.numel == 1 and has_numbers(step.dtype):
+        step = step.numpy().item()
+    return int(step) if type(step) in (int, float) and 0 <= step < 1 << 53 else 0
+
+
 # The kinds of folders ------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +335,7 @@ def _ranks(folder: Folder, beside: bool) -> MemberFiles | None:
         return None
     more = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name)]
     missing = [*_gaps(names, STATES), *_gaps(names, LAYER), *_without_model(names)]
-    return MemberFiles("a DeepSpeed checkpoint", (*names, *more), tuple(dict.fromkeys(missing)))
+    return MemberFiles("a DeepSpeed checkpoint", "DeepSpeed", (*names, *more), tuple(dict.fromkeys(missing)))
 
 
 def _gaps(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
@@ -265,7 +375,7 @@ def _model_parallel(folder: Folder, beside: bool) -> MemberFiles | None:
     if not inside or beside:
         return None
     missing = [f"{rank}/" for rank in (*_gaps(ranks, MODEL_PARALLEL), *(r for r in ranks if not _names_in(folder, r)))]
-    return MemberFiles("a Megatron checkpoint", tuple(inside), tuple(missing), by_rules=True)
+    return MemberFiles("a Megatron checkpoint", "Megatron", tuple(inside), tuple(missing), by_rules=True)
 
 
 def _consolidated(folder: Folder, beside: bool) -> MemberFiles | None:
@@ -273,7 +383,9 @@ def _consolidated(folder: Folder, beside: bool) -> MemberFiles | None:
     names = [name for name in folder.names if CONSOLIDATED.fullmatch(name)]
     if len(names) < 2 or beside:
         return None
-    return MemberFiles("a checkpoint as Llama has them", tuple(names), tuple(_gaps(names, CONSOLIDATED)), by_rules=True)
+    return MemberFiles(
+        "a checkpoint as Llama has them", "", tuple(names), tuple(_gaps(names, CONSOLIDATED)), by_rules=True
+    )
 
 
 def _pipeline(folder: Folder, beside: bool) -> MemberFiles | None:
@@ -290,11 +402,19 @@ def _pipeline(folder: Folder, beside: bool) -> MemberFiles | None:
             names.append(name)
         elif not inside or "config.json" in inside:  # what has weights has this; schedulers and tokenizers have others
             missing.append(name)
-    return MemberFiles("a diffusers pipeline", tuple(names), tuple(missing)) if names else None
+    return MemberFiles("a diffusers pipeline", "diffusers", tuple(names), tuple(missing)) if names else None
 
 
 def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
+
+
+def _collection(folder: Folder, beside: bool) -> MemberFiles | None:
+    """ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest."""
+    names = [name for name in _BYTE_CHECKPOINT if _is_folder(folder, name) and _is_set(folder, name)]
+    if beside or "model" not in names or len(names) < 2:
+        return None
+    return MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", tuple(names))
 
 
 def _training(folder: Folder, beside: bool) -> MemberFiles | None:
@@ -302,26 +422,36 @@ def _training(folder: Folder, beside: bool) -> MemberFiles | None:
     names = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name) and not _is_folder(folder, name)]
     sets = [name for name in folder.names if _FOLDERS.fullmatch(name) and _is_set(folder, name)]
     modules = list(_modules(folder))
-    there = [*names, *sets, *(name for name, present in modules if present == "weights")]
+    there = [*sets, *names, *(name for name, present in modules if present == "weights")]
+    there.sort(key=lambda name: not name.startswith(_WITH_WEIGHTS))  # what the others belong to, first
     missing = [*_gaps(names, _RANKED), *(name for name, present in modules if not present), *_written_last(names)]
     if beside:
         known = bool(sets or modules) or any(name.startswith(_TRAINING) for name in names)
     else:  # people call files optimizer.pt, too; these are what the programs alone write
         weights = [name for name, present in modules if present == "weights"]
         known = bool(sets or weights) or any(name.startswith(("trainer_state", "random_states_")) for name in names)
-        if not weights and not any(name.startswith(_WITH_WEIGHTS) for name in sets):
+        if not weights and not any(name.startswith(_WITH_WEIGHTS) for name in there):
             missing.append("pytorch_model_fsdp_0" if sets else "model.safetensors")
-    return MemberFiles(_kind_of(names, bool(modules)), tuple(there), tuple(missing), beside) if known else None
+    kind, engine = _kind_of(names, bool(modules))
+    return MemberFiles(kind, engine, tuple(there), tuple(missing), beside) if known else None
 
 
 def _is_set(folder: Folder, name: str) -> bool:
-    return any(each.endswith((".distcp", ".metadata", "_states.pt")) for each in _names_in(folder, name))
+    """True for a folder in it that another format reads."""
+    inner = Folder(os.path.join(folder.path, name)) if _is_folder(folder, name) else None
+    found = (each for each in FORMATS if each.name != NAME and each.is_folder)
+    return inner is not None and (
+        any(each.detect(b"", inner) for each in found) or any(each.endswith("_states.pt") for each in inner.names)
+    )
 
 
-def _kind_of(names: list[str], modules: bool) -> str:
+def _kind_of(names: list[str], modules: bool) -> tuple[str, str]:
     if any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names):
-        return "a checkpoint of transformers' Trainer"
-    return "a model of sentence-transformers" if modules else "a training checkpoint in several files"
+        return "a checkpoint of transformers' Trainer", "transformers"
+    if modules:
+        return "a model of sentence-transformers", "sentence-transformers"
+    accelerate = any(name.startswith("random_states_") for name in names)
+    return "a training checkpoint in several files", "accelerate" if accelerate else ""
 
 
 def _written_last(names: list[str]) -> list[str]:
@@ -349,6 +479,7 @@ _KINDS: tuple[Callable[[Folder, bool], MemberFiles | None], ...] = (
     _model_parallel,
     _consolidated,
     _pipeline,
+    _collection,
     _training,
 )
 
@@ -380,10 +511,16 @@ def claimed(folder: Folder) -> set[str]:
     return names | {name for name in folder.names if any(kind.fullmatch(name) for kind in kinds)}
 
 
+def step_in(state: Checkpoint | None) -> int:
+    """The step that a Trainer's state was saved at; 0 where it says none."""
+    step = state.tree.get("global_step") if state is not None else None
+    return step if type(step) is int else 0
+
+
 def step_of(folder: str) -> dict[str, Any]:
     """The progress of a Trainer by its state: `{"global_step": 500, "epoch": 1.0}`; empty without one."""
     try:
-        found = _table(Folder(folder), "trainer_state.json")
+        found = _table(Folder(folder), STATE)
     except CkptoolError:
         return {}
     return {key: value for key, value in (found or {}).items() if key in ("global_step", "epoch")}

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, PartKind
-from ckptool.checkpoint.commands import Advice, Command, command
-from ckptool.checkpoint.files import Source
+from ckptool.checkpoint import Checkpoint, PartKind, PartOf
+from ckptool.checkpoint.commands import OUT_PT, Advice, Command, command
+from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.tree import find
-from ckptool.errors import OnlyAPart, Truncated, UsageError, counted, printable, quoted
+from ckptool.errors import OnlyAPart, Truncated, UsageError, printable, quoted
 from ckptool.formats import marks
 
 PathLike = str | os.PathLike[str]
@@ -83,11 +83,7 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
         return
     take = "take it as it is: --part"
     if found.kind is PartKind.MEMBERS:
-        what = f"{printable(found.whole)} is a folder, of which {found.label} are there and whole"
-        why = f"{found.meaning[:1].upper()}{found.meaning[1:]}."
-        name = f"ame one of its files: {quoted(_member(checkpoint))}; or {take}"
-        join = ("Say how: ", Command(found.join), f" (docs/formats.md has rules to start from); or n{name}")
-        raise OnlyAPart(what, why, Advice(*join) if found.join else f"N{name}")
+        raise _of_members(checkpoint, found, take)
     raise OnlyAPart(
         f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {found.label}",
         f"{found.meaning[:1].upper()}{found.meaning[1:]}.",
@@ -95,6 +91,15 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
         if found.whole
         else take[:1].upper() + take[1:],
     )
+
+
+def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command) -> OnlyAPart:
+    """The error for a folder of which members are missing, damaged or not joined. otherwise: the other way on."""
+    what = f"{printable(found.whole)} is a folder, of which {found.label} are there and whole"
+    why = f"{found.meaning[:1].upper()}{found.meaning[1:]}."
+    name = f"ame one of its files: {quoted(_member(checkpoint))}; or "
+    join = ("Say how: ", Command(found.join), f" (docs/formats.md has rules to start from); or n{name}")
+    return OnlyAPart(what, why, Advice(*(join if found.join else [f"N{name}"]), otherwise))
 
 
 def _member(checkpoint: Checkpoint) -> str:
@@ -108,17 +113,13 @@ def _member(checkpoint: Checkpoint) -> str:
 def open_to_change(file: PathLike, at: str | None = None) -> Opened:
     """Opens a file for a verb that changes keys, types or entries: not one shard, which has to go on fitting its index.
 
-    Raises `OnlyAPart` for a file that the index beside it names, and for a folder of files that are not joined.
+    Raises `OnlyAPart` for a file that the index beside it names, and for a folder of members that are not all there, or
+    are not joined.
     """
     opened = open_file(file, at)
     found = opened.checkpoint.part
-    if not formats.named(opened.checkpoint.container).joined:
-        raise OnlyAPart(
-            f"{opened.checkpoint.source} is a folder of {counted(len(opened.checkpoint.tree), 'file')}, "
-            "each a checkpoint or a part of one",
-            "Several files are not changed as one. Nothing was written.",
-            f"Name one of them: {quoted(_member(opened.checkpoint))}",
-        )
+    if found is not None and found.kind is PartKind.MEMBERS and isinstance(opened.checkpoint.source, Folder):
+        raise _of_members(opened.checkpoint, found, command("convert", opened.path, part=True, out=OUT_PT))
     if found is not None and found.index:
         what = f"{opened.checkpoint.source} is {found.label} of {printable(os.path.join(found.whole, found.index))}"
         why = "Changed alone, it would no longer fit the index and the other shards. Nothing was written."

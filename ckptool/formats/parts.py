@@ -79,15 +79,11 @@ def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     """The checkpoint with its `part` and a note of it, if it is one. opened: the file or folder that was named."""
     part = checkpoint.part or part_of(checkpoint)
     if part is None and isinstance(opened, Folder):
-        from ckptool.formats.members import beside_weights
+        from ckptool.formats.members import NAME, with_members
 
-        joined = checkpoint.source.files if isinstance(checkpoint.source, Folder) else ()
-        if (found := beside_weights(Folder(opened.path), joined)) is not None:
-            layout, part = found
-            if part.is_complete:
-                shown = listed([printable(name) for name in layout.names], 4)
-                note = Note(MEMBERS, f"{part.label} are whole: the weights, {shown}")
-                return replace(checkpoint, notes=(*checkpoint.notes, note))
+        if checkpoint.container != NAME:
+            checkpoint = with_members(checkpoint, Folder(opened.path))
+            part = checkpoint.part
     if part is None:
         return checkpoint
     fix = command("inspect", part.whole) if part.whole and part.kind is not PartKind.MEMBERS else ()

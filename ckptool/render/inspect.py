@@ -33,7 +33,18 @@ from ckptool.render.style import (
     tensor_text,
     value_text,
 )
-from ckptool.reports.inspect import EntryRow, Inspection, Listing, PartSummary, TensorRow, like_others, listing, parts
+from ckptool.reports.inspect import (
+    ENGINE,
+    EntryRow,
+    Inspection,
+    Listing,
+    PartSummary,
+    TensorRow,
+    engine_of,
+    like_others,
+    listing,
+    parts,
+)
 
 if TYPE_CHECKING:
     from ckptool.reports.statistics import Statistics
@@ -68,12 +79,15 @@ def inspect_text(
 
 def _heading(listing: Listing, style: Style) -> str:
     name = printable(listing.file) + (f"#{printable(listing.at)}" if listing.at else "")
-    said = {key: value for key, value in listing.metadata.items() if not named(listing.container).own_metadata}
+    engine = engine_of(listing.metadata)
+    own = listing.metadata if named(listing.container).own_metadata else ENGINE if engine else ()
+    said = {key: value for key, value in listing.metadata.items() if key not in own}
     metadata = (
         f", metadata {listed([f'{printable(str(k))}={value_text(v)}' for k, v in said.items()], 4)}" if said else ""
     )
     part = f", {printable(listing.part.label)}" if listing.part else ""
-    return style.bold(name) + style.fit(f": {listing.container}{part}, {size(listing.bytes)}{metadata}", len(name))
+    head = style.bold(name) + style.fit(f": {listing.container}{part}, {size(listing.bytes)}{metadata}", len(name))
+    return f"{head}\n{style.fit(f'engine: {engine}')}" if engine else head
 
 
 def _totals(listing: Listing, divided: Sequence[PartSummary], style: Style) -> str:

@@ -37,6 +37,7 @@ def verify_text(found: Verification, *, digests: bool = False, style: Style = PL
 def _verdict(found: Verification, style: Style) -> str:
     name = style.bold(printable(found.file))
     facts = [counted(found.tensors, "tensor"), size(found.bytes)]
+    facts += [counted(found.files, "file")] if found.files > 1 else []
     if found.checked:
         which = "" if found.checksums == ALL else " (not all data has one)"
         facts.append(
@@ -139,7 +140,7 @@ def verify_json(found: Verification) -> Json:
         "schema": "ckptool.verification/1",
         **fields_json(found, "file container fine"),
         "part": part_json(found.part),
-        **fields_json(found, "bytes tensors storages checksums checked checked_bytes"),
+        **fields_json(found, "bytes files tensors storages checksums checked checked_bytes"),
         "problems": [fields_json(problem) for problem in found.problems],
         "non_finite": None if found.non_finite is None else [fields_json(row) for row in found.non_finite],
         "unsearched": list(found.unsearched),

@@ -19,7 +19,7 @@ from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
 from ckptool.reports.findings import Finding, Stage, in_order
 from ckptool.reports.fit import LOAD_MODEL, Way, best_root, find_way, mains, of_layout, of_target
 from ckptool.reports.fixes import Chain
-from ckptool.reports.inspect import Listing
+from ckptool.reports.inspect import Listing, engine_of
 from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target
 
@@ -189,7 +189,10 @@ def _of_refused(findings: list[Finding]) -> list[Finding]:
 
 def _is_a(found: Listing) -> str:
     parts = kinds_of(found.roots)
-    return f"a {found.container} checkpoint" + (f" with {listed(parts)}" if parts else "")
+    engine = engine_of(found.metadata)
+    return f"a {found.container} checkpoint{f' ({engine})' * bool(engine)}" + (
+        f" with {listed(parts)}" if parts else ""
+    )
 
 
 # The container --------------------------------------------------------------------------------------------------------
@@ -211,6 +214,7 @@ _ARRAYS = _container(
     "file in archive is not in a subdirectory; or: invalid load key, '\\x93'",
     _TO_FILE,
 )
+_OF_FOLDERS = _container(FOLDER, _FOLDER, _IS_A_FOLDER, _TO_FILE, blocks=False)
 # The containers that stock `torch.load` does not read as it reads its own.
 _CONTAINERS = {
     "torchscript": _container(
@@ -234,8 +238,6 @@ _CONTAINERS = {
         _TO_FILE,
         inert=True,
     ),
-    "dcp": _container(FOLDER, _FOLDER, _IS_A_FOLDER, _TO_FILE),
-    "sharded": _container(FOLDER, _FOLDER, _IS_A_FOLDER, _TO_FILE, blocks=False),
     "npz": _ARRAYS,
     "npy": _ARRAYS,
     "torch-legacy": Finding(
@@ -250,7 +252,7 @@ _CONTAINERS = {
 
 def _of_container(found: Listing, file: str, values: Values) -> Iterator[Finding]:
     yield from _misnamed(found, os.path.splitext(file)[1].lower())
-    finding = _CONTAINERS.get(found.container)
+    finding = _CONTAINERS.get(found.container) or (_OF_FOLDERS if named(found.container).is_folder else None)
     if finding is None:
         return
     is_program = named(found.container).is_program
@@ -313,7 +315,8 @@ def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Itera
             "Plain values would lose some of it, so no command is offered: load it where these classes are installed, "
             "if you trust it."
         )
-    blocks = not named(found.container).is_folder  # engines read their folders with loaders of their own
+    # Engines read their folders with loaders of their own.
+    blocks = not named(found.container).is_folder or any(note.code == UNSAFE for note in found.notes)
     yield Finding(UNSAFE, what, says, blocks, advice=advice, commands=fixes, stage=Stage.VALUES, inert=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -131,6 +131,23 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
         unlisted,
         checkpoint.part,
     )
+
+
+ENGINE = ("engine", "ranks", "step")  # of the metadata
+
+
+def engine_of(metadata: Mapping[str, Any]) -> str:
+    """The program that wrote a checkpoint, on how many ranks and at which step: `accelerate, saved by 2 ranks`.
+
+    Empty where the file does not say.
+    """
+    engine, ranks, step = (metadata.get(key) for key in ENGINE)
+    if type(engine) is not str:
+        return ""
+    said = [printable(engine[:200])]
+    said += [f"saved by {counted(ranks, 'rank')}"] if type(ranks) is int else []
+    said += [f"step {step:,}"] if type(step) is int else []
+    return ", ".join(said)
 
 
 def _with_names(rows: list[TensorRow], roots: Sequence[StateDict], numbers: dict[int, int]) -> list[TensorRow]:

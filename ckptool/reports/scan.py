@@ -105,6 +105,8 @@ def scanned(
     if isinstance(checkpoint.source, Folder):
         size = checkpoint.source.size
     step, epoch = progress_of({**said, "": checkpoint.tree} if said else checkpoint.tree, os.path.basename(path))
+    engine_step = checkpoint.metadata.get("step")
+    step = engine_step if type(engine_step) is int else step
     holds = tuple(kinds_of(found.roots))
     said_elsewhere = ("unsafe-global", PART, MEMBERS)
     notes = tuple(dict.fromkeys(note.code for note in found.notes if note.code not in said_elsewhere))

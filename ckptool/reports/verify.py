@@ -6,10 +6,20 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Data, FileRange, Note, PartOf, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import (
+    Checkpoint,
+    Composite,
+    Computed,
+    Data,
+    FileRange,
+    Note,
+    PartOf,
+    Storage,
+    StorageRef,
+    TensorEntry,
+)
 from ckptool.checkpoint.blocks import chunks, mismatch
 from ckptool.checkpoint.commands import Advice, command, input_of
 from ckptool.checkpoint.files import Source
@@ -31,6 +41,8 @@ ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent: all set, it is infinite or no number.
 _EXPONENTS = {"f64": 0x7FF0 << 48, "f32": 0x7F80 << 16, "f16": 0x7C00, "bf16": 0x7F80}
 _PARTS = {"c128": "f64", "c64": "f32", "c32": "f16"}
+
+BLOCK = 4 << 20  # bytes that are read at once
 
 Progress = Callable[[int], None]
 
@@ -66,6 +78,7 @@ class Verification:
 
     checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs;
     checked_bytes: their bytes.
+    files: that the checkpoint is read from, all of which were looked at.
     non_finite: None where nobody asked.  unsearched: tensors that could not be searched for NaN.  fixes: commands, as
     argv.
     digests: of `root`, if asked for; compared: with those that were kept.  part: of what it is only a part; intact is
@@ -92,6 +105,7 @@ class Verification:
     against: str = ""
     written: str = ""
     part: PartOf | None = None
+    files: int = 1
 
     @property
     def fine(self) -> bool:
@@ -195,11 +209,17 @@ def _storages_by_address(tree: Any) -> Iterator[tuple[str, Storage]]:
 
 
 def check_storages(
-    tree: Any, progress: Progress | None = None, more: Iterable[Storage] = ()
+    tree: Any, progress: Progress | None = None, but: Iterable[Source] = ()
 ) -> tuple[list[Problem], int, int]:
-    """The storages of a tree, and more, with checksums of their own: problems, how many storages, their bytes."""
-    every = chain(storages(tree), more)
-    found = {id(part): part for storage in every for part in storage.below() if part.crc is not None}
+    """The storages of a tree with checksums of their own: problems, how many storages, their bytes. but: files that are
+    checked otherwise."""
+    others = {id(file) for file in but}
+    found = {
+        id(part): part
+        for storage in storages(tree)
+        for part in storage.below()
+        if part.crc is not None and not (isinstance(part.data, FileRange) and id(part.data.file) in others)
+    }
     sums = checksums([part.data for part in found.values()], progress)
     names: dict[int, list[str]] = defaultdict(list)
     if any(total != part.crc for total, part in zip(sums, found.values(), strict=True)):
@@ -211,6 +231,32 @@ def check_storages(
         about = (file, offset, tuple(names[id(part)]))
         problems += _of_sum(total, part.crc or 0, f"a stretch of {part.nbytes:,} bytes", about)
     return problems, len(found), sum(part.nbytes for part in found.values())
+
+
+def extent_of(tree: Any) -> str:
+    """Whether all, some or none of the data in files have checksums."""
+    found = {part.crc is not None for storage in storages(tree) for part in storage.below() if not _is_made(part)}
+    return SOME if len(found) == 2 else ALL if True in found else NONE
+
+
+def _is_made(storage: Storage) -> bool:
+    """True for a storage whose bytes are those of others, or of no file."""
+    data = storage.data
+    return not storage.nbytes or (isinstance(data, Computed) and storage.crc is None and bool(data.inputs))
+
+
+def check_replicas(tree: Any) -> Iterator[Problem]:
+    """Reads the tensors of which several ranks saved the same part, where checksums do not show that theirs agree."""
+    seen: set[int] = set()
+    for place, storage in _storages_by_address(tree):
+        data = storage.data
+        if isinstance(data, Computed) and data.compares and id(data) not in seen:
+            seen.add(id(data))
+            try:
+                for offset in range(0, data.length, BLOCK):
+                    data.read(offset, BLOCK)
+            except CkptoolError as error:
+                yield Problem(error.code, error.what, error.why, tensors=(place,))
 
 
 # Structure ------------------------------------------------------------------------------------------------------------

@@ -306,15 +306,10 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
         found = formats.read(target)
     except CkptoolError:
         return set()
-    # Several checkpoints are not replaced by one.
-    source = found.source if formats.named(found.container).joined else None
-    return (
-        {*source.files, sidecar.NAME}
-        if isinstance(source, Folder)
-        else {os.path.basename(source.path), sidecar.NAME}
-        if source
-        else set()
-    )
+    if not isinstance(found.source, Folder):
+        return {os.path.basename(found.source.path), sidecar.NAME} if found.source else set()
+    names = set(found.source.files)  # folders in it are not replaced
+    return {*names, sidecar.NAME} if not any("/" in name for name in names) else set()
 
 
 def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:

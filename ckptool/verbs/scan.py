@@ -61,8 +61,8 @@ def _row(path: str, full: bool, strict: bool) -> ScannedFile:
         return damaged(path, error)
     if not os.path.isdir(path):
         return scanned(path, checkpoint, found, unknown_names(checkpoint))
-    layout = members.layout_of(Folder(path), beside=formats.named(checkpoint.container).joined)
-    count = len(layout.names) + layout.beside_weights if layout is not None else 0
+    layout = members.members_of(checkpoint, Folder(path))
+    count = layout.count if layout is not None else 0
     return scanned(path, checkpoint, found, unknown_names(checkpoint), members.step_of(path), count)
 
 

@@ -22,8 +22,10 @@ from ckptool.errors import (
     Truncated,
     printable,
 )
-from ckptool.formats import marks, members, named, parts, sharded
+from ckptool.formats import marks, members, parts, sharded
+from ckptool.formats.boxes import DIFFERENT, NOT_COMPARED
 from ckptool.formats.opening import PathLike, counting_whole, part_of, split
+from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
 from ckptool.reports.fixes import Chain, runnable
@@ -36,8 +38,10 @@ from ckptool.reports.verify import (
     Verification,
     archive_of,
     check_archive,
+    check_replicas,
     check_storages,
     check_views,
+    extent_of,
     non_finite,
 )
 
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
 
 # What the damage of a file looks like when it is opened; anything else is a file that cannot be read at all.
 _DAMAGE = (Truncated, Corrupt, Ambiguous)
+# Notes on whether a file is whole.
+_SAID = ("interrupted-edit", "unused-record", "stale-shards", parts.CODE, parts.MEMBERS, DIFFERENT, NOT_COMPARED)
 
 
 def verify(
@@ -125,25 +131,34 @@ def _root(checkpoint: Checkpoint, at: str | None) -> tuple[StateDict, str]:
 
 
 def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progress | None) -> Verification:
+    """A file, or a folder without its members, which are read as files of their own."""
     problems = list(check_views(checkpoint))
     archive = archive_of(checkpoint)
-    everything = list(storages(checkpoint.tree))
-    if archive is not None:
-        problems += check_archive(archive, checkpoint.tree, progress)
-        checked = len(archive.records) if archive.has_checksums else 0
-        nbytes = sum(record.size for record in archive.records.values()) if checked else 0
-        extent = ALL if checked else NONE
-    else:
-        more, checked, nbytes = check_storages(checkpoint.tree, progress, checkpoint.unshown)
-        problems += more
-        extent = NONE if not checked else ALL if nbytes >= sum(storage.nbytes for storage in everything) else SOME
+    archives = [archive] if archive is not None else list(_archives_in(source, checkpoint))
+    checked = nbytes = 0
+    for each in archives:
+        file = "" if archive is not None else f"{printable(os.path.basename(each.source.file.path))}: "
+        found = check_archive(each, checkpoint.tree, progress)
+        problems += [replace(problem, record=f"{file}{problem.record}") for problem in found]
+        if each.has_checksums:
+            checked += len(each.records)
+            nbytes += sum(record.size for record in each.records.values())
+    extent = ALL if archive is not None and checked else NONE
+    if archive is None:
+        others = [file for name in _members(source, checkpoint) for file in _files_of(source, name)]
+        more, count, size = check_storages(
+            checkpoint.tree, progress, [*(each.source.file for each in archives), *others]
+        )
+        problems, checked, nbytes = problems + more, checked + count, nbytes + size
+        extent = extent_of(checkpoint.tree)
+    problems += check_replicas(checkpoint.tree)
     problems += _not_intact(checkpoint)
     return Verification(
         f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,
         checkpoint.container,
         source.size,
         sum(1 for _ in tensors(checkpoint.tree)),
-        len(everything),
+        sum(1 for _ in storages(checkpoint.tree)),
         extent,
         checked,
         nbytes,
@@ -151,44 +166,76 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
         notes=runnable(_worth_saying(checkpoint), path),
         fixes=_fixes(path, source, problems),
         part=checkpoint.part,
+        files=len(checkpoint.source.files) if isinstance(checkpoint.source, Folder) else 1,
     )
+
+
+def _archives_in(source: Input, checkpoint: Checkpoint) -> Iterator[Archive]:
+    """The zips among the files of a folder that are not those of its members; .distcp files are many, end to end."""
+    own = checkpoint.source.files if isinstance(source, Folder) and isinstance(checkpoint.source, Folder) else {}
+    names = _members(source, checkpoint)
+    for name, file in own.items():
+        if name.partition("/")[0] not in names and not checkpoint.base and file.read(0, min(2, file.size)) == b"PK":
+            try:
+                yield read_archive(file, case_matters=True)
+            except CkptoolError:
+                continue
+
+
+def _members(source: Input, checkpoint: Checkpoint) -> tuple[str, ...]:
+    layout = members.members_of(checkpoint, source) if isinstance(source, Folder) and not checkpoint.base else None
+    return layout.names if layout is not None else ()
+
+
+def _files_of(source: Input, name: str) -> list[Source]:
+    files = source.files if isinstance(source, Folder) else {}
+    return [file for each, file in files.items() if each.partition("/")[0] == name]
 
 
 def _with_members(
     found: Verification, folder: Folder, checkpoint: Checkpoint, progress: Progress | None
 ) -> Verification:
     """The same with what is wrong with the members of a folder, each of which is read as a file of its own."""
-    joined = named(checkpoint.container).joined
-    layout = members.layout_of(folder, beside=joined)
-    if layout is None:
-        return found
-    problems = list(found.problems) if joined else []
-    for name in layout.names:
-        problems += [
-            replace(problem, record=f"{name}: {problem.record}" if problem.record else name)
-            for problem in _of_member(folder, name, progress)
+    for name in _members(folder, checkpoint):
+        one = _of_member(folder, name, progress)
+        problems = [
+            replace(problem, record=f"{name}: {problem.record}" if problem.record else name) for problem in one.problems
         ]
-    return replace(found, problems=tuple(problems), fixes=() if problems else found.fixes)
+        found = replace(
+            found,
+            problems=(*found.problems, *problems),
+            checked=found.checked + one.checked,
+            checked_bytes=found.checked_bytes + one.checked_bytes,
+            checksums=_both(found, one),
+            files=found.files if _files_of(folder, name) else found.files + one.files,
+        )
+    return replace(found, fixes=() if found.problems else found.fixes)
 
 
-def _of_member(folder: Folder, name: str, progress: Progress | None) -> tuple[Problem, ...]:
+def _both(found: Verification, one: Verification) -> str:
+    """Whether all, some or none of the data of two have checksums."""
+    extents = {each.checksums for each in (found, one) if each.storages}
+    return extents.pop() if len(extents) == 1 else SOME if extents else found.checksums
+
+
+def _of_member(folder: Folder, name: str, progress: Progress | None) -> Verification:
     path = os.path.join(folder.path, name)
     try:
         if name.endswith(".json"):
             members.read_json(folder, name)
-            return ()
+            return Verification(path, "json", 0, 0, 0, NONE, 0, 0, ())
         if os.path.isdir(path):
             inner, member = Folder(path), members.open_member(folder, name)  # which holds no further folders
-            return _with_members(_checked(path, inner, member, progress), inner, member, progress).problems
-        return verify(path, progress=progress).problems
+            return _with_members(_checked(path, inner, member, progress), inner, member, progress)
+        return verify(path, progress=progress)
     except CkptoolError as error:
-        return (Problem(error.code, error.what, error.why),)
+        return Verification(path, "", 0, 0, 0, NONE, 0, 0, (Problem(error.code, error.what, error.why),))
 
 
 def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
     """The notes that say something about whether the file is whole."""
     for note in checkpoint.notes:
-        if note.code in ("interrupted-edit", "unused-record", parts.CODE, parts.MEMBERS):
+        if note.code in _SAID:
             yield note
 
 

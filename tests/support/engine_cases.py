@@ -4,7 +4,6 @@ engine itself gives."""
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,8 @@ def check_case(case: Path, scratch: Path, run: Run) -> None:
     if (case / "optimizer.safetensors").exists():
         done = run("convert", folder, "-o", str(scratch / "named.pt"), "--optimizer-as", "names")
         assert done.code == 0, done
-        with torch.serialization.safe_globals([Namespace]):  # Megatron's arguments
-            found = _optimizer_states(torch.load(scratch / "named.pt", weights_only=True))
+        # What lies beside it may hold arrays of numpy (random states) or arguments of Megatron.
+        found = _optimizer_states(torch.load(scratch / "named.pt", weights_only=False))
         _same(found, load_file(case / "optimizer.safetensors"))
 
 

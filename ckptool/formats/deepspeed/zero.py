@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint, Note, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.commands import Advice, other_program
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object, same_kind
-from ckptool.checkpoint.tree import storages
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import Chunk, Joiner
 from ckptool.formats.deepspeed.flat import Range, RankVector, Vector, in_a_row, join
@@ -56,7 +55,6 @@ class Tag:
     experts: list[str] = field(default_factory=list)
     parallel: list[str] = field(default_factory=list)  # model states of other ranks of model parallelism
     others: list[str] = field(default_factory=list)
-    read: list[Storage] = field(default_factory=list)
     discarded: list[Any] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
@@ -66,7 +64,6 @@ class Tag:
 
         checkpoint = formats.read_alone((folder or self.folder).open(name))
         self.discarded += checkpoint.discarded
-        self.read += [storage for storage in storages(checkpoint.tree) if storage.nbytes]
         return checkpoint.tree
 
     def model(self, rank: int) -> dict[str, Any]:
@@ -158,8 +155,7 @@ def _experts(tag: Tag, first: dict[str, Any]) -> dict[Any, Any]:
 
 
 def checkpoint_of(tag: Tag, tree: dict[str, Any], engine: str, world: int) -> Checkpoint:
-    """The checkpoint of what was joined, with its notes and the storages that are in no tensor of the tree."""
-    shown = {id(part) for storage in storages(tree) for part in storage.below()}
+    """The checkpoint of what was joined, with its notes."""
     version, step = tree.get("ds_version"), tree.get("global_steps")
     metadata = {"engine": f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine}
     return Checkpoint(
@@ -170,7 +166,6 @@ def checkpoint_of(tag: Tag, tree: dict[str, Any], engine: str, world: int) -> Ch
         None,
         (*tag.notes, *tag.joiner.notes()),
         tuple(tag.discarded),
-        unshown=tuple({id(storage): storage for storage in tag.read if id(storage) not in shown}.values()),
     )
 
 
