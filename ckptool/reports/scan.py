@@ -104,9 +104,8 @@ def scanned(
     size, modified = _size_of(path)
     if isinstance(checkpoint.source, Folder):
         size = checkpoint.source.size
-    step, epoch = progress_of({**said, "": checkpoint.tree} if said else checkpoint.tree, os.path.basename(path))
-    engine_step = checkpoint.metadata.get("step")
-    step = engine_step if type(engine_step) is int else step
+    known = {key: value for key, value in checkpoint.metadata.items() if key == "step"} | dict(said or {})
+    step, epoch = progress_of({**known, "": checkpoint.tree} if known else checkpoint.tree, os.path.basename(path))
     holds = tuple(kinds_of(found.roots))
     said_elsewhere = ("unsafe-global", PART, MEMBERS)
     notes = tuple(dict.fromkeys(note.code for note in found.notes if note.code not in said_elsewhere))

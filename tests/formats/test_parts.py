@@ -361,7 +361,7 @@ def engine_folder(kind: str, folder: Path, ranks: Path) -> tuple[Path, int]:
         (folder / "optimizer.pt").unlink()
     if kind in ("fsdp", "deepspeed"):
         (folder / "model.safetensors").unlink()
-        return folder, 7
+        return folder, 7 if kind == "fsdp" else 6
     shutil.rmtree(folder)
     shutil.copytree(ranks / "dcp", folder)  # Lightning, or Megatron's torch_dist
     saved_below({"epoch": 3, "global_step": 500}, folder / "meta.pt")
