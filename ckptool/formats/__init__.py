@@ -29,8 +29,8 @@ class Format:
     begins: the first bytes of files that its code is asked about, with those whose names end in one of `endings`.
     is_folder: folders are its too.  suffixes: of files that are written, the usual one first; none where a folder is.
     appendable: it can be edited in place.  tensors_only: it has names of tensors and no more, so that one state dict is
-    chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_metadata: where it has only tensors, the
-    `_metadata` of a state dict too.  keeps_tree: it can be written with everything that a checkpoint holds.
+    chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_metadata: where it has only tensors,
+    the `_metadata` of a state dict too.  keeps_tree: it can be written with everything that a checkpoint holds.
     own_metadata: its metadata are its own byte order and versions.  is_program: its tensors belong to code.
     """
 
