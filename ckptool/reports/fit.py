@@ -13,7 +13,15 @@ from ckptool.checkpoint import StorageRef, Tensor
 from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, Advice, Command, command
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
-from ckptool.checkpoint.state_dicts import AVERAGE, COUNTER, WEIGHTS, StateDict, without_wrappers, wrappers
+from ckptool.checkpoint.state_dicts import (
+    AVERAGE,
+    COUNTER,
+    WEIGHTS,
+    StateDict,
+    is_optimizer,
+    without_wrappers,
+    wrappers,
+)
 from ckptool.checkpoint.tree import Path, address, item_at, walk
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats import named
@@ -158,7 +166,8 @@ def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
     entries = f"{counted(len(root.node), 'entry', 'entries')} of {printable(root.address) or 'the state dict'}"
     what = f"{len(odd):,} of {entries} are not tensors: {shown}"
     says = "Unexpected key(s) in state_dict; or: While copying the parameter named …, expected torch.Tensor"
-    finding = Finding("not-a-tensor", what, says, stage=Stage.ENTRIES)
+    whole = any(map(is_optimizer, root.node.values()))  # of a run, as torchtitan saves it: nothing is wrong with it
+    finding = Finding("not-a-tensor", what, says, blocks=not whole, stage=Stage.ENTRIES)
     droppable = [key for key in odd if type(key) is str and "." not in key and not _pattern_like(key)]
     if len(droppable) == len(odd):  # no module's parameter is called so
         yield replace(finding, commands=(command("edit", FILE, drop=droppable, out=OUT),))

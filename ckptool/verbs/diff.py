@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict
+from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import listed, printable
 from ckptool.formats import members
 from ckptool.formats.opening import Opened, PathLike, open_file
@@ -87,7 +87,12 @@ def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     remarks += [remark] if remark else []
     remarks += [f"compared {printable(root.address)} of {checkpoint.source}"] if root.path else []
     remarks += [f"compared the state dict of the {root.detail} in {checkpoint.source}"] if root.module else []
-    return replace(checkpoint, tree=root.node if root.arrays is None else root.arrays)
+    tree = root.node if root.arrays is None else root.arrays
+    if any(map(is_optimizer, tree.values())):  # what training needs lies among the weights, as torchtitan saves it
+        names = [printable(str(key)) for key, value in tree.items() if not isinstance(value, (TensorEntry, Composite))]
+        remarks.append(f"compared the weights of {checkpoint.source}, not {listed(names, 6)} beside them")
+        tree = {key: value for key, value in tree.items() if isinstance(value, (TensorEntry, Composite))}
+    return replace(checkpoint, tree=tree)
 
 
 def _not_joined(opened: Opened) -> str:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -25,6 +26,8 @@ def check_case(case: Path, scratch: Path, run: Run) -> None:
     for one checkpoint and give the engine's own values, bit for bit; and its optimizer by name, where the case has it.
     """
     about = json.loads((case / "case.json").read_text())
+    if "needs" in about:  # a package of an extra
+        pytest.importorskip(about["needs"])
     folder = str(case / "checkpoint")
     model = folder + (f"#{about['model']}" if about.get("model") else "")  # only where the folder holds several models
     expected = load_file(case / "weights.safetensors")
