@@ -112,6 +112,18 @@ CLAIMS = (
         "≤ 0.33 ×, ≤ 128 MB",
     ),
     Claim("cast to bf16, 2 GB", f"{CKPTOOL} cast big.pt --dtype bf16 -o {{out}}", None, "≤ 64 MB"),
+    Claim(
+        "scan --full of 8 × 200 MB, --jobs 2 against one",
+        f"{CKPTOOL} scan several --full --jobs 2",
+        f"{CKPTOOL} scan several --full",
+        "",
+    ),
+    Claim(
+        "verify of 8 × 200 MB, --jobs 2 against one",
+        f"sh -c '{CKPTOOL} verify several/*.pt --jobs 2'",
+        f"sh -c '{CKPTOOL} verify several/*.pt'",
+        "",
+    ),
     Claim("ckptool --help", f"{CKPTOOL} --help", None, "≤ 0.2 s"),
 )
 

@@ -61,6 +61,17 @@ def sparse(path: Path) -> None:
     make_sparse(path, 100 * GB)
 
 
+def several(path: Path) -> None:
+    """A folder of eight files of 200 MB."""
+    import torch
+
+    path.mkdir()
+    for number in range(8):
+        generator = torch.Generator().manual_seed(number)
+        tensors = {f"layers.{i}.weight": torch.randn(1024, 1600, generator=generator) for i in range(32)}
+        torch.save({"state_dict": tensors, "epoch": number}, path / f"epoch{number}.pt")
+
+
 FILES: dict[str, Callable[[Path], None]] = {
     "big.pt": big,
     "equal.pt": equal,
@@ -70,6 +81,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "step3.pt": step,
     "many.pt": many,
     "sparse.pt": sparse,
+    "several": several,
 }
 
 

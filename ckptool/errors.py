@@ -24,7 +24,7 @@
     ├── PlanRefused                 a warm start that was not accepted       plan-refused    exit 1
     ├── NoneValid                   of a run's checkpoints none is whole     none-valid      exit 3
     ├── NotFinite                   a loss or gradient is NaN or infinite    non-finite
-    └── RunFailed                   a training process ended in an error     run-failed
+    └── RunFailed                   a process of its own failed or was killed run-failed
 
 An error has three parts: what happened (it names the path and the thing), what it means, and what to type.
 Library users catch `CkptoolError`; `error.code` is stable across versions.
@@ -58,6 +58,10 @@ class CkptoolError(Exception):
     def __str__(self) -> str:
         """The three parts for people who write Python: options are called as the arguments that they are there."""
         return "\n".join(in_python(part) for part in (self.what, self.why, self.fix) if part)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sends its three parts to another process."""
+        return type(self), (self.what, self.why, self.fix)
 
     def within(self, place: str) -> CkptoolError:
         """The same error, saying where it happened when its first part does not yet."""
@@ -208,7 +212,7 @@ class NotFinite(CkptoolError):
 
 
 class RunFailed(CkptoolError):
-    """A training process ended in an error of its own."""
+    """A process that ckptool started ended in an error of its own, or was killed."""
 
     code = "run-failed"
 
@@ -284,12 +288,12 @@ NAMES = {
 SHELL = frozenset("--help --init --json --schema --skip-refused --version".split())  # what only a shell needs
 VALUED = frozenset(
     "-o -d --out --dir --against --at --atol --drop --dtype --ema --error --exclude --fill-from --form --from"
-    " --ignore --kills --like --map --min-loaded --on-mismatch --only --optimizer-as --prefix --processes --rename"
-    " --resume --rtol --rules --seed --set --shard-size --slice --steps --suggest --tensor --ties --to --variant"
-    " --weights --write-digest".split()
+    " --ignore --jobs --kills --like --map --min-loaded --on-mismatch --only --optimizer-as --prefix --processes"
+    " --rename --resume --rtol --rules --seed --set --shard-size --slice --steps --suggest --tensor --ties --to"
+    " --variant --weights --write-digest".split()
 )
 _SEVERAL = frozenset({"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--set"})
-_NUMBERS = frozenset("--atol --ema --kills --min-loaded --processes --rtol --seed --steps".split())
+_NUMBERS = frozenset("--atol --ema --jobs --kills --min-loaded --processes --rtol --seed --steps".split())
 _DEVICE = re.compile(r"'?(cpu|cuda|mps|xpu|meta|DEVICE)\b")
 
 # A value, as against the next word of a sentence: quoted, a PLACEHOLDER, not of small letters alone, or of this list.

@@ -104,7 +104,7 @@ class Command(tuple[str, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return " ".join(word if word is INTO else quoted(word) for word in self)
+        return " ".join(word if isinstance(word, Slot) and word == INTO else quoted(word) for word in self)
 
     @property
     def writes(self) -> bool:

@@ -275,6 +275,10 @@ class Folder:
     def __repr__(self) -> str:
         return f"Folder({self.path!r})"
 
+    def __reduce__(self) -> tuple[type[Folder], tuple[str, str]]:
+        """Sends the way to it to another process, and not what was opened."""
+        return Folder, (self.path, self.shown)
+
     def __contains__(self, name: str) -> bool:
         return name in self.names
 

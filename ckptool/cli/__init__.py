@@ -7,8 +7,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, redirect_stdout, suppress
 from importlib import import_module
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from ckptool.checkpoint.commands import VERBS
+from ckptool.checkpoint.workers import stop
 from ckptool.cli.output import LostAnswer, in_words, say, style_of, tell, unknown_command
 from ckptool.errors import CkptoolError, printable
 
@@ -150,12 +151,15 @@ def program(
 def _print(answers: Answers, done: list[Json]) -> int:
     """Prints the pieces of an answer as they come, or one JSON object at the end."""
     style, code = style_of(sys.stdout), 0
-    for number, answer in enumerate(answers.each):
-        code = max(code, answer.exit_code)
-        if answers.as_json:
-            done.append(answer.json())
-        else:
-            say(("\n" if number and answers.separate else "") + answer.text(style))
+    with ExitStack() as stack:
+        if isinstance(answers.each, Generator):  # whatever happens, no process is left that works for it
+            stack.callback(answers.each.close)
+        for number, answer in enumerate(answers.each):
+            code = max(code, answer.exit_code)
+            if answers.as_json:
+                done.append(answer.json())
+            else:
+                say(("\n" if number and answers.separate else "") + answer.text(style))
     if answers.as_json:
         from ckptool.render.json import dumps, results_json
 
@@ -207,7 +211,7 @@ def _as_program() -> None:
     gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
-            signal.signal(number, _stop)
+            signal.signal(number, stop)
 
 
 def _open_standard_streams() -> None:
@@ -241,8 +245,3 @@ def _raised_in_vain(lost: Any) -> None:
 
         signal.signal(signal.SIGALRM, again)
         signal.setitimer(signal.ITIMER_REAL, 0.001)
-
-
-def _stop(number: int, frame: object) -> NoReturn:
-    """Leaves by an exception, so that temporary files are removed on the way."""
-    raise SystemExit(128 + number)

@@ -31,7 +31,7 @@ _EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=
 
 
 @examples(("ckptool bundle G=a.pt D=b.pt epoch:=3 -o gan.pt", "several models in one file"))
-@partial(writes, without=("--dir", "--skip-refused"))
+@partial(writes, without=("--dir", "--skip-refused", "--jobs"))
 def bundle(
     target: OutputOptions,
     words: Annotated[
@@ -179,7 +179,7 @@ def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict
     ("ckptool average a.pt b.pt c.pt -o mean.pt", "a model soup"),
     ("ckptool average a.pt b.pt --ema 0.99 -o ema.pt", "later files count more"),
 )
-@partial(writes, without=("--dir", "--in-place", "--skip-refused"))
+@partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
 def average(
     files: Annotated[
         list[str],

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from enum import Enum
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
 from ckptool.checkpoint.paths import file_problem
-from ckptool.cli.options import AsJson, At, File, Files, Force, examples
-from ckptool.cli.output import Answer, Answers
+from ckptool.checkpoint.workers import Progress, checked_jobs
+from ckptool.cli.options import AsJson, At, File, Files, Force, Jobs, examples
+from ckptool.cli.output import Answer, Answers, each_answer
 from ckptool.errors import UsageError, counted
 
 
@@ -36,26 +38,23 @@ def inspect(
         bool,
         typer.Option("--stats", help="Min, max, mean, std, norm, zeros, NaN and Inf of every tensor. Reads all data."),
     ] = False,
+    jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:
     """Show what is in a checkpoint: parts, sizes, notes with the commands that fix them; or a run's checkpoints."""
-    return Answers(_inspected(files, all, at, sort.value, depth, stats), as_json, separate=True)
+    answer = partial(_inspected, at=at, stats=stats, shown={"all": all, "sort": sort.value, "depth": depth})
+    return Answers(each_answer(answer, files, jobs, as_json), as_json, separate=True)
 
 
-def _inspected(
-    files: list[str], all: bool, at: str | None, sort: str, depth: int | None, stats: bool
-) -> Iterator[Answer]:
+def _inspected(file: str, progress: Progress | None, at: str | None, stats: bool, shown: dict[str, Any]) -> Answer:
     from ckptool.training import is_run
     from ckptool.verbs.inspect import inspect
 
-    for file in files:
-        if is_run(file):
-            from ckptool.verbs.inspect_run import inspect_run  # with the store of runs, which no file needs
+    if is_run(file):
+        from ckptool.verbs.inspect_run import inspect_run  # with the store of runs, which no file needs
 
-            yield Answer(inspect_run(file))
-            continue
-        found = inspect(file, at=at, stats=stats)
-        yield Answer(found, {"all": all, "sort": sort, "depth": depth})
+        return Answer(inspect_run(file))
+    return Answer(inspect(file, at=at, stats=stats), shown)
 
 
 @examples(
@@ -132,6 +131,7 @@ def verify(
         typer.Option("--against", metavar="DIGESTS", help="Compare with saved digests, whatever the container."),
     ] = None,
     force: Force = False,
+    jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:
     """Read everything and report damage: checksums, headers, missing data. Exit 0: fine. 1: problems found."""
@@ -141,25 +141,16 @@ def verify(
             "A file of digests describes one set of weights.",
             "Verify them one by one.",
         )
-    return Answers(_verified(files, at, finite, digest, write_digest, against, force), as_json)
+    options: dict[str, Any] = {"finite": finite, "digest": digest, "write_digest": write_digest, "against": against}
+    answer = partial(_verified, at=at, overwrite=force, jobs=jobs if len(files) == 1 else 1, **options)
+    return Answers(each_answer(answer, files, jobs, as_json), as_json)
 
 
-def _verified(
-    files: list[str],
-    at: str | None,
-    finite: bool,
-    digest: bool,
-    write_digest: str | None,
-    against: str | None,
-    force: bool,
-) -> Iterator[Answer]:
+def _verified(file: str, progress: Progress | None, digest: bool, **options: Any) -> Answer:
     from ckptool.verbs.verify import verify
 
-    for file in files:
-        found = verify(
-            file, at=at, finite=finite, digest=digest, write_digest=write_digest, against=against, overwrite=force
-        )
-        yield Answer(found, {"digests": digest}, exit_code=0 if found.fine else 1)
+    found = verify(file, digest=digest, **options)
+    return Answer(found, {"digests": digest}, exit_code=0 if found.fine else 1)
 
 
 MAX_TEXT = 1 << 20
@@ -225,13 +216,14 @@ def scan(
         typer.Option("-q", "--quiet", help="With --latest-good print only its path; otherwise only set the exit code."),
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Verify every checksum too. Reads all data.")] = False,
+    jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:
     """List a folder's checkpoints, or what a file's pickles would call. Exit 1: damaged, or would run code."""
-    return Answers(_scanned(paths, latest_good, quiet, full), as_json, separate=not quiet)
+    return Answers(_scanned(paths, latest_good, quiet, full, checked_jobs(jobs)), as_json, separate=not quiet)
 
 
-def _scanned(paths: list[str], latest_good: bool, quiet: bool, full: bool) -> Iterator[Answer]:
+def _scanned(paths: list[str], latest_good: bool, quiet: bool, full: bool, jobs: int) -> Iterator[Answer]:
     from ckptool.training import is_run
     from ckptool.verbs.scan import scan
 
@@ -242,6 +234,6 @@ def _scanned(paths: list[str], latest_good: bool, quiet: bool, full: bool) -> It
             run = inspect_run(path, full=full)
             yield Answer(run, exit_code=1 if run.damaged else 0)
             continue
-        found = scan(path, full=full, latest_only=latest_good)
+        found = scan(path, full=full, latest_only=latest_good, jobs=jobs)
         wrong = found.latest is None if latest_good else bool(found.findings)
         yield Answer(found, {"latest_good": latest_good, "quiet": quiet}, exit_code=1 if wrong else 0)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from ckptool.checkpoint.paths import absolute
-from ckptool.cli.output import Answer, Answers, progress_bar
+from ckptool.checkpoint.workers import in_turn
+from ckptool.cli.output import Answer, Answers, Printed, in_jobs, progress_bar
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 if TYPE_CHECKING:
+    from ckptool.checkpoint.workers import Progress
     from ckptool.reports.save import Written
 
 # An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
@@ -48,6 +53,9 @@ ChangedAt = Annotated[
         metavar="ADDRESS",
         help="Change only this part, and write the whole file. The same as FILE#ADDRESS.",
     ),
+]
+Jobs = Annotated[
+    int, typer.Option("--jobs", metavar="N", help="Work on N files at a time, each in a process of its own.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Only = Annotated[
@@ -146,6 +154,7 @@ class OutputOptions:
     keep_unknown: KeepUnknown = False
     container: Container = None
     skip_refused: SkipRefused = False
+    jobs: Jobs = 1
     as_json: AsJson = False
 
     def options(self, progress: Any) -> dict[str, Any]:
@@ -154,7 +163,7 @@ class OutputOptions:
         return {**own, "progress": progress, "make_folder": self.folder is not None}
 
 
-_OF_THE_PROGRAM = ("out", "folder", "skip_refused", "as_json")
+_OF_THE_PROGRAM = ("out", "folder", "skip_refused", "jobs", "as_json")
 
 
 @dataclass(frozen=True)
@@ -223,15 +232,16 @@ def _flags(meta: Any) -> list[str]:
     return [name for name in names if isinstance(name, str) and name.startswith("-")]
 
 
+Write = Callable[..., "Written"]
+Pair = tuple[str, str | None]  # a file and its output
+
 # Many files ----------------------------------------------------------------------------------------------------------
 
 
 WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"
 
 
-def write_each(
-    verb: str, files: Sequence[str], target: OutputOptions, write: Callable[..., Written], ways: str = WAYS
-) -> Answers:
+def write_each(verb: str, files: Sequence[str], target: OutputOptions, write: Write, ways: str = WAYS) -> Answers:
     """The answers of `write(file, out=…, …)` for every file. Outputs are checked before the first is written.
 
     ways: what to say of the places that the verb can write to.
@@ -241,38 +251,65 @@ def write_each(
 
 
 def _written(
-    verb: str, files: Sequence[str], outs: Sequence[str | None], target: OutputOptions, write: Callable[..., Written]
-) -> Iterator[Answer]:
+    verb: str, files: Sequence[str], outs: Sequence[str | None], target: OutputOptions, write: Write
+) -> Iterator[Answer | Printed]:
     """The reports of all files. Of several each is planned before the first is written: where one is refused, none
     is."""
     pairs = list(zip(files, outs, strict=True))
     if len(files) > 1 and not target.dry_run:
         refused = yield from _refused(pairs, target, write)
         pairs = [pair for pair in pairs if pair[0] not in refused]
-    for number, (file, out) in enumerate(pairs):
-        with progress_bar(f"{verb} {printable(os.path.basename(file))}") as progress:
-            try:
-                report = write(file, out=out, **target.options(progress))
-            except CkptoolError as error:
-                raise error if len(files) == 1 else _stopped(error, file, number, len(files)) from error
-        yield Answer(report)
+    jobs = target.jobs if target.jobs == 1 or target.dry_run or _are_apart(pairs) else 1
+    with closing(in_jobs(partial(_write_one, write, target), pairs, jobs, target.as_json)) as tasks:
+        for number, ((file, _), task) in enumerate(zip(pairs, tasks, strict=True)):
+            with progress_bar(f"{verb} {printable(os.path.basename(file))}") as progress:
+                try:
+                    printed = task(progress)
+                except CkptoolError as error:
+                    raise error if len(files) == 1 else _stopped(error, file, number, len(files)) from error
+            yield printed
 
 
-def _refused(
-    pairs: Sequence[tuple[str, str | None]], target: OutputOptions, write: Callable[..., Written]
-) -> Generator[Answer, None, set[str]]:
+def _write_one(write: Write, target: OutputOptions, pair: Pair, progress: Progress | None) -> Answer:
+    return Answer(write(pair[0], out=pair[1], **target.options(progress)))
+
+
+def _refused(pairs: Sequence[Pair], target: OutputOptions, write: Write) -> Generator[Answer, None, set[str]]:
     """The files that cannot be written, each with its error as an answer. Raises the first such error unless they are
     to be skipped."""
     refused: set[str] = set()
-    for file, out in pairs:
-        try:
-            write(file, out=out, **target.options(None) | {"dry_run": True})
-        except CkptoolError as error:
-            if not target.skip_refused:
-                raise _stopped(error, file, 0, len(pairs)) from error
-            refused.add(file)
-            yield Answer(error.within(file), exit_code=1)
+    with closing(in_turn(partial(_plan_one, write, target), pairs, target.jobs)) as tasks:
+        for (file, _), task in zip(pairs, tasks, strict=True):
+            try:
+                task(None)
+            except CkptoolError as error:
+                if not target.skip_refused:
+                    raise _stopped(error, file, 0, len(pairs)) from error
+                refused.add(file)
+                yield Answer(error.within(file), exit_code=1)
     return refused
+
+
+def _plan_one(write: Write, target: OutputOptions, pair: Pair, progress: Progress | None) -> None:
+    write(pair[0], out=pair[1], **target.options(None) | {"dry_run": True})
+
+
+def _are_apart(pairs: Sequence[Pair]) -> bool:
+    """True where nothing is written that another file is made from, nor beside it: then the order of work is free."""
+    from ckptool.formats.opening import split
+
+    read = [os.path.realpath(split(file)[0]) for file, _ in pairs]
+    read = [os.path.dirname(place) if place.endswith(".index.json") else place for place in read]  # of its shards
+    above = {folder for place in read for folder in _folders_above(place)}
+    if pairs[0][1] is None:  # in place
+        statuses = [os.stat(place) for place in read]
+        return len({(each.st_dev, each.st_ino) for each in statuses}) == len(read) and above.isdisjoint(read)
+    written = {os.path.dirname(os.path.realpath(out)) for _, out in pairs if out is not None}
+    return written.isdisjoint(above) and all(_folders_above(out).isdisjoint(read) for out in (*written, *read))
+
+
+def _folders_above(path: str) -> set[str]:
+    return {str(folder) for folder in PurePath(path).parents}
 
 
 def _stopped(error: CkptoolError, file: str, number: int, count: int) -> CkptoolError:

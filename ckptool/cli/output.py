@@ -9,9 +9,10 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, get_args
 
@@ -19,6 +20,7 @@ import typer
 
 from ckptool.checkpoint.commands import nearest
 from ckptool.checkpoint.registry import provide
+from ckptool.checkpoint.workers import Task, in_turn
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
 from ckptool.render.style import Style, bar, size
 
@@ -44,10 +46,44 @@ class Answer(NamedTuple):
         return fields
 
 
+class Printed(NamedTuple):
+    """An answer that was made in another process: what is to be printed of it, as text or as JSON."""
+
+    content: Any
+    exit_code: int
+
+    def text(self, style: Style) -> str:
+        return str(self.content)
+
+    def json(self) -> Json:
+        fields: Json = self.content
+        return fields
+
+
+Answering = Callable[[Any, "Progress | None"], Answer]
+
+
+def in_jobs(answer: Answering, items: Sequence[Any], jobs: int, as_json: bool) -> Generator[Task[Printed]]:
+    """Tasks that give what `answer(item, progress)` is printed as, for each item; see `workers.in_turn`."""
+    return in_turn(partial(_printed, answer, None if as_json else style_of(sys.stdout)), items, jobs)
+
+
+def _printed(answer: Answering, style: Style | None, item: Any, progress: Progress | None) -> Printed:
+    found = answer(item, progress)
+    return Printed(found.json() if style is None else found.text(style), found.exit_code)
+
+
+def each_answer(answer: Answering, files: Sequence[str], jobs: int, as_json: bool) -> Iterator[Printed]:
+    """The answers for all files, one after the other, of which `jobs` are worked on at a time."""
+    with closing(in_jobs(answer, files, jobs, as_json)) as tasks:
+        for task in tasks:
+            yield task(None)
+
+
 class Answers(NamedTuple):
     """The results of a command, made one after the other.  separate: a blank line between them."""
 
-    each: Iterable[Answer]
+    each: Iterable[Answer | Printed]
     as_json: bool = False
     separate: bool = False
 

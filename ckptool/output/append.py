@@ -16,6 +16,7 @@ from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.paths import absolute, file_problem
 from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.workers import my_turn
 from ckptool.errors import Conflict, FileProblem, printable
 from ckptool.output.copying import write_all
 from ckptool.output.durable import _check_space, _close, _sweep, settle, write_problem
@@ -118,5 +119,6 @@ def _append(fd: int, plan: Plan, progress: Progress | None) -> None:
     os.fsync(fd)  # on disk before what they guard is: a power cut may lose any of the writes since the last sync
     Sink(fd, plan.keep, plan.nbytes, progress).write(segments_of(plan), plan.checks)
     os.fsync(fd)
+    my_turn()
     os.ftruncate(fd, end)
     settle(fd)

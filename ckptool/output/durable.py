@@ -21,6 +21,7 @@ from ckptool.checkpoint.commands import Advice, other_program
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.workers import my_turn
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import reserve
@@ -112,6 +113,7 @@ def replace_file(
             settle(fd)
             if verify is not None:
                 verify(temporary)
+        my_turn()
         _commit(temporary, real, overwrite)
         temporary = ""
     except OSError as error:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 
 from ckptool import formats
 from ckptool.checkpoint.files import Folder, open_input
 from ckptool.checkpoint.paths import file_problem
+from ckptool.checkpoint.workers import Progress, Task, in_turn
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
 from ckptool.formats import deepspeed, megatron, members, sharded
 from ckptool.formats.opening import PathLike, counting_whole, refuse_address
@@ -23,42 +26,42 @@ MAX_FILES = 100_000
 _BESIDE = frozenset({"training_args.bin"})
 
 
-def scan(path: PathLike, *, full: bool = False, latest_only: bool = False) -> Scan:
+def scan(path: PathLike, *, full: bool = False, latest_only: bool = False, jobs: int = 1) -> Scan:
     """Looks at every checkpoint below a folder, or at one file, without running anything.
 
     full: verify every checksum too, not only tables and structure. Files that cannot be opened are rows of the report.
-    latest_only: only whether there is a good one, and which is the newest.
+    latest_only: only whether there is a good one, and which is the newest.  jobs: how many files of a folder are looked
+    at at a time, each in a process of its own.
     Raises `FileProblem` where the path cannot be read, and for a single file whatever opening it raises.
     """
     name = os.fspath(path)
     refuse_address("scan", name)
     if not os.path.isdir(name):
         with counting_whole():
-            row = _row(name, full, strict=True)
+            row = _row(full, name)
         return Scan(name, False, (row,), 0, row if row.is_good else None, "", full)
-    found: list[ScannedFile] = []
-    others = 0
-    for file in _files(name):
-        if file is None:
-            others += 1
-        else:
-            found.append(_row(file, full, strict=False))
+    every = list(_files(name))
+    files = [file for file in every if file is not None]
+    with closing(in_turn(partial(_row, full), files, jobs)) as tasks:
+        found = [_row_of(file, task) for file, task in zip(files, tasks, strict=True)]
     latest, by = latest_good(found)
     if latest_only:
         found = [latest] if latest else []
-    return Scan(name, True, tuple(found), others, latest, by, full)
+    return Scan(name, True, tuple(found), len(every) - len(files), latest, by, full)
 
 
-def _row(path: str, full: bool, strict: bool) -> ScannedFile:
+def _row_of(path: str, task: Task[ScannedFile]) -> ScannedFile:
     try:
-        checkpoint = formats.read(path)
-        found = listing(checkpoint)
-        if full:
-            _verify(path)
+        return task(None)
     except CkptoolError as error:
-        if strict:
-            raise
         return damaged(path, error)
+
+
+def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile:
+    checkpoint = formats.read(path)
+    found = listing(checkpoint)
+    if full:
+        _verify(path)
     if not os.path.isdir(path):
         return scanned(path, checkpoint, found, unknown_names(checkpoint))
     layout = members.members_of(checkpoint, Folder(path))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptool import formats
@@ -14,6 +16,7 @@ from ckptool.checkpoint.files import Folder, Input, Source, open_input
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
 from ckptool.checkpoint.tree import address, storages, tensors
+from ckptool.checkpoint.workers import Task, checked_jobs, in_turn
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -63,15 +66,17 @@ def verify(
     write_digest: PathLike | None = None,
     against: PathLike | None = None,
     overwrite: bool = False,
+    jobs: int = 1,
     progress: Progress | None = None,
 ) -> Verification:
     """Reads all of a checkpoint and reports everything that is wrong with it: checksums, headers, missing data.
 
     Where a container stores no checksums the report says so. at: only the data of that part.  finite: look for NaN and
     Inf. digest: the digests of the tensors of one set of weights (the only one, the model beside its EMA, or the part
-    `at`). write_digest: keep them in this file.  against: compare with those in this file.  progress: told bytes as
-    they are read. Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where
-    several sets of weights could be meant.
+    `at`). write_digest: keep them in this file.  against: compare with those in this file.  jobs: how many
+    members of a folder are read at a time, each in a process of its own.  progress: told bytes as they are read, with
+    more jobs not those of members. Raises what opening raises for a file that is no checkpoint or cannot be read, and
+    `UsageError` where several sets of weights could be meant.
     """
     path, place = split(file)
     named = at if at is not None else place
@@ -89,7 +94,7 @@ def verify(
     part = checkpoint if named is None else part_of(checkpoint, named)
     found = _checked(path, source, part, progress)
     if isinstance(source, Folder) and named is None:
-        found = _with_members(found, source, checkpoint, progress)
+        found = _with_members(found, source, checkpoint, progress, checked_jobs(jobs))
     if finite:
         values, unsearched = non_finite(part.tree)
         found = replace(found, non_finite=tuple(values), unsearched=tuple(unsearched))
@@ -193,22 +198,25 @@ def _files_of(source: Input, name: str) -> list[Source]:
 
 
 def _with_members(
-    found: Verification, folder: Folder, checkpoint: Checkpoint, progress: Progress | None
+    found: Verification, folder: Folder, checkpoint: Checkpoint, progress: Progress | None, jobs: int = 1
 ) -> Verification:
     """The same with what is wrong with the members of a folder, each of which is read as a file of its own."""
-    for name in _members(folder, checkpoint):
-        one = _of_member(folder, name, progress)
-        problems = [
-            replace(problem, record=f"{name}: {problem.record}" if problem.record else name) for problem in one.problems
-        ]
-        found = replace(
-            found,
-            problems=(*found.problems, *problems),
-            checked=found.checked + one.checked,
-            checked_bytes=found.checked_bytes + one.checked_bytes,
-            checksums=_both(found, one),
-            files=found.files if _files_of(folder, name) else found.files + one.files,
-        )
+    names = _members(folder, checkpoint)
+    with closing(in_turn(partial(_of_member, folder, progress if jobs == 1 else None), names, jobs)) as tasks:
+        for name, task in zip(names, tasks, strict=True):
+            one = _or_problem(os.path.join(folder.path, name), task)
+            problems = [
+                replace(problem, record=f"{name}: {problem.record}" if problem.record else name)
+                for problem in one.problems
+            ]
+            found = replace(
+                found,
+                problems=(*found.problems, *problems),
+                checked=found.checked + one.checked,
+                checked_bytes=found.checked_bytes + one.checked_bytes,
+                checksums=_both(found, one),
+                files=found.files if _files_of(folder, name) else found.files + one.files,
+            )
     return replace(found, fixes=() if found.problems else found.fixes)
 
 
@@ -218,18 +226,22 @@ def _both(found: Verification, one: Verification) -> str:
     return extents.pop() if len(extents) == 1 else SOME if extents else found.checksums
 
 
-def _of_member(folder: Folder, name: str, progress: Progress | None) -> Verification:
-    path = os.path.join(folder.path, name)
+def _or_problem(path: str, task: Task[Verification]) -> Verification:
     try:
-        if name.endswith(".json"):
-            members.read_json(folder, name)
-            return Verification(path, "json", 0, 0, 0, NONE, 0, 0, ())
-        if os.path.isdir(path):
-            inner, member = Folder(path), members.open_member(folder, name)  # which holds no further folders
-            return _with_members(_checked(path, inner, member, progress), inner, member, progress)
-        return verify(path, progress=progress)
+        return task(None)
     except CkptoolError as error:
         return Verification(path, "", 0, 0, 0, NONE, 0, 0, (Problem(error.code, error.what, error.why),))
+
+
+def _of_member(folder: Folder, progress: Progress | None, name: str, _: object) -> Verification:
+    path = os.path.join(folder.path, name)
+    if name.endswith(".json"):
+        members.read_json(folder, name)
+        return Verification(path, "json", 0, 0, 0, NONE, 0, 0, ())
+    if os.path.isdir(path):
+        inner, member = Folder(path), members.open_member(folder, name)  # which holds no further folders
+        return _with_members(_checked(path, inner, member, progress), inner, member, progress)
+    return verify(path, progress=progress)
 
 
 def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:

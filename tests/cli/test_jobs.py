@@ -1,0 +1,274 @@
+"""`--jobs N`: several processes, and everything as with one."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+from ckptool import errors
+from ckptool.checkpoint.commands import FILE, INTO, OUT, Advice, command, other_program
+from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.workers import MAX_JOBS, in_turn
+from ckptool.cli import main
+from ckptool.errors import CkptoolError, RunFailed, UsageError
+from fixtures.sparse import make_sparse
+from tests.support.errors import three_parts
+from tests.support.files import contents, saved, torch_bytes
+from tests.support.hostile_system import temporaries
+from tests.support.processes import default_signals
+
+# What is done with all files; `.` stands for the folder.
+WORK = {
+    "scan": [["scan", "."], ["scan", ".", "--full", "--json"], ["scan", ".", "--latest-good"]],
+    "verify": [["verify", "*"], ["verify", "*", "--finite", "--json"]],
+    "inspect": [["inspect", "*"], ["inspect", "*", "--json"]],
+    "convert": [["convert", "*", "--to", "safetensors", "-d", "../out"], ["convert", "*", "--all", "--to",
+                "safetensors", "-d", "../out", "--skip-refused", "--json"]],
+    "strip-module": [["strip-module", "*", "--in-place", "--partial"],
+                     ["strip-module", "*", "*", "--in-place", "--partial"]],
+    "cast": [["cast", "*", "--dtype", "bf16", "-d", "../out", "--verify"],
+             ["cast", "*", "--dtype", "bf16", "-d", "../out", "-n"], ["cast", "*", "--dtype", "bf16", "-f", "-d", "."]],
+}  # fmt: skip
+
+
+def random_files(seed: int, folder: Path) -> None:
+    """Some files, of which some are damaged: cut off, with a wrong byte in a tensor, something else, of no weights."""
+    rng = random.Random(seed)
+    folder.mkdir()
+    torch.manual_seed(seed)
+    for number in range(rng.randint(3, 6)):
+        weights = {"module.a": torch.randn(50, 50), "module.b": torch.arange(number + 1)}
+        kind = rng.choice(["whole", "whole", "whole", "flipped", "cut", "text", "no weights"])
+        data = torch_bytes({"state_dict": weights, "epoch": number} if kind != "no weights" else {"epoch": number})
+        if kind == "flipped":
+            at = data.index(weights["module.a"].numpy().tobytes()[:16])
+            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        if kind == "text":
+            data = b"<html>not found</html>"
+        (folder / f"m{number}.pt").write_bytes(data[: len(data) * 2 // 3] if kind == "cut" else data)
+        os.utime(folder / f"m{number}.pt", (number, number))
+
+
+def outcome(words: list[str], folder: Path, jobs: int, capfd: pytest.CaptureFixture[str]) -> object:
+    """Everything that a command leaves, where it is run in `folder`."""
+    files = sorted(path.name for path in folder.iterdir())
+    line = [each for word in words for each in (files if word == "*" else [word])]
+    os.chdir(folder)
+    capfd.readouterr()
+    code = main([*line, "--jobs", str(jobs)])
+    return code, *capfd.readouterr(), contents(folder.parent), [path.name for path in folder.parent.iterdir()]
+
+
+@pytest.mark.parametrize("verb", WORK)
+def test_all_is_as_with_one(
+    verb: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed, words in enumerate(WORK[verb], 1 if verb == "scan" else 7):
+        random_files(seed, tmp_path / "original")
+        found = []
+        for jobs in (1, 2, 5) if words is WORK[verb][0] else (1, 2):
+            shutil.copytree(tmp_path / "original", tmp_path / "case" / "in")
+            found.append(outcome(words, tmp_path / "case" / "in", jobs, capfd))
+            shutil.rmtree(tmp_path / "case")
+        assert all(each == found[0] for each in found), words
+        shutil.rmtree(tmp_path / "original")
+
+
+def test_what_comes_after_a_failure_is_as_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The files after the damaged one are done long before it, and are not written all the same."""
+    weights = {"module.a": torch.randn(3000, 1000)}
+    for number in range(5):
+        saved(weights if number == 2 else {"module.a": torch.ones(3)}, tmp_path / f"m{number}.pt")
+    data = bytearray((tmp_path / "m2.pt").read_bytes())
+    data[-2_000_000] ^= 1
+    (tmp_path / "m2.pt").write_bytes(data)
+    files = [str(tmp_path / f"m{number}.pt") for number in range(5)]
+    assert main(["convert", *files, "--to", "safetensors", "-d", str(tmp_path / "out"), "--jobs", "5"]) == 2
+    told = capfd.readouterr().err
+    assert "error[corrupt]" in told and "m2.pt" in told and "2 of 5 files were done before" in told
+    assert sorted(os.listdir(tmp_path / "out")) == ["m0.safetensors", "m1.safetensors"]
+    before = contents(tmp_path)
+    assert main(["cast", *files, "--dtype", "bf16", "--in-place", "--verify", "--jobs", "5"]) == 2
+    changed = {name for name, content in contents(tmp_path).items() if content != before[name]}
+    assert changed == {"m0.pt", "m1.pt"}
+
+
+def test_members_of_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-5"
+    folder.mkdir()
+    saved({"a": torch.ones(3)}, folder / "pytorch_model.bin")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
+        saved({"state": torch.arange(1000.0)}, folder / name)
+    (folder / "trainer_state.json").write_text('{"global_step": 5}')
+    data = bytearray((folder / "optimizer.pt").read_bytes())
+    data[data.index(torch.arange(1000.0).numpy().tobytes()[:64]) + 60] ^= 1
+    (folder / "optimizer.pt").write_bytes(data)
+    found = ckptool.verify(folder, jobs=3)
+    assert not found.fine and "optimizer.pt" in found.problems[0].record
+    assert found.problems == ckptool.verify(folder).problems
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "100000", "two", ""])
+def test_numbers_that_cannot_be_meant(jobs: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saved({"a": torch.ones(3)}, tmp_path / "a.pt")
+    for words in (["scan"], ["verify"], ["inspect"], ["cast", "--dtype", "f16", "-d", str(tmp_path / "out")]):
+        assert main([*words, str(tmp_path / "a.pt"), "--jobs", jobs]) == 2
+        ran = capfd.readouterr()
+        assert ran.out == "" and "error[usage]: --jobs takes" in ran.err, ran
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_in_python(tmp_path: Path) -> None:
+    for number in range(3):
+        saved({"a": torch.ones(3)}, tmp_path / f"{number}.pt")
+    assert ckptool.scan(tmp_path, jobs=2) == ckptool.scan(tmp_path)
+    with pytest.raises(UsageError, match=f"jobs takes a number from 1 to {MAX_JOBS}, not 0"):
+        ckptool.scan(tmp_path, jobs=0)
+
+
+# Errors and ends -----------------------------------------------------------------------------------------------------
+
+
+KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, CkptoolError)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_keep_their_parts_and_commands_on_the_way(kind: type[CkptoolError]) -> None:
+    line = other_program("cat", "a b", into="c d")
+    fix = Advice("See: ", command("inspect", FILE / "a", out=OUT), "; or ", line)
+    error = kind("what", "why", fix)
+    got = ForkingPickler.loads(ForkingPickler.dumps(error))
+    assert type(got) is kind and (got.what, got.why, got.fix) == ("what", "why", fix) and str(got) == str(error)
+    assert got.fix.commands == fix.commands and str(got.fix.commands[1]) == str(line) == f"cat 'a b' {INTO} 'c d'"
+    assert got.fix.commands[0].writes and not got.fix.commands[1].writes
+    filled = [each.with_words({FILE / "a": "f", "OUT": "o"}) for each in (got.fix.commands[0], fix.commands[0])]
+    assert filled[0] == filled[1]
+
+
+def test_a_folder_is_sent_as_the_way_to_it(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    folder = Folder(tmp_path, tmp_path / "index")
+    folder.open("a")
+    got = ForkingPickler.loads(ForkingPickler.dumps(folder))
+    assert (got.path, got.shown, got.names, got.files) == (folder.path, folder.shown, folder.names, {})
+
+
+def worked(item: int, progress: object) -> int:
+    """What the tests below have done in other processes."""
+    if item == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if item == 4:
+        raise FileNotFoundError(2, "not there", "name")
+    if item == 5:
+        raise ExceptionOfTests(1, 2)
+    return item * 10
+
+
+class ExceptionOfTests(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__("odd")
+
+
+def test_a_worker_that_is_killed_is_one_error_and_the_others_go_on() -> None:
+    found: list[object] = []
+    for task in in_turn(worked, range(7), jobs=2):
+        try:
+            found.append(task(None))
+        except Exception as error:  # noqa: BLE001
+            found.append(error)
+    assert [each for each in found if isinstance(each, int)] == [0, 10, 30, 60]
+    killed, missing, odd = (each for each in found if isinstance(each, Exception))
+    assert isinstance(killed, RunFailed) and "signal 9" in killed.what and three_parts(killed)
+    assert isinstance(missing, FileNotFoundError) and missing.filename == "name"
+    assert isinstance(odd, RuntimeError) and "ExceptionOfTests" in str(odd)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """Files whose work takes a second or so each, and nearly no room."""
+    for number in range(4):
+        make_sparse(tmp_path / f"m{number}.pt", 1 << 30)
+    return tmp_path
+
+
+def program(folder: Path, *words: str) -> subprocess.Popen[str]:
+    argv, pipe = [sys.executable, "-m", "ckptool", *words], subprocess.PIPE
+    return subprocess.Popen(argv, cwd=folder, stdout=pipe, stderr=pipe, text=True, preexec_fn=default_signals)
+
+
+def children(process: int) -> list[int]:
+    lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in lines.splitlines()]
+    return [int(pid) for pid, parent, state in rows if int(parent) == process and not state.startswith("Z")]
+
+
+def workers_of(process: subprocess.Popen[str], count: int) -> list[int]:
+    """The workers of the program, once all of them work."""
+    limit = time.monotonic() + 20
+    while len(found := children(process.pid)) < count:
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.02)
+    time.sleep(1)
+    return found
+
+
+def gone(processes: list[int], seconds: float = 0) -> bool:
+    limit = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{each}/fd") and os.listdir(f"/proc/{each}/fd") for each in processes):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks at processes in /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_all_processes_and_nothing_is_half_written(number: int, large: Path) -> None:
+    words = ["convert", *sorted(path.name for path in large.iterdir()), "--to", "safetensors", "-d", "out", "--verify"]
+    process = program(large, *words, "--jobs", "3")
+    found = workers_of(process, 3)
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=30)
+    assert gone(found, 10 if number == signal.SIGKILL else 0)
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number and "Traceback" not in err and not out, (process.returncode, err)
+    assert temporaries(large) == []
+    assert {os.path.getsize(path) > 1 << 29 for path in (large / "out").glob("*")} <= {True}
+
+
+@needs_proc
+def test_a_worker_that_runs_out_of_memory_is_named_and_the_others_are_looked_at(large: Path) -> None:
+    process = program(large, "scan", ".", "--full", "--jobs", "2")
+    os.kill(workers_of(process, 2)[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and err == ""
+    assert out.count("run-failed") == 1 and "ended by signal 9" in out, out
+
+
+def test_progress_is_of_the_file_whose_turn_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    for task in in_turn(reporting, ["a", "b", "c"], jobs=2):
+        task(lambda done, total: told.append((done, total)))
+    assert told and all(total == 5 for _, total in told)
+
+
+def reporting(item: str, progress: object) -> None:
+    for done in range(5):
+        time.sleep(0.06)
+        progress(done, 5)  # type: ignore[operator]
