@@ -7,15 +7,16 @@ group; torchtitan stores those below `optimizer.`. torch.distributed.checkpoint 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import Corrupt, printable
 
-_GROUP_KEY = re.compile(r"(?P<place>(?:[^.]+\.)*?)param_groups\.(?P<name>.+)\.(?P<option>[^.]+)")
+_GROUPS = "param_groups."
 _SMALL = 1 << 10  # bytes of an option that is a tensor, as a learning rate may be
+MAX_PLACES = 16  # prefixes of flattened optimizers in one dictionary
+MAX_LEVELS = 16  # of dictionaries in the state of one parameter; Shampoo has three
 
 
 def nested(tree: Any) -> Any:
@@ -35,10 +36,13 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
     """The dictionary with `state` and `param_groups` in place of the flattened keys that begin with each prefix."""
     options: dict[str, dict[str, dict[str, Any]]] = {}
     for key in node:
-        if type(key) is str and "param_groups." in key and (found := _GROUP_KEY.fullmatch(key)):
-            group = options.setdefault(found["place"], {}).setdefault(found["name"], {})
-            group[found["option"]] = node[key]
-    if not options:
+        if type(key) is not str or _GROUPS not in key:
+            continue
+        prefix, _, rest = key.partition(_GROUPS)
+        name, _, option = rest.rpartition(".")
+        if name and option and (not prefix or prefix.endswith(".")):
+            options.setdefault(prefix, {}).setdefault(name, {})[option] = node[key]
+    if not options or len(options) > MAX_PLACES:
         return node
     made: dict[Any, Any] = {}
     for key, value in node.items():
@@ -63,29 +67,44 @@ def _belongs(key: Any, place: str) -> bool:
 def _add(state: dict[str, Any], key: str, value: Any, names: Mapping[str, Any]) -> None:
     """Puts `NAME.KEY…` into the state; the name is the longest of a group's that it begins with, else all but the
     last part."""
-    parts = key.split(".")
-    cut = next((n for n in range(len(parts) - 1, 0, -1) if ".".join(parts[:n]) in names), len(parts) - 1)
+    name, _, last = key.rpartition(".")
+    below, known = [last], name
+    while known not in names and len(below) < MAX_LEVELS and "." in known:
+        known, _, part = known.rpartition(".")
+        below.append(part)
+    if known not in names:
+        known, below = name, [last]
     node = state
-    for part in (".".join(parts[:cut]), *parts[cut:-1]):
+    for part in (known, *below[:0:-1]):
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise Corrupt(f"an optimizer's key {printable(key)[:200]} runs through another value", "It was damaged.")
-    node[parts[-1]] = value
+    node[last] = value
 
 
 def _groups(options: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The parameter groups: names with the same options, in the order in which they come."""
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
+    numbers: dict[int | str, int] = {}  # the same for equal values, by their ids and by their texts
+
+    def number(value: Any) -> int:
+        if id(value) not in numbers:
+            numbers[id(value)] = numbers.setdefault(_comparable(value), len(numbers))
+        return numbers[id(value)]
+
     for name, values in options.items():
-        key = repr(sorted((option, _comparable(value)) for option, value in values.items()))
+        key = tuple(sorted((option, number(value)) for option, value in values.items()))
         groups.setdefault(key, {**values, "params": []})["params"].append(name)
     yield from groups.values()
 
 
 def _comparable(value: Any) -> str:
+    """The same text for equal plain values, and lists of them; for anything else one of its own."""
     if isinstance(value, TensorEntry):
         return repr((value.dtype, value.shape, value.bytes() if value.nbytes <= _SMALL else value.view))
-    return repr(value)
+    parts = value if isinstance(value, (list, tuple)) else (value,)
+    plain = all(part is None or type(part) in (str, int, float, bool) for part in parts)
+    return repr(value) if plain else f"<{id(value)}>"
 
 
 def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:

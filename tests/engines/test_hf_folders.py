@@ -127,3 +127,38 @@ def test_names_that_the_library_does_not_find_are_said(tmp_path: Path, run: Run)
     assert run(*note["fix"][1:]).code == 0, note
     _, info = type(model).from_pretrained(tmp_path / "out-bare", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("named", ["checkpoint-7", "checkpoint-7/pytorch_model_fsdp_0"])
+def test_a_distributed_checkpoint_of_a_trainer_is_loaded(named: str, tmp_path: Path, run: Run) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model = tiny("llama-tied")
+    model.config.save_pretrained(tmp_path / "checkpoint-7")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "checkpoint-7/pytorch_model_fsdp_0", no_dist=True)
+    (tmp_path / "checkpoint-7/trainer_state.json").write_text('{"global_step": 7}')
+    done = run("convert", tmp_path / named, "-o", f"{tmp_path / 'out'}/")
+    assert done.code == 0, done
+    found, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    words = torch.arange(12).reshape(2, 6)
+    assert torch.equal(found.eval()(words).logits, model(words).logits)
+
+
+def test_a_component_of_a_pipeline_has_its_own_configuration(tmp_path: Path, run: Run) -> None:
+    import diffusers
+
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    diffusers.DDPMPipeline(unet=unet, scheduler=diffusers.DDPMScheduler()).save_pretrained(tmp_path / "pipe")
+    done = run("convert", f"{tmp_path / 'pipe'}#unet", "-o", f"{tmp_path / 'out'}/", "--shard-size", "20KB")
+    assert done.code == 0, done
+    found = diffusers.UNet2DModel.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(value, found.state_dict()[name]) for name, value in unet.state_dict().items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
 import ckptool
-from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError
+from ckptool.checkpoint.optimizer_keys import flattened, nested
+from ckptool.errors import Conflict, Corrupt, NoMatch, Unsupported, UsageError
 from tests.support.cli import Run
 from tests.support.files import saved
 from tests.support.same import assert_same_objects
@@ -211,3 +213,23 @@ def test_flattened_keys_below_a_prefix(tmp_path: Path) -> None:
     assert found["step"] == 3 and "optimizer.state.head.weight.exp_avg" not in found
     ckptool.convert(tmp_path / "names.pt", tmp_path / "weights.safetensors")
     assert ckptool.load(tmp_path / "weights.safetensors").keys() == model.state_dict().keys()
+
+
+def test_keys_of_any_shape_are_gone_through_in_linear_time() -> None:
+    """Names of 64,000 characters, thousands of prefixes, states nested through each other."""
+    long = "param_groups." * 5_000
+    started = time.perf_counter()
+    for keys in (
+        [f"{long}{number}." for number in range(20)],
+        [f"p{number}.param_groups.a.lr" for number in range(20_000)],
+        ["param_groups.a.lr", *(f"state.{'a.' * 30_000}{number}" for number in range(20))],
+    ):
+        nested(dict.fromkeys(keys, 0.1))
+    assert time.perf_counter() - started < 5
+    with pytest.raises(Corrupt, match="runs through another value"):
+        nested({"param_groups.a.lr": 1, "state.a.b": 1, "state.a.b.c": 1})
+    shampoo = {"state": {"a.w": {"step": 1, "p": {"0": {"m": 2}}}}, "param_groups": [{"lr": [1], "params": ["a.w"]}]}
+    assert nested(flattened(shampoo)) == shampoo
+    names = [f"layer.{number}" for number in range(3_000)]
+    named = {"state": {}, "param_groups": [{"lr": 1, "params": names, "param_names": names}]}
+    assert nested(flattened(named)) == named
