@@ -42,8 +42,9 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
         name, _, option = rest.rpartition(".")
         if name and option and (not prefix or prefix.endswith(".")):
             options.setdefault(prefix, {}).setdefault(name, {})[option] = node[key]
-    if not options or len(options) > MAX_PLACES:
-        return node
+    taken = {name for place in options for name in ([place[:-1]] if place else ["state", "param_groups"])}
+    if not options or len(options) > MAX_PLACES or not taken.isdisjoint(node):
+        return node  # there are none, or what they would become is there already
     made: dict[Any, Any] = {}
     for key, value in node.items():
         place = next((place for place in options if _belongs(key, place)), None)

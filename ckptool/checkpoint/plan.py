@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Note, Storage
 from ckptool.checkpoint.blocks import Crc
 
 
@@ -37,6 +37,7 @@ class Plan:
     """Files to write: names (`""` for a single file) to segments, in order, to be gone through more than once.
 
     checks: storages that are read in part, whose checksums are to be checked as a whole.
+    notes: what the user should know of how the container holds the tree.
     keep > 0: append to a file after its first `keep` bytes instead. `guard` is then what has to be the last thing in
     the file for the old state to be found, and `guard_every` the distance within which readers search for it.
     """
@@ -46,6 +47,7 @@ class Plan:
     keep: int = 0
     guard: bytes = b""
     guard_every: int = 0
+    notes: tuple[Note, ...] = ()
     nbytes: int = field(init=False)  # to be written, all files together
 
     def __post_init__(self) -> None:

@@ -216,6 +216,7 @@ class OptimizerAs(str, Enum):
     ("ckptool convert model.pt --all -o all.safetensors", "everything; converting back restores it"),
     ("ckptool convert model.pt --weights-only -o plain.pt", "for torch.load's default, weights_only=True"),
     ("ckptool convert model.pt --shard-size 5GB -o shards", "in shards, as on the Hugging Face Hub"),
+    ("ckptool convert model.pt -o model.dcp --ranks 8", "for torch.distributed.checkpoint, divided as FSDP2 does"),
 )
 @writes
 def convert(
@@ -261,10 +262,18 @@ def convert(
             help="How to join the files of model-parallel ranks (Megatron's mp_rank_XX, Llama), or unstack layers.",
         ),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", metavar="N", help="Divide a .dcp folder for N ranks; any number can load it."),
+    ] = None,
+    shard_dim: Annotated[
+        int | None,
+        typer.Option("--shard-dim", metavar="D", help="With --ranks: divide tensors by this dimension (0)."),
+    ] = None,
     at: At = None,
     part: Part = False,
 ) -> Answers:
-    """Convert between .pt and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file."""
+    """Convert between .pt, .dcp and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file."""
     from ckptool.verbs.convert import convert
 
     return write_each(
@@ -286,6 +295,8 @@ def convert(
             part=part,
             optimizer_as=optimizer_as.value if optimizer_as else None,
             rules_file=rules,
+            ranks=ranks,
+            shard_dim=shard_dim,
         ),
     )
 

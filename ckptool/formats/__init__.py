@@ -32,6 +32,7 @@ class Format:
     chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_metadata: where it has only tensors,
     the `_metadata` of a state dict too.  keeps_tree: it can be written with everything that a checkpoint holds.
     own_metadata: its metadata are its own byte order and versions.  is_program: its tensors belong to code.
+    leftovers: names in its folders of files that another run may have left, and that go with them.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Format:
     keeps_tree: bool = False
     own_metadata: bool = False
     is_program: bool = False
+    leftovers: str = "(?!)"
 
     @property
     def writes_folder(self) -> bool:
@@ -93,7 +95,8 @@ FORMATS: tuple[Format, ...] = (
            keeps_metadata=True),
     Format("sharded-bin", "sharded.torch_files", is_folder=True, writable=True, tensors_only=True, keeps_metadata=True),
     Format("megatron", "megatron", is_folder=True),
-    Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True),
+    Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True, suffixes=(".dcp",), writable=True,
+           keeps_tree=True, leftovers=r"__\d{1,7}_\d{1,7}\.distcp"),
     Format("deepspeed-universal", "deepspeed.universal", is_folder=True),
     Format("deepspeed", "deepspeed", is_folder=True),
     Format("rank-files", "rank_files", is_folder=True),
@@ -113,7 +116,7 @@ FORMATS: tuple[Format, ...] = (
 WRITERS = tuple(container for container in FORMATS if container.writable)
 
 DEFAULT = "torch-zip"  # what is written where nothing says otherwise
-SHARDED = "sharded"  # what is written as a folder
+SHARDED, DCP = "sharded", "dcp"  # what is written as a folder
 HEAD = 512
 
 
@@ -184,7 +187,7 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
 
 _NOT_WRITTEN = frozenset(
     ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv"
-    " .zip .gz .dcp .distcp".split()
+    " .zip .gz .distcp".split()
 )
 # What a suffix looks like: `.foo`, and not the end of `Llama-3.1-8B` or `epoch=3-loss=0.25`.
 _SUFFIX = r"\.[a-z][a-z0-9_]{0,11}"

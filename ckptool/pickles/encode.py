@@ -92,7 +92,7 @@ class _Encoder:
         if kind is str:
             self._text(value)
         elif kind is int:
-            self.out += _integer(value)
+            self.out += integer(value)
         elif kind is TensorEntry:
             if not self._recalled(value):
                 self._entry(value)
@@ -197,7 +197,7 @@ class _Encoder:
             self._global(TENSOR)
         out += b"(("
         self._storage(entry.storage, entry.dtype if typed else None, opened=True)
-        out += _integer(entry.offset)
+        out += integer(entry.offset)
         self._sizes(entry.shape)
         self._sizes(entry.stride)
         out += b"\x88" if flags.requires_grad and typed and not flags.parameter else b"\x89"
@@ -228,7 +228,7 @@ class _Encoder:
         self._global(UNTYPED_STORAGE if dtype is None else Global("torch", str(dtype.storage)))
         self._text(self.key_of(storage))
         self._text(storage.location)
-        self.out += (_integer(storage.nbytes // (dtype.itemsize if dtype else 1))) + b"t" + self._put() + b"Q"
+        self.out += integer(storage.nbytes // (dtype.itemsize if dtype else 1)) + b"t" + self._put() + b"Q"
         return True
 
     def _refuse_two_types(self, storage: Storage, dtype: DType | None) -> None:
@@ -249,7 +249,7 @@ class _Encoder:
             return
         if len(sizes) > 3:
             self.out += b"("
-        self.out += b"".join(map(_integer, sizes))
+        self.out += b"".join(map(integer, sizes))
         self.out += _TUPLE[min(len(sizes), 4)] + self._put()
 
     def _no_hooks(self) -> None:
@@ -432,7 +432,8 @@ def in_python_3(name: Global) -> tuple[str, str]:
 _TUPLE = (b")", b"\x85", b"\x86", b"\x87", b"t")
 
 
-def _integer(value: int) -> bytes:
+def integer(value: int) -> bytes:
+    """The opcode that puts a number on the stack."""
     if 0 <= value < 256:
         return b"K" + bytes([value])
     if 0 <= value < 65536:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
@@ -144,10 +145,11 @@ def save(
         beside = beside or model_folder(original, changed.tree)
         plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
         inputs, details = [*inputs, *beside.inputs], tuple(beside.lines())
-    if sidecar.NAME in plan.files:
+    if sidecar.NAME in plan.files and not plan.notes:
         details += (f"{sidecar.NAME} keeps what {container.name} has no place for, and ckptool gives it back",)
     saved = _replace(output, output.path, plan, changed if expected is None else expected, inputs)
-    return replace(saved, container=container.name, how=how, notes=(*notes, *saved.notes), details=details)
+    notes = (*notes, *plan.notes, *saved.notes)
+    return replace(saved, container=container.name, how=how, notes=notes, details=details)
 
 
 def _refuse_input(output: Output, target: str, inputs: Sequence[Input], source: Input | None) -> None:
@@ -308,8 +310,9 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
         return set()
     if not isinstance(found.source, Folder):
         return {os.path.basename(found.source.path), sidecar.NAME} if found.source else set()
-    names = set(found.source.files)  # folders in it are not replaced
-    return {*names, sidecar.NAME} if not any("/" in name for name in names) else set()
+    left = (name for name in found.source.names if re.fullmatch(formats.named(found.container).leftovers, name))
+    names = {*found.source.files, *left}
+    return {*names, sidecar.NAME} if not any("/" in name for name in names) else set()  # folders are not replaced
 
 
 def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:

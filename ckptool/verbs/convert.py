@@ -16,7 +16,8 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.errors import Unsupported, UsageError, counted, printable
-from ckptool.formats import SHARDED, Format, members
+from ckptool.formats import DCP, SHARDED, Format, members
+from ckptool.formats.dcp.save_plan import RankDivision
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.sharded.writing import divided
@@ -63,6 +64,8 @@ def convert(
     like: PathLike | None = None,
     variant: str = "",
     rules_file: PathLike | None = None,
+    ranks: int | None = None,
+    shard_dim: int | None = None,
     **options: Unpack[SaveOptions],
 ) -> Written:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
@@ -78,6 +81,8 @@ def convert(
     input.  variant: stands in the names of its weights (`model.fp16.safetensors`).
     optimizer_as: the state of optimizers by `names` of the parameters, by `ids`, or `flat` (`state.NAME.KEY`).
     rules_file: a YAML file that says how the files of model-parallel ranks are joined, and layers unstacked.
+    ranks, shard_dim: write a dcp folder for so many ranks, each tensor divided by that dimension (the first) as FSDP2
+    does; any number of ranks can load it.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     _refuse_usage(ties, out)
@@ -94,6 +99,8 @@ def convert(
     folder_option = "--shard-size" if shard_size is not None else "--like" if like is not None else "--variant"
     if shard_size is not None or like is not None or variant:
         output = replace(output, container=_in_shards(output, folder_option))
+    if ranks is not None or shard_dim is not None:
+        output = replace(output, container=_for_ranks(output, ranks))
     container = output.format(opened.checkpoint.container)
     if optimizer_as is not None:
         taken, lines = _with_optimizers(taken, optimizer_as, opened.checkpoint, container, all)
@@ -114,6 +121,8 @@ def convert(
         beside = model_folder(taken, changed.tree, None if like is None else os.fspath(like))
         changed = divided(changed, shard_size, beside.stem, variant)
         notes += _name_notes(changed.tree, opened.checkpoint, beside, output)
+    if ranks is not None:
+        changed = replace(changed, origin=RankDivision(ranks, shard_dim or 0))
     result = save(output, opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
     facts = {"tensors": sum(1 for _ in tensors(changed.tree)), "left_behind": behind}
     details = made_plain + tuple(f"left behind: {printable(name)}" for name in behind)
@@ -144,6 +153,21 @@ def _in_shards(output: Output, option: str) -> str:
             f"{option} writes a folder of weights, but {printable(output.path or '')} would be {container.name}",
             "A single file is never split, and has nothing beside it.",
             "For example: -o DIR --shard-size 5GB",
+        )
+    return container.name
+
+
+def _for_ranks(output: Output, ranks: int | None) -> str:
+    """The container for an output that is divided for ranks. Raises `UsageError` where another was asked for."""
+    if ranks is None:
+        why = "Without a number of ranks nothing is divided."
+        raise UsageError("--shard-dim was given without --ranks", why, "For example: --ranks 8 --shard-dim 0")
+    container = output.format(DCP)
+    if container.name != DCP:
+        raise UsageError(
+            f"--ranks writes a dcp folder, but {printable(output.path or '')} would be {container.name}",
+            "Nothing else is divided for ranks.",
+            "For example: -o model.dcp --ranks 8",
         )
     return container.name
 

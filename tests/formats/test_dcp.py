@@ -117,7 +117,6 @@ def test_verbs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["strip-module", str(folder), "-o", str(tmp_path / "clean.pt"), "--at", "model"]) == 0
     assert (tmp_path / "clean.pt").is_file()
     assert main(["strip-module", str(folder), "--in-place"]) == 2
-    assert main(["convert", str(folder), "-o", str(tmp_path / "out"), "--to", "dcp"]) == 2
 
 
 def test_the_corpus() -> None:

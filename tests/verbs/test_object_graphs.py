@@ -35,6 +35,7 @@ REFUSED: dict[tuple[str, str], set[str]] = {
         for verb in ("strip-module", "strip-module in place", "strip-module of what has none")
     },
     **{(verb, "usage"): WHOLE_MODULES for verb in ("add-module and strip-module", "rename", "cast of nothing")},
+    ("dcp and back", "conflict"): {"shared"},  # what contains itself has no end of names
     ("safetensors and back", "unsupported"): {
         "mapping",
         "sequence",
@@ -116,6 +117,7 @@ VERBS: dict[str, tuple[Call, Callable[[Any], Any]]] = {
         lambda graph: {"one": graph, "n": 1},
     ),
     "safetensors and back": (lambda file, out: by_safetensors(file, out), same),
+    "dcp and back": (lambda file, out: by_dcp(file, out), same),
     "average of itself": (lambda file, out: ckptool.average([f"{file}#model"] * 2, out, **OPTIONS), averaged),
     "warm start of itself": (
         lambda file, out: ckptool.warm_start(f"{file}#model", f"{file}#model", out, **OPTIONS),
@@ -124,7 +126,7 @@ VERBS: dict[str, tuple[Call, Callable[[Any], Any]]] = {
     "unbundle": (lambda file, out: of_bundle(file, out), same),
 }
 # These change what is stored, or what torch says of the outermost module, on purpose.
-BY_VALUES = {"slim", "average of itself", "warm start of itself"}
+BY_VALUES = {"slim", "average of itself", "warm start of itself", "dcp and back"}
 WITHOUT_METADATA = {"add-module and strip-module"}
 
 
@@ -157,6 +159,13 @@ def by_safetensors(file: Path, out: Path) -> None:
     other = out.with_name("other.safetensors")
     ckptool.convert(file, other, all=True, overwrite=True, **OPTIONS)
     ckptool.convert(other, out, all=True, **OPTIONS)
+
+
+def by_dcp(file: Path, out: Path) -> None:
+    """By a folder for one rank or several."""
+    other, ranks = out.with_name("other.dcp"), file.stat().st_size % 4 or None
+    ckptool.convert(file, other, overwrite=True, ranks=ranks, **OPTIONS)
+    ckptool.convert(other, out, **OPTIONS)
 
 
 def there_and_back(file: Path, out: Path) -> None:

@@ -239,7 +239,7 @@ def test_the_container_is_told_by_the_suffix_or_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch: one process saves
-@pytest.mark.parametrize("name", ["y.dcp", "y.foo", "y.json", "y.safetensor", "y.npy", "y.ptt"])
+@pytest.mark.parametrize("name", ["y.distcp", "y.foo", "y.json", "y.safetensor", "y.npy", "y.ptt"])
 @pytest.mark.parametrize("source", ["dp.pt", "model.safetensors", "legacy.pt", "a.dcp"])
 def test_a_suffix_that_nothing_written_has_is_refused(name: str, source: str, tmp_path: Path) -> None:
     if source == "a.dcp":

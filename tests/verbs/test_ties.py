@@ -3,12 +3,14 @@ loaders see them."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
 from ckptool.cli import main
@@ -73,12 +75,20 @@ def by_numpy(out: Path) -> Tensors:
     return {name: torch.from_numpy(array) for name, array in numpy.load(out).items()}
 
 
+def by_torch_dcp(out: Path) -> Tensors:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: one process loads
+        dcp_to_torch_save(out, out.with_suffix(".pt"))
+    return by_torch(out.with_suffix(".pt"))
+
+
 # Container -> the name of its output, and the loader of another project that reads it.
 CONTAINERS = {
     "safetensors": ("out.safetensors", by_stock_safetensors),
     "sharded": ("out", by_stock_safetensors_of_shards),
     "sharded-bin": ("out", by_torch_of_shards),
     "npz": ("out.npz", by_numpy),
+    "dcp": ("out.dcp", by_torch_dcp),
     "torch-zip": ("out.pt", by_torch),
 }
 

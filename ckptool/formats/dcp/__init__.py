@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry, optimizer_keys
+from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import MAX_DEPTH
-from ckptool.checkpoint.state_dicts import optimizers
-from ckptool.checkpoint.tree import replaced_at
 from ckptool.errors import (
     CkptoolError,
     Corrupt,
@@ -32,11 +29,13 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.dcp import beside_table
+from ckptool.formats.dcp.flat_names import with_optimizers
 from ckptool.formats.dcp.payloads import Payloads
+from ckptool.formats.dcp.save_plan import write as write
 from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Described, Path, Place, Tables, table_names
 
 NAME = "dcp"
-RESTORED = "optimizer-keys"  # of the notes
 SUFFIX = ".distcp"
 ENGINE = "torch.distributed.checkpoint"
 _RANK = re.compile(r"__(\d{1,7})_")
@@ -75,11 +74,14 @@ def read(source: Input) -> Checkpoint:
         return _of_a_rank(tables, payloads, os.path.basename(source.path))
     joined = Joiner(str(folder) if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
     values = {name: _value(joined, payloads, name, value) for name, value in tables.values.items()}
-    paths, notes = _paths(tables, values)
-    tree, restored = _with_optimizers(_nested(tables, values, paths))
-    notes += [*restored, *joined.notes(), *_notes(tables)]
+    tree, metadata, notes = beside_table.restored(folder, values, payloads.value_at)
+    if tree is None:
+        paths, flat = _paths(tables, values)
+        tree, restored = with_optimizers(_nested(tables, values, paths))
+        notes += [*flat, *restored]
+    notes += [*joined.notes(), *_notes(tables)]
     discarded = (*tables.discarded, *payloads.discarded)
-    return Checkpoint(tree, NAME, _facts(tables, tree), folder, None, tuple(notes), discarded)
+    return Checkpoint(tree, NAME, _facts(tables, tree) | metadata, folder, None, tuple(notes), discarded)
 
 
 def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
@@ -165,9 +167,7 @@ def _value(joined: Joiner, payloads: Payloads, name: str, value: Described) -> A
         whole = joined.replicated(name, chunks)
     else:
         whole = joined.tensor(name, value.shape, value.dtype, chunks)
-    if not value.requires_grad:
-        return whole
-    return replace(whole, flags=whole.flags._replace(requires_grad=True))
+    return whole.with_flags(whole.flags._replace(requires_grad=value.requires_grad))  # tied names are two tensors
 
 
 def _owner(place: Place) -> str:
@@ -246,21 +246,6 @@ def _as_list(tables: Tables, parts: dict[int, Any]) -> list[Any]:
     if min(parts) < 0 or last > 4 * len(parts) + 1_000:
         raise tables.damaged(f"has a list with an element {last:,} and only {len(parts):,} in all")
     return [parts.get(i) for i in range(last + 1)]
-
-
-def _with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
-    """The tree with the optimizers as they were before torch flattened their keys, or made texts of their numbers."""
-    unflat, notes = optimizer_keys.nested(tree), []
-    if unflat is not tree:
-        what = "flattened keys of an optimizer (state.NAME.KEY) are shown as `state` by name and `param_groups`"
-        notes.append(Note(RESTORED, what))
-    for path, optimizer in list(optimizers(unflat)):
-        numbered = optimizer_keys.with_numbers(optimizer)
-        if numbered is not optimizer:
-            what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as text"
-            notes.append(Note(RESTORED, f"{what}, are numbers again, as `param_groups` has them"))
-            unflat = replaced_at(unflat, path, numbered) if path else numbered
-    return unflat, notes
 
 
 def _notes(tables: Tables) -> list[Note]:

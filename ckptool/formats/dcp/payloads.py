@@ -30,6 +30,7 @@ class Payloads:
 
     folder: Folder
     discarded: list[Any] = field(default_factory=list)
+    _chunks: dict[tuple[str, int, Box], Any] = field(default_factory=dict)
     _templates: Templates = field(default_factory=Templates)
     _streams: compressed.Streams = field(default_factory=compressed.Streams)
     _safetensors: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
@@ -45,7 +46,16 @@ class Payloads:
         return self._zip(name, part).tree
 
     def chunk(self, name: str, place: Place, box: Box, dtype: DType) -> Any:
-        """A chunk of a tensor, whose offsets, shape and type the table says; what else may stand there, if not that."""
+        """A chunk of a tensor, whose offsets, shape and type the table says; what else may stand there, if not that.
+
+        The same at one place for several names, which are tied.
+        """
+        key = (place.file, place.offset, box)
+        if key not in self._chunks:
+            self._chunks[key] = self._chunk(name, place, box, dtype)
+        return self._chunks[key]
+
+    def _chunk(self, name: str, place: Place, box: Box, dtype: DType) -> Any:
         part = self._part(place)
         if place.transforms:
             compressed.refuse_unknown(place.transforms, f"{self.folder}: {printable(name)}")
@@ -58,6 +68,9 @@ class Payloads:
         checkpoint = self._zip(name, part)
         self._templates.learn(part, checkpoint)
         return _settled(checkpoint.tree)
+
+    def value_at(self, file: str, begin: int, length: int) -> Any:
+        return self.object(file, Place(file, begin, length))
 
     def same(self, one: Place, other: Place) -> bool:
         """True where the same bytes are at both places."""

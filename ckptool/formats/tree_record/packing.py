@@ -30,7 +30,7 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
     """
 
     _refuse_unknown(checkpoint)
-    packer = Packer(checkpoint.tree)
+    packer = Packer(checkpoint.tree, names_of(checkpoint.tree), dense_tensors(checkpoint.tree))
     record = packer.record()
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
     if not is_text(text):
@@ -58,11 +58,14 @@ def _refuse_unknown(checkpoint: Checkpoint) -> None:
 
 
 class Packer:
-    """Makes the record of one tree (`record`), and the tensors that it speaks of (`stored`)."""
+    """Makes the record of one tree (`record`), and the tensors that it speaks of (`stored`).
 
-    def __init__(self, tree: Any) -> None:
+    names: of the tensors, by their id.  dense: of storages by their id, the tensor that each is stored as.
+    """
+
+    def __init__(self, tree: Any, names: dict[int, str], dense: dict[int, TensorEntry]) -> None:
         self.tree = tree
-        self.names = names_of(tree)
+        self.names = names
         self.indices: dict[int, int] = {}
         self.nodes: list[Any] = []
         self.queue: list[tuple[int, Any]] = []
@@ -70,7 +73,7 @@ class Packer:
         self.storages: list[Any] = []
         self.storage_indices: dict[int, int] = {}
         self.tensors: list[Any] = []
-        self.dense = dense_tensors(tree)
+        self.dense = dense
         self.long: dict[int, Any] = {}  # texts, bytes and numbers that take some room, by id (and kept alive for it)
         self.room = MAX_REPEATED
 

@@ -41,7 +41,7 @@ def unpack(source: Source, stored: dict[str, TensorEntry], metadata: dict[str, s
 class Unpacker:
     """Makes the tree (`tree`) of a record and the tensors that are stored with it."""
 
-    def __init__(self, source: Source, stored: dict[str, TensorEntry], record: dict[str, Any]) -> None:
+    def __init__(self, source: Source | str, stored: dict[str, TensorEntry], record: dict[str, Any]) -> None:
         self.source, self.stored, self.record = source, stored, record
         names = {fields[0] for fields in record["storages"]}
         if names != set(stored):
@@ -132,9 +132,9 @@ class Unpacker:
         entry = self.stored[name]
         deduplicated = entry.storage.deduplicated
         if how is None:
-            return Storage(entry.storage.data, location, deduplicated=deduplicated)
+            return Storage(entry.storage.data, location, entry.storage.crc, deduplicated=deduplicated)
         dtype, shape, axes, conj, neg = by_name(how[0]), tuple(how[1]), how[2], how[3], how[4]
-        width = STAND_INS[dtype.name][1] if dtype.name in STAND_INS else 1
+        width = STAND_INS[dtype.name][1] if dtype.name in STAND_INS and entry.dtype is not dtype else 1
         if entry.shape != (shape if width == 1 else (*shape, width)):
             raise Conflict(
                 f"{self.source}: {printable(name)} no longer has the shape {list(shape)} of the record of the tree"

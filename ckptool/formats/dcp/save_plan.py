@@ -1,0 +1,320 @@
+"""The plan of a folder for `torch.distributed.checkpoint`: what each rank would have saved, and the table of it all.
+
+Every tensor, or block of one, is a torch zip by itself, of which all but the bytes and their checksum is known from
+its shape, and made once for each shape; objects come first in a file, as in torch's own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import (
+    Checkpoint,
+    Computed,
+    Data,
+    InlineBytes,
+    Note,
+    Storage,
+    TensorEntry,
+    row_major_strides,
+)
+from ckptool.checkpoint.blocks import Crc
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
+from ckptool.checkpoint.strided import in_storage_order, resolved, row_major, subrange
+from ckptool.errors import LimitExceeded, UsageError, listed, printable
+from ckptool.formats import sidecar, torch_zip
+from ckptool.formats.dcp import beside_table
+from ckptool.formats.dcp.flat_names import FlatNames, flat_names
+from ckptool.formats.dcp.table_pickle import SavedChunk, SavedValue, table_pickle
+from ckptool.formats.dcp.tables import MAX_METADATA, METADATA
+from ckptool.pickles.calls import refuse_unknown
+
+MAX_RANKS = 16_384
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankDivision:
+    """The ranks that a new folder is divided for, each tensor by a dimension, in ceil-sized blocks as FSDP2 does.
+
+    Raises `UsageError` for numbers that are none.
+    """
+
+    ranks: int = 1
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= MAX_RANKS:
+            what = f"{self.ranks:,} is not a number of ranks"
+            raise UsageError(what, f"From 1 to {MAX_RANKS:,}.", "For example: --ranks 8")
+        if self.dim < 0:
+            raise UsageError(f"{self.dim} is not a dimension", "They count from 0.", "For example: --shard-dim 0")
+
+    def blocks(self, entry: TensorEntry) -> Iterator[tuple[int, TensorEntry]]:
+        """Where each rank's block begins in the dimension, and the block; the last one may be empty.
+
+        One block, all of it, of a tensor that has no such dimension, no elements, or repeats what is stored.
+        """
+        size = entry.shape[self.dim] if self.dim < len(entry.shape) else 0
+        if self.ranks == 1 or not entry.numel or entry.nbytes > entry.storage.nbytes:
+            yield 0, entry
+            return
+        step = -(-size // self.ranks)
+        begins = range(0, size, step) if size else (0,)
+        for begin in begins:
+            yield begin, _narrowed(entry, self.dim, begin, min(step, size - begin)) if size else entry
+        if size and len(begins) < self.ranks:  # all ranks past the end save the same, so it is there once
+            yield size, _narrowed(entry, self.dim, size, 0)
+
+
+def _narrowed(entry: TensorEntry, dim: int, begin: int, count: int) -> TensorEntry:
+    shape = (*entry.shape[:dim], count, *entry.shape[dim + 1 :])
+    return replace(entry, shape=shape, offset=entry.offset + begin * entry.stride[dim])
+
+
+def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
+    """The plan of a folder; `RankDivision` as the origin says for how many ranks, else one.
+
+    What torch's format cannot say goes into a file that only ckptool reads (`beside_table`), and is noted. Raises
+    `Unsupported` for what is no dictionary and for two values of one name, `Conflict` for a dictionary in itself,
+    `UnsafeObject` for unknown calls unless `keep_unknown`.
+    """
+    refuse_unknown(checkpoint, keep_unknown)
+    flat = flat_names(checkpoint.tree)
+    division = checkpoint.origin if isinstance(checkpoint.origin, RankDivision) else RankDivision()
+    saving = _Saving(division)
+    for name, value in flat.values.items():
+        if not isinstance(value, TensorEntry):
+            saving.add_object(flat, name, value)
+    for name, value in flat.values.items():
+        if isinstance(value, TensorEntry):
+            saving.add_tensor(name, value)
+    lost = beside_table.lost_in_table(flat)
+    if saving.strides_lost:
+        lost.setdefault(beside_table.STRIDES, saving.strides_lost)
+    record = beside_table.pack(checkpoint, flat, saving.homes) if lost else None
+    for raw in record.raw if record is not None else ():
+        saving.add_raw(raw)
+    files = saving.lay_out()
+    table = table_pickle({name: saving.described(name, value, flat) for name, value in flat.values.items()})
+    if len(table) > MAX_METADATA:
+        what = f"the table would have {len(table):,} bytes"
+        raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", "Write it for fewer ranks: --ranks")
+    notes: tuple[Note, ...] = ()
+    if record is not None:
+        places = [saving.place_of(item) for item in saving.raws]
+        files[sidecar.NAME] = [record.written(table, places)]
+        kept = listed([f"{what} ({printable(where) or 'the top'})" for what, where in lost.items()], len(lost))
+        notes = (Note("side-car", f"{sidecar.NAME} keeps, for ckptool alone, what torch cannot say here: {kept}"),)
+    files[METADATA] = [InlineBytes(table)]
+    return Plan(files, saving.checks, notes=notes)
+
+
+# What is saved -------------------------------------------------------------------------------------------------------
+
+
+class _ZipShape(NamedTuple):
+    """All that the zip of a tensor depends on beside its bytes. offset: in the storage of `nbytes`."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    location: str
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """A zip in the file of a rank: of a tensor (its shape, its bytes and their checksum), or its segments."""
+
+    size: int
+    shape: _ZipShape | None = None
+    data: Data | None = None
+    crc: int | None = None
+    name: str = ""
+    segments: list[Segment] = field(default_factory=list)
+    rank: int = 0
+    begin: int = 0
+
+    def __iter__(self) -> Iterator[Segment]:
+        if self.shape is None or self.data is None:
+            yield from self.segments
+            return
+        zip_ = _zip_of(self.shape)
+        yield InlineBytes(zip_.head)
+        crc = Crc(expected=self.crc, name=self.name)
+        if self.data.length:
+            yield Checksummed(self.data, crc)
+        yield Deferred(zip_.tail_length, partial(zip_.tail, crc))
+
+
+class _Zip:
+    """The zip of a tensor but for the bytes of its storage: what is before them, and after, given their checksum."""
+
+    __slots__ = ("_after", "_crc", "head", "size", "tail_length")
+
+    def __init__(self, shape: _ZipShape) -> None:
+        storage = Storage(Computed(shape.nbytes, lambda offset, length: b""), shape.location)
+        entry = TensorEntry(storage, shape.dtype, shape.shape, shape.stride, shape.offset)
+        (segments,) = torch_zip.write(Checkpoint(entry, torch_zip.NAME)).files.values()
+        parts = list(segments)
+        at = next((number for number, part in enumerate(parts) if isinstance(part, Checksummed)), 0)
+        bytes_ = parts[at] if shape.nbytes else None
+        self.head = b"".join(part.content for part in parts[:at] if isinstance(part, InlineBytes))
+        self._crc = bytes_.crc if isinstance(bytes_, Checksummed) else Crc()
+        self._after = parts[at + (bytes_ is not None) :]
+        self.tail_length = sum(part.length for part in self._after)
+        self.size = len(self.head) + shape.nbytes + self.tail_length
+
+    def tail(self, crc: Crc) -> bytes:
+        self._crc.value = crc.value
+        return _joined(self._after)
+
+
+def _joined(parts: list[Segment]) -> bytes:
+    """The bytes of segments that are all in memory."""
+    return b"".join(part.make() if isinstance(part, Deferred) else part.content for part in parts)  # type: ignore[union-attr]
+
+
+_zip_of = lru_cache(1024)(_Zip)
+
+
+class _Saving:
+    """What every rank saves. homes: where a storage is in the new folder, by its id.
+
+    strides_lost: the first name of a tensor whose strides its blocks do not have.
+    """
+
+    def __init__(self, division: RankDivision) -> None:
+        self.division = division
+        self.items: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], _Item]]] = {}
+        self.objects: list[_Item] = []
+        self.divided: list[_Item] = []
+        self.whole: list[_Item] = []
+        self.raws: list[_Item] = []
+        self.homes: dict[int, beside_table.Home] = {}
+        self.views: dict[Any, str] = {}  # of tensors that are saved -> the first name
+        self.checks: list[Storage] = []
+        self.strides_lost = ""
+
+    def add_object(self, flat: FlatNames, name: str, value: Any) -> None:
+        plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # what is unknown was asked for
+        (made,) = plan.files.values()
+        segments = list(made)
+        if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
+            segments = [InlineBytes(_joined(segments))]
+        self.checks += plan.checks
+        item = _Item(plan.nbytes, segments=segments)
+        self.objects.append(item)
+        self.items[name] = [((), (), item)]
+        for number, storage in enumerate(beside_table.storages_in(value)):
+            self._settle(storage, beside_table.Home(beside_table.name_in(name, number)))
+
+    def add_tensor(self, name: str, entry: TensorEntry) -> None:
+        if (first := self.views.setdefault(entry.view, name)) != name:
+            self.items[name] = self.items[first]  # in one place, so that they are one tensor again
+            return
+        blocks = list(self.division.blocks(entry))
+        dim = self.division.dim
+        if len(blocks) == 1:
+            item = self._as_it_lies(name, entry)
+            self.whole.append(item)
+            self.items[name] = [((0,) * len(entry.shape), entry.shape, item)]
+            return
+        chunks = self.items[name] = []
+        for rank, (begin, block) in enumerate(blocks):
+            item = self._row_major(name, block, rank)
+            self.divided.append(item)
+            chunks.append((tuple(begin * (axis == dim) for axis in range(len(entry.shape))), block.shape, item))
+        if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
+            self.checks.append(entry.storage)
+        self._remember_blocks(name, entry)
+
+    def _as_it_lies(self, name: str, entry: TensorEntry) -> _Item:
+        """The part of its storage that it touches, with its strides."""
+        start, stop = entry.span()
+        if entry.flags.conj or entry.flags.neg or start % entry.dtype.itemsize:
+            return self._row_major(name, resolved(entry))
+        self._settle(entry.storage, beside_table.Home(name, start, stop))
+        data = subrange(entry.storage.data, start, stop - start)
+        whole = data is entry.storage.data
+        if not whole and (entry.storage.crc is not None or isinstance(entry.storage.data, Computed)):
+            self.checks.append(entry.storage)
+        shape = _ZipShape(entry.dtype, entry.shape, entry.stride, 0, entry.location, stop - start)
+        return _Item(_zip_of(shape).size, shape, data, entry.storage.crc if whole else None, name)
+
+    def _row_major(self, name: str, entry: TensorEntry, rank: int = 0) -> _Item:
+        strides = row_major_strides(entry.shape)
+        shape = _ZipShape(entry.dtype, entry.shape, strides, 0, entry.location, entry.nbytes)
+        return _Item(_zip_of(shape).size, shape, row_major(resolved(entry)), None, name, rank=rank)
+
+    def _remember_blocks(self, name: str, entry: TensorEntry) -> None:
+        """What blocks in row-major order keep of a storage: what the tensor covers, if it does so without gaps."""
+        start, stop = entry.span()
+        lazy = entry.flags.conj or entry.flags.neg
+        if not entry.is_contiguous:
+            self.strides_lost = self.strides_lost or name
+        if not lazy and entry.is_contiguous:
+            self._settle(entry.storage, beside_table.Home(name, start, stop))
+        elif not lazy and in_storage_order(entry) and (start, stop) == (0, entry.storage.nbytes):
+            self._settle(entry.storage, beside_table.Home(name, start, stop, beside_table.order_of(entry)))
+
+    def _settle(self, storage: Storage, home: beside_table.Home) -> None:
+        if home.is_wider(self.homes.get(id(storage))):
+            self.homes[id(storage)] = home
+
+    def add_raw(self, storage: Storage) -> None:
+        """The bytes of a storage for the side-car alone."""
+        entry = beside_table.as_bytes(storage)
+        self.raws.append(self._as_it_lies(sidecar.NAME, entry))
+
+    # Where ---------------------------------------------------------------------------------------------------------
+
+    def lay_out(self) -> dict[str, Any]:
+        """The files of the ranks. What is not divided goes to the rank that has least by then, objects to the first."""
+        loads = [0] * self.division.ranks
+        for item in (*self.objects, *self.divided):
+            loads[item.rank] += item.size
+        heap = [(load, rank) for rank, load in enumerate(loads)]
+        heapq.heapify(heap)
+        for item in (*self.whole, *self.raws):
+            load, item.rank = heap[0]
+            heapq.heapreplace(heap, (load + item.size, item.rank))
+        files: list[list[_Item]] = [[] for _ in loads]
+        sizes = [0] * len(loads)
+        for item in (*self.objects, *self.divided, *self.whole, *self.raws):
+            item.begin = sizes[item.rank]
+            sizes[item.rank] += item.size
+            files[item.rank].append(item)
+        return {_file_name(rank): _RankFile(items) for rank, items in enumerate(files) if items}
+
+    def place_of(self, item: _Item) -> tuple[str, int, int]:
+        return _file_name(item.rank), item.begin, item.size
+
+    def described(self, name: str, value: Any, flat: FlatNames) -> SavedValue:
+        chunks = [SavedChunk(begin, sizes, *self.place_of(item)) for begin, sizes, item in self.items[name]]
+        if not isinstance(value, TensorEntry):
+            return SavedValue(flat.paths[name], None, chunks=chunks)
+        return SavedValue(flat.paths[name], value.dtype, value.shape, value.flags.requires_grad, chunks)
+
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+class _RankFile:
+    """The segments of a file, made in passing."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[_Item]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Segment]:
+        for item in self.items:
+            yield from item

@@ -1,0 +1,449 @@
+"""Folders for torch.distributed.checkpoint: torch loads them on any number of ranks, and ckptool gives back what
+torch's format cannot say."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import ckptool
+from ckptool.cli import main
+from ckptool.errors import CkptoolError, Conflict, OutputExists, Unsupported, UsageError
+from ckptool.formats import read
+from tests.support.errors import three_parts
+from tests.support.files import contents, saved
+from tests.support.ranks import on_ranks
+from tests.support.same import assert_same_tree
+
+DIVISIONS: list[dict[str, Any]] = [{}, {"ranks": 3}, {"ranks": 4, "shard_dim": 1}]
+
+
+def plain_state() -> dict[str, Any]:
+    """Nested dictionaries and lists that torch's format can say."""
+    torch.manual_seed(0)
+    return {
+        "model": {
+            "emb.weight": torch.randn(7, 5),
+            "head.weight": torch.randn(5, 9).bfloat16(),
+            "bias": torch.randn(3),
+            "one": torch.randn(1),
+            "scale": torch.tensor(2.5),
+            "steps": torch.arange(6),
+            "mask": torch.tensor([True, False, True]),
+            "nothing": torch.empty(0, 4),
+        },
+        "half": torch.randn(4, 3).half(),
+        "complex": torch.randn(3, 4, dtype=torch.complex64),
+        "float8": torch.randn(8).to(torch.float8_e4m3fn),
+        "list": [torch.ones(2), {"inside": torch.arange(3)}],
+        "plain": [1, 2, "three"],
+        "epoch": 3,
+        "none": None,
+    }
+
+
+def training_state() -> dict[str, Any]:
+    """A state with all that torch's format cannot say: ties, ordered dictionaries, integer keys, empties, strides."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    model[2].weight = torch.nn.Parameter(torch.randn(4, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(3, 6)).sum().backward()
+    optimizer.step()
+    weights = model.state_dict()
+    weights["tied.weight"] = weights["0.weight"]
+    fused = torch.randn(6, 4)
+    return {
+        "model": weights,
+        "optimizer": optimizer.state_dict(),
+        "views": [fused[:2], fused[2:4], fused[1:3]],
+        "transposed": torch.randn(3, 5).t(),
+        "column": torch.randn(6, 3)[:, :2],
+        "expanded": torch.ones(1).expand(100),
+        "conjugate": torch.randn(2, dtype=torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(torch.ones(5)),
+        "tuple": (1, fused, {"x": torch.ones(2)}),
+        "empty": {"of all": {}, "list": []},
+        3: "an integer as a key",
+        "shared": weights["0.bias"],
+    }
+
+
+def written(state: Any, folder: Path, **options: Any) -> Path:
+    ckptool.convert(saved(state, folder / "in.pt"), folder / "out.dcp", verify=True, **options)
+    return folder / "out.dcp"
+
+
+def as_torch_reads(folder: Path) -> Any:
+    out = folder.with_name("by-torch.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process loads
+        dcp_to_torch_save(folder, out)
+    return torch.load(out, weights_only=False)
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """True for the same values, whatever the types of keys, kinds of dictionaries and empties."""
+    if isinstance(a, torch.Tensor):
+        raw = [x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and raw[0].equal(raw[1])
+    if isinstance(a, dict):
+        a = {str(key): value for key, value in a.items() if not (isinstance(value, dict) and not value)}
+        return a.keys() == b.keys() and all(same_values(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same_values, a, b))
+    return bool(a == b)
+
+
+# Torch reads it ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+@pytest.mark.parametrize("state", [plain_state, training_state])
+def test_torch_reads_the_same_values(state: Callable[[], Any], division: Any, tmp_path: Path) -> None:
+    made = state()
+    found = as_torch_reads(written(made, tmp_path, **division))
+    if state is training_state:
+        made["empty"].pop("of all")
+    assert same_values(made, found)
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+def test_the_table_is_what_torch_makes_of_it(division: Any, tmp_path: Path) -> None:
+    folder = written(plain_state(), tmp_path, **division)
+    table = FileSystemReader(folder).read_metadata()
+    assert table.version == "1.0.0" and list(table.planner_data) == list(table.state_dict_metadata)
+    assert table.planner_data["list.1.inside"] == ("list", 1, "inside")
+    again = pickle.loads(pickle.dumps(table))
+    assert again.state_dict_metadata == table.state_dict_metadata and again.storage_data == table.storage_data
+    weight = table.state_dict_metadata["model.emb.weight"]
+    assert weight.properties.dtype is torch.float32 and weight.size == (7, 5)
+    assert weight.properties.layout is torch.strided and not weight.properties.requires_grad
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+def test_every_zip_in_it_is_one_that_torch_loads(division: Any, tmp_path: Path) -> None:
+    folder = written(plain_state(), tmp_path, **division)
+    table = FileSystemReader(folder).read_metadata()
+    assert {info.relative_path for info in table.storage_data.values()} == {p.name for p in folder.glob("*.distcp")}
+    for index, info in table.storage_data.items():
+        raw = (folder / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        assert zipfile.ZipFile(io.BytesIO(raw)).testzip() is None
+        value = torch.load(io.BytesIO(raw), weights_only=True)
+        described = table.state_dict_metadata[index.fqn]
+        if index.offset is not None:
+            sizes = {chunk.offsets: chunk.sizes for chunk in described.chunks}
+            assert value.shape == sizes[index.offset] and value.dtype is described.properties.dtype
+            data = next(name for name in zipfile.ZipFile(io.BytesIO(raw)).infolist() if name.filename.endswith("/0"))
+            start = data.header_offset + 30 + int.from_bytes(raw[data.header_offset + 26 :][:2], "little")
+            assert (start + int.from_bytes(raw[data.header_offset + 28 :][:2], "little")) % 64 == 0
+
+
+def test_blocks_are_those_of_fsdp2(tmp_path: Path) -> None:
+    table = FileSystemReader(written(plain_state(), tmp_path, ranks=4)).read_metadata().state_dict_metadata
+    chunks = {
+        name: [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
+        for name, value in table.items()
+        if hasattr(value, "chunks")
+    }
+    rows = [
+        ((begin, 0), tuple(part.shape)) for begin, part in zip((0, 2, 4, 6), torch.ones(7, 5).chunk(4), strict=True)
+    ]
+    assert chunks["model.emb.weight"] == rows
+    assert chunks["model.one"] == [((0,), (1,)), ((1,), (0,))]  # torch saves the empty ones of all other ranks once
+    assert chunks["model.scale"] == [((), ())] and chunks["model.nothing"] == [((0, 0), (0, 4))]
+
+
+def test_files_of_ranks_are_of_like_size(tmp_path: Path) -> None:
+    state = {f"w{i}": torch.ones(64, 64 + i) for i in range(20)} | {f"s{i}": torch.ones(()) for i in range(40)}
+    sizes = [path.stat().st_size for path in written(state, tmp_path, ranks=8).glob("*.distcp")]
+    assert len(sizes) == 8 and max(sizes) - min(sizes) < 4_000
+
+
+LOAD = """
+    def work(rank, folder, mesh):
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+        expected = torch.load(folder + "/../in.pt")
+        for placement in (Shard(0), Shard(1), Replicate(), None):
+            state = {}
+            for name, value in expected["model"].items():
+                state[name] = torch.zeros_like(value)
+                if placement is not None and value.is_floating_point() and value.dim() == 2:
+                    state[name] = distribute_tensor(state[name], mesh, [placement])
+            whole = {"model": state, "epoch": 0, "list": [torch.zeros(2), {"inside": torch.zeros(3, dtype=int)}]}
+            dcp.load(whole, checkpoint_id=folder)
+            for name, value in state.items():
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                assert value.equal(expected["model"][name]), (name, placement)
+            assert whole["epoch"] == 3 and whole["list"][1]["inside"].tolist() == [0, 1, 2]
+"""
+FSDP = """
+    def work(rank, folder, mesh):
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+        from torch.distributed.fsdp import fully_shard
+        expected = torch.load(folder + "/../in.pt")
+        model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1))
+        fully_shard(model, mesh=mesh)
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state)
+        for name, value in model.state_dict().items():
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            assert value.equal(expected[name]), name
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_any_number_of_ranks_loads_it(world: int, tmp_path: Path) -> None:
+    folder = written(plain_state(), tmp_path, **DIVISIONS[world % 3])
+    on_ranks(world, LOAD, folder, tmp_path)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_fsdp2_loads_it(world: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1))
+    on_ranks(world, FSDP, written(model.state_dict(), tmp_path, ranks=3), tmp_path)
+
+
+# ckptool gives it back -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=str)
+@pytest.mark.parametrize("state", [plain_state, training_state])
+def test_there_and_back(state: Callable[[], Any], division: Any, tmp_path: Path) -> None:
+    folder = written(state(), tmp_path, **division)
+    ckptool.convert(folder, tmp_path / "back.pt", verify=True)
+    assert ckptool.diff(tmp_path / "in.pt", tmp_path / "back.pt").same
+    assert ckptool.diff(tmp_path / "in.pt", folder).same
+    assert ckptool.verify(folder).fine
+    ckptool.convert(tmp_path / "in.pt", tmp_path / "twice.dcp", **division)
+    assert contents(tmp_path / "twice.dcp") == contents(folder)
+    ckptool.convert(folder, tmp_path / "again.dcp", verify=True, **division)
+    assert_same_tree(read(folder), read(tmp_path / "again.dcp"))
+
+
+def test_what_torch_can_say_needs_no_side_car(tmp_path: Path) -> None:
+    folder = written(plain_state(), tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp"]
+    made = ckptool.convert(tmp_path / "in.pt", tmp_path / "new.dcp")
+    assert made.container == "dcp" and made.notes == ()
+
+
+@pytest.mark.parametrize("key", ["state.fc.weight.exp_avg", "plain"])
+def test_flat_keys_of_an_optimizer_stay_flat(key: str, tmp_path: Path) -> None:
+    state = {key: torch.ones(2), "param_groups.fc.weight.lr": 0.1, "state": {"0": {"step": torch.ones(())}}}
+    folder = written({"optimizer": state | {"param_groups": [{"params": [0]}]}}, tmp_path)
+    assert ckptool.diff(tmp_path / "in.pt", folder).same
+
+
+def test_what_went_into_the_side_car_is_listed(tmp_path: Path) -> None:
+    done = ckptool.convert(saved(training_state(), tmp_path / "in.pt"), tmp_path / "out.dcp")
+    (note,) = [note for note in done.notes if note.code == "side-car"]
+    for word in ("_metadata", "keys that are not text", "empty dictionaries", "Parameter", "share memory", "conjugate"):
+        assert word in note.message
+
+
+def test_tied_names_are_stored_once_and_tied_for_ckptool(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(50, 50, bias=False), torch.nn.Linear(50, 50, bias=False))
+    model[1].weight = model[0].weight
+    folder = written(dict(model.state_dict()), tmp_path, ranks=2)
+    assert not (folder / "ckptool.json").exists()
+    found = read(folder)
+    assert found["0.weight"].storage is found["1.weight"].storage
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 15_000
+    assert same_values(as_torch_reads(folder), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("start", ["safetensors", "sharded", "npz"])
+def test_weights_of_other_containers(start: str, tmp_path: Path) -> None:
+    weights = {"a.weight": torch.randn(6, 4), "a.bias": torch.randn(4), "b.weight": torch.randn(4, 2)}
+    file = tmp_path / {"safetensors": "m.safetensors", "npz": "m.npz"}.get(start, "m")
+    ckptool.convert(saved(weights, tmp_path / "m.pt"), file, container=start)
+    ckptool.convert(file, tmp_path / "m.dcp", ranks=2, verify=True)
+    assert same_values(weights, as_torch_reads(tmp_path / "m.dcp"))
+    ckptool.convert(tmp_path / "m.dcp", tmp_path / "back.safetensors", verify=True)
+    assert ckptool.diff(file, tmp_path / "back.safetensors").same
+
+
+# A side-car that does not fit ----------------------------------------------------------------------------------------
+
+
+def with_side_car(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Any:
+    path = folder / "ckptool.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps(change(facts) or facts))
+    found = ckptool.open(folder)
+    assert [note.code for note in found.notes if note.code == "side-car-ignored"], found.notes
+    assert type(read(folder).tree["model"]) is dict and "of all" not in found["empty"] and "3" in found
+    return found
+
+
+def record(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], None]:
+    def changed(facts: dict[str, Any]) -> None:
+        tree = json.loads(facts["tree"])
+        change(tree)
+        facts["tree"] = json.dumps(tree)
+
+    return changed
+
+
+BAD: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "of another table": lambda facts: facts.update(table="0" * 64),
+    "without a table": lambda facts: facts.pop("table"),
+    "of another version": lambda facts: facts.update(schema="ckptool.sidecar/99"),
+    "not an object": lambda facts: [facts],
+    "no record": lambda facts: facts.update(tree="{}"),
+    "not a text": lambda facts: facts.update(tree=7),
+    "another root": record(lambda tree: tree.update(root=1)),
+    "an endless tree": record(lambda tree: tree.update(root={"n": 10**9})),
+    "a storage of no name": record(lambda tree: tree["storages"][0].__setitem__(0, "../x")),
+    "tensors beyond their storage": record(lambda tree: tree["tensors"][0].__setitem__(3, [1 << 40])),
+    "another shape": record(lambda tree: tree["tensors"][0].__setitem__(3, [1])),
+    "a name less": record(lambda tree: tree["nodes"][0][1].pop()),
+    "raw bytes elsewhere": lambda facts: facts.update(raw=[["../../etc/passwd", 0, 10]] * 9),
+    "raw bytes outside": lambda facts: facts.update(raw=[["__0_0.distcp", 1 << 50, 10]] * 9),
+}
+
+
+@pytest.mark.parametrize("change", BAD)
+def test_a_side_car_that_does_not_fit_is_passed_over(change: str, tmp_path: Path) -> None:
+    with_side_car(written(training_state(), tmp_path), BAD[change])
+
+
+def test_a_folder_that_torch_wrote_again(tmp_path: Path) -> None:
+    folder = written(training_state(), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save({"new": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    found = ckptool.open(folder)
+    assert list(found) == ["new"] and "written again" in next(n.message for n in found.notes if "side-car" in n.code)
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}},
+        {0: torch.ones(1), "0": torch.ones(2)},
+        [torch.ones(2)],
+        torch.ones(2),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_hold(state: Any, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported) as caught:
+        written(state, tmp_path)
+    three_parts(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+
+
+def test_a_dictionary_in_itself(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2), "in": {}}
+    state["in"]["again"] = state["in"]
+    with pytest.raises(Conflict, match="in/again contains itself"):
+        written(state, tmp_path)
+
+
+class Opaque:
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_unknown_calls_are_kept_only_when_asked(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "x": Opaque()}
+    with pytest.raises(CkptoolError) as caught:
+        written(state, tmp_path)
+    assert caught.value.code == "unsafe-global"
+    folder = written(state, tmp_path, keep_unknown=True)
+    ckptool.convert(folder, tmp_path / "back.pt", keep_unknown=True)
+    assert ckptool.diff(tmp_path / "in.pt", tmp_path / "back.pt").same
+
+
+@pytest.mark.parametrize(
+    ("out", "options"),
+    [
+        ("x.pt", {"ranks": 2}),
+        ("x.safetensors", {"ranks": 2}),
+        ("x.dcp", {"shard_dim": 1}),
+        ("x.dcp", {"ranks": 0}),
+        ("x.dcp", {"ranks": 1 << 20}),
+        ("x.dcp", {"ranks": 2, "shard_dim": -1}),
+        ("x.dcp", {"shard_size": "1MB"}),
+        ("x", {"shard_size": "1MB", "ranks": 2}),
+        ("x.distcp", {}),
+    ],
+)
+def test_options_that_make_no_sense(out: str, options: dict[str, Any], tmp_path: Path) -> None:
+    file = saved({"w": torch.ones(2)}, tmp_path / "in.pt")
+    with pytest.raises(UsageError) as caught:
+        ckptool.convert(file, tmp_path / out, **options)
+    three_parts(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+
+
+# The folder ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_old_folder_is_replaced_with_what_larger_runs_left(tmp_path: Path) -> None:
+    folder = written(plain_state(), tmp_path, ranks=4)
+    (folder / "__7_0.distcp").write_bytes(b"of a run on eight ranks")
+    with pytest.raises(OutputExists):
+        written(plain_state(), tmp_path)
+    (folder / "notes.txt").write_text("precious")
+    with pytest.raises(Conflict, match=r"notes\.txt would be deleted"):
+        written(plain_state(), tmp_path, overwrite=True)
+    assert len(list(folder.iterdir())) == 7
+    (folder / "notes.txt").unlink()
+    written(plain_state(), tmp_path, overwrite=True, ranks=2)
+    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+VERBS: dict[str, Callable[[Path, Path], Any]] = {
+    "rename": lambda file, out: ckptool.rename(file, ["0.* => first.*"], out, verify=True),
+    "strip-module": lambda file, out: ckptool.strip_module(file, out, verify=True),
+    "cast": lambda file, out: ckptool.cast(file, out, dtype="bf16", exclude=["0.bias"], verify=True),
+    "remap": lambda file, out: ckptool.remap(file, out, to="cuda:0", verify=True),
+    "edit": lambda file, out: ckptool.edit(file, out, set={"note": "x"}, verify=True),
+    "slim": lambda file, out: ckptool.slim(file, out, verify=True),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_on_a_folder_and_on_the_file_that_it_was(verb: str, tmp_path: Path) -> None:
+    folder = written(training_state(), tmp_path, ranks=2)
+    VERBS[verb](folder, tmp_path / "changed.dcp")
+    VERBS[verb](tmp_path / "in.pt", tmp_path / "changed.pt")
+    assert ckptool.diff(tmp_path / "changed.dcp", tmp_path / "changed.pt").same
+
+
+def test_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(plain_state(), tmp_path / "in.pt")
+    assert main(["convert", "in.pt", "-o", "a.dcp", "--ranks", "2", "--shard-dim", "1"]) == 0
+    assert main(["convert", "in.pt", "-o", "b.dcp/"]) == 0 and (tmp_path / "b.dcp" / ".metadata").exists()
+    assert main(["convert", "in.pt", "-o", "c", "--to", "dcp"]) == 0
+    assert main(["convert", "a.dcp", "-o", "d"]) == 0 and (tmp_path / "d" / ".metadata").exists()
+    assert main(["strip-module", "a.dcp", "--in-place"]) == 2
+    shutil.rmtree("c")
+    assert main(["convert", "in.pt", "-o", "c", "--ranks", "3", "-n"]) == 0 and not (tmp_path / "c").exists()
+    assert main(["diff", "a.dcp", "b.dcp"]) == 0 and main(["verify", "a.dcp"]) == 0
+    capsys.readouterr()
+    assert main(["convert", "in.pt", "-o", "e.pt", "--ranks", "2"]) == 2
+    assert "-o model.dcp --ranks 8" in capsys.readouterr().err
