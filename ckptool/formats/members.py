@@ -7,7 +7,7 @@ whether each is whole. Those beside what another format joined (`meta.pt` beside
 
 Source: transformers/trainer.py (`_save_checkpoint`: weights, optimizer, scheduler, random states, and
 `trainer_state.json` last), accelerate/checkpointing.py (random states last), lightning/fabric/strategies/fsdp.py
-(`meta.pt`), deepspeed/runtime/engine.py, megatron/training/checkpointing.py, diffusers (`model_index.json`),
+(`meta.pt`), megatron/training/checkpointing.py, diffusers (`model_index.json`),
 sentence-transformers (`modules.json`), ByteCheckpoint's README.
 """
 
@@ -29,13 +29,10 @@ from ckptool.formats import FORMATS, named
 from ckptool.formats.parts import (
     CONSOLIDATED,
     FSDP_RANKS,
-    LAYER,
     MEMBERS,
     MODEL_PARALLEL,
-    MODEL_STATES,
     OF_WORLD,
     PIECES,
-    STATES,
     NamePattern,
     names_in,
     part_of,
@@ -140,7 +137,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     wrong = {name: problem for name, each in found.items() if (problem := _problem(each))}
     wrong |= {name: problem for name, problem in _of_other_steps(whole).items() if name not in wrong}
     world = _world(checkpoint, whole)
-    layout = replace(layout, missing=tuple(dict.fromkeys((*layout.missing, *_lacking(layout, whole, world)))))
+    layout = replace(layout, missing=tuple(dict.fromkeys((*layout.missing, *_lacking(layout, world)))))
     part = _counted(folder, layout, wrong, _is_joined(checkpoint, whole))
     if isinstance(checkpoint.source, Folder) and not named(checkpoint.container).tensors_only:
         checkpoint = _joined(checkpoint, checkpoint.source, whole)
@@ -276,10 +273,9 @@ def _world(checkpoint: Checkpoint, whole: dict[str, Checkpoint]) -> int:
     return max((n for n in (*said, *ranked) if type(n) is int), default=0)
 
 
-def _lacking(layout: MemberFiles, whole: dict[str, Checkpoint], world: int) -> Iterator[str]:
+def _lacking(layout: MemberFiles, world: int) -> Iterator[str]:
     """The files of ranks that are not there, of a world of this size."""
-    for pattern in (_RANKED, STATES):
-        yield from _gaps(layout.names, pattern, world)
+    yield from _gaps(layout.names, _RANKED, world)
     ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
     stages = {found["rest"] for rank in ranks if (found := MODEL_PARALLEL.fullmatch(rank))}
     yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages))))
@@ -294,7 +290,9 @@ def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
     total = step_in(whole.get(STATE))
     if not total:
         return {}
-    steps = {name: step for name, each in whole.items() if name != STATE and (step := _steps_of(each))}
+    steps = {name: step for name, each in whole.items() if name != STATE and (step := _steps_of(name, each))}
+    if not any(name.startswith("optimizer") for name in steps):
+        return {}  # under DeepSpeed the scheduler takes a step for each rank
     late = {name: step for name, step in steps.items() if step > total}
     if not late and len(set(steps.values())) > 1:
         late = {name: step for name, step in steps.items() if step != max(steps.values())}
@@ -306,16 +304,16 @@ def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
     }
 
 
-def _steps_of(member: Checkpoint) -> int:
-    """The number of steps that an optimizer or a scheduler of torch has taken; 0 where it is not certain."""
+def _steps_of(name: str, member: Checkpoint) -> int:
+    """The number of steps that an optimizer or the Trainer's scheduler has taken; 0 where it is not certain."""
     steps: list[int] = []
     for _, found in optimizers(member.tree):
         slots = [slots.get("step") for slots in found["state"].values() if isinstance(slots, dict)]
         if len(slots) <= MAX_STEPS:  # parameters that were frozen for a while have taken fewer than others
             steps += [_number(step) for step in slots]
     top = member.tree if isinstance(member.tree, dict) else {}
-    if "base_lrs" in top and "last_epoch" in top:
-        steps.append(_number(top["last_epoch"]))
+    if name == "scheduler.pt" and "base_lrs" in top:
+        steps.append(_number(top.get("last_epoch")))
     return max(steps, default=0)
 
 
@@ -326,16 +324,6 @@ def _number(step: Any) -> int:
 
 
 # The kinds of folders ------------------------------------------------------------------------------------------------
-
-
-def _ranks(folder: Folder, beside: bool) -> MemberFiles | None:
-    """Files of DeepSpeed that each rank saved for itself."""
-    names = [name for name in folder.names if any(kind.fullmatch(name) for kind in (STATES, MODEL_STATES, LAYER))]
-    if not names or beside:
-        return None
-    more = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name)]
-    missing = [*_gaps(names, STATES), *_gaps(names, LAYER), *_without_model(names)]
-    return MemberFiles("a DeepSpeed checkpoint", "DeepSpeed", (*names, *more), tuple(dict.fromkeys(missing)))
 
 
 def _gaps(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
@@ -358,14 +346,6 @@ def _gaps(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[st
                 width = len(place["rank"]) if place["rank"].startswith("0") else 1
                 missing.append(f"{example[: place.start('rank')]}{rank:0{width}}{example[place.end('rank') :]}")
     return missing
-
-
-def _without_model(names: list[str]) -> list[str]:
-    """The model's file of DeepSpeed, where only shares of the optimizer or layers of a pipeline are there."""
-    kinds = [found["rest"] for name in names if (found := STATES.fullmatch(name) or MODEL_STATES.fullmatch(name))]
-    of_deepspeed = kinds or any(map(LAYER.fullmatch, names))
-    has_model = any(kind.endswith("model_states") for kind in kinds)
-    return [] if has_model or not of_deepspeed else ["mp_rank_00_model_states.pt"]
 
 
 def _model_parallel(folder: Folder, beside: bool) -> MemberFiles | None:
@@ -475,7 +455,6 @@ def _modules(folder: Folder) -> Iterator[tuple[str, str]]:
 
 
 _KINDS: tuple[Callable[[Folder, bool], MemberFiles | None], ...] = (
-    _ranks,
     _model_parallel,
     _consolidated,
     _pipeline,

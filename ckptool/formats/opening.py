@@ -103,11 +103,12 @@ def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command)
 
 
 def _member(checkpoint: Checkpoint) -> str:
-    """The path of one file of a folder: its weights, or the first."""
+    """The path of one member of a folder: its weights, or the first."""
     if isinstance(checkpoint.source, Source):
         return checkpoint.source.path
     folder = checkpoint.part.whole if checkpoint.part is not None else ""
-    return os.path.join(folder, next(iter(checkpoint.source.files), "") if checkpoint.source is not None else "")
+    first = next(iter(checkpoint.source.files), "") if checkpoint.source is not None else ""
+    return os.path.join(folder, first.partition("/")[0])
 
 
 def open_to_change(file: PathLike, at: str | None = None) -> Opened:

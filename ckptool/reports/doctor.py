@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, command
 from ckptool.checkpoint.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.checkpoint.tree import address
@@ -164,7 +164,7 @@ def of_checkpoint(
         *(of_target(chosen, against, way) if chosen is not None and against is not None and way is not None else ()),
     ]
     if found.part is not None:
-        findings = _of_a_part(findings)
+        findings = _of_a_part(findings, found.part)
     elif any(note.code == UNSAFE for note in found.notes):
         findings = _of_refused(findings)
     chain = Chain(file, address(checkpoint.base))
@@ -174,10 +174,19 @@ def of_checkpoint(
     return Diagnosis(file, _is_a(found), filled, str(command("verify", file)), against_name)
 
 
-def _of_a_part(findings: Iterable[Finding]) -> list[Finding]:
+def _of_a_part(findings: Iterable[Finding], part: PartOf) -> list[Finding]:
     """Findings on a part of a checkpoint: no verb that writes takes one, so only the look at the whole helps."""
     said = [each for each in findings if each.code != FOLDER]
-    return [each if each.code == PART else replace(each, commands=()) for each in said]
+    advice: Advice | str = ""
+    if part.kind is PartKind.MEMBERS and not part.is_complete:
+        take = command("convert", FILE, part=True, out=OUT_PT)
+        advice = Advice("Copy again what is missing or does not belong to it; or take what is there: ", take)
+    return [
+        replace(each, advice=advice or each.advice, says="" if advice else each.says)
+        if each.code == PART
+        else replace(each, commands=())
+        for each in said
+    ]
 
 
 def _of_refused(findings: list[Finding]) -> list[Finding]:

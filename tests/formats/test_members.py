@@ -1,0 +1,252 @@
+"""A folder of members is one checkpoint: whole, with each member under its name; or what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import BY_TORCH
+from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.reports.verify import check_replicas
+from tests.support.cli import Run
+from tests.support.dcp_folders import save_dcp
+from tests.support.engine_cases import ROOT
+from tests.support.files import contents
+from tests.support.part_files import pipeline_folder, random_weights, saved_below, saved_by_two_ranks, trainer_folder
+
+
+@pytest.fixture
+def accelerate(tmp_path: Path) -> Path:
+    """What accelerate's save_state wrote on two ranks, FSDP2, SHARDED_STATE_DICT."""
+    return Path(shutil.copytree(ROOT / "accelerate_fsdp_sharded" / "checkpoint", tmp_path / "checkpoint_0"))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_by_two_ranks(tmp_path_factory.mktemp("ranks"))
+
+
+def test_every_member_is_written(accelerate: Path, tmp_path: Path, run: Run) -> None:
+    assert run("convert", str(accelerate), "-o", str(tmp_path / "all.pt")).code == 0
+    found = torch.load(tmp_path / "all.pt", weights_only=False)
+    names = {"pytorch_model_fsdp_0", "optimizer_0", "scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
+    assert found.keys() == names
+    for name in names:
+        if name.endswith((".bin", ".pkl")):  # each rank's own
+            expected = torch.load(accelerate / name, weights_only=False)
+            assert str(found[name]) == str(expected) and found[name].keys() == expected.keys()
+    weights = load_file(ROOT / "accelerate_fsdp_sharded" / "weights.safetensors")
+    model = found["pytorch_model_fsdp_0"]["model"]
+    assert model.keys() == weights.keys() and all(model[name].equal(value) for name, value in weights.items())
+    assert set(found["optimizer_0"]["optimizer"]["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_who_wrote_a_folder_is_said_and_not_written(accelerate: Path, tmp_path: Path, run: Run) -> None:
+    saved_below({"note": 1}, accelerate / "custom_checkpoint_0.pkl")
+    (accelerate / "trainer_state.json").write_text('{"global_step": 2}')
+    assert "\nengine: transformers, saved by 2 ranks, step 2\n" in run("inspect", str(accelerate)).out
+    assert "(transformers, saved by 2 ranks, step 2)" in run("doctor", str(accelerate)).out
+    said = json.loads(run("inspect", str(accelerate), "--json").out)["metadata"]
+    assert said == {"engine": "transformers", "ranks": 2, "step": 2}
+    for folder, at in ((accelerate, ""), (accelerate / "pytorch_model_fsdp_0", "")):
+        out = tmp_path / f"{folder.name}.safetensors"
+        assert run("convert", f"{folder}{at}", "-o", str(out)).code == 0
+        with safe_open(out, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+    assert run("convert", str(accelerate), "-o", str(tmp_path / "hf/"), "--shard-size", "1MB").code == 0
+    assert "accelerate" not in "".join(path.read_text() for path in (tmp_path / "hf").glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("random_states_1.pkl", "random_states_1.pkl is missing"),
+        ("pytorch_model_fsdp_0", "pytorch_model_fsdp_0 is missing"),
+        ("optimizer_0/.metadata", "optimizer_0"),
+        ("optimizer_0/__1_0.distcp", "__1_0.distcp"),
+    ],
+)
+def test_what_is_missing_is_named(name: str, problem: str, accelerate: Path, tmp_path: Path, run: Run) -> None:
+    path = accelerate / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = contents(tmp_path)
+    done = run("convert", str(accelerate), "-o", str(tmp_path / "all.pt"))
+    assert done.code == 2 and "error[part]" in done.err and problem in done.err, done.err
+    assert run("rename", str(accelerate), "* => a.*", "-o", str(tmp_path / "all.pt")).code == 2
+    found = run("doctor", str(accelerate))
+    assert found.code == 1 and problem in found.out and "--part -o" in found.out, found.out
+    assert run("scan", str(tmp_path), "--latest-good", "-q").code == 1
+    assert contents(tmp_path) == before
+    if name != "pytorch_model_fsdp_0":
+        assert run("convert", str(accelerate), "--part", "-o", str(tmp_path / "some.pt")).code == 0
+
+
+def test_verbs_that_change_write_a_new_file_of_all_members(accelerate: Path, tmp_path: Path, run: Run) -> None:
+    assert run("rename", str(accelerate), "* => net.*", "-o", str(tmp_path / "new.pt")).code == 0
+    found = torch.load(tmp_path / "new.pt", weights_only=False)
+    assert all(name.startswith("net.") for name in found["pytorch_model_fsdp_0"]["model"])
+    assert "random_states_1.pkl" in found
+    before = contents(tmp_path)
+    for words in (("-o", str(tmp_path / "new.safetensors")), ("--in-place",)):
+        assert run("rename", str(accelerate), "* => net.*", *words).code == 2
+    assert contents(tmp_path) == before
+
+
+def test_a_model_for_all_and_several_models(tmp_path: Path, run: Run) -> None:
+    """accelerate's FULL_STATE_DICT is a model; a pipeline has several, and each has an address."""
+    full = tmp_path / "full"
+    saved_below(random_weights("fc.weight"), full / "pytorch_model_fsdp.bin")
+    saved_below({"state": {}, "param_groups": [{"lr": 0.1, "params": ["fc.weight"]}]}, full / "optimizer.bin")
+    for rank in range(2):
+        saved_below({"step": 1}, full / f"random_states_{rank}.pkl")
+    (file,) = ckptool.scan(full).files
+    assert (file.state, file.members) == ("good", 4)
+    assert run("convert", str(full), "-o", str(tmp_path / "full.safetensors")).code == 0
+    pipeline = pipeline_folder(tmp_path / "pipeline")
+    for verb in ("convert", "warm-start"):
+        done = run(
+            verb,
+            str(pipeline),
+            *(("--against", str(full)) if verb == "warm-start" else ()),
+            "-o",
+            str(tmp_path / "x.safetensors"),
+        )
+        assert done.code == 2 and "unet" in done.err and f"{pipeline}#unet" in done.err, done.err
+    assert run("diff", f"{pipeline}#unet", str(pipeline / "unet")).code == 0
+    assert run("convert", str(pipeline), "-o", str(tmp_path / "all.pt")).code == 0
+    assert torch.load(tmp_path / "all.pt", weights_only=True).keys() == {"unet", "vae"}
+
+
+def test_folders_of_bytecheckpoint(tmp_path: Path, run: Run) -> None:
+    weights = random_weights("fc.weight")
+    for name, state in (
+        ("model", {"model": weights}),
+        ("optimizer", {"state": {"fc.weight": {"exp_avg": torch.ones(3, 4)}}}),
+        ("extra_state", {"rng": torch.ones(2)}),
+    ):
+        save_dcp(state, tmp_path / "step_4" / name)
+    found = ckptool.open(tmp_path / "step_4")
+    assert (found.container, list(found.tree), found.part) == ("folder", ["model", "optimizer", "extra_state"], None)
+    assert run("convert", str(tmp_path / "step_4"), "-o", str(tmp_path / "w.safetensors")).code == 0
+    assert load_file(tmp_path / "w.safetensors")["fc.weight"].equal(weights["fc.weight"])
+    (tmp_path / "step_4" / "extra_state" / ".metadata").unlink()
+    assert "extra_state" in ckptool.open(tmp_path / "step_4").part.meaning
+
+
+# Do they belong together? ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "state", "wrong"),
+    [
+        (500, 500, 500, ""),
+        (498, 498, 500, ""),  # a gradient scaler skipped two
+        (400, 500, 500, "optimizer.pt is of step 400, and scheduler.pt of step 500"),
+        (500, 400, 500, "scheduler.pt is of step 400, and optimizer.pt of step 500"),
+        (500, 500, 400, "optimizer.pt is of step 500, and trainer_state.json of step 400"),
+    ],
+)
+def test_members_of_other_steps_are_named(
+    optimizer: int, scheduler: int, state: int, wrong: str, tmp_path: Path, run: Run
+) -> None:
+    folder = trainer_folder(tmp_path / "checkpoint-500", step=state)
+    steps = {number: {"step": torch.tensor(float(optimizer)), "exp_avg": torch.ones(2)} for number in range(2)}
+    saved_below({"state": steps, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, folder / "optimizer.pt")
+    saved_below({"last_epoch": scheduler, "base_lrs": [0.1]}, folder / "scheduler.pt")
+    done = run("convert", str(folder), "-o", str(tmp_path / "out.safetensors"))
+    assert (done.code, wrong in done.err) == (2 if wrong else 0, True), done.err
+    assert wrong in run("doctor", str(folder)).out
+    assert (run("scan", str(tmp_path), "--latest-good", "-q").code == 0) == (not wrong)
+
+
+def test_the_latest_good_of_folders_of_steps(tmp_path: Path, run: Run) -> None:
+    """torchtitan's `step-N`, and what a crash left before the table."""
+    for step in (10, 20, 30):
+        save_dcp({"fc.weight": torch.ones(3), "train_state": {"step": step}}, tmp_path / "checkpoint" / f"step-{step}")
+    (tmp_path / "checkpoint" / "step-30" / ".metadata").unlink()
+    found = ckptool.scan(tmp_path)
+    assert [file.state == "good" for file in found.files] == [True, True, False]
+    assert run("scan", str(tmp_path), "--latest-good", "-q").out == f"{tmp_path / 'checkpoint' / 'step-20'}\n"
+
+
+# verify ---------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_reads_and_counts_every_file(accelerate: Path, run: Run) -> None:
+    found = ckptool.verify(accelerate)
+    files = [path for path in accelerate.rglob("*") if path.is_file()]
+    assert found.fine and found.files == len(files)
+    for path in sorted(files):
+        if path.name != ".metadata":
+            flip_data(path)
+            (problem, *_) = ckptool.verify(accelerate).problems
+            assert path.name in f"{problem.record} {problem.what}", problem
+            flip_data(path)
+    assert ckptool.verify(accelerate).fine
+
+
+def flip_data(path: Path, record: bytes = b"") -> None:
+    """Changes one byte of a record (of the first tensor, if there is one) of the first zip in a file."""
+    data = bytearray(path.read_bytes())
+    name = record or (b"/data/0" if b"/data/0" in data else b"/version")
+    at = data.find(name) + len(name)
+    head = data.rfind(b"PK\3\4", 0, at)
+    data[at + int.from_bytes(data[head + 28 : head + 30], "little")] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_replica_that_no_tensor_shows_is_read_too(ranks: Path, tmp_path: Path) -> None:
+    """Rank 1's copy of a buffer has the checksum of rank 0's, so its data is asked for by nobody but verify."""
+    for rank in range(2):
+        shutil.copy(ranks / f"model_world_size_2_rank_{rank}.pt", tmp_path)
+    assert ckptool.verify(tmp_path).fine
+    path = tmp_path / "model_world_size_2_rank_1.pt"
+    with zipfile.ZipFile(path) as archive:
+        records = [each.filename for each in archive.infolist() if "/data/" in each.filename and each.file_size]
+    assert len(records) > 5
+    for record in records:
+        flip_data(path, record.partition("/")[2].join(("/", "")).encode())
+        problems = ckptool.verify(tmp_path).problems
+        assert any(path.stem in f"{each.record} {each.what}" for each in problems), (record, problems)
+        flip_data(path, record.partition("/")[2].join(("/", "")).encode())
+
+
+def piece(path: Path, value: torch.Tensor, offset: int) -> None:
+    places = json.dumps({"fc.weight": {"saved_offsets": [offset, 0]}})
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": places}
+    save_file({"fc.weight": value}, path, metadata=metadata)
+
+
+def test_replicas_without_checksums_are_compared(tmp_path: Path, run: Run) -> None:
+    """Pieces in safetensors, as HSDP writes them: two ranks each have the same half."""
+    for rank in range(4):
+        half = torch.full((2, 3), float(rank % 2))
+        piece(tmp_path / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors", half, 2 * (rank % 2))
+    assert run("verify", str(tmp_path)).code == 0
+    piece(tmp_path / "shard-00004-model-00001-of-00001.safetensors", torch.full((2, 3), 7.0), 2)
+    done = run("verify", str(tmp_path))
+    assert done.code == 1 and "conflict" in done.out and "fc.weight" in done.out, done
+    assert run("convert", str(tmp_path), "-o", str(tmp_path / "out.safetensors")).code == 2
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_each_tensor_whose_replicas_differ_is_a_problem() -> None:
+    def block(value: int) -> TensorEntry:
+        return TensorEntry(Storage(InlineBytes(bytes([value] * 4))), BY_TORCH["uint8"], (4,), (1,))
+
+    joiner = Joiner("x")
+    tree = {
+        "same": joiner.tensor("same", (4,), BY_TORCH["uint8"], [Chunk(block(1), (0,)), Chunk(block(1), (0,))]),
+        "not": joiner.tensor("not", (4,), BY_TORCH["uint8"], [Chunk(block(1), (0,)), Chunk(block(2), (0,))]),
+    }
+    (problem,) = check_replicas(tree)
+    assert (problem.code, problem.tensors) == ("conflict", ("not",))
