@@ -101,6 +101,7 @@ FORMATS: tuple[Format, ...] = (
     Format("deepspeed", "deepspeed", is_folder=True),
     Format("rank-files", "rank_files", is_folder=True),
     Format("hf-pieces", "hf_pieces", is_folder=True, tensors_only=True),
+    Format("torch-checkpointing", "torch_checkpointing", is_folder=True),
     Format("folder", "members", is_folder=True),
     Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),
     Format("torchscript", "torchscript", _ZIP, is_program=True),

@@ -12,7 +12,7 @@ from ckptool.checkpoint.files import Folder, open_input
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.workers import Progress, Task, in_turn
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
-from ckptool.formats import deepspeed, megatron, members, sharded
+from ckptool.formats import deepspeed, megatron, members, sharded, torch_checkpointing
 from ckptool.formats.opening import PathLike, counting_whole, refuse_address
 from ckptool.reports.inspect import listing
 from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned, unknown_names
@@ -126,6 +126,7 @@ def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
         return [], set()  # each of its iterations is one
     candidates = sharded.candidates(folder)
     claimed = sharded.belonging(folder) | members.claimed(folder) | deepspeed.belonging(folder)
+    claimed |= torch_checkpointing.belonging(folder)
     alone = is_top and len(claimed) == 1  # a file among others
     if len(candidates) > 1 or (alone and candidates):
         return [os.path.join(path, name) for name in candidates], claimed

@@ -6,7 +6,7 @@ to agree; of any other value that of the first rank is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,9 @@ from ckptool.checkpoint.nodes import MISSING, Global, Object, Set, same_kind
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import Conflict, LimitExceeded, counted, listed, printable
 from ckptool.formats.boxes import Chunk, Joiner
-from ckptool.formats.placements import Distributed, RankFile, RankShare, distributed
+from ckptool.formats.placements import RankFile, RankShare, distributed
 
+Described = Callable[[RankFile, Path, TensorEntry], RankShare | None]
 DIFFERENT = "ranks-differ"  # of the note
 MAX_DEPTH = 200
 # Names of tensors that are the same on all ranks, or divided; and of numbers that count the steps of a run.
@@ -32,11 +33,13 @@ _AGAIN = "Copy the files of all ranks of one checkpoint, or take another."
 class TreeJoiner:
     """Joins the trees of one set of files.
 
+    described: gives the blocks that a plain tensor is, where a table says how it is divided.
     distributed: how many tensors the ranks hold together.  differing: plain tensors that differ between ranks.
     others: addresses of other values that differ, and the files that have other ones than the first.
     """
 
     joiner: Joiner
+    described: Described | None = None
     distributed: int = 0
     differing: dict[Path, tuple[TensorEntry, str]] = field(default_factory=dict)
     others: dict[str, list[str]] = field(default_factory=dict)
@@ -84,12 +87,16 @@ class TreeJoiner:
         if found and len(found) < len(values):
             raise self._conflict(name, "is divided over the ranks in some of their files, and whole in others")
         if found:
-            self.distributed += 1
-            return self._whole(name, files, found)
+            return self._whole(name, [f.share(name, each) for f, each in zip(files, found, strict=True)])
         entries = [value for value in values if type(value) is TensorEntry]
         if len(entries) < len(values):
             self._compare(path, files, values)
             return values[0]
+        if self.described is not None:
+            shares = [self.described(file, path, entry) for file, entry in zip(files, entries, strict=True)]
+            known = [share for share in shares if share is not None]
+            if len(known) == len(shares):
+                return self._whole(name, known)
         first = entries[0]
         if other := next((each for each in entries if (each.shape, each.dtype) != (first.shape, first.dtype)), None):
             shapes = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
@@ -101,8 +108,8 @@ class TreeJoiner:
             self.differing[path] = first, printable(name)
         return whole
 
-    def _whole(self, name: str, files: Sequence[RankFile], found: Sequence[Distributed]) -> TensorEntry:
-        shares = [file.share(name, each) for file, each in zip(files, found, strict=True)]
+    def _whole(self, name: str, shares: Sequence[RankShare]) -> TensorEntry:
+        self.distributed += 1
         first = shares[0]
         for share in shares:
             if (share.shape, share.dtype) != (first.shape, first.dtype):

@@ -1,0 +1,285 @@
+"""`torch-checkpointing`: a folder of meta-pytorch's `torch_checkpointing`: a file for each item and rank.
+
+Source: torch_checkpointing 0.1.1 (distributed_metadata.py, dtensor_metadata.py, default_metadata.py,
+checkpoint_layout.py, metadata_serialization.py). `metadata.pkl`, a pickle of plain values, says of items that can be
+resharded where each rank's file is, how it is written, and how its tensors are divided. Other items, and all where it
+is not written, are known by their files: `ITEM_RANK.pt`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Note, TensorEntry
+from ckptool.checkpoint.dtypes import BY_TORCH, DType
+from ckptool.checkpoint.files import Folder, Input, Source, read_small
+from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.tree import Path
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed, printable
+from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.placements import Axis, Mesh, RankFile, RankShare, blocks, distributed, encoded_order, sizes_of
+from ckptool.formats.rank_files.join_trees import Described, TreeJoiner
+from ckptool.pickles.calls import UNKNOWN, uses
+from ckptool.pickles.decode import decode
+
+NAME = "torch-checkpointing"
+TABLE = "metadata.pkl"
+OTHERS = "unused-files"  # of the note
+MAX_TABLE, MAX_TEXT = 256 << 20, 64 << 20
+MAX_LOOKS = 4  # files that are opened in order to know a folder without a table
+_FILE = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,6})\.(?P<suffix>pt|json|safetensors)")
+_SUFFIXES = {"pt": "TorchSerialization", "json": "JsonSerialization", "safetensors": "SafetensorsSerialization"}
+
+
+def detect(head: bytes, source: Input) -> bool:
+    if not isinstance(source, Folder):
+        return False
+    if TABLE in source:
+        return b"rank_to_layout_info" in source.open(TABLE).read(0, min(source.open(TABLE).size, MAX_TABLE))
+    first = [name for name, found in _files(source).items() if found["suffix"] == "pt" and found["rank"] == "0"]
+    return any(_holds_shares(source.open(name)) for name in first[:MAX_LOOKS])
+
+
+def _files(folder: Folder) -> dict[str, re.Match[str]]:
+    return {name: found for name in folder.names if (found := _FILE.fullmatch(name))}
+
+
+def _holds_shares(source: Source) -> bool:
+    """True for a file with tensors of torch.distributed of which it has a part."""
+    from ckptool.formats import read_alone
+
+    try:
+        found = (distributed(node) for node in visit(read_alone(source).tree))
+        return any(each is not None and each.is_dtensor for each in found)
+    except CkptoolError:
+        return False
+
+
+def belonging(folder: Folder) -> set[str]:
+    """The names in one of its folders that belong to it; none for another."""
+    if not detect(b"", folder):
+        return set()
+    try:
+        items, _ = _items(folder, _table(folder))
+    except CkptoolError:  # it says so where it is read
+        return {TABLE, *_files(folder)}
+    return {TABLE} | {path.partition("/")[0] for files in items.values() for path, _ in files.values()}
+
+
+def read(source: Folder) -> Checkpoint:
+    """The items of all ranks. Reads tables, pickles and headers, no tensor data.
+
+    Raises `Corrupt` for a damaged table, for files that are missing or outside of the folder, and what `rank_files`
+    raises for ranks that do not agree.
+    """
+    table = _table(source)
+    items, world = _items(source, table)
+    joiner = Joiner(str(source))
+    tree: dict[Any, Any] = {}
+    notes: list[Note] = []
+    discarded: list[Any] = []
+    used = {TABLE}
+    for item, files in items.items():
+        ranks: list[RankFile] = []
+        values: list[Any] = []
+        tables: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for rank, (path, kind) in sorted(files.items()):
+            used.add(path.partition("/")[0])
+            checkpoint = _opened(source, path, kind)
+            discarded += checkpoint.discarded
+            if any(use.verdict == UNKNOWN for use in uses(checkpoint.tree)):
+                discarded.append(checkpoint.tree)
+            ranks.append(RankFile(printable(path), rank, world, tables))
+            values.append(checkpoint.tree)
+        walk = TreeJoiner(joiner, _described(source, table, item))
+        tree[item] = walk.join((item,), ranks, values)
+        if found := walk.unjoinable():
+            what = f"{source}: the ranks saved different plain tensors as {printable(item)}: {listed(found, 3)}"
+            raise Unsupported(what, "Nothing says how they are divided over the ranks.")
+        walk.check()
+        notes += walk.notes()
+    if unused := [name for name in source.names if name not in used]:
+        what = f"{counted(len(unused), 'file is', 'files are')} of no item that is known"
+        notes.append(Note(OTHERS, f"{what}: {listed([printable(name) for name in unused], 3)}"))
+    version = table.get("version")
+    engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
+    notes += joiner.notes()
+    return Checkpoint(tree, NAME, {"engine": engine, "ranks": world}, source, None, tuple(notes), tuple(discarded))
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+
+def _table(folder: Folder) -> dict[Any, Any]:
+    """What `metadata.pkl` says; empty without one."""
+    if TABLE not in folder:
+        return {}
+    source = folder.open(TABLE)
+    if source.size > MAX_TABLE:
+        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_TABLE:,} are read.")
+    found = decode(source.read(0, source.size), _no_storage, {}, name=str(source), file_bytes=source.size)
+    if not isinstance(found.root, dict) or not isinstance(found.root.get("metadata"), dict) or found.aside():
+        raise _damaged(folder, "is not a table of plain values")
+    return found.root
+
+
+def _no_storage(pid: Any) -> Any:
+    raise Corrupt("a persistent id in a table that has no storages", "The file is of another kind.")
+
+
+def _damaged(folder: Folder, what: str) -> Corrupt:
+    return Corrupt(f"{folder}: its {TABLE} {what}", "The table is damaged or malicious, or of a newer version.")
+
+
+Files = dict[int, tuple[str, str]]  # of an item: for each rank the path of its file, and how it is written
+
+
+def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int]:
+    """The files of every item, by the table and else by their names; and the number of ranks."""
+    items: dict[str, Files] = {}
+    for item, about in table.get("metadata", {}).items():
+        layout = about.get("rank_to_layout_info") if isinstance(about, dict) else None
+        if type(item) is not str or not isinstance(layout, dict):
+            raise _damaged(folder, "does not say where its items are")
+        for rank, info in layout.items():
+            path, kind = _place(info, f"{item}_{rank}.pt")
+            if type(rank) is not int or type(path) is not str or kind not in (*_SUFFIXES.values(), "RawSerialization"):
+                raise _damaged(folder, f"does not say where {printable(item)} is")
+            items.setdefault(item, {})[rank] = path, kind
+    placed = {path for files in items.values() for path, _ in files.values()}
+    for name, found in _files(folder).items():
+        if name not in placed and found["item"] not in table.get("metadata", {}):
+            items.setdefault(found["item"], {})[int(found["rank"])] = name, _SUFFIXES[found["suffix"]]
+    world = table.get("world_size")
+    if type(world) is not int or world < 1:
+        world = max((max(files) + 1 for files in items.values()), default=1)
+    of_all = [item for item, files in items.items() if len(files) > 1 or item in table.get("metadata", {})]
+    missing = [f"{item}_{rank}" for item in of_all for rank in range(min(world, 10_000)) if rank not in items[item]]
+    if missing or any(max(files) >= world for files in items.values()):
+        what = f"{folder} is of {counted(world, 'rank')}, and these files are missing or too many"
+        raise Corrupt(f"{what}: {listed([printable(name) for name in missing], 3)}", "They are only complete together.",
+            "Copy the whole folder, or take an earlier checkpoint.")  # fmt: skip
+    return items, world
+
+
+def _place(info: Any, default: str) -> tuple[Any, Any]:
+    if info is None:
+        return default, "TorchSerialization"
+    about = info.get("serialization_format") if isinstance(info, dict) else None
+    return (info.get("file_path"), about.get("type")) if isinstance(about, dict) else (None, None)
+
+
+def _opened(folder: Folder, path: str, kind: str) -> Checkpoint:
+    """What is in a file, which may be in a folder below. A path that could lead elsewhere raises `Corrupt`."""
+    from ckptool.formats import read_alone
+
+    below, name = folder, path
+    while "/" in name:
+        first, _, name = name.partition("/")
+        if below.missing([first]):
+            raise _damaged(folder, f"names a file that is not there: {printable(path[:200])}")
+        below = Folder(os.path.join(below.path, first))
+    if below.missing([name]):
+        raise _damaged(folder, f"names a file that is not there: {printable(path[:200])}")
+    source = below.open(name)
+    folder.adopt(path, source)
+    if kind in ("TorchSerialization", "SafetensorsSerialization"):
+        return read_alone(source)
+    data = read_small(source.path, "an item", MAX_TEXT)
+    try:
+        return Checkpoint(json.loads(data) if kind == "JsonSerialization" else data, NAME)
+    except (ValueError, RecursionError):
+        raise Corrupt(f"{source} is not JSON", "It was cut off, or never fully written.") from None
+
+
+# How plain tensors are divided ---------------------------------------------------------------------------------------
+
+
+def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | None:
+    """The blocks that the plain tensors of an item are, by the table; None for an item that is not in it."""
+    about = table.get("metadata", {}).get(item)
+    paths = about.get("nested_path_to_metadata") if isinstance(about, dict) else None
+    if paths is None:
+        return None
+    if not isinstance(paths, dict):
+        raise _damaged(folder, f"does not say how {printable(item)} is divided")
+    by_rank: dict[tuple[str, int], Any] = {}
+    for text, groups in paths.items():
+        try:
+            name = ".".join(map(str, json.loads(text)))
+            each = {rank: group["sharding_metadata"] for group in groups for rank in group["ranks"]}
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise _damaged(folder, f"does not say how the tensors of {printable(item)} are divided") from None
+        by_rank |= {(name, rank): said for rank, said in each.items()}
+
+    def blocks_of(file: RankFile, path: Path, entry: TensorEntry) -> RankShare | None:
+        said = by_rank.get((".".join(map(str, path[1:])), file.rank))
+        if said is None:
+            return None
+        try:
+            return _SHARDINGS[said["type"]](file, entry, said["data"])
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            raise _damaged(folder, f"does not say how {printable('/'.join(map(str, path)))} is divided") from None
+
+    return blocks_of
+
+
+def _of_dtensor(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> RankShare | None:
+    """The blocks of a local tensor by its mesh and placements; None for a replica."""
+    shape, mesh = sizes_of(data["global_shape"]), data["mesh_spec"]
+    sizes, ranks = sizes_of(mesh["mesh_shape"]), sizes_of(mesh["mesh_data"])
+    axes = tuple(_axis(placement) for placement in data["placements"])
+    if shape is None or sizes is None or ranks is None or prod(sizes) != len(ranks) or len(axes) != len(sizes):
+        raise ValueError
+    if not any(axes):
+        return None
+    if any(axis is not None and not 0 <= axis[0] < len(shape) for axis in axes):
+        raise ValueError
+    place, coordinate = ranks.index(file.rank), []
+    for size in reversed(sizes):
+        place, at = divmod(place, size)
+        coordinate.append(at)
+    own = Mesh(sizes, file.tables.setdefault(ranks, ranks), tuple(reversed(coordinate)))
+    readings = [(axes, {}), encoded_order(axes, sizes)]
+    return RankShare(file, shape, _dtype(data), (sizes, axes), own.table,
+        [blocks(entry, shape, own, *each, file.owner) for each in readings], entry.flags)  # fmt: skip
+
+
+def _axis(placement: dict[str, Any]) -> Axis:
+    if placement["type"] == "Replicate":
+        return None
+    if placement["type"] not in ("Shard", "StridedShard"):
+        raise ValueError
+    dim, split = placement["dim"], placement.get("split_factor", 1)
+    if type(dim) is not int or type(split) is not int or split < 1:
+        raise ValueError
+    return dim, split
+
+
+def _of_boxes(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> RankShare:
+    """The blocks of a local tensor whose places are listed."""
+    shape = sizes_of(data["global_shape"])
+    if shape is None:
+        raise ValueError
+    chunks = []
+    for lists in zip(data["global_offsets"], data["local_offsets"], data["local_sizes"], strict=True):
+        begin, at, sizes = map(sizes_of, lists)
+        if begin is None or at is None or sizes is None or not len(at) == len(sizes) == len(entry.shape) == len(shape):
+            raise ValueError
+        if any(lo + n > full for lo, n, full in zip(at, sizes, entry.shape, strict=True)):
+            raise ValueError
+        skip = sum(lo * stride for lo, stride in zip(at, entry.stride, strict=True))
+        chunks.append(Chunk(replace(entry, shape=sizes, offset=entry.offset + skip), begin, file.owner))
+    return RankShare(file, shape, _dtype(data), (), (), [chunks], entry.flags)
+
+
+def _dtype(data: dict[str, Any]) -> DType:
+    return BY_TORCH[data["dtype"].removeprefix("torch.")]
+
+
+_SHARDINGS = {"DTensorShardingMetadata": _of_dtensor, "default_tensor_v1": _of_boxes}

@@ -1,0 +1,143 @@
+"""Pieces of tensors in safetensors: put together here, and by torch, whose own way is wrong for some."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+import ckptool
+from tests.support.cli import Run
+from tests.support.engine_cases import ROOT
+from tests.support.errors import refused
+
+Piece = tuple[torch.Tensor, tuple[int, ...]]  # of a tensor, and its offsets in the whole
+
+
+def write_pieces(folder: Path, *ranks: dict[str, Piece]) -> Path:
+    """The folder with a file for each rank, as torch writes them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, pieces in enumerate(ranks, 1):
+        info = {name: {"saved_offsets": list(offsets)} for name, (_, offsets) in pieces.items()}
+        metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+        tensors = {name: tensor for name, (tensor, _) in pieces.items()}
+        save_file(tensors, folder / f"shard-{rank:05}-model-00001-of-00001.safetensors", metadata=metadata)
+    return folder
+
+
+def by_torch(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    out.mkdir()
+    consolidate_safetensors_files(str(folder), str(out), dict.fromkeys(ckptool.open(folder).tree, 1))
+    return load_file(next(out.glob("*.safetensors")))
+
+
+def joined(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    ckptool.convert(folder, out)
+    return load_file(out)
+
+
+ROWS = torch.arange(15.0).reshape(5, 3)
+HALVES = {"w": (ROWS[:3], (0, 0))}, {"w": (ROWS[3:].clone(), (3, 0))}
+
+
+def test_a_scalar_is_itself_where_torch_makes_it_zero(tmp_path: Path) -> None:
+    scalar: dict[str, Piece] = {"temperature": (torch.tensor(3.5), ())}
+    folder = write_pieces(tmp_path / "in", HALVES[0] | scalar, HALVES[1])
+    torchs = by_torch(folder, tmp_path / "torch")
+    ours = joined(folder, tmp_path / "ours.safetensors")
+    assert torchs["w"].equal(ROWS) and ours["w"].equal(ROWS)
+    assert torchs["temperature"] == 0.0
+    assert ours["temperature"] == 3.5
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
+def test_whole_numbers_are_joined_where_torch_fails(dtype: torch.dtype, tmp_path: Path) -> None:
+    counts = torch.tensor([0, 1, 0, 1, 1]).to(dtype)
+    folder = write_pieces(tmp_path / "in", {"n": (counts[:3], (0,))}, {"n": (counts[3:].clone(), (3,))})
+    with pytest.raises(TypeError):
+        by_torch(folder, tmp_path / "torch")
+    assert joined(folder, tmp_path / "ours.safetensors")["n"].equal(counts)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "state",
+    [lambda w: {"emb.weight": w, "head.weight": w}, lambda w: {"w": w.t()}],
+    ids=["tied", "not contiguous"],
+)
+def test_what_torchs_writer_refuses_is_written_here(state: Any, tmp_path: Path) -> None:
+    tensors = state(ROWS.clone())
+    with pytest.raises(CheckpointException, match=r"share memory|contiguous"):
+        dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(tmp_path / "torch")), no_dist=True)
+    torch.save(tensors, tmp_path / "in.pt")
+    ckptool.convert(tmp_path / "in.pt", tmp_path / "out", shard_size="1MB")
+    found = ckptool.load(tmp_path / "out")
+    assert all(found[name].equal(value) for name, value in tensors.items())
+
+
+def test_empty_pieces_and_pieces_in_two_dimensions(tmp_path: Path) -> None:
+    grid = torch.arange(12).reshape(3, 4)
+    one: Piece = (torch.ones(1), (0,))
+    folder = write_pieces(
+        tmp_path / "in",
+        {"grid": (grid[:2, :3].clone(), (0, 0)), "one": one},
+        {"grid": (grid[:2, 3:].clone(), (0, 3)), "one": (torch.ones(0), (1,))},
+        {"grid": (grid[2:, :3].clone(), (2, 0)), "one": (torch.ones(0), (1,))},
+        {"grid": (grid[2:, 3:].clone(), (2, 3))},
+    )
+    found = joined(folder, tmp_path / "out.safetensors")
+    assert found["grid"].equal(grid) and found["one"].equal(torch.ones(1))
+    assert [note.code for note in ckptool.open(folder).notes] == ["sizes-from-pieces"]
+    assert ckptool.open(folder).metadata["ranks"] == 4
+
+
+def test_whole_files_stand_for_their_pieces(tmp_path: Path, run: Run) -> None:
+    shutil.copytree(ROOT / "hf-consolidated" / "checkpoint", tmp_path / "in")
+    found = ckptool.open(tmp_path / "in")
+    assert found.container == "sharded" and "pieces-not-read" in [note.code for note in found.notes]
+    assert [file.path for file in ckptool.scan(tmp_path).files] == [str(tmp_path / "in")]
+    assert run("diff", str(tmp_path / "in"), str(tmp_path / "in" / "sharded")).code == 0
+    for path in (tmp_path / "in").glob("model*"):  # as torch leaves it where it fails
+        path.write_bytes(b"") if path.suffix == ".safetensors" else path.unlink()
+    assert "sharded" in refused("part", tmp_path, lambda: ckptool.open(tmp_path / "in")).fix
+
+
+HOSTILE: dict[str, tuple[tuple[dict[str, Piece], ...], str]] = {
+    "a gap": (({"w": (ROWS[:2], (0, 0))}, {"w": (ROWS[3:].clone(), (3, 0))}), "in no file"),
+    "an overlap": (({"w": (ROWS[:4], (0, 0))}, {"w": (ROWS[3:].clone(), (3, 0))}), "overlap"),
+    "another type": ((HALVES[0], {"w": (ROWS[3:].half(), (3, 0))}), "f16"),
+    "other dimensions": ((HALVES[0], {"w": (ROWS[3], (3,))}), "block"),
+    "an offset below 0": ((HALVES[0], {"w": (ROWS[3:].clone(), (-2, 0))}), "does not say"),
+    "offsets without end": ((HALVES[0], {"w": (ROWS[3:].clone(), (1 << 70, 0))}), "does not say"),
+    "too few offsets": ((HALVES[0], {"w": (ROWS[3:].clone(), (3,))}), "does not say"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_pieces_that_are_no_tensors_are_refused(kind: str, tmp_path: Path) -> None:
+    ranks, words = HOSTILE[kind]
+    folder = write_pieces(tmp_path / "in", *ranks)
+    assert words in refused("corrupt", tmp_path, lambda: ckptool.convert(folder, tmp_path / "out.pt")).what
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"w": 3}', '{"w": {"saved_offsets": "00"}}', "[" * 5_000])
+def test_a_table_of_pieces_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"w": ROWS}, path, metadata={"DCP_SHARDING_INFO": text})
+    refused("corrupt", tmp_path, lambda: ckptool.open(tmp_path / "in"))
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    folder = write_pieces(tmp_path / "in", HALVES[0], {}, HALVES[1])
+    (folder / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    error = refused("corrupt", tmp_path, lambda: ckptool.open(folder))
+    assert "shard-00002-model-00001-of-00001.safetensors" in error.what

@@ -1,0 +1,122 @@
+"""Folders of torch_checkpointing, with its table and without, and tables that lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from tests.support.engine_cases import ROOT
+from tests.support.errors import refused
+
+CASE, BARE = ROOT / "torch-checkpointing", ROOT / "torch-checkpointing-bare"
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of the case of which the table says something else."""
+    shutil.copytree(CASE / "checkpoint", folder)
+    table = pickle.loads((folder / "metadata.pkl").read_bytes())
+    change(table)
+    (folder / "metadata.pkl").write_bytes(pickle.dumps(table, 4))
+    return folder
+
+
+@pytest.mark.parametrize("case", [CASE, BARE], ids=["a table", "no table"])
+def test_items_of_all_ranks_are_one_checkpoint(case: Path, tmp_path: Path) -> None:
+    found = ckptool.open(case / "checkpoint")
+    assert set(found.tree) == {"model", "config", "epoch"} and found.part is None
+    assert found.tree["config"] == {"layers": 2} and found.tree["epoch"] == 3
+    assert found.metadata["ranks"] == 2
+    ckptool.convert(case / "checkpoint", tmp_path / "out.pt")
+    tree = torch.load(tmp_path / "out.pt", weights_only=True)
+    weights = load_file(case / "weights.safetensors")
+    assert tree["model"].keys() == weights.keys()
+    assert all(tree["model"][name].equal(value) for name, value in weights.items())
+
+
+def test_places_that_are_listed(tmp_path: Path) -> None:
+    """Tensors that say themselves where they belong (`default_tensor_v1`), in a file with a rim around each."""
+    folder, full, groups = tmp_path / "in", torch.arange(24).reshape(4, 6), []
+    folder.mkdir()
+    for rank, begin in enumerate((0, 3)):
+        local = torch.nn.functional.pad(full[:, begin : begin + 3], (1, 1, 1, 1), value=-1)
+        save_file({"inner.w": local.contiguous()}, folder / f"m-{rank}")
+        places = {"global_offsets": [[0, begin], [2, begin]], "local_offsets": [[1, 1], [3, 1]]}
+        data = places | {"global_shape": [4, 6], "local_sizes": [[2, 3], [2, 3]], "dtype": "torch.int64"}
+        groups.append({"ranks": (rank,), "sharding_metadata": {"type": "default_tensor_v1", "data": data}})
+    kind = {"type": "SafetensorsSerialization"}
+    layout = {rank: {"file_path": f"m-{rank}", "serialization_format": kind} for rank in range(2)}
+    item = {"nested_path_to_metadata": {json.dumps(["inner", "w"]): groups}, "rank_to_layout_info": layout}
+    table = {"metadata": {"model": item}, "world_size": 2, "version": "2.0"}
+    (folder / "metadata.pkl").write_bytes(pickle.dumps(table, 4))
+    ckptool.convert(folder, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["model"]["inner.w"].equal(full)
+
+
+def test_a_folder_of_several_models_is_not_taken_for_one(tmp_path: Path) -> None:
+    for fold in range(3):
+        torch.save({"fc.weight": torch.randn(3, 4)}, tmp_path / f"model_{fold}.pt")
+    assert {file.path for file in ckptool.scan(tmp_path).files} == {str(tmp_path / f"model_{n}.pt") for n in range(3)}
+
+
+class Calls:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("called",)
+
+
+def layout(table: dict[str, Any]) -> Any:
+    return table["metadata"]["model"]["rank_to_layout_info"]
+
+
+def sharding(table: dict[str, Any]) -> Any:
+    ((group,),) = [table["metadata"]["model"]["nested_path_to_metadata"]['["emb.weight"]']]
+    return group["sharding_metadata"]["data"]
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a path outside": lambda t: layout(t)[1].update(file_path="../model_1.safetensors"),
+    "an absolute path": lambda t: layout(t)[1].update(file_path="/etc/passwd"),
+    "a file that is not there": lambda t: layout(t)[1].update(file_path="x/model.safetensors"),
+    "a path that is none": lambda t: layout(t)[1].update(file_path=3),
+    "an unknown way of writing": lambda t: layout(t)[1].update(serialization_format={"type": "Pickle"}),
+    "a missing rank": lambda t: layout(t).pop(1),
+    "a third rank": lambda t: t.update(world_size=3),
+    "an item that is none": lambda t: t["metadata"].update(other=3),
+    "a call": lambda t: t.update(other=Calls()),
+    "no placements": lambda t: sharding(t).pop("placements"),
+    "an unknown placement": lambda t: sharding(t)["placements"][0].update(type="Partial"),
+    "a dimension outside": lambda t: sharding(t)["placements"][0].update(dim=5),
+    "a mesh that does not fit": lambda t: sharding(t)["mesh_spec"].update(mesh_shape=(7,)),
+    "a rank that is not in the mesh": lambda t: sharding(t)["mesh_spec"].update(mesh_data=(0, 9)),
+    "another shape": lambda t: sharding(t).update(global_shape=[9, 3]),
+    "another type": lambda t: sharding(t).update(dtype="torch.float16"),
+    "an unknown type": lambda t: sharding(t).update(dtype="float"),
+    "paths that are no paths": lambda t: t["metadata"]["model"]["nested_path_to_metadata"].update(x=3),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_table_that_lies_is_refused(kind: str, tmp_path: Path) -> None:
+    folder = changed(tmp_path / "in", HOSTILE[kind])
+    code = "conflict" if kind == "another shape" else "corrupt"
+    refused(code, tmp_path, lambda: ckptool.convert(folder, tmp_path / "out.pt"))
+    assert [file.state for file in ckptool.scan(tmp_path).files] == [code]
+    assert not Path("called").exists()
+
+
+def test_a_rank_of_another_run_is_named(tmp_path: Path) -> None:
+    shutil.copytree(BARE / "checkpoint", tmp_path / "in")
+    (tmp_path / "in" / "model_1.pt").unlink()
+    assert "in no file" in refused("corrupt", tmp_path, lambda: ckptool.open(tmp_path / "in")).what
+    torch.save(7, tmp_path / "in" / "epoch_1.pt")
+    shutil.copy(BARE / "checkpoint" / "model_1.pt", tmp_path / "in" / "model_1.pt")
+    assert "epoch" in refused("conflict", tmp_path, lambda: ckptool.open(tmp_path / "in")).what
