@@ -4,8 +4,10 @@ anything."""
 from __future__ import annotations
 
 import io
+import pickle
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import (
     Corrupt,
+    NotACheckpoint,
     OnlyAPart,
     Truncated,
     Unsupported,
@@ -240,6 +243,47 @@ def test_a_table_that_was_not_renamed(folder: Path) -> None:
     with pytest.raises(Truncated, match=r"holds \.metadata\.tmp and no \.metadata") as caught:
         read(folder)
     three_parts(caught.value)
+
+
+# What engines and versions write -----------------------------------------------------------------------------------
+
+
+def test_tables_of_megatron_name_other_classes(folder: Path) -> None:
+    """By hand, after megatron_core 0.16.1: `MCoreMetadata` in a module of its own, and no paths."""
+    expected = set(read(edit(folder, lambda metadata: setattr(metadata, "planner_data", {}))).tree)
+    path = folder / ".metadata"
+    old = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    data = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)  # made by this test
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"))
+    found = read(folder)
+    assert set(found.tree) == expected and [note.code for note in found.notes] == ["flat-names"]
+    path.write_bytes(data.replace(old, b"cmegatron.other\nMetadata\n"))
+    with pytest.raises(NotACheckpoint):
+        read(folder)
+
+
+def test_numbers_that_became_text_are_restored_where_groups_name_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "other": {"0": torch.ones(1)}, "step": 7}
+    folder = save_dcp(state, tmp_path / "saved")
+    found = read(folder)
+    assert list(found["optimizer"]["state"]) == [0, 1] and list(found["other"]) == ["0"]
+    assert found.metadata["step"] == 7 and found.metadata["engine"] == "torch.distributed.checkpoint"
+    (note,) = found.notes
+    assert note.code == "optimizer-keys"
+    torch.optim.Adam(model.parameters()).load_state_dict(live(found)["optimizer"])
+
+
+def test_parameters_that_fsdp_flattened_are_no_model(tmp_path: Path, run: Callable[..., Any]) -> None:
+    state = {"_flat_param": torch.randn(63), "1.running_mean": torch.ones(5)}
+    folder = save_dcp({"model": state}, tmp_path / "saved")
+    found = run("convert", str(folder), "-o", str(tmp_path / "out.safetensors"))
+    assert found.code == 2 and "LOCAL_STATE_DICT" in found.err and not (tmp_path / "out.safetensors").exists()
 
 
 # Files by themselves -------------------------------------------------------------------------------------------------

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 import ckptool
 from ckptool.checkpoint import FileRange
@@ -24,6 +30,7 @@ from ckptool.errors import (
     Unsupported,
 )
 from ckptool.formats import read
+from ckptool.formats.dcp import tables
 from tests.support.dcp_folders import (
     both_paths,
     chunk,
@@ -177,4 +184,124 @@ def test_a_file_of_a_rank_that_is_cut_off_or_damaged(folder: Path) -> None:
 def test_a_dcp_folder_with_another_checkpoint_in_it(folder: Path) -> None:
     torch.save(training_state()["model"], folder / "pytorch_model.bin")
     with pytest.raises(Ambiguous, match="holds 2 checkpoints"):
+        read(folder)
+
+
+# Chunks ---------------------------------------------------------------------------------------------------------------
+
+
+def in_halves(folder: Path) -> Path:
+    """A tensor of four rows, of which two ranks saved two each: `w`."""
+    whole = torch.arange(12.0).reshape(4, 3)
+    (folder / "a").mkdir(parents=True)
+    for name, rows in (("w0", whole[:2]), ("w1", whole[2:])):
+        save_dcp({name: rows.clone()}, folder / name)
+        (folder / name / "__0_0.distcp").rename(folder / "a" / f"__{name[1]}_0.distcp")
+    (folder / "w0/.metadata").rename(folder / "a/.metadata")
+    return edit(folder / "a", halves((0, 0), (2, 0)))
+
+
+def halves(*begins: tuple[int, int], sizes: tuple[int, int] = (2, 3), shape: tuple[int, int] = (4, 3)) -> Any:
+    def change(metadata: Metadata) -> None:
+        described = next(iter(metadata.state_dict_metadata.values()))
+        length = next(iter(metadata.storage_data.values())).length
+        described.size = torch.Size(shape)
+        described.chunks = [ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes)) for begin in begins]
+        metadata.state_dict_metadata = {"w": described}
+        metadata.planner_data = {"w": ("w",)}
+        metadata.storage_data = {
+            MetadataIndex("w", torch.Size(begin), rank): _StorageInfo(f"__{rank % 2}_0.distcp", 0, length)
+            for rank, begin in enumerate(begins)
+        }
+
+    return change
+
+
+def test_halves_are_joined(tmp_path: Path) -> None:
+    assert read(in_halves(tmp_path))["w"].bytes() == torch.arange(12.0).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (halves((0, 0), (1, 0)), r"rank 0 \(__0_0.distcp\) and rank 1 \(__1_0.distcp\) overlap at \[1, 0\]"),
+        (halves((0, 0)), r"6 of its 12 elements are in no file"),
+        (halves((0, 0), (3, 0)), r"rank 1 \(__1_0.distcp\) has elements outside of it, \[2, 3\] at \[3, 0\]"),
+        (halves((0, 0), (2, 0), shape=(5, 3)), r"3 of its 15 elements are in no file"),
+        (halves((0, 0), (2, 0), (4, 0)), r"has elements outside of it"),
+        (halves((0, 0), (2, 0), sizes=(2, 2), shape=(4, 2)), r"should be f32\[2, 2\], the file of rank 0"),
+        (halves((0, 0), (2, 0), shape=(1 << 40, 1 << 20)), "elements are in no file"),
+        (halves((1 << 61, 0), (2, 0)), "has elements outside of it"),
+    ],
+    ids=["overlap", "gap", "outside", "rows missing", "too many", "other sizes", "huge", "far"],
+)
+def test_chunks_that_do_not_fill_their_tensor(change: Any, words: str, tmp_path: Path) -> None:
+    folder = edit(in_halves(tmp_path), change)
+    with pytest.raises(Corrupt, match=words) as caught:
+        ckptool.convert(folder, tmp_path / "out.pt")
+    three_parts(caught.value)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_table_of_very_many_chunks_of_one_place(tmp_path: Path) -> None:
+    """Each is a chunk of a few bytes in the table; the work is linear, and what they say is found to be wrong."""
+    begins = [(2 * row, 0) for row in range(20_000)]
+    folder = edit(in_halves(tmp_path), halves(*begins, shape=(39_999, 3)))
+    with pytest.raises(Corrupt, match="has elements outside of it"):
+        read(folder)
+
+
+def test_a_table_larger_than_any(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(folder / ".metadata", "ab") as file:
+        file.truncate(tables.MAX_METADATA + 1)
+    with pytest.raises(LimitExceeded, match="At most"):
+        read(folder)
+
+
+# Pickles that call ----------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        import os
+
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata"])
+@pytest.mark.parametrize("field", ["storage_meta", "state_dict_metadata", "planner_data", "storage_data"])
+def test_a_table_that_calls_is_not_run(name: str, field: str, folder: Path, tmp_path: Path) -> None:
+    edit(folder, lambda metadata: setattr(metadata, field, Calls(tmp_path / "called")))
+    (folder / ".metadata").rename(folder / name)
+    if field in ("storage_meta", "planner_data"):
+        assert read(folder).discarded
+        (row,) = ckptool.scan(folder).files
+        assert any("mkdir" in str(call) for call in row.calls)
+    else:
+        with pytest.raises(Corrupt):
+            read(folder)
+    assert not (tmp_path / "called").exists()
+
+
+# Empty files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_files_of_0_bytes(name: str, folder: Path, tmp_path: Path) -> None:
+    (folder / name).write_bytes(b"")
+    with pytest.raises(CkptoolError) as caught:
+        ckptool.convert(folder, tmp_path / "out.pt")
+    assert caught.value.code in ("truncated", "corrupt") and name in str(caught.value)
+    three_parts(caught.value)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_an_empty_table_of_a_rank(folder: Path) -> None:
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    read(folder)
+    (folder / "__1.metadata").write_bytes(b"")
+    with pytest.raises(CkptoolError, match=r"__1\.metadata"):
         read(folder)

@@ -81,7 +81,8 @@ def read(source: Input) -> Checkpoint:
         notes += [*flat, *restored]
     notes += [*joined.notes(), *_notes(tables)]
     discarded = (*tables.discarded, *payloads.discarded)
-    return Checkpoint(tree, NAME, _facts(tables, tree) | metadata, folder, None, tuple(notes), discarded)
+    part = _flattened(tables)
+    return Checkpoint(tree, NAME, _facts(tables, tree) | metadata, folder, None, tuple(notes), discarded, part=part)
 
 
 def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
@@ -146,6 +147,17 @@ def _share_of(tables: Tables, file: str, held: int) -> PartOf:
     meaning = f"{held:,} of the {total} and chunks that were saved; the folder is the checkpoint"
     rank = int(named[1]) if named else None
     return PartOf(PartKind.RANK, label, meaning, rank, len(ranks) or None, tables.folder.path)
+
+
+def _flattened(tables: Tables) -> PartOf | None:
+    """What FSDP1 saves with LOCAL_STATE_DICT: never to be taken for a model, whole as the vector may be."""
+    if not any(name.rpartition(".")[2].startswith("_flat_param") for name in tables.values):
+        return None
+    meaning = (
+        "FSDP1 saved it with LOCAL_STATE_DICT: _flat_param has the parameters of all ranks in one vector, padded, and "
+        "each other name only one rank's piece; only the model knows the shapes"
+    )
+    return PartOf(PartKind.RANK, "flattened parameters", meaning)
 
 
 # The values ----------------------------------------------------------------------------------------------------------
