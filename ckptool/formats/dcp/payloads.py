@@ -30,7 +30,7 @@ class Payloads:
 
     folder: Folder
     discarded: list[Any] = field(default_factory=list)
-    _chunks: dict[tuple[str, int, Box], Any] = field(default_factory=dict)
+    _chunks: dict[tuple[str, int, Box, str], Any] = field(default_factory=dict)
     _templates: Templates = field(default_factory=Templates)
     _streams: compressed.Streams = field(default_factory=compressed.Streams)
     _safetensors: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
@@ -50,7 +50,8 @@ class Payloads:
 
         The same at one place for several names, which are tied.
         """
-        key = (place.file, place.offset, box)
+        several = (place.file, place.offset) in self._safetensors  # whose tensors all have its own place
+        key = (place.file, place.offset, box, name if several else "")
         if key not in self._chunks:
             self._chunks[key] = self._chunk(name, place, box, dtype)
         return self._chunks[key]
