@@ -475,7 +475,7 @@ def _table(folder: Folder, name: str, kind: type = dict) -> Any:
 
 
 def _is_folder(folder: Folder, name: str) -> bool:
-    return os.path.isdir(os.path.join(folder.path, name))
+    return name in folder and os.path.isdir(os.path.join(folder.path, name))  # `..` is none of its names
 
 
 def _names_in(folder: Folder, name: str) -> list[str]:

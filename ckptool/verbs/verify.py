@@ -139,9 +139,10 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
     """A file, or a folder without its members, which are read as files of their own."""
     problems = list(check_views(checkpoint))
     archive = archive_of(checkpoint)
-    archives = [archive] if archive is not None else list(_archives_in(source, checkpoint))
+    elsewhere = _files_of_members(source, checkpoint)
     checked = nbytes = 0
-    for each in archives:
+    for each in [archive] if archive is not None else _archives_in(checkpoint, elsewhere):
+        elsewhere.append(each.source.file)
         file = "" if archive is not None else f"{printable(os.path.basename(each.source.file.path))}: "
         found = check_archive(each, checkpoint.tree, progress)
         problems += [replace(problem, record=f"{file}{problem.record}") for problem in found]
@@ -150,10 +151,7 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
             nbytes += sum(record.size for record in each.records.values())
     extent = ALL if archive is not None and checked else NONE
     if archive is None:
-        others = [file for name in _members(source, checkpoint) for file in _files_of(source, name)]
-        more, count, size = check_storages(
-            checkpoint.tree, progress, [*(each.source.file for each in archives), *others]
-        )
+        more, count, size = check_storages(checkpoint.tree, progress, elsewhere)
         problems, checked, nbytes = problems + more, checked + count, nbytes + size
         extent = extent_of(checkpoint.tree)
     problems += check_replicas(checkpoint.tree)
@@ -175,16 +173,17 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
     )
 
 
-def _archives_in(source: Input, checkpoint: Checkpoint) -> Iterator[Archive]:
-    """The zips among the files of a folder that are not those of its members; .distcp files are many, end to end."""
-    own = checkpoint.source.files if isinstance(source, Folder) and isinstance(checkpoint.source, Folder) else {}
-    names = _members(source, checkpoint)
-    for name, file in own.items():
-        if name.partition("/")[0] not in names and not checkpoint.base and file.read(0, min(2, file.size)) == b"PK":
+def _archives_in(checkpoint: Checkpoint, elsewhere: list[Source]) -> Iterator[Archive]:
+    """The zips among the files of a folder, but those that are read elsewhere; .distcp files are many, end to end."""
+    others = {id(file) for file in elsewhere}
+    own = checkpoint.source.files if isinstance(checkpoint.source, Folder) and not checkpoint.base else {}
+    for file in own.values():
+        if id(file) not in others and file.read(0, min(2, file.size)) == b"PK":
             try:
-                yield read_archive(file, case_matters=True)
+                archive = read_archive(file, case_matters=True)
             except CkptoolError:
                 continue
+            yield archive
 
 
 def _members(source: Input, checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -192,9 +191,11 @@ def _members(source: Input, checkpoint: Checkpoint) -> tuple[str, ...]:
     return layout.names if layout is not None else ()
 
 
-def _files_of(source: Input, name: str) -> list[Source]:
-    files = source.files if isinstance(source, Folder) else {}
-    return [file for each, file in files.items() if each.partition("/")[0] == name]
+def _files_of_members(source: Input, checkpoint: Checkpoint) -> list[Source]:
+    """The files in the tree that are read as members, each by itself."""
+    folders = {name.partition("/")[0] for name in _members(source, checkpoint)}
+    files = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
+    return [file for name, file in files.items() if name.partition("/")[0] in folders]
 
 
 def _with_members(
@@ -202,6 +203,7 @@ def _with_members(
 ) -> Verification:
     """The same with what is wrong with the members of a folder, each of which is read as a file of its own."""
     names = _members(folder, checkpoint)
+    counted = {name.partition("/")[0] for name in folder.files}
     with closing(in_turn(partial(_of_member, folder, progress if jobs == 1 else None), names, jobs)) as tasks:
         for name, task in zip(names, tasks, strict=True):
             one = _or_problem(os.path.join(folder.path, name), task)
@@ -215,7 +217,7 @@ def _with_members(
                 checked=found.checked + one.checked,
                 checked_bytes=found.checked_bytes + one.checked_bytes,
                 checksums=_both(found, one),
-                files=found.files if _files_of(folder, name) else found.files + one.files,
+                files=found.files + (0 if name.partition("/")[0] in counted else one.files),
             )
     return replace(found, fixes=() if found.problems else found.fixes)
 

@@ -250,3 +250,29 @@ def test_each_tensor_whose_replicas_differ_is_a_problem() -> None:
     }
     (problem,) = check_replicas(tree)
     assert (problem.code, problem.tensors) == ("conflict", ("not",))
+
+
+def test_a_folder_is_loaded_and_warm_started_from(accelerate: Path, tmp_path: Path, run: Run) -> None:
+    weights = load_file(ROOT / "accelerate_fsdp_sharded" / "weights.safetensors")
+    found = ckptool.load(accelerate)
+    assert found["pytorch_model_fsdp_0"]["model"]["0.weight"].equal(weights["0.weight"])
+    target = saved_below({name: torch.zeros_like(value) for name, value in weights.items()}, tmp_path / "target.pt")
+    done = run("warm-start", str(accelerate), "--against", str(target), "-o", str(tmp_path / "new.pt"))
+    assert done.code == 0, done
+    assert torch.load(tmp_path / "new.pt", weights_only=True)["0.weight"].equal(weights["0.weight"])
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../other", "/etc", "unet/../../other"])
+def test_tables_that_lead_elsewhere_are_not_followed(name: str, tmp_path: Path) -> None:
+    pipeline_folder(tmp_path / "other")
+    save_file(random_weights("secret.weight"), tmp_path / "model.safetensors")
+    folder = pipeline_folder(tmp_path / "pipeline")
+    for file, table in (
+        ("model_index.json", {"_class_name": "P", "unet": ["diffusers", "UNet"], name: ["diffusers", "UNet"]}),
+        ("modules.json", [{"idx": 0, "name": "0", "path": name, "type": "m"}]),
+    ):
+        (folder / file).write_text(json.dumps(table))
+        assert set(ckptool.open(folder).tree) == {"unet"}
+    (folder / "model_index.json").unlink()
+    with pytest.raises(ckptool.CkptoolError):
+        ckptool.open(folder)
