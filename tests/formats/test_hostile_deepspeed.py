@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Truncated, Unsupported
 from tests.support.deepspeed_folders import optimizer_file, write_zero, zero_weights
+from tests.support.engine_cases import ROOT
 
 Change = Callable[[int, dict[str, Any], dict[str, Any]], None]
 
@@ -238,15 +240,29 @@ def test_latest_leads_only_to_a_folder_inside(tag: str, tmp_path: Path) -> None:
         ckptool.open(folder)
 
 
-def test_parallel_models_are_refused_with_the_way_to_read_them(tmp_path: Path) -> None:
-    for name in (
-        "mp_rank_01_model_states.pt",
-        "layer_03-model_00-model_states.pt",
-        "zero_pp_rank_1_mp_rank_01_optim_states.pt",
+def test_tensor_parallelism_is_refused_with_the_way_to_read_it(tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "two" / "global_step2", 2, 2)
+    states = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
+    torch.save(states, folder / "mp_rank_01_model_states.pt")
+    _refused(folder, Unsupported, "mp_rank_00_model_states.pt", "ds_to_universal")
+    folder = write_zero(tmp_path / "layers" / "global_step2", 2, 2)
+    torch.save({}, folder / "layer_03-model_01-model_states.pt")
+    _refused(folder, Unsupported, "layer_03-model_01", "ds_to_universal")
+
+
+def test_a_pipeline_lacks_no_stage_and_no_layer(tmp_path: Path) -> None:
+    whole = ROOT / "deepspeed-pipeline" / "checkpoint" / "global_step2"
+    for number, (name, words) in enumerate(
+        {
+            "mp_rank_01_model_states.pt": "lacks mp_rank_01_model_states.pt",
+            "*_mp_rank_01_*": "rank 1",
+            "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt": "lacks the files of 1 rank of 2",
+        }.items()
     ):
-        folder = write_zero(tmp_path / name / "global_step2", 2, 2)
-        torch.save({}, folder / name)
-        _refused(folder, Unsupported, name, "ds_to_universal")
+        folder = Path(shutil.copytree(whole, tmp_path / f"{number}" / "global_step2"))
+        for path in [*folder.glob(name), *([folder / "mp_rank_01_model_states.pt"] if "*" in name else [])]:
+            path.unlink(missing_ok=True)
+        _refused(folder, Corrupt, words)
 
 
 def test_experts_that_other_files_lack_are_refused(tmp_path: Path) -> None:

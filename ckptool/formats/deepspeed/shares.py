@@ -40,6 +40,11 @@ class Share:
     paddings: list[Any]
     rest: dict[str, Any]
 
+    @property
+    def engine(self) -> str:
+        """The optimizer that wrote it, for people."""
+        return f"ZeRO stage {self.stage}" if "zero_stage" in self.rest else "BF16_Optimizer"
+
     def vector(self, group: int, key: str = "") -> RankVector:
         """The master values of a group, or what the optimizer keeps under a key for it, as long as those."""
         weights = self.weights[group]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, Note, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.strided import row_major
@@ -26,6 +26,7 @@ from ckptool.formats.deepspeed.shares import named_groups, plain, undivided
 from ckptool.formats.deepspeed.zero import Models, Tag, checkpoint_of, shapes_of, tag_files, tree_of
 
 NAME = "deepspeed-universal"
+NO_BUFFERS = "no-buffers"  # of the notes
 WEIGHT = "fp32"
 _OPTIMIZER = "optimizer_state.pt"
 
@@ -41,11 +42,14 @@ def read(source: Folder) -> Checkpoint:
 
 def read_tag(folder: Folder) -> Checkpoint:
     """The checkpoint of a universal folder. Raises `Corrupt` for parameters that are not there."""
-    tag = tag_files(folder, universal=True)
+    tag = tag_files(folder)
     file = tag.models[min(tag.models)]
-    first = tag.model(min(tag.models))
+    first = tag.model(min(tag.models), layered=bool(tag.stages))
     groups, own = shapes_of(tag, first, file), same_kind(first["module"], dict(first["module"] or {}))
-    for name in tag.parallel:
+    if first["module"] is None:
+        message = "of a pipeline, ds_to_universal leaves out buffers and frozen parameters: they are not here"
+        tag.notes.append(Note(NO_BUFFERS, message))
+    for name in (name for stage in tag.stages.values() for name in stage.models.values()):
         _add_parallel(tag, name, groups, own)
     inside = Folder(os.path.join(folder.path, UNIVERSAL))
     if missing := [name for shapes in groups for name in shapes if name not in inside]:

@@ -39,7 +39,7 @@ ZERO = "zero_optimizer_state"  # the key of what the optimizer's files hold besi
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp>\d{1,7})_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_model_states\.pt")
 _EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
-_LAYER = re.compile(r"layer_(?P<layer>\d+)-(?P<rest>.+-)?model_states\.pt")
+_LAYER = re.compile(r"layer_\d{1,7}-(?:.+-)?model_states\.pt")
 _OTHER = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 _LOCAL_EXPERT = re.compile(r"(?P<module>.*\.deepspeed_experts\.)(?P<number>\d{1,9})(?P<rest>\..*)", re.DOTALL)
 
@@ -53,10 +53,18 @@ class Tag:
     models: dict[int, str] = field(default_factory=dict)  # by rank; of stages below 3, of rank 0
     optimizers: dict[int, str] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
-    parallel: list[str] = field(default_factory=list)  # model states of other ranks of model parallelism
+    layers: list[str] = field(default_factory=list)
+    stages: dict[int, Tag] = field(default_factory=dict)  # of a pipeline, or ranks of tensor parallelism, but the first
     others: list[str] = field(default_factory=list)
     discarded: list[Any] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+
+    def stage(self, number: int) -> Tag:
+        """The files of a rank of model parallelism, put together with these."""
+        if number and number not in self.stages:
+            stage = Tag(self.folder, self.joiner, discarded=self.discarded, notes=self.notes)
+            self.stages[number] = stage
+        return self.stages[number] if number else self
 
     def open(self, name: str, folder: Folder | None = None) -> Any:
         """The tree of a file in the folder, or in one below it."""
@@ -66,49 +74,48 @@ class Tag:
         self.discarded += checkpoint.discarded
         return checkpoint.tree
 
-    def model(self, rank: int) -> dict[str, Any]:
-        """A rank's model states. Raises `Corrupt` for a file of something else."""
+    def model(self, rank: int, *, layered: bool = False) -> dict[str, Any]:
+        """A rank's model states. layered: the weights may be in other files. Raises `Corrupt` for something else."""
         tree = self.open(self.models[rank])
-        module = tree.get("module") if isinstance(tree, dict) else None
-        if not isinstance(tree, dict) or not isinstance(module, dict if not self.parallel else (dict, type(None))):
+        module = tree.get("module", ()) if isinstance(tree, dict) else ()
+        if not isinstance(tree, dict) or not (isinstance(module, dict) or (layered and module is None)):
             what = f"{self.folder}: {self.models[rank]} has no `module` with the weights of a model in it"
             raise Corrupt(what, "Another program wrote it, or it was damaged.", "Take another checkpoint.")
         return tree
 
+    def shares(self) -> list[Share]:
+        """What all ranks have of the optimizer, which has to fit together."""
+        found = [share_of(rank, name, self.open(name)) for rank, name in sorted(self.optimizers.items())]
+        if found:
+            checked(self.folder, found)
+        return found
 
-def tag_files(folder: Folder, *, universal: bool = False) -> Tag:
-    """The files in a tag's folder. Raises `Unsupported` for a model over several ranks of tensor or pipeline
-    parallelism, which only a universal folder has joined already."""
+
+def tag_files(folder: Folder) -> Tag:
+    """The files in a tag's folder. Raises `Conflict` for two of one rank, `Corrupt` where the model's are missing."""
     tag = Tag(folder, Joiner(str(folder)))
     for name in folder.names:
-        for pattern, files in ((_MODEL, tag.models), (_OPTIMIZER, tag.optimizers)):
-            if (found := pattern.fullmatch(name)) is None:
-                continue
-            rank = int(found["rank"] or 0)
-            if int(found["mp"]) and not universal:
-                raise _parallel(folder, name)
-            if int(found["mp"]):
-                tag.parallel.append(name)
-            elif rank in files:
-                raise mixed(folder, files[rank], name, "both are of one rank")
-            else:
+        for pattern in (_MODEL, _OPTIMIZER):
+            if found := pattern.fullmatch(name):
+                mine = tag.stage(int(found["mp"]))
+                files, rank = mine.models if pattern is _MODEL else mine.optimizers, int(found["rank"] or 0)
+                if rank in files:
+                    raise mixed(folder, files[rank], name, "both are of one rank")
                 files[rank] = name
-        if _EXPERT.fullmatch(name):
-            tag.experts.append(name)
-        elif _LAYER.fullmatch(name):
-            raise _parallel(folder, name)
-        elif _OTHER.fullmatch(name):
-            tag.others.append(name)
+        for pattern, names in ((_EXPERT, tag.experts), (_LAYER, tag.layers), (_OTHER, tag.others)):
+            if pattern.fullmatch(name):
+                names.append(name)
     if not tag.models:
         what = f"{folder} lacks mp_rank_00_model_states.pt"
         raise Corrupt(what, "Names, shapes and buffers of the model are in it.", "Copy the whole folder.")
     return tag
 
 
-def _parallel(folder: Folder, name: str) -> Unsupported:
+def parallel(folder: Folder, name: str) -> Unsupported:
+    """The error for a model that is divided by tensor parallelism."""
     return Unsupported(
-        f"{folder} was saved with tensor or pipeline parallelism, which {name} is of",
-        "Each rank has other tensors or parts of them, and how those are joined depends on the model.",
+        f"{folder} was saved with tensor parallelism, which {name} is of",
+        "Each rank has parts of the weights, and how those are joined depends on the model.",
         "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder here.",
     )
 
@@ -116,14 +123,16 @@ def _parallel(folder: Folder, name: str) -> Unsupported:
 def read_tag(folder: Folder) -> Checkpoint:
     """The checkpoint of a tag's folder; see `deepspeed.read`."""
     tag = tag_files(folder)
+    if tag.stages or tag.layers:
+        from ckptool.formats.deepspeed.layers import read_stages
+
+        return read_stages(tag)
     first = tag.model(min(tag.models))
     if "offloaded_tensors" in folder or first.get("ds_autoep_layers"):
         what = "experts in AutoEP" if first.get("ds_autoep_layers") else "an optimizer that was offloaded to NVMe"
         why = "Its values are laid out in another way than those of ZeRO, which is not read."
         raise Unsupported(f"{folder} has {what}", why, "With DeepSpeed: load it, and save it without.")
-    shares = [share_of(rank, tag.optimizers[rank], tag.open(tag.optimizers[rank])) for rank in sorted(tag.optimizers)]
-    if shares:
-        checked(folder, shares)
+    shares = tag.shares()
     own = same_kind(first["module"], dict(first["module"]))
     own.update(_experts(tag, first))
     joined = joined_groups(tag, first, shares) if shares else Joined()
@@ -133,7 +142,7 @@ def read_tag(folder: Folder) -> Checkpoint:
     if not shares and first.get("param_shapes") is not None:
         message = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
         tag.notes.append(Note(NO_OPTIMIZER, message))
-    return checkpoint_of(tag, tree, f", ZeRO stage {shares[0].stage}" if shares else "", max(1, len(shares)))
+    return checkpoint_of(tag, tree, f", {shares[0].engine}" if shares else "", max(1, len(shares)))
 
 
 def _experts(tag: Tag, first: dict[str, Any]) -> dict[Any, Any]:
