@@ -87,6 +87,8 @@ _NPZ = rb"PK\x05\x06|PK\x03\x04(?:.{23}[^\0]|.*\.npy)"
 _SAFETENSORS = rb".{8}[\[{\x22\xef]|.{0,8}\Z"
 # The magic number or the version, as a number or as text.
 _LEGACY = rb".*(?:l\xfc\x9cF\xf9 j\xa8P\x19|119547037146038801333356L|\xe9\x03\.|1001\n\.)"
+# A zip that does not begin as torch's do, and any tar.
+_ARCHIVE = rb"PK\x03\x04(?!.{26}[^/\0]{1,200}/data\.pkl)|.{257}ustar"
 _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
 
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
@@ -104,6 +106,7 @@ FORMATS: tuple[Format, ...] = (
     Format("torch-checkpointing", "torch_checkpointing", is_folder=True),
     Format("folder", "members", is_folder=True),
     Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),
+    Format("archive", "archives", _ARCHIVE),
     Format("torchscript", "torchscript", _ZIP, is_program=True),
     Format("torch-zip", "torch_zip", _ZIP, suffixes=_TORCH, writable=True, appendable=True, keeps_tree=True,
            own_metadata=True),
@@ -186,9 +189,9 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
     return writer(default) or by_name(DEFAULT)
 
 
-_NOT_WRITTEN = frozenset(
+NOT_WRITTEN = frozenset(
     ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv"
-    " .zip .gz .distcp".split()
+    " .zip .nemo .gz .distcp".split()
 )
 # What a suffix looks like: `.foo`, and not the end of `Llama-3.1-8B` or `epoch=3-loss=0.25`.
 _SUFFIX = r"\.[a-z][a-z0-9_]{0,11}"
@@ -208,7 +211,7 @@ def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str =
     if suffix in known or not re.fullmatch(_SUFFIX, suffix) or own:
         return
     meant = next((near for near in known if len(near) > 5 and _close(suffix, near)), "")
-    if meant or suffix in _NOT_WRITTEN or not torch:
+    if meant or suffix in NOT_WRITTEN or not torch:
         raise UsageError(
             f"{printable(suffix)} is not the suffix of a container that ckptool writes",
             f"Writable containers: {listed([container.name for container in WRITERS])}.",

@@ -288,7 +288,7 @@ BLOCK = 512
 MAX_ATTRIBUTES = 1 << 16  # bytes of one header of attributes
 MAX_HEADERS = 64
 _HARMLESS = {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname", "comment", "charset", "hdrcharset", "size"}
-_KINDS = {
+KINDS = {
     "1": "a hard link",
     "2": "a symbolic link",
     "3": "a device",
@@ -332,7 +332,9 @@ def record_paths(source: Source) -> list[str]:
     found: list[str] = []
     at = 0
     try:
-        while len(found) < MAX_HEADERS and at + BLOCK <= source.size and (header := _header(source, at)) is not None:
+        while (
+            len(found) < MAX_HEADERS and at + BLOCK <= source.size and (header := read_header(source, at)) is not None
+        ):
             if header.kind == "0":
                 found.append(header.name)
             at = header.end
@@ -352,11 +354,11 @@ def read_members(source: Source, wanted: tuple[str, ...]) -> tuple[dict[str, Dat
     for _ in range(MAX_HEADERS):
         if at + BLOCK > source.size:
             raise Truncated(f"{source} ends at byte {source.size:,}, before the end of the archive", _CUT)
-        header = _header(source, at)
+        header = read_header(source, at)
         if header is None:
-            return _complete(source, members, wanted), _end(source, at)
+            return _complete(source, members, wanted), end_of(source, at)
         if header.kind == "x":
-            size = _attributes(source, header)
+            size = read_attributes(source, header)
         else:
             if size is not None:
                 header = TarHeader(header.name, header.kind, size, header.at)
@@ -370,7 +372,7 @@ def read_members(source: Source, wanted: tuple[str, ...]) -> tuple[dict[str, Dat
 _CUT = "The file was cut off, or bytes of it were lost."
 
 
-def _header(source: Source, at: int) -> TarHeader | None:
+def read_header(source: Source, at: int) -> TarHeader | None:
     """The header at a byte; None for the zeros behind the last file."""
     block = source.read(at, BLOCK)
     if not block.strip(b"\0"):
@@ -398,7 +400,7 @@ def _number(field: bytes, source: Source, at: int) -> int:
     return int(digits, 8)
 
 
-def _attributes(source: Source, header: TarHeader) -> int | None:
+def read_attributes(source: Source, header: TarHeader) -> int | None:
     """The size of the next file in a header of attributes, if it is there; raises `Corrupt` for others that matter."""
     where = f"{source}: the attributes at byte {header.at:,}"
     if header.size > MAX_ATTRIBUTES or header.end > source.size:
@@ -423,7 +425,7 @@ def _attributes(source: Source, header: TarHeader) -> int | None:
 def _check_member(source: Source, header: TarHeader, members: dict[str, Data], wanted: tuple[str, ...]) -> None:
     shown = f"{source}: {printable(header.name[:120])!r}"
     if header.kind != "0":
-        kind = _KINDS.get(header.kind, f"of the kind {printable(header.kind)!r}")
+        kind = KINDS.get(header.kind, f"of the kind {printable(header.kind)!r}")
         raise Corrupt(f"{shown} in it is {kind}", "torch writes four plain files. Nothing was extracted.")
     if header.name not in wanted:
         raise Corrupt(f"{shown} is in it, which torch does not write", f"It writes {', '.join(wanted)}.")
@@ -441,7 +443,7 @@ def _complete(source: Source, members: dict[str, Data], wanted: tuple[str, ...])
     return members
 
 
-def _end(source: Source, at: int) -> int:
+def end_of(source: Source, at: int) -> int:
     """The end of the archive whose first block of zeros is at `at`: after the second, and the zeros behind it."""
     if at + 2 * BLOCK > source.size or source.size % BLOCK:
         raise Truncated(f"{source}: its last block is not whole (the file has {source.size:,} bytes)", _CUT)

@@ -35,7 +35,7 @@ from ckptool.formats.torch_zip import (
 from ckptool.formats.torch_zip import detect as is_zip
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive
-from ckptool.formats.zip.record import END, END64, FULL, LOCATOR, Record
+from ckptool.formats.zip.record import Record
 
 NAME = "torchscript"
 MARK = b"/constants.pkl"  # by which torch tells them, too
@@ -46,16 +46,7 @@ def detect(head: bytes, source: Input) -> bool:
     """True for a zip whose directory names the constants of a program; only looks, `read` checks."""
     if not isinstance(source, Source) or not is_zip(head, source):
         return False
-    _, tail_at, found = directory.last_end_record(source, 1 << 16)
-    if found < 0:
-        return False
-    end = tail_at + found
-    size, at = END.unpack(source.read(end, END.size))[5:7]
-    end64 = end - LOCATOR.size - END64.size
-    if FULL in (size, at) and end64 >= 0:
-        size, at = END64.unpack(source.read(end64, END64.size))[8:10]
-    fits = size <= directory.MAX_DIRECTORY and at + size <= source.size
-    return fits and MARK in source.read(at, size)
+    return MARK in directory.table(source)
 
 
 def read(source: Readable) -> Checkpoint:

@@ -199,7 +199,8 @@ def _of_refused(findings: list[Finding]) -> list[Finding]:
 def _is_a(found: Listing) -> str:
     parts = kinds_of(found.roots)
     engine = engine_of(found.metadata)
-    return f"a {found.container} checkpoint{f' ({engine})' * bool(engine)}" + (
+    article = "an" if found.container[0] in "aeiou" else "a"
+    return f"{article} {found.container} checkpoint{f' ({engine})' * bool(engine)}" + (
         f" with {listed(parts)}" if parts else ""
     )
 
@@ -246,6 +247,13 @@ _CONTAINERS = {
         "Invalid magic number; corrupt file? or: Unsupported operand 149",
         _TO_FILE,
         inert=True,
+    ),
+    "archive": _container(
+        "archive",
+        "it is an archive of several files, which torch.load does not read",
+        "file in archive is not in a subdirectory; or: Invalid magic number; corrupt file?",
+        _TO_FILE,
+        blocks=False,
     ),
     "npz": _ARRAYS,
     "npy": _ARRAYS,

@@ -10,6 +10,7 @@ from itertools import count
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import VERBS, Command, Slot, Use, Words, as_argument
 from ckptool.checkpoint.paths import absolute, parted
+from ckptool.formats import NOT_WRITTEN
 
 
 class Chain:
@@ -42,6 +43,7 @@ class Chain:
     def _free(self, suffix: str | None) -> str:
         self._suffix = suffix or self._suffix
         stem, own = parted(_beside(self.original))
+        own = ".pt" if own in NOT_WRITTEN else own
         own = "" if own.endswith(".index.json") else own  # what is written for an index is a folder
         for number in count(1):
             name = f"{stem}.fixed{number if number > 1 else ''}{own if self._suffix is None else self._suffix}"

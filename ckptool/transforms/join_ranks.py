@@ -21,7 +21,7 @@ from typing import Any
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.commands import Advice, command
-from ckptool.checkpoint.files import Folder, open_input
+from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import Conflict, Corrupt, NoMatch, Truncated, Unsupported, UsageError, counted, listed, printable
@@ -82,7 +82,7 @@ def joined(path: str, rules: JoinRules) -> Checkpoint | None:
         source = megatron.latest(source)
     if not isinstance(source, Folder) or not (names := _files(source)):
         return None
-    found = [(place, name, formats.read_alone(open_input(os.path.join(source.path, name)))) for place, name in names]
+    found = [(place, name, formats.read_alone(_opened(source, name))) for place, name in names]
     for _, name, each in found:
         if each.source is not None:
             source.adopt(name, each.source)
@@ -115,6 +115,12 @@ def _files(folder: Folder) -> list[tuple[tuple[int, ...], str]]:
                 raise Truncated(f"{folder}: {name} has no {WEIGHTS[0]}", "It was not copied along.", "Copy all files.")
             found += [(tuple(map(int, name.split("_")[2:])), f"{name}/{each}") for each in inside]
     return found
+
+
+def _opened(folder: Folder, name: str) -> Source:
+    """A file of a rank; many of them may be open at once."""
+    *above, last = name.split("/")
+    return Folder(os.path.join(folder.path, *above)).open(last)
 
 
 def _rank(folder: Folder, place: tuple[int, ...], name: str, tree: Any) -> _Rank:

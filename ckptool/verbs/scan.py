@@ -8,7 +8,7 @@ from contextlib import closing
 from functools import partial
 
 from ckptool import formats
-from ckptool.checkpoint.files import Folder, open_input
+from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.workers import Progress, Task, in_turn
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
@@ -21,6 +21,7 @@ from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanne
 SUFFIXES = frozenset(
     ".pt .pth .ckpt .bin .safetensors .sft .tar .pkl .pickle .model .th .npz .npy .jit .ptl .pts .t7 .weights".split()
 )
+ARCHIVES = (".zip", ".nemo")
 MAX_FILES = 100_000
 # Files that belong to a run and are no checkpoints, whatever their suffix.
 _BESIDE = frozenset({"training_args.bin"})
@@ -105,7 +106,7 @@ def _files(folder: str) -> Iterator[str | None]:
                 if not entry.name.startswith(".") or is_checkpoint_folder(entry.path):
                     below.append(entry.path)
             elif _is_file(entry):
-                yield entry.path if _is_named_like_one(entry.name) else None
+                yield entry.path if _is_named_like_one(entry.name) or _is_archive(entry.path) else None
         stack.extend(reversed(below))
 
 
@@ -135,6 +136,17 @@ def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
 
 def _is_named_like_one(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES and name not in _BESIDE and not name.startswith(".")
+
+
+def _is_archive(path: str) -> bool:
+    """True for an archive of checkpoints; people have others, of anything."""
+    if not path.endswith(ARCHIVES):
+        return False
+    try:
+        source = Source(path)
+        return formats.named("archive").detect(source.read(0, min(formats.HEAD, source.size)), source)
+    except CkptoolError:
+        return False
 
 
 def is_checkpoint_folder(path: str) -> bool:

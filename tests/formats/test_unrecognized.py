@@ -213,7 +213,6 @@ def zipped(path: Path, names: list[str]) -> Path:
         (["metadata.json", "config.json", "model.weights.h5"], "Keras"),
         (["mimetype", "content.xml"], "document"),
         (["photo.jpg"], "zip archive"),
-        (["folder/weights.safetensors"], "weights.safetensors"),
     ],
 )
 def test_an_ordinary_zip_is_no_checkpoint(names: list[str], word: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool.checkpoint import Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.files import Readable
 from ckptool.checkpoint.graph import check_depth
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.strided import flipped, row_major
@@ -19,7 +19,7 @@ from ckptool.formats.tree_record import KEY, SCHEMA, STAND_INS
 from ckptool.pickles.torch_objects import REBUILD_JAGGED, check_view, jagged, rebuilt
 
 
-def unpack(source: Source, stored: dict[str, TensorEntry], metadata: dict[str, str]) -> Any:
+def unpack(source: Readable, stored: dict[str, TensorEntry], metadata: dict[str, str]) -> Any:
     """The tree that was packed. Raises `Corrupt` for a damaged record, `Conflict` where the file disagrees with it."""
 
     try:
@@ -41,7 +41,7 @@ def unpack(source: Source, stored: dict[str, TensorEntry], metadata: dict[str, s
 class Unpacker:
     """Makes the tree (`tree`) of a record and the tensors that are stored with it."""
 
-    def __init__(self, source: Source | str, stored: dict[str, TensorEntry], record: dict[str, Any]) -> None:
+    def __init__(self, source: Readable | str, stored: dict[str, TensorEntry], record: dict[str, Any]) -> None:
         self.source, self.stored, self.record = source, stored, record
         names = {fields[0] for fields in record["storages"]}
         if names != set(stored):

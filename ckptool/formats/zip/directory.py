@@ -125,6 +125,19 @@ def last_end_record(source: Readable, room: int) -> tuple[bytes, int, int]:
     return tail, begin, tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - END.size + 4))
 
 
+def table(source: Readable) -> bytes:
+    """The bytes of the directory that the last end record points to, to look at; none where there is no such thing."""
+    _, tail_at, found = last_end_record(source, 1 << 16)
+    if found < 0:
+        return b""
+    end = tail_at + found
+    size, at = END.unpack(source.read(end, END.size))[5:7]
+    end64 = end - LOCATOR.size - END64.size
+    if FULL in (size, at) and end64 >= 0:
+        size, at = END64.unpack(source.read(end64, END64.size))[8:10]
+    return source.read(at, size) if size <= MAX_DIRECTORY and at + size <= source.size else b""
+
+
 def _ends_as_zip(source: Readable) -> bool:
     """True if the file ends in the directory of a zip archive: some readers look nowhere else."""
     tail, tail_at, found = last_end_record(source, END.size + FULL16)

@@ -309,7 +309,7 @@ class _Inflater:
 _UNICODE_PATH = 0x7075  # Info-ZIP's extra field with another name for the record
 _FOLDER, _LINK = 0x10, 0xA  # in the external attributes: a bit of DOS at the bottom, a file type of Unix at the top
 # What a program that unpacked the archive might follow out of its folder, or take for a folder.
-_ELSEWHERE = r"(?m)(?:^|[/\\])\.\.(?:[/\\]|$)|^/|\\|^[A-Za-z]:"
+LEADS_ELSEWHERE = r"(?m)(?:^|[/\\])\.\.(?:[/\\]|$)|^/|\\|^[A-Za-z]:"
 
 
 def check_attributes(archive: Archive, record: Record, attributes: int) -> None:
@@ -377,8 +377,8 @@ def refuse_equal_but_for_case(archive: Archive) -> None:
 
 def odd_entries(archive: Archive) -> Iterator[Note]:
     """Notes what is harmless here, where nothing is unpacked, and should be known before another program unpacks it."""
-    if re.search(_ELSEWHERE, "\n".join(archive.records)):
-        names = [printable(name) for name in archive.records if re.search(_ELSEWHERE, name)]
+    if re.search(LEADS_ELSEWHERE, "\n".join(archive.records)):
+        names = [printable(name) for name in archive.records if re.search(LEADS_ELSEWHERE, name)]
         if names:
             what = "could lead another program out of its folder"
             yield Note("unsafe-record-names", f"{counted(len(names), 'record name')} {what}: {listed(names, 3)}")

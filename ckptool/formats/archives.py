@@ -1,0 +1,203 @@
+"""`archive`: a zip or tar of several files of torch.save, as stable-baselines3 (`policy.zip`) and NeMo (`.nemo`) write
+them.
+
+The tree has each file under its name: those of torch and safetensors as what is in them, JSON and short texts as such;
+others are named in a note. Files that are stored as they are, are read in place; a compressed one is inflated, up to a
+limit, to a file that has no name. A zip with a `data.pkl` is torch's own, or nobody's, and never one of these.
+
+Source: stable_baselines3/common/save_util.py (`save_to_zip_file`), nemo/core/connectors/save_restore_connector.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, FileRange, Note
+from ckptool.checkpoint.commands import Advice, other_program
+from ckptool.checkpoint.files import Input, Readable, Source
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed, printable
+from ckptool.formats import safetensors, torch_legacy, torch_tar, torch_zip
+from ckptool.formats.zip import directory
+from ckptool.formats.zip.record import LEADS_ELSEWHERE, Record
+
+NAME = "archive"
+OTHERS, PICKLES = "other-records", "embedded-pickles"  # of the notes
+MAX_TEXT = 1 << 20
+MAX_INFLATED = 32 << 20  # bytes of all compressed files of an archive
+_WEIGHTS = re.compile(r"\.(?:pth|pt|th|ckpt|bin|safetensors)\Z")
+_NAMED = re.compile(r"\.(?:pth|pt|th|ckpt|safetensors|distcp)")
+# Archives of other kinds that may hold such files: torch's, TorchServe's, Java's, Office's.
+_OF_OTHERS = re.compile(
+    rb"data\.pkl|constants\.pkl|archive_format|serialized_exported_program|model\.json|MAR-INF/|META-INF/"
+    rb"|\[Content_Types\]|AndroidManifest|model\.weights\.h5|\.data/",
+    re.IGNORECASE,
+)
+
+
+def detect(head: bytes, source: Input) -> bool:
+    """True for a zip or tar that names files of torch.save, and is none of torch's own; only looks, `read` checks."""
+    if not isinstance(source, Source):
+        return False
+    if torch_tar.is_tar(head):
+        names = torch_tar.record_paths(source)
+        return any(map(_NAMED.search, names)) and not torch_tar.detect(head, source)
+    table = directory.table(source) if torch_zip.detect(head, source) else b""
+    return _NAMED.search(table.decode("latin-1")) is not None and _OF_OTHERS.search(table) is None
+
+
+def read(source: Source) -> Checkpoint:
+    """The checkpoint that the files in an archive are. Reads their tables, no tensor data.
+
+    Raises `Ambiguous` for two files of one name, `Corrupt` for names that lead elsewhere, `LimitExceeded` for large
+    compressed files, and what reading each file raises.
+    """
+    values: dict[str, Any] = {}
+    notes: list[Note] = []
+    discarded: list[Any] = []
+    others: list[str] = []
+    pickles = 0
+    for full_name, part in _zipped(source, notes) if source.read(0, 2) == b"PK" else _in_tar(source):
+        name = full_name.removeprefix("./")
+        _check(source, name, values.keys() | others)
+        if _WEIGHTS.search(name):
+            found = _checkpoint(source, name, part)
+            notes += [Note(note.code, f"{printable(name)}: {note.message}") for note in found.notes]
+            discarded += found.discarded
+            values[name] = found.tree
+        elif (text := _text(part)) is None:
+            others.append(name)
+        else:
+            values[name] = _json(text) if name == "data" or name.endswith(".json") else text
+            pickles += text.count('":serialized:"')
+    if others:
+        shown = listed([printable(name) for name in others], 3)
+        notes.append(Note(OTHERS, f"{counted(len(others), 'file is', 'files are')} no checkpoint: {shown}"))
+    if pickles:
+        what = counted(pickles, "pickle in its text", "pickles in its texts")
+        notes.append(Note(PICKLES, f"{what} would run when stable-baselines3 loads it; here they stay text"))
+    return Checkpoint(_nested(source, values), NAME, {}, source, notes=tuple(notes), discarded=tuple(discarded))
+
+
+def _check(source: Source, name: str, before: set[str]) -> None:
+    """Raises `Ambiguous` for a name that was there before, `Corrupt` for one that leads elsewhere."""
+    if name in before:
+        raise Ambiguous(
+            f"{source} has two files called {printable(name)}", "Some readers take the first, some the last."
+        )
+    if not name or re.search(LEADS_ELSEWHERE, name) or "" in name.split("/"):
+        what = f"{source}: the name {printable(name[:200])!r} leads out of the folder that it is unpacked to"
+        raise Corrupt(what, "No program writes such names; the archive is malicious.")
+    if name.endswith(".distcp"):
+        what = f"{source} holds a folder of torch.distributed.checkpoint, {printable(name.rpartition('/')[0] or '.')}"
+        raise Unsupported(what, "Such folders are read where their files lie.", _unpack(source))
+
+
+def _checkpoint(source: Source, name: str, part: Readable) -> Checkpoint:
+    head = part.read(0, min(512, part.size))
+    try:
+        if torch_zip.detect(head, source):
+            return torch_zip.read(part)
+        if torch_legacy.begins_stream(head):
+            stream = torch_legacy.read_stream(FileRange(part.file, part.start, part.size), name=str(part))
+            return Checkpoint(stream.root, "", notes=tuple(stream.notes), discarded=stream.discarded)
+        if name.endswith(safetensors.SUFFIXES):
+            return safetensors.read(part)
+    except CkptoolError as error:
+        raise error.within(f"{source}: {printable(name)}") from None
+    what = f"{source}: {printable(name)} is not read inside of an archive"
+    raise Unsupported(what, "It is no file of torch.save or safetensors, or of an old kind.", _unpack(source))
+
+
+def _unpack(source: Source) -> Advice:
+    program = "tar xf" if torch_tar.is_tar(source.read(0, min(512, source.size))) else "unzip"
+    return Advice("Unpack it, and name the file: ", other_program(program, source.path))
+
+
+def _text(part: Readable) -> str | None:
+    """The text that a small file is; None for anything else."""
+    try:
+        text = part.read(0, part.size).decode() if part.size <= MAX_TEXT else "\0"
+    except UnicodeDecodeError:
+        return None
+    return None if "\0" in text else text
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _nested(source: Source, values: dict[str, Any]) -> dict[Any, Any]:
+    """The values with a dictionary for each folder in their names."""
+    tree: dict[Any, Any] = {}
+    for name, value in values.items():
+        *folders, last = name.split("/")
+        node = tree
+        for depth, folder in enumerate(folders):
+            if "/".join(folders[: depth + 1]) in values:
+                raise Ambiguous(f"{source}: {printable(folder)} is a file and a folder", "Readers take one of them.")
+            node = node.setdefault(folder, {})
+        node[last] = value
+    return tree
+
+
+# The files -----------------------------------------------------------------------------------------------------------
+
+
+def _zipped(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]:
+    """The files in a zip, by name."""
+    archive = directory.read_archive(source)
+    notes += archive.notes
+    torch_zip.confirm_the_rest(archive)
+    inflated = sum(record.size for record in archive.records.values() if record.method)
+    if inflated > MAX_INFLATED:
+        what = f"{source}: its compressed files have {inflated:,} bytes when unpacked"
+        raise LimitExceeded(what, f"At most {MAX_INFLATED:,} are inflated to be read.", _unpack(source))
+    compressed = [record for record in archive.records.values() if record.method]
+    unpacked = _inflated(source, compressed) if compressed else source
+    at = 0
+    for name, record in archive.records.items():
+        if not name.endswith("/"):
+            yield name, unpacked.part(at, record.size) if record.method else source.part(record.data_at, record.stored)
+        at += record.size if record.method else 0
+
+
+def _inflated(source: Source, records: list[Record]) -> Source:
+    """The contents of compressed records, one after the other, in a file without a name."""
+    descriptor, path = tempfile.mkstemp()
+    try:
+        with open(descriptor, "wb") as file:
+            for record in records:
+                file.write(record.contents(MAX_INFLATED))
+        found = Source(path)
+    finally:
+        os.unlink(path)
+    found.path = source.path
+    return found
+
+
+def _in_tar(source: Source) -> Iterator[tuple[str, Readable]]:
+    """The files in a tar, by name. Raises `Unsupported` for links and the like."""
+    size: int | None = None  # as the attributes of the next file give it
+    at = 0
+    while (header := torch_tar.read_header(source, at)) is not None:
+        if header.kind == "x":
+            size, at = torch_tar.read_attributes(source, header), header.end
+            continue
+        if header.kind not in "05":
+            what = f"{source}: {printable(header.name[:120])!r} in it is {torch_tar.KINDS.get(header.kind, 'no file')}"
+            raise Unsupported(what, "Only plain files are read in place.", _unpack(source))
+        length = header.size if size is None else size
+        if header.kind == "0":
+            yield header.name, source.part(header.at, length)
+        at, size = header.at + length + -length % torch_tar.BLOCK, None
+    if (end := torch_tar.end_of(source, at)) != source.size:
+        what = f"{source} has {source.size - end:,} bytes after its end"
+        raise Ambiguous(what, "Some readers would see another archive there.")
