@@ -73,6 +73,7 @@ def read(source: Input) -> Checkpoint:
     if isinstance(source, Source) and not _is_table(source):
         return _of_a_rank(tables, payloads, os.path.basename(source.path))
     joined = Joiner(str(folder) if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
+    payloads.open_in_order(tables.values)
     values = {name: _value(joined, payloads, name, value) for name, value in tables.values.items()}
     tree, metadata, notes = beside_table.restored(folder, values, payloads.value_at)
     if tree is None:

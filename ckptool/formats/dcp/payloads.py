@@ -18,7 +18,7 @@ from ckptool.errors import Corrupt, printable
 from ckptool.formats import safetensors, torch_zip
 from ckptool.formats.boxes import Box
 from ckptool.formats.dcp import compressed
-from ckptool.formats.dcp.tables import Place
+from ckptool.formats.dcp.tables import Described, Place
 from ckptool.formats.dcp.templates import Templates
 
 SMALL = 1 << 20  # bytes of objects that are compared
@@ -55,6 +55,20 @@ class Payloads:
         if key not in self._chunks:
             self._chunks[key] = self._chunk(name, place, box, dtype)
         return self._chunks[key]
+
+    def open_in_order(self, values: dict[str, Described]) -> None:
+        """Opens the chunks of all tensors file by file: a thousand ranks have more files than may be open at once."""
+        places = [
+            (place.file, place.offset, name, index)
+            for name, value in values.items()
+            if value.dtype is not None
+            for index, (_, place) in enumerate(value.chunks)
+        ]
+        for _, _, name, index in sorted(places):
+            value = values[name]
+            if value.dtype is not None:
+                box, place = value.chunks[index]
+                self.chunk(name, place, box, value.dtype)
 
     def _chunk(self, name: str, place: Place, box: Box, dtype: DType) -> Any:
         part = self._part(place)
