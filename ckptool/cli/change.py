@@ -243,6 +243,12 @@ def convert(
             help="Write a folder of safetensors shards of at most 5GB, 500MiB, … each, with an index.",
         ),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against", metavar="MODEL", help="A model, its spec or its code: the parameters of --optimizer-as names."
+        ),
+    ] = None,
     like: Annotated[
         str | None,
         typer.Option("--like", metavar="DIR", help="A folder of the same model: its config and tokenizer go along."),
@@ -290,6 +296,7 @@ def convert(
             materialize=materialize,
             weights_only=weights_only,
             shard_size=shard_size,
+            against=against,
             like=like,
             variant=variant,
             part=part,

@@ -7,14 +7,19 @@ is decided in `optimizer_state.slot_names` alone.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.commands import MODEL, OUT, Advice, command
+from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.optimizer_keys import flattened, nested, with_numbers
 from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
 from ckptool.checkpoint.tree import address, replaced_at
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
+from ckptool.formats import members
+from ckptool.reports.targets import PARAMETER, Target
 from ckptool.transforms.optimizer_state import (
     BY_NAMES,
     check_groups,
@@ -27,12 +32,16 @@ from ckptool.transforms.optimizer_state import (
 NAMES, IDS, FLAT = "names", "ids", "flat"
 FORMS = (NAMES, IDS, FLAT)
 OPTION = "--optimizer-as"
+ADVICE = "name the model, or a spec of it, for the order of its parameters: --against model.py:build"
 
 
-def with_optimizers(part: Checkpoint, form: str, whole: Checkpoint) -> tuple[Checkpoint, list[str]]:
+def with_optimizers(
+    part: Checkpoint, form: str, whole: Checkpoint, target: Target | None = None
+) -> tuple[Checkpoint, list[str]]:
     """The part with every optimizer's slots by name or number, or flattened, and a line for each that changed.
 
-    whole: the checkpoint that the part is in, among whose weights the names are looked for. Raises `UsageError` for a
+    whole: the checkpoint that the part is in, among whose weights the names are looked for.  target: the model that has
+    them, in place of those. Raises `UsageError` for a
     form that does not exist, `NoMatch` where there is no optimizer, `Conflict` where it is not certain which parameter
     a number stands for, `Unsupported` for an optimizer whose state is not of single parameters.
     """
@@ -43,19 +52,33 @@ def with_optimizers(part: Checkpoint, form: str, whole: Checkpoint) -> tuple[Che
     if not found:
         what = f"{part.source or 'the checkpoint'} has no optimizer state"
         why = "It would be a dictionary with `state` and `param_groups`. Nothing was written."
-        raise NoMatch(what, why, f"Go without it: omit {OPTION}")
+        raise NoMatch(what, why, _elsewhere(whole, form) or f"Go without it: omit {OPTION}")
     lines = [] if tree is part.tree else ["flattened keys of the optimizer are nested again"]
     for path, optimizer in found:
         place = address((*part.base, *path))
         check_groups(place, optimizer)
-        changed, line = _in_form(with_numbers(optimizer), form, place, whole)
+        changed, line = _in_form(with_numbers(optimizer), form, place, whole, target)
         if changed is not optimizer:
             tree = replaced_at(tree, path, changed) if path else changed
             lines.append(f"{printable(place) or 'the optimizer'}: {line}")
     return replace(part, tree=tree), lines
 
 
-def _in_form(optimizer: dict[str, Any], form: str, place: str, whole: Checkpoint) -> tuple[dict[str, Any], str]:
+def _elsewhere(whole: Checkpoint, form: str) -> Advice | None:
+    """The command for the optimizer's file beside weights that stand for a folder."""
+    name = next((name for name in members.beside(whole) if name.startswith("optimizer") and "." in name), None)
+    if name is None or whole.source is None:
+        return None
+    folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
+    file = os.path.join(folder, name)
+    named = command("convert", file, optimizer_as="names", against=MODEL, out=OUT)
+    numbered = command("convert", file, optimizer_as="ids", out=OUT)
+    return Advice("It is in a file of its own: ", numbered if form == IDS else named)
+
+
+def _in_form(
+    optimizer: dict[str, Any], form: str, place: str, whole: Checkpoint, target: Target | None
+) -> tuple[dict[str, Any], str]:
     slots = [slot for group in optimizer["param_groups"] for slot in group["params"]]
     if form == IDS:
         if not any(type(slot) is str for slot in slots):
@@ -64,7 +87,7 @@ def _in_form(optimizer: dict[str, Any], form: str, place: str, whole: Checkpoint
     line = f"{counted(len(slots), 'parameter')} by name"
     if not all(type(slot) is str for slot in slots):
         _refuse_joint(optimizer, place)
-        names, known_by = _names(optimizer, place, whole)
+        names, known_by = _names(optimizer, place, whole, target)
         line += "" if known_by == BY_NAMES else f", known by {known_by}"
         optimizer = _with_slots(optimizer, names)
     return (flattened(optimizer), f"{line}, flattened") if form == FLAT else (optimizer, line)
@@ -90,18 +113,23 @@ def _by_number(optimizer: dict[str, Any], slots: list[Any], place: str) -> dict[
     return numbered
 
 
-def _names(optimizer: dict[str, Any], place: str, whole: Checkpoint) -> tuple[dict[Any, str], str]:
-    """The name of every slot: as the groups give them, else of the one set of weights that they fit."""
+def _names(
+    optimizer: dict[str, Any], place: str, whole: Checkpoint, target: Target | None
+) -> tuple[dict[Any, str], str]:
+    """The name of every slot: as the groups give them, else of the model, or the one set of weights that they fit."""
     groups = optimizer["param_groups"]
     said = said_names(groups, [slot for group in groups for slot in group["params"]])
     if said is not None:
         return said, BY_NAMES
+    if target is not None:
+        parameters = {one.name: one.shape or () for one in target.unique if one.kind == PARAMETER}
+        return slot_names(optimizer, parameters, place, ADVICE, ordered=in_model_order(target.tensors))
     roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
     found: dict[tuple[Any, ...], tuple[dict[Any, str], str]] = {}
     wrong: CkptoolError | None = None
     for root in roots:
         try:
-            names = slot_names(optimizer, parameters_of(root), place, OPTION, ordered=in_model_order(root))
+            names = slot_names(optimizer, parameters_of(root), place, ADVICE, ordered=in_model_order(root.node))
         except Conflict as error:
             wrong = wrong or error
         else:
@@ -114,8 +142,7 @@ def _names(optimizer: dict[str, Any], place: str, whole: Checkpoint) -> tuple[di
         f"the parameters of {printable(place) or 'the optimizer'} are numbered, and "
         + (f"{listed(roots, 4)} all fit" if found else f"{whole.source or 'the checkpoint'} holds no weights"),
         "Which parameter a number stands for is only known from the weights that it was made for. Nothing was written.",
-        "Name the folder or file that holds both, and only those; or save names along: "
-        "torch.optim.X(model.named_parameters(), …)",
+        f"{ADVICE[:1].upper()}{ADVICE[1:]}",
     )
 
 

@@ -51,7 +51,7 @@ def carried(
     first = _first_names(root)
     told = target.tensors if target.kinds_known else {}
     kinds = {first[choice.source]: told[name].kind for name, choice in chosen.items() if name in told}
-    names, known_by = slot_names(optimizer, parameters_of(root, kinds), place, ordered=in_model_order(root))
+    names, known_by = slot_names(optimizer, parameters_of(root, kinds), place, ordered=in_model_order(root.node))
     goes_to = _destinations(first, target, chosen, parameters)
     state: dict[str, Any] = {}
     group_of: dict[str, int] = {}
@@ -168,11 +168,16 @@ def _destinations(
 
 
 def slot_names(
-    optimizer: Mapping[str, Any], parameters: Shapes, place: str, option: str = "--optimizer", *, ordered: bool = True
+    optimizer: Mapping[str, Any],
+    parameters: Shapes,
+    place: str,
+    advice: str = "go on without --optimizer",
+    *,
+    ordered: bool = True,
 ) -> tuple[dict[Any, str], str]:
     """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not.
 
-    option: the one that asked for it.  ordered: the parameters are in the order of the model.
+    advice: what to do then.  ordered: the parameters are in the order of the model.
     """
     groups = optimizer["param_groups"]
     slots = [slot for group in groups for slot in group["params"]]
@@ -198,8 +203,7 @@ def slot_names(
         "They are numbered, not named, and neither their count nor their shapes identify them. "
         + ("" if ordered else "The weights are sorted by name, as safetensors are, not as in the model. ")
         + "Nothing was changed.",
-        "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or go on without "
-        f"{option}",
+        "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or " + advice,
     )
 
 
@@ -228,10 +232,11 @@ def _agrees(shapes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     return not shapes or shape in shapes
 
 
-def in_model_order(root: StateDict) -> bool:
+def in_model_order(tensors: Mapping[Any, Any]) -> bool:
     """False for weights that are sorted by size of element and name, as safetensors sorts them: that is no model's
     order, as a weight stands before its bias there."""
-    names = [(-value.dtype.itemsize, key) for key, value in root.node.items() if isinstance(value, TensorEntry)]
+    dtypes = {name: getattr(value, "dtype", None) for name, value in tensors.items() if type(name) is str}
+    names = [(-dtype.itemsize, name) for name, dtype in dtypes.items() if dtype is not None]
     return len(names) < 3 or names != sorted(names)
 
 

@@ -39,6 +39,7 @@ from ckptool.transforms.join_ranks import open_by_rules
 from ckptool.transforms.optimizer_names import with_optimizers
 from ckptool.transforms.weights_only import weights_only as plain_values
 from ckptool.verbs._save import Output, SaveOptions, output_of, save, written
+from ckptool.verbs.spec import find_target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,6 +62,7 @@ def convert(
     shard_size: int | str | None = None,
     part: bool = False,
     optimizer_as: str | None = None,
+    against: PathLike | None = None,
     like: PathLike | None = None,
     variant: str = "",
     rules_file: PathLike | None = None,
@@ -80,12 +82,13 @@ def convert(
     like: a folder of the same model, whose configuration and tokenizer a folder of weights gets; else those beside the
     input.  variant: stands in the names of its weights (`model.fp16.safetensors`).
     optimizer_as: the state of optimizers by `names` of the parameters, by `ids`, or `flat` (`state.NAME.KEY`).
+    against: the model whose parameters those are, as in `warm_start`, where the weights beside it do not say.
     rules_file: a YAML file that says how the files of model-parallel ranks are joined, and layers unstacked.
     ranks, shard_dim: write a dcp folder for so many ranks, each tensor divided by that dimension (the first) as FSDP2
     does; any number of ranks can load it.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
-    _refuse_usage(ties, out)
+    _refuse_usage(ties, out, against is not None and optimizer_as is None)
     if out is not None and os.path.isdir(out):
         out = os.path.join(out, "")  # a folder that is there is written as one
     output = output_of("convert", out, options)
@@ -103,7 +106,9 @@ def convert(
         output = replace(output, container=_for_ranks(output, ranks))
     container = output.format(opened.checkpoint.container)
     if optimizer_as is not None:
-        taken, lines = _with_optimizers(taken, optimizer_as, opened.checkpoint, container, all)
+        _refuse_only_weights(container, all)
+        target = None if against is None else find_target(against)
+        taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
         made_plain += tuple(lines)
     expected = None
     if not container.tensors_only:
@@ -129,16 +134,17 @@ def convert(
     return written(output, opened.checkpoint, result, summary, facts=facts, details=details, notes=notes)
 
 
-def _with_optimizers(
-    part: Checkpoint, form: str, whole: Checkpoint, container: Format, all: bool
-) -> tuple[Checkpoint, list[str]]:
+def _refuse_only_weights(container: Format, all: bool) -> None:
+    """Raises `UsageError` for an output that has no optimizer."""
     if container.tensors_only and not all:
         what = f"--optimizer-as is about the optimizer, and {container.name} takes only weights"
         raise UsageError(what, "Nothing of the optimizer would be written.", "For example: -o checkpoint.pt; or --all")
-    return with_optimizers(part, form, whole)
 
 
-def _refuse_usage(ties: str, out: PathLike | None) -> None:
+def _refuse_usage(ties: str, out: PathLike | None, against_nothing: bool) -> None:
+    if against_nothing:
+        what = "--against names the model whose parameters an optimizer has"
+        raise UsageError(what, "Without --optimizer-as there is nothing to name.", "For example: --optimizer-as names")
     if ties not in TIES:
         raise UsageError(f"unknown --ties {printable(ties)!r}", f"Available: {', '.join(TIES)}.")
     if out is None:

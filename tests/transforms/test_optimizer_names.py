@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -186,6 +187,33 @@ def test_groups_in_the_order_of_the_model_are_known_by_their_shapes(tmp_path: Pa
     file = saved({"model": model.state_dict(), "optimizer": halves.state_dict()}, tmp_path / "halves.pt")
     with pytest.raises(Conflict, match="cannot be known"):
         ckptool.convert(file, tmp_path / "h.pt", optimizer_as="names")
+
+
+def test_the_model_gives_the_order_of_a_trainers_optimizer(tmp_path: Path, run: Run) -> None:
+    """transformers' Trainer: weights in safetensors, sorted by name, and an optimizer in a file beside them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    decay = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest}])
+    stepped_once(model, optimizer)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    saved(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
+    out, build = tmp_path / "o.pt", "from torch import nn\ndef build():\n    return nn.Sequential("
+    (tmp_path / "code.py").write_text(build + "nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))\n")
+    done = run("convert", tmp_path, "-o", out, "--optimizer-as", "names")
+    if done.code:
+        assert "optimizer.pt" in done.err or "--against" in done.err, done
+    for model_named in (f"{tmp_path / 'code.py'}:build", saved(model.state_dict(), tmp_path / "model.pt")):
+        done = run(
+            "convert", tmp_path / "optimizer.pt", "-o", out, "-f", "--optimizer-as", "names", "--against", model_named
+        )
+        assert done.code == 0, done
+        assert_same_objects(torch.load(out, weights_only=True), get_optimizer_state_dict(model, optimizer))
+    sorted_by_name = ("--optimizer-as", "names", "--against", tmp_path / "model.safetensors")
+    done = run("convert", tmp_path / "optimizer.pt", "-o", out, "-f", *sorted_by_name)
+    assert done.code == 2 and "sorted by name" in done.err
+    assert run("convert", tmp_path / "optimizer.pt", "-o", out, "-f", "--against", "x.pt").code == 2
 
 
 def stepped_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
