@@ -81,11 +81,12 @@ class Output:
     make_folder: bool = False
 
     def format(self, default: str) -> Format:
-        """The container that is asked for, else that of the path's suffix, shards for `DIR/`, else the default."""
+        """The container asked for, else that of the suffix, else shards for tensors in `DIR/`, or the default."""
         if self.container:
             return formats.by_name(self.container)
         path = self.path or ""
-        return formats.for_output(path, formats.SHARDED if path.endswith("/") else default)
+        as_folder = path.endswith("/") and formats.named(default).tensors_only
+        return formats.for_output(path, formats.SHARDED if as_folder else default)
 
 
 def output_of(verb: str, path: PathLike | None, options: SaveOptions) -> Output:

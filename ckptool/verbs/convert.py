@@ -104,6 +104,8 @@ def convert(
         output = replace(output, container=_in_shards(output, folder_option))
     if ranks is not None or shard_dim is not None:
         output = replace(output, container=_for_ranks(output, ranks))
+    if output.container is None and (output.path or "").endswith("/"):
+        output = replace(output, container=output.format(SHARDED).name)
     container = output.format(opened.checkpoint.container)
     if optimizer_as is not None:
         _refuse_only_weights(container, all)
