@@ -25,7 +25,7 @@ from ckptool.checkpoint.files import Folder, Input, Source, open_input, read_sma
 from ckptool.checkpoint.numeric import has_numbers
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
-from ckptool.formats import FORMATS, named
+from ckptool.formats import FORMATS, named, read_alone
 from ckptool.formats.parts import (
     CONSOLIDATED,
     FSDP_RANKS,
@@ -96,15 +96,12 @@ def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
         return layout_of(folder)
     layout = layout_of(folder, beside=True)
     own = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
-    read_by_it = {name.partition("/")[0] for name in own}.difference(_keys(checkpoint.tree))
+    tree = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
+    read_by_it = {name.partition("/")[0] for name in own}.difference(tree)
     if layout is None or not layout.names:
         return layout
     layout = replace(layout, names=tuple(name for name in layout.names if name.partition("/")[0] not in read_by_it))
     return layout if layout.names else None
-
-
-def _keys(tree: Any) -> Iterable[Any]:
-    return tree if isinstance(tree, dict) else ()
 
 
 def read(source: Folder) -> Checkpoint:
@@ -236,15 +233,14 @@ def opened(folder: Folder, layout: MemberFiles) -> Iterator[tuple[str, Checkpoin
 
 def open_member(folder: Folder, name: str) -> Checkpoint:
     """Opens a member. Raises `Corrupt` for one whose own members are folders again, and what opening it raises."""
-    from ckptool import formats
-
     if name.endswith(".json"):
         return Checkpoint(read_json(folder, name), "json")
     source = open_input(os.path.join(folder.path, name))
-    inside = layout_of(source) if isinstance(source, Folder) else None
-    if isinstance(source, Folder) and inside is not None and any(_is_folder(source, each) for each in inside.names):
+    if isinstance(source, Source):
+        source.share_descriptors()
+    elif (inside := layout_of(source)) is not None and any(_is_folder(source, each) for each in inside.names):
         raise Corrupt(f"{source} holds folders of checkpoints, and is in one", "A link may lead back to where it is.")
-    return formats.read_alone(source)
+    return read_alone(source)
 
 
 def read_json(folder: Folder, name: str) -> dict[str, Any]:

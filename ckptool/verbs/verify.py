@@ -243,7 +243,13 @@ def _of_member(folder: Folder, progress: Progress | None, name: str, _: object) 
     if os.path.isdir(path):
         inner, member = Folder(path), members.open_member(folder, name)  # which holds no further folders
         return _with_members(_checked(path, inner, member, progress), inner, member, progress)
-    return verify(path, progress=progress)
+    source = Source(path)
+    source.share_descriptors()  # there may be thousands of ranks
+    try:
+        with counting_whole():
+            return _checked(path, source, formats.read_alone(source), progress)
+    except _DAMAGE as error:
+        return _damaged(path, source, error)
 
 
 def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -218,6 +220,15 @@ def test_a_replica_that_no_tensor_shows_is_read_too(ranks: Path, tmp_path: Path)
         problems = ckptool.verify(tmp_path).problems
         assert any(path.stem in f"{each.record} {each.what}" for each in problems), (record, problems)
         flip_data(path, record.partition("/")[2].join(("/", "")).encode())
+
+
+def test_members_of_many_ranks_take_turns_with_descriptors(accelerate: Path) -> None:
+    for rank in range(2, 150):
+        shutil.copy(accelerate / "random_states_0.pkl", accelerate / f"random_states_{rank}.pkl")
+    for verb in ("inspect", "verify"):
+        line = f"ulimit -n 64; exec {sys.executable} -m ckptool {verb} {accelerate}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "153 of 153 members are whole" in done.stdout, done
 
 
 def piece(path: Path, value: torch.Tensor, offset: int) -> None:
