@@ -72,6 +72,52 @@ def several(path: Path) -> None:
         torch.save({"state_dict": tensors, "epoch": number}, path / f"epoch{number}.pt")
 
 
+RANKS = 8
+
+
+def ranks(path: Path, size: int = 4 * GB) -> None:
+    """4 GB of torch.distributed.checkpoint: f32 tensors on eight ranks, every second one divided by columns."""
+    import os
+
+    others: list[int] = []
+    for rank in range(1, RANKS):
+        others.append(os.fork())
+        if not others[-1]:
+            _save_rank(path, rank, size)
+            os._exit(0)
+    _save_rank(path, 0, size)
+    if any([os.waitpid(other, 0)[1] for other in others]):
+        raise SystemExit("a rank failed")
+    path.with_name(f"{path.name}.meet").unlink(missing_ok=True)
+
+
+def _save_rank(path: Path, rank: int, size: int) -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}.meet", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    generator = torch.Generator().manual_seed(rank)
+    state = {}
+    for i in range(size // (4 << 20) // 4):  # of 16 MB each
+        dim = i % 2
+        shape = (2048 // RANKS, 2048) if dim == 0 else (2048, 2048 // RANKS)
+        state[f"layers.{i}.weight"] = DTensor.from_local(torch.randn(shape, generator=generator), mesh, [Shard(dim)])
+    dcp.save({"model": state}, checkpoint_id=path)
+    dist.destroy_process_group()
+
+
+def joined(path: Path) -> None:
+    """The same tensors in one torch file."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(path.with_name("ranks.dcp"), path)
+
+
 FILES: dict[str, Callable[[Path], None]] = {
     "big.pt": big,
     "equal.pt": equal,
@@ -81,6 +127,8 @@ FILES: dict[str, Callable[[Path], None]] = {
     "step3.pt": step,
     "many.pt": many,
     "sparse.pt": sparse,
+    "ranks.dcp": ranks,
+    "joined.pt": joined,
     "several": several,
 }
 

@@ -69,6 +69,32 @@ def diff(left: str, right: str) -> None:
         print(name, distance.max().item(), relative.item(), cosine.item(), (x != y).sum().item())
 
 
+def from_dcp(folder: str, out: str) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder, out)
+    sync(out)
+
+
+def dcp_to_safetensors(folder: str, out: str) -> None:
+    """As `dcp_to_torch_save` does it, with another writer at its end."""
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, object] = {}
+    _load_state_dict(state, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    save_file(state["model"], out)
+    sync(out)
+
+
+def to_dcp(file: str, out: str) -> None:
+    from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
+
+    torch_save_to_dcp(file, out)
+
+
 def sync(path: str) -> None:
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
