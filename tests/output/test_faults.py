@@ -9,9 +9,12 @@ from __future__ import annotations
 import errno
 import io
 import json
+import pickle
 import random
 import shutil
 import signal
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +24,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.support.faults import TEMPORARY, Bench, Ended, FaultPoint, error_points, kill_points, signal_points
 from tests.support.files import load, torch_bytes
@@ -77,6 +81,15 @@ def shards() -> Files:
     return {names[0]: safetensors.torch.save(state), INDEX: json.dumps(index).encode()}
 
 
+def ranks() -> Files:
+    """A folder of torch.distributed.checkpoint, with what a larger run left in it."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: one process saves
+        dcp.save({"old": torch.full((9_000,), 7.0)}, checkpoint_id=folder, no_dist=True)
+        files = {f"out.dcp/{path.name}": path.read_bytes() for path in Path(folder).iterdir()}
+    return files | {"out.dcp/__7_0.distcp": b"of a run on eight ranks"}
+
+
 def cut() -> Files:
     """A file of which the end is missing."""
     data = pt()["in.pt"]
@@ -108,6 +121,7 @@ OLD = b"a file that was there"
 SAME = ("in.pt",)
 SHARDS = (INDEX, "out/model-00001-of-00002.safetensors", "out/model-00002-of-00002.safetensors")
 ST = ("m.safetensors",)
+RANKS = ("out.dcp/.metadata", "out.dcp/__0_0.distcp", "out.dcp/ckptool.json")
 CASES = {
     "strip, new": Case("strip-module in.pt -o out.pt"),
     "strip, over another": Case("strip-module in.pt -o out.pt -f", old=OLD),
@@ -156,6 +170,12 @@ CASES = {
     "shards, over others": Case(
         "convert in.pt --shard-size 100KB -o out -f", lambda: pt() | shards(), changes=SHARDS, folder="out"
     ),
+    "dcp, new": Case("convert in.pt -o out.dcp --ranks 2", changes=(*RANKS, "out.dcp/__1_0.distcp"), folder="out.dcp"),
+    "dcp, over others": Case("convert in.pt -o out.dcp -f", lambda: pt() | ranks(), changes=RANKS, folder="out.dcp"),
+    "dcp, over others, verified": Case(
+        "strip-module in.pt -o out.dcp -f --verify", lambda: pt() | ranks(), changes=RANKS, folder="out.dcp"
+    ),
+    "dcp to a file": Case("convert out.dcp -o out.pt -f", ranks, old=OLD),
 }
 
 
@@ -258,6 +278,10 @@ def opens(name: str, data: bytes, folder: Path) -> Any:
         return json.loads(data) if name.endswith("n") else numpy.load(io.BytesIO(data))
     if name.endswith(".safetensors"):
         return safetensors.torch.load(data)
+    if name.endswith(".metadata"):
+        return pickle.loads(data).state_dict_metadata
+    if name.endswith(".distcp"):
+        return data  # as many zips as the table says, one after the other
     path = folder.with_name("opened.pt")
     path.write_bytes(data)
     return load(path)
