@@ -72,12 +72,14 @@ class Computed:
     it is quickest when called front to back. `compares`: reading compares replicas, and raises `Conflict` where they
     differ. `inputs`: the storages that it reads, whose checksums a writer checks on
     the way. `view`: the same without a copy, of what is in memory already and does not change while it is written.
+    `concatenated`: they are the bytes of the inputs, one after the other, which a writer may copy as they are.
     """
 
     length: int
     read: Callable[[int, int], bytes]
     inputs: tuple[Storage, ...] = ()
     view: Callable[[int, int], memoryview] | None = None
+    concatenated: bool = False
     compares: bool = False
 
 

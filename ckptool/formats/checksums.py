@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 
 from ckptool.checkpoint import Computed, Data
-from ckptool.checkpoint.blocks import blocks
+from ckptool.checkpoint.blocks import Crc, blocks, name_of
+from ckptool.checkpoint.plan import Checksummed, Deferred, Segment
 from ckptool.errors import CkptoolError, Corrupt, FileChanged
 
 PIECE = 32 << 20  # at most so much of one stretch at a time
@@ -114,6 +115,22 @@ def _joined(before: Sum, after: Sum, length: int) -> Sum:
     if isinstance(before, CkptoolError) or isinstance(after, CkptoolError):
         return before if isinstance(before, CkptoolError) else after
     return crc_combine(before, after, length)
+
+
+def checksummed(data: Data, total: Crc) -> Iterator[Segment]:
+    """The segments of data whose sum is added to `total`: of storages one after the other, each by itself."""
+    if not isinstance(data, Computed) or not data.concatenated or total.expected is not None:
+        yield Checksummed(data, total)
+        return
+    parts = [Crc(expected=storage.crc, name=name_of(storage.data)) for storage in data.inputs]
+    yield from (Checksummed(storage.data, crc) for storage, crc in zip(data.inputs, parts, strict=True))
+
+    def add_up() -> bytes:
+        for storage, crc in zip(data.inputs, parts, strict=True):
+            total.value = crc_combine(total.value, crc.value, storage.nbytes)
+        return b""
+
+    yield Deferred(0, add_up)
 
 
 _POLYNOMIAL = 0xEDB88320  # bits reversed: the highest is the constant

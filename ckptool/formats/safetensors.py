@@ -15,7 +15,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, FileRange, InlineBytes, Note, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import (
+    Checkpoint,
+    Computed,
+    FileRange,
+    InlineBytes,
+    Note,
+    Storage,
+    TensorEntry,
+    row_major_strides,
+)
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, command
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
@@ -36,6 +45,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.formats import marks, tree_record
+from ckptool.formats.checksums import checksummed
 from ckptool.formats.strict_json import members
 from ckptool.formats.tree_record import packing, unpacking
 
@@ -278,7 +288,10 @@ def _add(name: str, entry: TensorEntry, segments: list[Segment], checks: list[St
         return
     if storage.crc is not None:
         checks.append(storage)
-    segments.append(data)
+    if data is storage.data and isinstance(data, Computed) and data.concatenated:
+        segments += checksummed(data, Crc())
+    else:
+        segments.append(data)
 
 
 def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
 from ckptool.cli import main
-from ckptool.errors import CkptoolError, Conflict, OutputExists, Unsupported, UsageError
+from ckptool.errors import CkptoolError, Conflict, Corrupt, OutputExists, Unsupported, UsageError
 from ckptool.formats import read
 from tests.support.errors import three_parts
 from tests.support.files import contents, saved
@@ -447,3 +447,22 @@ def test_on_the_command_line(
     capsys.readouterr()
     assert main(["convert", "in.pt", "-o", "e.pt", "--ranks", "2"]) == 2
     assert "-o model.dcp --ranks 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors", "dcp"])
+def test_rows_of_ranks_are_copied_one_by_one(suffix: str, tmp_path: Path) -> None:
+    folder = written({"w": torch.randn(900, 201), "small": torch.randn(5)}, tmp_path, ranks=4)
+    data = read(folder)["w"].storage.data
+    assert data.concatenated and data.read(0, data.length) == b"".join(
+        storage.data.read(0, storage.nbytes) for storage in data.inputs
+    )
+    for name, file in (("a", folder), ("b", tmp_path / "in.pt")):
+        ckptool.convert(file, tmp_path / f"{name}.{suffix}", verify=True)
+    one, other = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
+    assert contents(one) == contents(other) if suffix == "dcp" else ckptool.diff(one, other).same
+    raw = bytearray((folder / "__2_0.distcp").read_bytes())
+    raw[60_000] ^= 1
+    (folder / "__2_0.distcp").write_bytes(raw)
+    with pytest.raises(Corrupt, match="does not match its checksum"):
+        ckptool.convert(folder, tmp_path / f"c.{suffix}")
+    assert not (tmp_path / f"c.{suffix}").exists()

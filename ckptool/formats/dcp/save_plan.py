@@ -28,6 +28,7 @@ from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.checkpoint.strided import in_storage_order, resolved, row_major, subrange
 from ckptool.errors import LimitExceeded, UsageError, listed, printable
 from ckptool.formats import sidecar, torch_zip
+from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import beside_table
 from ckptool.formats.dcp.flat_names import FlatNames, flat_names
 from ckptool.formats.dcp.table_pickle import SavedChunk, SavedValue, table_pickle
@@ -149,7 +150,7 @@ class _Item:
         yield InlineBytes(zip_.head)
         crc = Crc(expected=self.crc, name=self.name)
         if self.data.length:
-            yield Checksummed(self.data, crc)
+            yield from checksummed(self.data, crc)
         yield Deferred(zip_.tail_length, partial(zip_.tail, crc))
 
 

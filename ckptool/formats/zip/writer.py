@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ckptool.checkpoint import Data, InlineBytes, Storage
 from ckptool.checkpoint.blocks import Crc
-from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
-from ckptool.formats.checksums import crc_combine
+from ckptool.checkpoint.plan import Deferred, Plan, Segment
+from ckptool.formats.checksums import checksummed, crc_combine
 from ckptool.formats.zip.record import (
     CENTRAL,
     DESCRIPTOR,
@@ -106,7 +106,7 @@ class _NewRecord:
         if self.head:
             yield InlineBytes(self.head)
         if self.data.length:
-            yield Checksummed(self.data, self.total)
+            yield from checksummed(self.data, self.total)
             yield Deferred(len(self.descriptor()), self.descriptor)
         else:
             yield InlineBytes(self.descriptor())
