@@ -86,7 +86,8 @@ def ranks(path: Path, size: int = 4 * GB) -> None:
             _save_rank(path, rank, size)
             os._exit(0)
     _save_rank(path, 0, size)
-    if any([os.waitpid(other, 0)[1] for other in others]):
+    codes = [os.waitpid(other, 0)[1] for other in others]
+    if any(codes):
         raise SystemExit("a rank failed")
     path.with_name(f"{path.name}.meet").unlink(missing_ok=True)
 
