@@ -227,6 +227,10 @@ def test_tables_of_ranks_that_lack_one(apart: Path) -> None:
     with pytest.raises(Corrupt, match=r"\(the tables of 1 rank\): rows|the tables of 1 rank\): model.rows") as caught:
         read(apart)
     assert "15 of its 35 elements are in no file" in str(caught.value)
+    (apart / "__1.metadata.tmp").write_bytes(b"")
+    with pytest.raises(Corrupt, match=r"lacks the tables of 1 rank: __1\.metadata"):
+        read(apart)
+    (apart / "__1.metadata.tmp").unlink()
     (apart / "other").rename(apart / "__2.metadata")
     with pytest.raises(Corrupt, match=r"lacks the tables of 1 rank: __1\.metadata"):
         read(apart)

@@ -299,6 +299,13 @@ def test_files_of_0_bytes(name: str, folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out.pt").exists()
 
 
+def test_a_rank_of_a_huge_number(folder: Path) -> None:
+    (folder / ".metadata").rename(folder / "__9999999.metadata")
+    with pytest.raises(Corrupt, match="lacks the tables of 1,000 ranks") as caught:
+        read(folder)
+    three_parts(caught.value)
+
+
 def test_an_empty_table_of_a_rank(folder: Path) -> None:
     (folder / ".metadata").rename(folder / "__0.metadata")
     read(folder)

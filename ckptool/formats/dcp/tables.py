@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ckptool.checkpoint.commands import Advice, other_program
@@ -31,8 +32,10 @@ from ckptool.pickles.decode import decode
 
 METADATA = ".metadata"
 OF_A_RANK = re.compile(r"__(?P<rank>\d{1,7})\.metadata")
+_UNFINISHED = re.compile(r"__(?P<rank>\d{1,7})\.metadata\.tmp")
 MAX_METADATA = 256 << 20
 MAX_RANK = 64
+MOST_NAMED = 1_000  # ranks that are missing
 
 Key = tuple[str, tuple[int, ...] | None]  # a name, and the offsets of a chunk; None for an object
 Path = tuple[str | int, ...]
@@ -208,7 +211,9 @@ def table_names(folder: Folder) -> list[str]:
     if METADATA in folder:
         return [METADATA]
     ranks = {int(found["rank"]): name for name in folder.names if (found := OF_A_RANK.fullmatch(name))}
-    missing = [rank for rank in range(max(ranks, default=-1)) if rank not in ranks][:1_000]
+    stopped = [int(found["rank"]) for name in folder.names if (found := _UNFINISHED.fullmatch(name)) and ranks]
+    absent = (rank for rank in range(max([*ranks, *stopped], default=-1) + 1) if rank not in ranks)
+    missing = list(islice(absent, MOST_NAMED))
     if missing:
         shown = listed([f"__{rank}{METADATA}" for rank in missing], 3)
         raise Corrupt(
