@@ -129,6 +129,9 @@ class Corrupt(CkptoolError):
 
     code = "corrupt"
 
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        super().__init__(what, why or "It was damaged after it was written.", fix)
+
 
 class BadTensor(Corrupt):
     """A tensor's shape, strides or offset do not fit its storage."""

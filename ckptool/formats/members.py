@@ -444,7 +444,9 @@ def _modules(folder: Folder) -> Iterator[tuple[str, str]]:
     table = _table(folder, "modules.json", list)
     for module in table if isinstance(table, list) else ():
         path = module.get("path") if isinstance(module, dict) else None
-        if type(path) is str and path and "/" not in path.strip("/") and path not in (".", ".."):
+        if path == "" and "config.json" in folder:  # the transformer itself
+            yield "model.safetensors", "files" if any(map(_is_weights, folder.names)) else ""
+        elif type(path) is str and path and "/" not in path.strip("/") and path not in (".", ".."):
             inside = _names_in(folder, path.strip("/"))
             has = any(_is_weights(name) for name in inside)
             yield path.strip("/"), "weights" if has else "files" if inside else ""

@@ -22,10 +22,10 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.commands import command
-from ckptool.checkpoint.files import Folder, Input, read_small
+from ckptool.checkpoint.files import Folder, Input, Source, read_small
 from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import CkptoolError, OnlyAPart, counted, listed, printable
+from ckptool.errors import CkptoolError, Conflict, OnlyAPart, counted, listed, printable
 from ckptool.formats.placements import distributed
 
 CODE, MEMBERS = "part", "members"  # of the notes
@@ -343,6 +343,26 @@ def _index_of(file: _File) -> tuple[str, list[str]]:
         if file.name in named:
             return name, sorted(named)
     return "", []
+
+
+def refuse_renamed(checkpoint: Checkpoint) -> None:
+    """Raises `Conflict` for a file of one rank, layer or expert that was saved under the name of another.
+
+    torch calls the root folder of a zip as the file that it is written to, and nothing else in a share of ZeRO says
+    which rank's it is.
+    """
+    source, root = checkpoint.source, getattr(checkpoint.origin, "root", "").strip("/")
+    if not root or not isinstance(source, Source):
+        return
+    name = os.path.basename(source.path)
+    saved = root + os.path.splitext(name)[1]
+    for pattern in (STATES, MODEL_STATES, LAYER, OF_WORLD, FSDP_RANKS):
+        if name != saved and pattern.fullmatch(name) and pattern.fullmatch(saved):
+            raise Conflict(
+                f"{source} was saved as {printable(saved)}",
+                "It has the place of another rank's file, whose values would be lost, or mixed up with these.",
+                "Copy all files of the folder again, each under its own name.",
+            )
 
 
 def _placeholders(facts: _Facts) -> PartOf | None:

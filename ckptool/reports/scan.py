@@ -133,10 +133,12 @@ def damaged(path: str, error: CkptoolError) -> ScannedFile:
 def _size_of(path: str) -> tuple[int, float]:
     try:
         status = os.stat(path)
-        size = sum(entry.stat().st_size for entry in os.scandir(path)) if os.path.isdir(path) else status.st_size
+        if not os.path.isdir(path):
+            return status.st_size, status.st_mtime
+        with os.scandir(path) as entries:
+            return sum(entry.stat().st_size for entry in entries), status.st_mtime
     except OSError:
         return 0, 0.0
-    return size, status.st_mtime
 
 
 def progress_of(tree: Any, name: str) -> tuple[int | None, int | None]:

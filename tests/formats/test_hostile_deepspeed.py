@@ -205,8 +205,19 @@ def test_ranks_left_from_a_larger_world_are_named(tmp_path: Path) -> None:
     _refused(folder, Conflict, "two checkpoints")
     for rank in (2, 3):
         (folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
-        (folder / optimizer_file(rank)).write_bytes((folder / optimizer_file(1)).read_bytes())
+        torch.save(torch.load(folder / optimizer_file(1), weights_only=False), folder / optimizer_file(rank))
     _refused(folder, Conflict, "files of 2 ranks beyond the 2 that saved it: rank 2, rank 3")
+
+
+def test_files_of_ranks_that_were_exchanged_or_copied_are_named(tmp_path: Path) -> None:
+    """Nothing in a share of ZeRO says whose it is, but the name that torch gave its zip."""
+    folder = write_zero(tmp_path / "global_step2", 3, 2)
+    one, other = folder / optimizer_file(0), folder / optimizer_file(1)
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    _refused(folder, Conflict, f"was saved as {other.name}")
+    other.write_bytes(kept)
+    _refused(folder, Conflict, f"was saved as {other.name}")
 
 
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from ckptool.formats.deepspeed.shares import (
     named_groups,
     share_of,
 )
+from ckptool.formats.parts import refuse_renamed
 
 NAME = "deepspeed"
 COPIES = "copies-not-shown"  # of the notes
@@ -71,6 +72,7 @@ class Tag:
         from ckptool import formats
 
         checkpoint = formats.read_alone((folder or self.folder).open(name))
+        refuse_renamed(checkpoint)
         self.discarded += checkpoint.discarded
         return checkpoint.tree
 
