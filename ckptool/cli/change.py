@@ -246,7 +246,9 @@ def convert(
     against: Annotated[
         str | None,
         typer.Option(
-            "--against", metavar="MODEL", help="A model, its spec or its code: the parameters of --optimizer-as names."
+            "--against",
+            metavar="MODEL",
+            help="A model, its spec or its code: parameters for --optimizer-as names, or of FSDP's flat vectors.",
         ),
     ] = None,
     like: Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import OUT, Advice, command, several
+from ckptool.checkpoint.files import Folder, unchanged
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
@@ -19,7 +20,8 @@ from ckptool.errors import Unsupported, UsageError, counted, printable
 from ckptool.formats import DCP, SHARDED, Format, members
 from ckptool.formats.dcp.save_plan import RankDivision
 from ckptool.formats.model_folder import ModelFolder, model_folder
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.opening import Opened, PathLike, open_whole, split
+from ckptool.formats.rank_files.flat_parameters import rebuilt
 from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
 from ckptool.reports.save import Written
@@ -82,18 +84,19 @@ def convert(
     like: a folder of the same model, whose configuration and tokenizer a folder of weights gets; else those beside the
     input.  variant: stands in the names of its weights (`model.fp16.safetensors`).
     optimizer_as: the state of optimizers by `names` of the parameters, by `ids`, or `flat` (`state.NAME.KEY`).
-    against: the model whose parameters those are, as in `warm_start`, where the weights beside it do not say.
+    against: the model whose parameters those are, as in `warm_start`, where the weights beside it do not say; without
+    `optimizer_as`, the names and shapes of the model in a folder of FSDP's flat parameters (LOCAL_STATE_DICT).
     rules_file: a YAML file that says how the files of model-parallel ranks are joined, and layers unstacked.
     ranks, shard_dim: write a dcp folder for so many ranks, each tensor divided by that dimension (the first) as FSDP2
     does; any number of ranks can load it.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
-    _refuse_usage(ties, out, against is not None and optimizer_as is None)
+    _refuse_usage(ties, out, against is not None and optimizer_as is None and not os.path.isdir(split(file)[0]))
     if out is not None and os.path.isdir(out):
         out = os.path.join(out, "")  # a folder that is there is written as one
     output = output_of("convert", out, options)
     only, exclude = several(only), several(exclude)
-    opened = open_whole(file, at, part=part) if rules_file is None else open_by_rules(file, rules_file, at, part=part)
+    opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
     taken, named = opened.taken, opened.at is not None
     made_plain: tuple[str, ...] = ()
     unsaved: list[str] = []
@@ -136,6 +139,24 @@ def convert(
     return written(output, opened.checkpoint, result, summary, facts=facts, details=details, notes=notes)
 
 
+def _opened(
+    file: PathLike, at: str | None, part: bool, rules_file: PathLike | None, against: PathLike | None
+) -> Opened:
+    if against is None:
+        return open_whole(file, at, part=part) if rules_file is None else open_by_rules(file, rules_file, at, part=part)
+    if rules_file is not None:
+        what = "--against takes FSDP's flat parameters apart, and --rules joins other files"
+        raise UsageError(what, "No folder needs both.", "Leave out one of them.")
+    path, place = split(file)
+    target = find_target(against)
+    shapes = {expected.name: expected.shape for expected in target.unique if expected.shape is not None}
+    ties = {each.name: each.tied_to for each in target.tensors.values() if each.tied_to is not None}
+    folder = Folder(path)
+    with unchanged(folder):
+        ordered = target.checkpoint is None or not target.checkpoint.tensors_only
+        return Opened(rebuilt(folder, shapes, ties, ordered=ordered), at if at is not None else place, path)
+
+
 def _refuse_only_weights(container: Format, all: bool) -> None:
     """Raises `UsageError` for an output that has no optimizer."""
     if container.tensors_only and not all:
@@ -145,8 +166,8 @@ def _refuse_only_weights(container: Format, all: bool) -> None:
 
 def _refuse_usage(ties: str, out: PathLike | None, against_nothing: bool) -> None:
     if against_nothing:
-        what = "--against names the model whose parameters an optimizer has"
-        raise UsageError(what, "Without --optimizer-as there is nothing to name.", "For example: --optimizer-as names")
+        what = "--against names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
+        raise UsageError(what, "Here is nothing to name.", "For example: --optimizer-as names")
     if ties not in TIES:
         raise UsageError(f"unknown --ties {printable(ties)!r}", f"Available: {', '.join(TIES)}.")
     if out is None:

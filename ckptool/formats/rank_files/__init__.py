@@ -107,9 +107,8 @@ class RankSets:
             elif found := FSDP_RANKS.fullmatch(name):
                 self.is_accelerate = True
                 stem, _, number = found["set"].removesuffix("_rank").rpartition("_")
-                kind = ("optimizer" if stem == "optimizer" else "model") + (
-                    f"_{number}" if number.strip("0fsdp") else ""
-                )
+                kind = "optimizer" if stem == "optimizer" else "model"
+                kind += "" if number in ("0", "fsdp") else f"_{number}"
             else:
                 continue
             if self.sets.setdefault(kind, {}).setdefault(int(found["rank"]), name) != name:

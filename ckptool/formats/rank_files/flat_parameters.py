@@ -1,0 +1,143 @@
+"""FSDP1's flat parameters (LOCAL_STATE_DICT): one vector for each wrapped module, of which every rank has a part.
+
+Source: torch/distributed/fsdp/_flat_param.py and _state_dict_utils.py, torch 2.13. `MODULE._flat_param` is a
+ShardedTensor of the module's parameters one after the other, in the order of the model and without those of wrapped
+modules below it. With `use_orig_params` each begins at a multiple of 16 bytes, and under its name is what a rank has of
+it, as a vector. Names (but for those) and shapes are not in the files: another description of the model has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint.files import Folder
+from ckptool.errors import Conflict, Unsupported, counted, listed, printable
+from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.placements import distributed
+from ckptool.formats.rank_files import NAME, RankSets, is_flat_parameter
+
+MODEL = "model"
+ALIGNED = (4, 8, 2)  # elements to which a parameter is aligned: 16 bytes of the type that is computed in
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered: bool = True) -> Checkpoint:
+    """The model in a folder of flat parameters, as `{"model": {name: tensor}}`.
+
+    shapes: those of its parameters and buffers in the order of the model, each tensor once.  ties: other names of
+    them.  ordered: false where `shapes` are of a container that sorts its names. Raises `Conflict` where they do not
+    add up with the vectors or are in no model's order, `Unsupported` for a folder that has none.
+    """
+    ranks = RankSets(folder)
+    files, trees = ranks.open(MODEL) if MODEL in ranks.sets else ([], [])
+    flat = [key for key in (trees[0] if trees and isinstance(trees[0], dict) else ()) if is_flat_parameter(key)]
+    if not flat or not all(isinstance(tree, dict) and set(flat) <= tree.keys() for tree in trees):
+        what = f"{folder} has no flat parameters (LOCAL_STATE_DICT) of FSDP"
+        raise Unsupported(what, "Nothing in it has to be taken apart by the shapes of a model.", "Leave out --against.")
+    if more := [str(name) for name in trees[0] if name not in shapes and name not in ties and name not in flat]:
+        what = f"the files have tensors that the description has not: {listed([printable(name) for name in more], 3)}"
+        raise _conflict(folder, what, "The description is of another model.")
+    joiner = Joiner(str(folder))
+    buffers = {name: _buffer(joiner, name, shapes[name], trees) for name in shapes}
+    found = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+    for key in flat:
+        begin = key[: key.rindex(key.rpartition(".")[2])]
+        below = [other[: other.rindex(other.rpartition(".")[2])] for other in flat if other != key]
+        inner = tuple(each for each in below if each.startswith(begin) and each != begin)
+        own = [name for name in shapes if name.startswith(begin) and name not in found and not name.startswith(inner)]
+        if all(name in tree for tree in trees for name in own):
+            own = [name for name in trees[0] if name in own]
+        elif (not ordered and own == sorted(own)) or _is_sorted(own):
+            what = f"the parameters of {printable(key)} are given in the order of their names, not of the model"
+            raise _conflict(folder, what, "In the vector they are in the model's order, which safetensors files lose.")
+        shares = []
+        for file, tree in zip(files, trees, strict=True):
+            vector = distributed(tree[key])
+            if vector is None or vector.is_dtensor:
+                raise _conflict(folder, f"{printable(key)} is not a ShardedTensor", "Another version of FSDP wrote it.")
+            shares.append(file.share(key, vector))
+        chunks = [chunk for share in shares for chunk in share.readings[0] or ()]
+        (size,) = shares[0].shape
+        for name, place in _places(folder, key, size, {name: shapes[name] for name in own}, trees, chunks):
+            pieces = _between(chunks, place, place + prod(shapes[name]))
+            found[name] = joiner.flat(name, shapes[name], shares[0].dtype, pieces)
+    if lacking := [name for name in shapes if name not in found]:
+        shown = listed([printable(name) for name in lacking], 3)
+        what = f"{counted(len(lacking), 'tensor is', 'tensors are')} in no file: {shown}"
+        raise _conflict(folder, what, "The description is of another model.")
+    model: dict[Any, Any] = {name: found[name] for name in shapes}
+    model |= {name: replace(model[kept]) for name, kept in ties.items()}
+    metadata = {"engine": "FSDP1, flat parameters", "ranks": ranks.world}
+    notes = tuple(joiner.notes())
+    return Checkpoint({MODEL: model}, NAME, metadata, folder, notes=notes, discarded=tuple(ranks.discarded))
+
+
+def _conflict(folder: Folder, what: str, why: str) -> Conflict:
+    return Conflict(
+        f"{folder}: {what}", why, "Give --against a .pt file or its spec, of the very model that was saved."
+    )
+
+
+def _is_sorted(names: list[str]) -> bool:
+    """True for sorted names that no module has in this order: torch's own have their weight before their bias."""
+    place = {name: index for index, name in enumerate(names)}
+    biases = {name: place.get(f"{name.removesuffix('weight')}bias") for name in names if name.endswith("weight")}
+    return names == sorted(names) and any(at is not None and at < place[name] for name, at in biases.items())
+
+
+def _buffer(joiner: Joiner, name: str, shape: tuple[int, ...], trees: Sequence[dict[Any, Any]]) -> TensorEntry | None:
+    """The tensor that every rank has whole; None for a parameter, of which each has a piece or nothing."""
+    entries = [tree.get(name) for tree in trees]
+    whole = [entry for entry in entries if isinstance(entry, TensorEntry) and entry.shape == shape]
+    if len(whole) < len(trees) or (len(trees) == 1 and len(shape) == 1):
+        return None
+    chunks = [Chunk(entry, (0,) * len(shape), f"rank {rank}") for rank, entry in enumerate(whole)]
+    return joiner.replicated(name, chunks)
+
+
+def _places(
+    folder: Folder, key: str, size: int, shapes: Shapes, trees: Sequence[dict[Any, Any]], chunks: Sequence[Chunk]
+) -> Iterator[tuple[str, int]]:
+    """Where each parameter begins in a vector of this size."""
+    named = [name for name in shapes if all(isinstance(tree.get(name), TensorEntry) for tree in trees)]
+    for align in ALIGNED if named else (1,):
+        places, at = {}, 0
+        for name, shape in shapes.items():
+            places[name] = at = -(-at // align) * align
+            at += prod(shape)
+        pieces_fit = all(
+            [_length(chunk, places[name], prod(shapes[name])) for chunk in chunks]
+            == [tree[name].numel for tree in trees]
+            for name in named
+        ) or len(chunks) != len(trees)
+        if at <= size < at + max(len(trees), 1) and pieces_fit:
+            return iter(places.items())
+    count = sum(map(prod, shapes.values()))
+    what = f"{printable(key)} has {size:,} elements, and the parameters that it should be made of {count:,}"
+    why = f"They are {counted(len(shapes), 'parameter')}: {listed([*map(printable, shapes)], 3)}. Nothing was written."
+    raise _conflict(folder, what, why)
+
+
+def _length(chunk: Chunk, begin: int, count: int) -> int:
+    """The number of elements of a range that a piece of the vector has."""
+    low = max(begin, chunk.offsets[0])
+    return max(0, min(begin + count, chunk.offsets[0] + chunk.entry.numel) - low)
+
+
+def _between(chunks: Sequence[Chunk], begin: int, end: int) -> list[Chunk]:
+    """The pieces of a range of the vector, which counts from its beginning."""
+    pieces = []
+    for chunk in chunks:
+        count = _length(chunk, begin, end - begin)
+        if count or begin == end:
+            low = max(begin, chunk.offsets[0])
+            entry = chunk.entry
+            skip = (low - chunk.offsets[0]) * entry.stride[0] if count else 0
+            piece = replace(entry, shape=(count,), offset=entry.offset + skip)
+            pieces.append(replace(chunk, entry=piece, offsets=(low - begin if count else 0,)))
+    return pieces
