@@ -100,6 +100,8 @@ def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
     read_by_it = {name.partition("/")[0] for name in own}.difference(tree)
     if layout is None or not layout.names:
         return layout
+    if checkpoint.container.startswith("deepspeed"):  # which reads one tag; the others are checkpoints of their own
+        read_by_it |= {name for name in layout.names if name.startswith("global_step")}
     layout = replace(layout, names=tuple(name for name in layout.names if name.partition("/")[0] not in read_by_it))
     return layout if layout.names else None
 

@@ -127,6 +127,7 @@ def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
         return [], set()  # each of its iterations is one
     candidates = sharded.candidates(folder)
     claimed = sharded.belonging(folder) | members.claimed(folder) | deepspeed.belonging(folder)
+    claimed -= deepspeed.other_tags(folder)
     claimed |= torch_checkpointing.belonging(folder)
     alone = is_top and len(claimed) == 1  # a file among others
     if len(candidates) > 1 or (alone and candidates):

@@ -165,11 +165,27 @@ def test_latest_chooses_among_tags_and_the_others_are_scanned_too(tmp_path: Path
     write_zero(tmp_path / "run" / "global_step2", 2, 2)
     write_zero(tmp_path / "run" / "global_step4", 2, 2, zero_weights(1))
     (tmp_path / "run" / "latest").write_text("global_step4\n")
-    found = _tree(tmp_path / "run")["module"]["scale"].torch()
-    assert torch.equal(found, zero_weights(1)["scale"])
+    found = ckptool.open(tmp_path / "run")
+    assert torch.equal(found.tree["module"]["scale"].torch(), zero_weights(1)["scale"])
+    assert "global_step2" not in found.tree and "other-tags" in [note.code for note in found.notes]
+    ckptool.convert(tmp_path / "run", tmp_path / "out.safetensors")
+    rows = [Path(row.path).name for row in ckptool.scan(tmp_path / "run").files]
+    assert rows == ["run", "global_step2"]
     (tmp_path / "run" / "latest").unlink()
     with pytest.raises(ckptool.CkptoolError, match="holds 2 checkpoints of DeepSpeed"):
         ckptool.open(tmp_path / "run")
+
+
+def test_a_trainers_folder_has_its_other_members_beside_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-500"
+    write_zero(folder / "global_step500", 3, 2)
+    (folder / "latest").write_text("global_step500")
+    (folder / "trainer_state.json").write_text('{"global_step": 500, "epoch": 1.0}')
+    torch.save({"last_epoch": 3}, folder / "scheduler.pt")
+    tree = _tree(folder)
+    assert torch.equal(tree["module"]["scale"].torch(), zero_weights()["scale"])
+    assert tree["scheduler.pt"] == {"last_epoch": 3} and "global_step500" not in tree
+    ckptool.convert(folder, tmp_path / "out.safetensors")
 
 
 def test_a_folder_and_its_conversion_by_hand_are_the_same(tmp_path: Path, run: Run) -> None:

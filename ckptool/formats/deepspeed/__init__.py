@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.files import Folder, Input, read_small
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed, printable
@@ -22,6 +22,7 @@ from ckptool.formats.parts import names_in
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
+OTHER_TAGS = "other-tags"  # of the note
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copied beside every checkpoint
 UNIVERSAL = "zero"  # the folder that a universal one has
 MAX_TAG = 4_096  # bytes of the file `latest`
@@ -47,6 +48,16 @@ def belonging(folder: Folder) -> set[str]:
     return {name for name in (tag, *LATEST, *SCRIPTS) if name in folder} if tag else set()
 
 
+def other_tags(folder: Folder) -> set[str]:
+    """The tags in a folder beside the one that is read there: checkpoints of their own."""
+    tag = tag_of(folder)
+    return {name for name in _tags(folder) if name != tag} if tag is not None else set()
+
+
+def _tags(folder: Folder) -> list[str]:
+    return [name for name in folder.names if _TAG.fullmatch(name) and _is_tag(folder, name)]
+
+
 def _has_states(names: Iterable[str]) -> bool:
     return any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names)
 
@@ -54,7 +65,7 @@ def _has_states(names: Iterable[str]) -> bool:
 def tag_of(folder: Folder) -> str | None:
     """The tag that a folder's `latest` names, or the only one in it; empty where that leads nowhere; None for other
     folders."""
-    tags = [name for name in folder.names if _TAG.fullmatch(name) and _is_tag(folder, name)]
+    tags = _tags(folder)
     for latest in LATEST:
         if latest in folder and (tags or SCRIPTS[0] in folder or _is_tag(folder, _named_by(folder, latest))):
             name = _named_by(folder, latest)
@@ -85,14 +96,18 @@ def read(source: Folder) -> Checkpoint:
     if tag is source:
         return found
     source.adopt(os.path.basename(tag.path), tag)
-    return replace(found, source=source)
+    notes = found.notes
+    if others := sorted(map(printable, other_tags(source))):
+        beside = f"{counted(len(others), 'other tag is', 'other tags are')} beside it: {listed(others, 3)}"
+        notes += (Note(OTHER_TAGS, f"{printable(os.path.basename(tag.path))} was read; {beside}"),)
+    return replace(found, source=source, notes=notes)
 
 
 def _tag(folder: Folder) -> str:
     """The tag in a folder. Raises `Corrupt` where `latest` leads nowhere, `Ambiguous` for several tags without it."""
     if name := tag_of(folder):
         return name
-    tags = [name for name in folder.names if _TAG.fullmatch(name) and _is_tag(folder, name)]
+    tags = _tags(folder)
     advice = Advice("Name one: ", command("inspect", os.path.join(folder.path, tags[-1]))) if tags else ""
     latest = next((latest for latest in LATEST if latest in folder), None)
     if latest is None:
