@@ -107,11 +107,9 @@ def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
 
 
 def read(source: Folder) -> Checkpoint:
-    """A folder whose members are checkpoints of their own, or parts of one that are not joined here: each under its
-    name.
+    """A folder's members, each under its name; one that cannot be read is left out, and counted as not whole.
 
-    Raises `LimitExceeded` for more than 10,000 members; a member that cannot be read is left out, and counted as not
-    whole.
+    Raises `LimitExceeded` for more than 10,000 members, `Corrupt` where none can be read.
     """
     layout = layout_of(source)
     assert layout is not None

@@ -21,7 +21,7 @@ from tests.support.part_files import (
     DISTRIBUTED,
     FOLDERS,
     MADE,
-    WITH_WEIGHTS,
+    NOT_JOINED,
     accelerate_folder,
     megatron_folder,
     pipeline_folder,
@@ -239,7 +239,7 @@ def test_a_folder_of_members_is_one_line_and_says_how_many_are_whole(
         (file,) = ckptool.scan(place).files
         assert (file.path, file.state) == (str(folder), "good"), file
     assert all(row in run(verb, str(folder)).out for verb in ("scan", "inspect", "verify"))
-    assert (ckptool.open(folder).part is None) == (kind in WITH_WEIGHTS)
+    assert (ckptool.open(folder).part is None) == (kind not in NOT_JOINED)
     assert run("scan", str(folder), "--latest-good", "-q").out == f"{folder}\n"
     assert run("verify", str(folder)).code == 0
     for verb in ("inspect", "show", "scan"):
