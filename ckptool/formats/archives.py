@@ -27,10 +27,10 @@ from ckptool.formats.zip.record import LEADS_ELSEWHERE, Record
 
 NAME = "archive"
 OTHERS, PICKLES = "other-records", "embedded-pickles"  # of the notes
-MAX_TEXT = 1 << 20
+MAX_TEXT = MAX_TABLE = 1 << 20
 MAX_INFLATED = 32 << 20  # bytes of all compressed files of an archive
 _WEIGHTS = re.compile(r"\.(?:pth|pt|th|ckpt|bin|safetensors)\Z")
-_NAMED = re.compile(r"\.(?:pth|pt|th|ckpt|safetensors|distcp)")
+_NAMED = re.compile(rb"\.(?:pth|pt|th|ckpt|safetensors|distcp)")
 # Archives of other kinds that may hold such files: torch's, TorchServe's, Java's, Office's.
 _OF_OTHERS = re.compile(
     rb"data\.pkl|constants\.pkl|archive_format|serialized_exported_program|model\.json|MAR-INF/|META-INF/"
@@ -45,9 +45,9 @@ def detect(head: bytes, source: Input) -> bool:
         return False
     if torch_tar.is_tar(head):
         names = torch_tar.record_paths(source)
-        return any(map(_NAMED.search, names)) and not torch_tar.detect(head, source)
-    table = directory.table(source) if torch_zip.detect(head, source) else b""
-    return _NAMED.search(table.decode("latin-1")) is not None and _OF_OTHERS.search(table) is None
+        return any(_NAMED.search(name.encode()) for name in names) and not torch_tar.detect(head, source)
+    table = directory.table(source, MAX_TABLE) if torch_zip.detect(head, source) else b""
+    return _NAMED.search(table) is not None and _OF_OTHERS.search(table) is None
 
 
 def read(source: Source) -> Checkpoint:

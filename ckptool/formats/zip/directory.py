@@ -125,8 +125,9 @@ def last_end_record(source: Readable, room: int) -> tuple[bytes, int, int]:
     return tail, begin, tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - END.size + 4))
 
 
-def table(source: Readable) -> bytes:
-    """The bytes of the directory that the last end record points to, to look at; none where there is no such thing."""
+def table(source: Readable, most: int = MAX_DIRECTORY) -> bytes:
+    """The bytes of the directory that the last end record points to, to look at; none where there is no such thing, or
+    it has more than `most`."""
     _, tail_at, found = last_end_record(source, 1 << 16)
     if found < 0:
         return b""
@@ -135,7 +136,7 @@ def table(source: Readable) -> bytes:
     end64 = end - LOCATOR.size - END64.size
     if FULL in (size, at) and end64 >= 0:
         size, at = END64.unpack(source.read(end64, END64.size))[8:10]
-    return source.read(at, size) if size <= MAX_DIRECTORY and at + size <= source.size else b""
+    return source.read(at, size) if size <= most and at + size <= source.size else b""
 
 
 def _ends_as_zip(source: Readable) -> bool:
