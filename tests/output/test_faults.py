@@ -26,6 +26,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ckptool.formats import SHARDED, WRITERS
 from tests.support.faults import TEMPORARY, Bench, Ended, FaultPoint, error_points, kill_points, signal_points
 from tests.support.files import load, torch_bytes
 from tests.support.power_loss import after_power_loss
@@ -120,6 +121,7 @@ class Case:
 OLD = b"a file that was there"
 SAME = ("in.pt",)
 SHARDS = (INDEX, "out/model-00001-of-00002.safetensors", "out/model-00002-of-00002.safetensors")
+BINS = tuple(f"out/pytorch_model{end}" for end in (".bin.index.json", "-00001-of-00002.bin", "-00002-of-00002.bin"))
 ST = ("m.safetensors",)
 RANKS = ("out.dcp/.metadata", "out.dcp/__0_0.distcp", "out.dcp/ckptool.json")
 CASES = {
@@ -169,6 +171,13 @@ CASES = {
     "shards, new": Case("convert in.pt --shard-size 100KB -o out", changes=SHARDS, folder="out"),
     "shards, over others": Case(
         "convert in.pt --shard-size 100KB -o out -f", lambda: pt() | shards(), changes=SHARDS, folder="out"
+    ),
+    "torch shards, new": Case("convert in.pt --to sharded-bin --shard-size 100KB -o out", changes=BINS, folder="out"),
+    "torch shards, over others": Case(
+        "convert in.pt --to sharded-bin --shard-size 100KB -o out -f",
+        lambda: pt() | shards(),
+        changes=BINS,
+        folder="out",
     ),
     "dcp, new": Case("convert in.pt -o out.dcp --ranks 2", changes=(*RANKS, "out.dcp/__1_0.distcp"), folder="out.dcp"),
     "dcp, over others": Case("convert in.pt -o out.dcp -f", lambda: pt() | ranks(), changes=RANKS, folder="out.dcp"),
@@ -381,6 +390,14 @@ def test_a_fault_at_a_sample_of_points_leaves_old_or_new(case: str, bench: Bench
         sweep(kind, trial, 1)
     power_lost(trial, 10)
     assert trial.run(FaultPoint("short", -1, "")).code == trial.case.code and trial.found() == trial.after
+
+
+def test_every_container_that_is_a_folder_is_written_here_with_faults() -> None:
+    """A new one, and over another: add its two cases above."""
+    for container in (each for each in WRITERS if each.writes_folder):
+        asks = {SHARDED: "--shard-size"}.get(container.name, (*container.suffixes, f"--to {container.name}")[0])
+        over = {" -f" in case.words for case in CASES.values() if case.folder and asks in case.words}
+        assert over == {False, True}, container.name
 
 
 @pytest.mark.soak
