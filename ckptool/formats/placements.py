@@ -8,6 +8,7 @@ tensor follows from the rank's coordinate. A ShardedTensor lists the places of a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
@@ -173,8 +174,9 @@ class Mesh:
 
 @dataclass(slots=True, eq=False)
 class RankFile:
-    """A file of one rank, of a folder with so many. `where`: its name, for messages."""
+    """A file of one rank, of a folder with so many. `where`: its name, for messages; in the folder of this path."""
 
+    folder: str
     where: str
     rank: int
     world: int
@@ -202,7 +204,7 @@ class RankFile:
         if not isinstance(local, TensorEntry):
             kind = local.kind if isinstance(local, Composite) else type(local).__name__
             raise Unsupported(
-                f"{self.where}: the part of {printable(name)} that is here is a {printable(kind)}",
+                f"{self.path}: the part of {printable(name)} that is here is a {printable(kind)}",
                 "Only parts that are plain tensors are joined.",
                 "With torch: call full_tensor() on all ranks, and save that.",
             )
@@ -218,6 +220,10 @@ class RankFile:
         return (mesh.sizes, axes, tuple(order.items())), mesh.table, readings
 
     @property
+    def path(self) -> str:
+        return os.path.join(self.folder, self.where)
+
+    @property
     def owner(self) -> str:
         return f"rank {self.rank}"
 
@@ -227,13 +233,13 @@ class RankFile:
             kind, fields = _kind(each), _attributes(each)
             if kind.endswith("Partial"):
                 raise Unsupported(
-                    f"{self.where}: {printable(name)} is {kind.lstrip('_')}: each rank has a summand of it",
+                    f"{self.path}: {printable(name)} is {kind.lstrip('_')}: each rank has a summand of it",
                     "The reduction over the ranks was not done when it was saved, and is not done here.",
                     "With torch: redistribute it to Shard or Replicate before saving.",
                 )
             if kind not in ("Shard", "_StridedShard", "Replicate"):
                 raise Unsupported(
-                    f"{self.where}: {printable(name)} has the placement {printable(kind)}", "It is unknown."
+                    f"{self.path}: {printable(name)} has the placement {printable(kind)}", "It is unknown."
                 )
             dim, split = fields.get("dim", each.args[0] if each.args else None), fields.get("split_factor", 1)
             if kind == "Replicate":
@@ -255,14 +261,14 @@ class RankFile:
         own = fields.get("mesh")
         table = own if isinstance(own, TensorEntry) else fields.get("_rank_map", fields.get("_flatten_rank_map"))
         if (_size_of_mesh(fields) or 0) > MAX_MESH or (isinstance(table, TensorEntry) and table.numel > MAX_MESH):
-            what = f"{self.where}: the mesh of {printable(name)} has more than {MAX_MESH:,} ranks"
+            what = f"{self.path}: the mesh of {printable(name)} has more than {MAX_MESH:,} ranks"
             raise LimitExceeded(what, "Larger ones are not read.")
         ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else _items(table))
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise self._corrupt(name, "has a mesh without a table of ranks")
         if max(ranks) >= self.world:
             raise Conflict(
-                f"{self.where}: {printable(name)} is divided over a mesh with a rank {max(ranks):,}, and there are the "
+                f"{self.path}: {printable(name)} is divided over a mesh with a rank {max(ranks):,}, and there are the "
                 f"files of {self.world:,}",
                 "Files of ranks are missing, or this one is of another run.",
                 "Copy the files of all ranks, of one run.",
@@ -302,14 +308,14 @@ class RankFile:
 
     def differs(self, name: str, what: str) -> Conflict:
         return Conflict(
-            f"{self.where}: {printable(name)} {what}",
+            f"{self.path}: {printable(name)} {what}",
             "The file was renamed, is of another run, or was changed.",
             "Copy the files of all ranks again, each under the name that it was saved under.",
         )
 
     def _corrupt(self, name: str, what: str) -> Corrupt:
         return Corrupt(
-            f"{self.where}: {printable(name)} {what}", "No rank saves that: the file is damaged or malicious."
+            f"{self.path}: {printable(name)} {what}", "No rank saves that: the file is damaged or malicious."
         )
 
 

@@ -94,7 +94,7 @@ def read(source: Folder) -> Checkpoint:
             discarded += checkpoint.discarded
             if any(use.verdict == UNKNOWN for use in uses(checkpoint.tree)):
                 discarded.append(checkpoint.tree)
-            ranks.append(RankFile(printable(path), rank, world, tables))
+            ranks.append(RankFile(str(source), printable(path), rank, world, tables))
             values.append(checkpoint.tree)
         walk = TreeJoiner(joiner, _described(source, table, item))
         tree[item] = walk.join((item,), ranks, values)

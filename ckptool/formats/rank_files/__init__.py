@@ -152,6 +152,6 @@ class RankSets:
             self.discarded += checkpoint.discarded
             if any(use.verdict == UNKNOWN for use in uses(checkpoint.tree)):
                 self.discarded.append(checkpoint.tree)
-            files.append(RankFile(printable(file), rank, self.world, self._tables))
+            files.append(RankFile(str(self.folder), printable(file), rank, self.world, self._tables))
             trees.append(checkpoint.tree)
         return files, trees
