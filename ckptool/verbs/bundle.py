@@ -36,7 +36,9 @@ from ckptool.verbs.slim import new_ties
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-CONTAINERS = tuple(container.name for container in formats.WRITERS if container.keeps_tree)
+CONTAINERS = tuple(
+    container.name for container in formats.WRITERS if container.keeps_tree and not container.writes_folder
+)
 
 
 def bundle(
@@ -228,10 +230,8 @@ def _of_folder(path: PathLike) -> _Members:
 
 def _container(checkpoint: Checkpoint, output: Output) -> Format:
     """The container to write; raises `UsageError` for one that holds no bundles."""
-    written_before = formats.writer(checkpoint.container)
-    default = written_before.name if written_before and written_before.keeps_tree else formats.DEFAULT
-    container = output.format(default)
-    if not container.keeps_tree:
+    container = output.format(checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT)
+    if container.name not in CONTAINERS:
         raise UsageError(
             f"a bundle cannot be {container.name}",
             f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",

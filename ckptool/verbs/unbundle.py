@@ -75,7 +75,7 @@ def unbundle(
 
 def _container(checkpoint: Checkpoint, output: Output) -> Format:
     name = output.container or (checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT)
-    if not (container := formats.by_name(name)).keeps_tree:
+    if (container := formats.by_name(name)).name not in CONTAINERS:
         raise UsageError(
             f"members cannot be written as {container.name}",
             f"They are {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",

@@ -466,3 +466,15 @@ def test_rows_of_ranks_are_copied_one_by_one(suffix: str, tmp_path: Path) -> Non
     with pytest.raises(Corrupt, match="does not match its checksum"):
         ckptool.convert(folder, tmp_path / f"c.{suffix}")
     assert not (tmp_path / f"c.{suffix}").exists()
+
+
+def test_bundles_and_their_members_are_files(tmp_path: Path) -> None:
+    file = saved(plain_state(), tmp_path / "in.pt")
+    with pytest.raises(UsageError, match="a bundle cannot be dcp"):
+        ckptool.bundle({"one": file}, tmp_path / "b.dcp")
+    ckptool.bundle({"one": file}, tmp_path / "b.pt")
+    with pytest.raises(UsageError, match="members cannot be written as dcp"):
+        ckptool.unbundle(tmp_path / "b.pt", tmp_path / "members", container="dcp")
+    ckptool.convert(tmp_path / "b.pt", tmp_path / "c.dcp")
+    ckptool.unbundle(tmp_path / "c.dcp", tmp_path / "members")
+    assert (tmp_path / "members" / "one.pt").exists()
