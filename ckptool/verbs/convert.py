@@ -17,7 +17,7 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.errors import Unsupported, UsageError, counted, printable
-from ckptool.formats import DCP, SHARDED, Format, members
+from ckptool.formats import DCP, SHARDED, Format, for_output, members
 from ckptool.formats.dcp.save_plan import RankDivision
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import Opened, PathLike, open_whole, split
@@ -92,7 +92,7 @@ def convert(
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     _refuse_usage(ties, out, against is not None and optimizer_as is None and not os.path.isdir(split(file)[0]))
-    if out is not None and os.path.isdir(out):
+    if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     output = output_of("convert", out, options)
     only, exclude = several(only), several(exclude)
