@@ -292,11 +292,13 @@ SHELL = frozenset("--help --init --json --schema --skip-refused --version".split
 VALUED = frozenset(
     "-o -d --out --dir --against --at --atol --drop --dtype --ema --error --exclude --fill-from --form --from"
     " --ignore --jobs --kills --like --map --min-loaded --on-mismatch --only --optimizer-as --prefix --processes"
-    " --rename --resume --rtol --rules --seed --set --shard-size --slice --steps --suggest --tensor --ties --to"
-    " --variant --weights --write-digest".split()
+    " --ranks --rename --resume --rtol --rules --seed --set --shard-dim --shard-size --slice --steps --suggest"
+    " --tensor --ties --to --variant --weights --write-digest".split()
 )
 _SEVERAL = frozenset({"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--set"})
-_NUMBERS = frozenset("--atol --ema --jobs --kills --min-loaded --processes --rtol --seed --steps".split())
+_NUMBERS = frozenset(
+    "--atol --ema --jobs --kills --min-loaded --processes --ranks --rtol --seed --shard-dim --steps".split()
+)
 _DEVICE = re.compile(r"'?(cpu|cuda|mps|xpu|meta|DEVICE)\b")
 
 # A value, as against the next word of a sentence: quoted, a PLACEHOLDER, not of small letters alone, or of this list.
