@@ -62,6 +62,9 @@ class Template:
         return int.from_bytes(one, "little") if _blanked(after, self) == self.after else None
 
 
+NEAREST = 16  # zips of one size that a new one is compared with: where all of them differ, none of the rest helps
+
+
 class Templates:
     """Those of one folder, by the size of the zip."""
 
@@ -95,7 +98,9 @@ class Templates:
         blank = Template(entry, begin, end, head, b"", sums, id_sums, number.data_at - end)
         made = Template(entry, begin, end, head, _blanked(after, blank), sums, id_sums, blank.id_at)
         if made._sum_in(after) == entry.storage.crc:
-            self.known.setdefault(part.size, []).append(made)
+            alike = self.known.setdefault(part.size, [])
+            alike.append(made)
+            del alike[:-NEAREST]
             self.count += 1
 
 
