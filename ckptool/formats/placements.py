@@ -18,7 +18,7 @@ from typing import Any
 from ckptool.checkpoint import Composite, Flags, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Global, Object
-from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, printable
+from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, counted, printable
 from ckptool.formats.boxes import Box, Chunk
 
 MAX_MESH = 1 << 20  # ranks
@@ -249,7 +249,8 @@ class RankFile:
             else:
                 raise self._corrupt(name, f"is divided along dimension {printable(repr(dim)[:40])} of {dimensions}")
         if len(axes) != len(mesh.sizes):
-            raise self._corrupt(name, f"has {len(axes)} placements on a mesh of {len(mesh.sizes)} axes")
+            on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
+            raise self._corrupt(name, f"has {counted(len(axes), 'placement')} {on}")
         return tuple(axes)
 
     def _mesh(self, name: str, node: Any) -> Mesh:
@@ -397,8 +398,8 @@ def blocks(
     runs = runs_of(shape, mesh, axes, order)
     if local.shape != tuple(sum(length for _, length in each) for each in runs):
         return None
-    if prod(len(each) for each in runs) > 4 * MAX_RUNS:
-        raise LimitExceeded(f"a local tensor in {prod(len(each) for each in runs):,} blocks", "Real ones have a few.")
+    if (count := prod(len(each) for each in runs)) > 4 * MAX_RUNS:
+        raise LimitExceeded(f"a local tensor in {counted(count, 'block')}", "Real ones have a few.")
     if not local.numel:
         return [Chunk(local, tuple(each[0][0] if each else n for each, n in zip(runs, shape, strict=True)), owner)]
     chunks = []

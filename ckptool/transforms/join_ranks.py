@@ -152,7 +152,7 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
         if type(iteration := rank.tree.get("iteration")) is int:
             steps.setdefault(iteration, rank.name)
     if len(ranks) != prod(sizes):
-        world = f"{prod(sizes):,} ranks, {sizes[0]:,} tensor x {sizes[1]:,} pipeline parallel"
+        world = f"{counted(prod(sizes), 'rank')}, {sizes[0]:,} tensor x {sizes[1]:,} pipeline parallel"
         what = f"{folder} has {counted(len(ranks), 'file')} of {world}"
         raise Truncated(what, f"There are {listed([rank.name for rank in ranks], 4)}.", "Copy all of them.")
     if len(steps) > 1:
@@ -261,9 +261,11 @@ class _Fitting:
         if self.rule.kind == "qkv":
             expected = (numbers["heads"] + 2 * numbers["kv_heads"]) * numbers["head_dim"]
             if total != expected:
-                raise self._unfit(f"has {total:,} rows in all, and {expected:,} would be queries, keys and values")
+                raise self._unfit(
+                    f"has {counted(total, 'row')} in all, and {expected:,} would be queries, keys and values"
+                )
         if self.rule.kind == "vocab" and total < numbers["rows"]:
-            raise self._unfit(f"has {total:,} rows in all")
+            raise self._unfit(f"has {counted(total, 'row')} in all")
         return min(total, numbers.get("rows", total))
 
     def _blocks(self, piece: _Piece, axis: int, lengths: list[int]) -> Iterator[Chunk]:

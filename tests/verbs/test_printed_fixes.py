@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from ckptool.reports.fixes import Chain
 from fixtures import lab
 from fixtures.make import make
 from fixtures.torch_tar import save_tar
+from tests.support.engine_cases import ROOT
 from tests.support.lab_trial import run_line
 
 SOURCE = Path(ckptool.__file__).parent
@@ -84,6 +86,7 @@ NOTES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "numpy-weights": ("a.pkl", numpy_pickle),
     "torchscript": ("a.jit", lab.SPECIMENS["script.pt"].make),
     "no-state-dict": ("a.jit", frozen),
+    "pieces-not-read": ("a", lambda path: shutil.copytree(ROOT / "hf-consolidated" / "checkpoint", path)),
 }
 # Made by hand in the tests of what they are about: a nested class in an old pickle, a part of a checkpoint; of `verify`
 # and `convert`.
@@ -171,8 +174,6 @@ ERRORS: list[tuple[str, Callable[[Path], str], Callable[[str], Any]]] = [
     ("truncated", cut, ckptool.inspect),
     ("truncated", file_of("cut.safetensors"), ckptool.inspect),
     ("unsupported", file_of("compressed.pt.gz"), ckptool.inspect),
-    ("unsupported", file_of("inside.tar"), ckptool.inspect),
-    ("not-a-checkpoint", file_of("inside.zip"), ckptool.inspect),
     ("not-a-checkpoint", file_of("run"), ckptool.inspect),
     ("broken-link", file_of("link.pt"), ckptool.inspect),
     ("io", lambda folder: "missing.pt", ckptool.inspect),

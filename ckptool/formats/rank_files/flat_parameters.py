@@ -118,7 +118,7 @@ def _places(
         if at <= size < at + max(len(trees), 1) and pieces_fit:
             return iter(places.items())
     count = sum(map(prod, shapes.values()))
-    what = f"{printable(key)} has {size:,} elements, and the parameters that it should be made of {count:,}"
+    what = f"{printable(key)} has {counted(size, 'element')}, and the parameters that it should be made of {count:,}"
     why = f"They are {counted(len(shapes), 'parameter')}: {listed([*map(printable, shapes)], 3)}. Nothing was written."
     raise _conflict(folder, what, why)
 
