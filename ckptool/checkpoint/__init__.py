@@ -69,10 +69,11 @@ class Computed:
     """`length` bytes that `read(offset, n)` makes on demand: a cast, an inflated record, a gathered view.
 
     `read` returns exactly the bytes asked for (fewer only at the end), in bounded memory, for any place and order;
-    it is quickest when called front to back. `compares`: reading compares replicas, and raises `Conflict` where they
-    differ. `inputs`: the storages that it reads, whose checksums a writer checks on
-    the way. `view`: the same without a copy, of what is in memory already and does not change while it is written.
-    `concatenated`: they are the bytes of the inputs, one after the other, which a writer may copy as they are.
+    it is quickest when called front to back. `checks`: reading finds damage that no checksum of these bytes shows, and
+    raises for it: replicas that differ, a stream that cannot be inflated. `inputs`: the storages that it reads, whose
+    checksums a writer checks on the way. `view`: the same without a copy, of what is in memory already and does not
+    change while it is written. `concatenated`: they are the bytes of the inputs, one after the other, which a writer
+    may copy as they are.
     """
 
     length: int
@@ -80,7 +81,7 @@ class Computed:
     inputs: tuple[Storage, ...] = ()
     view: Callable[[int, int], memoryview] | None = None
     concatenated: bool = False
-    compares: bool = False
+    checks: bool = False
 
 
 Data = InlineBytes | FileRange | Computed
@@ -92,6 +93,7 @@ class Storage:
 
     location: torch's tag, `cpu` or `cuda:0`.  crc: CRC-32 of the bytes as the container recorded it, else None.
     deduplicated: its bytes may be stored once with those of others on the same `data`; it is no tie.
+    replicas: the same as others saved it, which nothing but a check of their files reads.
     intact: the bytes were compared with the checksum and match; noted by `blocks.verify`.
     """
 
@@ -99,6 +101,7 @@ class Storage:
     location: str = "cpu"
     crc: int | None = None
     deduplicated: bool = False
+    replicas: tuple[Storage, ...] = field(default=(), repr=False)
     intact: bool = field(default=False, init=False, repr=False)
 
     @property

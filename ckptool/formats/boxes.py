@@ -103,6 +103,7 @@ class Joiner:
     def replicated(self, name: str, chunks: Sequence[Chunk]) -> TensorEntry:
         """The tensor that every rank saved whole, as the first did; noted where theirs differ, as buffers may."""
         first, *others = chunks
+        _keep_replicas(first, others)
         for other in others:
             same = agree(first.entry, other.entry, read=True)
             if same is False:
@@ -143,12 +144,21 @@ def _with_replicas(chunks: Iterable[Chunk]) -> list[Chunk]:
     places: dict[Box, list[Chunk]] = {}
     for chunk in chunks:
         places.setdefault(chunk.box, []).append(chunk)
-    return [
-        replace(first, replicas=rest)
-        if (rest := tuple(c for c in others if not agree(first.entry, c.entry)))
-        else first
-        for first, *others in places.values()
-    ]
+    blocks: list[Chunk] = []
+    for first, *others in places.values():
+        rest = tuple(other for other in others if not agree(first.entry, other.entry))
+        _keep_replicas(first, [other for other in others if other not in rest])
+        blocks.append(replace(first, replicas=rest) if rest else first)
+    return blocks
+
+
+def _keep_replicas(first: Chunk, others: Iterable[Chunk]) -> None:
+    """Notes the storages of which the values are not used with the one whose are, for a check of all files."""
+    own = first.entry.storage
+    known = {id(storage): storage for storage in own.replicas}
+    known |= {id(other.entry.storage): other.entry.storage for other in others if other.entry.storage is not own}
+    if len(known) > len(own.replicas):
+        own.replicas = tuple(known.values())
 
 
 SMALL = 1 << 20  # bytes that are compared at once where asked
@@ -250,9 +260,9 @@ def assembled(shape: tuple[int, ...], chunks: list[Chunk], name: str = "") -> Te
     one_by_one = _are_consecutive(shape, chunks)
     if one_by_one:
         inputs = tuple(chunk.entry.storage for chunk in sorted(chunks, key=lambda chunk: chunk.offsets))
-    compares = len(every) > len(chunks)
+    checks = len(every) > len(chunks)
     read = _Assembly(shape, chunks, name).read
-    data = Computed(length, read, inputs, compares=compares, concatenated=one_by_one) if length else InlineBytes(b"")
+    data = Computed(length, read, inputs, checks=checks, concatenated=one_by_one) if length else InlineBytes(b"")
     return TensorEntry(Storage(data, first.location), first.dtype, shape, row_major_strides(shape))
 
 

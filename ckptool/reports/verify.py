@@ -204,8 +204,16 @@ def _storages_by_address(tree: Any) -> Iterator[tuple[str, Storage]]:
     """Every storage of every tensor, and those that it is computed from, with the tensor's address."""
     for path, node in walk(tree):
         for part in stored_parts(node):
-            for storage in part.storage.below():
+            for storage in _below(part.storage):
                 yield address(path), storage
+
+
+def _below(storage: Storage) -> Iterator[Storage]:
+    """A storage, those that it is computed from, and those with the same values by other ranks."""
+    for each in storage.below():
+        yield each
+        for replica in each.replicas:
+            yield from replica.below()
 
 
 def check_storages(
@@ -217,7 +225,7 @@ def check_storages(
     found = {
         id(part): part
         for storage in storages(tree)
-        for part in storage.below()
+        for part in _below(storage)
         if part.crc is not None and not (isinstance(part.data, FileRange) and id(part.data.file) in others)
     }
     sums = checksums([part.data for part in found.values()], progress)
@@ -235,7 +243,7 @@ def check_storages(
 
 def extent_of(tree: Any) -> str:
     """Whether all, some or none of the data in files have checksums."""
-    found = {part.crc is not None for storage in storages(tree) for part in storage.below() if not _is_made(part)}
+    found = {part.crc is not None for storage in storages(tree) for part in _below(storage) if not _is_made(part)}
     return SOME if len(found) == 2 else ALL if True in found else NONE
 
 
@@ -245,16 +253,17 @@ def _is_made(storage: Storage) -> bool:
     return not storage.nbytes or (isinstance(data, Computed) and storage.crc is None and bool(data.inputs))
 
 
-def check_replicas(tree: Any) -> Iterator[Problem]:
-    """Reads the tensors of which several ranks saved the same part, where checksums do not show that theirs agree."""
+def check_by_reading(tree: Any) -> Iterator[Problem]:
+    """Reads the data whose damage only reading shows: parts that several ranks saved, streams that are inflated."""
     seen: set[int] = set()
     for place, storage in _storages_by_address(tree):
         data = storage.data
-        if isinstance(data, Computed) and data.compares and id(data) not in seen:
+        if isinstance(data, Computed) and data.checks and id(data) not in seen:
             seen.add(id(data))
             try:
-                for offset in range(0, data.length, BLOCK):
-                    data.read(offset, BLOCK)
+                # A stream is inflated to its end before its first byte is given.
+                for offset in range(0, data.length if data.inputs else 1, BLOCK):
+                    data.read(offset, BLOCK if data.inputs else 1)
             except CkptoolError as error:
                 yield Problem(error.code, error.what, error.why, tensors=(place,))
 
@@ -288,8 +297,11 @@ def _outside(part: TensorEntry | StorageRef, path: Path) -> Iterator[Problem]:
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def non_finite(tree: Any) -> tuple[list[NonFinite], list[str]]:
-    """The tensors with NaN or Inf, and those that could not be searched (packed types, views without end)."""
+def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], list[str]]:
+    """The tensors with NaN or Inf, and those that could not be searched (packed types, views without end).
+
+    damaged: it is known that some cannot be read, which are not searched then.
+    """
     found, unsearched = [], []
     left = readable_bytes(tree)
     known: dict[Any, tuple[int, int]] = {}
@@ -304,7 +316,13 @@ def non_finite(tree: Any) -> tuple[list[NonFinite], list[str]]:
                     unsearched.append(address(path))
                     left += entry.nbytes if left < 0 else 0
                     continue
-                known[view] = _special(entry)
+                try:
+                    known[view] = _special(entry)
+                except CkptoolError:
+                    if not damaged:
+                        raise
+                    unsearched.append(address(path))
+                    continue
             nans, infs = known[view]
             if nans or infs:
                 found.append(NonFinite(address(path), nans, infs, entry.numel))

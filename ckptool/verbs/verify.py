@@ -41,7 +41,7 @@ from ckptool.reports.verify import (
     Verification,
     archive_of,
     check_archive,
-    check_replicas,
+    check_by_reading,
     check_storages,
     check_views,
     extent_of,
@@ -96,7 +96,7 @@ def verify(
     if isinstance(source, Folder) and named is None:
         found = _with_members(found, source, checkpoint, progress, checked_jobs(jobs))
     if finite:
-        values, unsearched = non_finite(part.tree)
+        values, unsearched = non_finite(part.tree, damaged=bool(found.problems))
         found = replace(found, non_finite=tuple(values), unsearched=tuple(unsearched))
     wants_digests = digest or write_digest is not None or kept is not None
     if not wants_digests or found.problems:  # digests of damaged values would only be believed
@@ -137,7 +137,7 @@ def _root(checkpoint: Checkpoint, at: str | None) -> tuple[StateDict, str]:
 
 def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progress | None) -> Verification:
     """A file, or a folder without its members, which are read as files of their own."""
-    problems = list(check_views(checkpoint))
+    problems = [*check_views(checkpoint), *check_by_reading(checkpoint.tree)]
     archive = archive_of(checkpoint)
     elsewhere = _files_of_members(source, checkpoint)
     checked = nbytes = 0
@@ -154,7 +154,6 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
         more, count, size = check_storages(checkpoint.tree, progress, elsewhere)
         problems, checked, nbytes = problems + more, checked + count, nbytes + size
         extent = extent_of(checkpoint.tree)
-    problems += check_replicas(checkpoint.tree)
     problems += _not_intact(checkpoint)
     return Verification(
         f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import ckptool
 from ckptool.checkpoint import Checkpoint, Computed, FileRange, TensorEntry
-from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import (
     Corrupt,
@@ -27,7 +27,7 @@ from ckptool.errors import (
     Truncated,
     Unsupported,
 )
-from ckptool.formats import read
+from ckptool.formats import read, torch_zip
 from ckptool.formats.dcp.tables import Place, Tables
 from tests.support.dcp_folders import (
     edit,
@@ -220,6 +220,21 @@ def test_tables_of_the_ranks_are_one_checkpoint(apart: Path, tmp_path: Path) -> 
     assert_same_objects(whole, torch.load(tmp_path / "out.pt", weights_only=True)["model"])
     assert_same_objects(ckptool.load(apart / "__1.metadata"), ckptool.load(apart))
     assert ckptool.open(apart / "__1_0.distcp").part.label == "rank 1 of 2"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["model.same", "buffer"])
+def test_damage_in_values_that_both_ranks_saved_is_found(name: str, apart: Path) -> None:
+    """Rank 0's are taken; those of rank 1 are in no tensor, and read by nothing else."""
+    assert ckptool.verify(apart).fine
+    table = pickle.loads((apart / "__1.metadata").read_bytes())  # made by this test
+    info = next(info for index, info in table.storage_data.items() if index.fqn == name)
+    entry = torch_zip.read(Source(apart / "__1_0.distcp").part(info.offset, info.length)).tree
+    data = bytearray((apart / "__1_0.distcp").read_bytes())
+    data[entry.storage.data.offset + 5] ^= 16
+    (apart / "__1_0.distcp").write_bytes(data)
+    found = ckptool.verify(apart)
+    (problem,) = found.problems
+    assert problem.code == "checksum" and "__1_0.distcp" in problem.record and problem.tensors
 
 
 def test_tables_of_ranks_that_lack_one(apart: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import warnings
 from collections.abc import Callable
@@ -117,6 +118,8 @@ def test_compressed_payloads_are_read_as_others(tmp_path: Path) -> None:
     state = {**training_state(), "large": torch.randn(700, 600).round(decimals=1), "many": many(3)}
     plain, packed = written(state, tmp_path / "plain"), written(state, tmp_path / "zstd", _extensions=zstd())
     assert values(plain) == values(packed)
+    verified = ckptool.verify(packed)
+    assert verified.fine and verified.checksums != "none"
     ckptool.convert(packed, tmp_path / "out.pt", verify=True)
     assert ckptool.diff(tmp_path / "out.pt", plain, ignore=["strides"]).same
     (rank,) = packed.glob("*.distcp")
@@ -173,10 +176,29 @@ def test_compressed_payloads_that_are_damaged(
     folder = written({"w": torch.randn(500)}, tmp_path / "saved", _extensions=zstd())
     (rank,) = folder.glob("*.distcp")
     rank.write_bytes(change(rank.read_bytes()))
+    verified = ckptool.verify(folder, finite=True)
+    assert [problem.tensors for problem in verified.problems] == [("w",)]
     with pytest.raises(error) as caught:
         ckptool.convert(folder, tmp_path / "out.pt")
     three_parts(caught.value)
     assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("keep", [100, 450])
+def test_a_compressed_object_that_is_cut_off_is_damaged(keep: int, tmp_path: Path) -> None:
+    import zstandard
+
+    folder = written({"w": torch.randn(5), "object": {"a", "b"}}, tmp_path / "saved", _extensions=zstd())
+    (rank,) = folder.glob("*.distcp")
+    table = pickle.loads((folder / ".metadata").read_bytes())  # made by this test
+    place = next(info for index, info in table.storage_data.items() if index.fqn == "object")
+    data = bytearray(rank.read_bytes())
+    plain = zstandard.ZstdDecompressor().stream_reader(bytes(data[place.offset :][: place.length])).read()
+    cut = zstandard.ZstdCompressor().compress(plain[:keep])
+    rank.write_bytes(data + cut)
+    edit(folder, placed("object", offset=len(data), length=len(cut)))
+    (problem,) = ckptool.verify(folder).problems
+    assert problem.code == "truncated"
 
 
 def test_values_that_were_changed_before_they_were_compressed(tmp_path: Path) -> None:

@@ -268,6 +268,9 @@ def test_a_pipeline_lacks_no_stage_and_no_layer(tmp_path: Path) -> None:
             "mp_rank_01_model_states.pt": "lacks mp_rank_01_model_states.pt",
             "*_mp_rank_01_*": "rank 1",
             "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt": "lacks the files of 1 rank of 2",
+            "layer_00-model_states.pt": "lacks tied_modules.embed.weight",
+            "layer_03-model_states.pt": "lacks 3.weight",
+            "layer_04-model_states.pt": "lacks 4.places",
         }.items()
     ):
         folder = Path(shutil.copytree(whole, tmp_path / f"{number}" / "global_step2"))
@@ -287,6 +290,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         states["num_experts"] = [2]
 
     folder = write_zero(tmp_path / "global_step2", 2, 2, change=experts)
+    _refused(folder, Corrupt, "0 of 2 experts in layer 0")
     torch.save({}, folder / "layer_0_expert_1_mp_rank_00_model_states.pt")
     _refused(folder, Corrupt, "1 of 2 experts in layer 0")
 

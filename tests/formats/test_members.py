@@ -18,7 +18,7 @@ import ckptool
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.formats.boxes import Chunk, Joiner
-from ckptool.reports.verify import check_replicas
+from ckptool.reports.verify import check_by_reading
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
 from tests.support.engine_cases import ROOT
@@ -259,7 +259,7 @@ def test_each_tensor_whose_replicas_differ_is_a_problem() -> None:
         "same": joiner.tensor("same", (4,), BY_TORCH["uint8"], [Chunk(block(1), (0,)), Chunk(block(1), (0,))]),
         "not": joiner.tensor("not", (4,), BY_TORCH["uint8"], [Chunk(block(1), (0,)), Chunk(block(2), (0,))]),
     }
-    (problem,) = check_replicas(tree)
+    (problem,) = check_by_reading(tree)
     assert (problem.code, problem.tensors) == ("conflict", ("not",))
 
 

@@ -12,11 +12,20 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
 
-from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import (
+    Checkpoint,
+    Computed,
+    Data,
+    FileRange,
+    InlineBytes,
+    Storage,
+    TensorEntry,
+    row_major_strides,
+)
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Part, Source
 from ckptool.checkpoint.tree import map_storages
-from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Unsupported, listed, printable
+from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed, printable
 from ckptool.formats import torch_zip
 from ckptool.formats.checksums import crc_combine
 
@@ -116,6 +125,21 @@ class Inflated(Part):
             return self.tail[at : at + length]
         return self.streams.read(self.part, offset, length)
 
+    @property
+    def path(self) -> str:
+        return self.part.file.path
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.read(offset, len(buffer))
+
+    def zip(self) -> Checkpoint:
+        """The torch zip that it is. Raises as `torch_zip.read`; no part of one that was cut off can be recovered."""
+        try:
+            return torch_zip.read(self)
+        except Truncated as error:
+            error.cut_archive = None
+            raise
+
     def confirm(self, storage: Storage) -> None:
         """Raises `Corrupt` where a storage in it does not match its checksum, as the sum of everything shows."""
         data = storage.data
@@ -146,7 +170,7 @@ def refuse_unknown(transforms: tuple[str, ...], what: str) -> None:
 def compressed_object(part: Part, streams: Streams) -> tuple[Any, tuple[Any, ...]]:
     """An object in a compressed zip, and what of its pickle is not inert and not in it."""
     inflated = Inflated(part, streams, torch_zip.inflated_limit(part.size))
-    checkpoint = torch_zip.read(inflated)
+    checkpoint = inflated.zip()
     return map_storages(checkpoint.tree, _computed), checkpoint.discarded
 
 
@@ -158,24 +182,30 @@ def _computed(storage: Storage) -> Storage:
 
 
 def compressed_tensor(part: Part, streams: Streams, shape: tuple[int, ...], dtype: DType, name: str) -> TensorEntry:
-    """A chunk in a compressed zip, of this shape and type by the table; it is inflated when it is read."""
+    """A chunk in a compressed zip, of this shape and type by the table; it is inflated, and checked, when it is read.
+
+    Its storage has a checksum from then on, if the zip has one.
+    """
     length = prod(shape) * dtype.itemsize
     opened: list[Data] = []
 
     def read(offset: int, count: int) -> bytes:
         if not opened:
-            opened.append(_values(part, streams, shape, dtype, name))
+            entry = _values(part, streams, shape, dtype, name)
+            opened.append(entry.row_major())
+            if entry.is_contiguous and not entry.offset and entry.nbytes == entry.storage.nbytes:
+                storage.crc, storage.intact = entry.storage.crc, entry.storage.crc is not None
         return opened[0].read(offset, count)
 
-    data = Computed(length, read) if length else InlineBytes(b"")
-    return TensorEntry(Storage(data), dtype, shape, row_major_strides(shape))
+    storage = Storage(Computed(length, read, checks=True) if length else InlineBytes(b""))
+    return TensorEntry(storage, dtype, shape, row_major_strides(shape))
 
 
-def _values(part: Part, streams: Streams, shape: tuple[int, ...], dtype: DType, name: str) -> Data:
+def _values(part: Part, streams: Streams, shape: tuple[int, ...], dtype: DType, name: str) -> TensorEntry:
     inflated = Inflated(part, streams, prod(shape) * dtype.itemsize + MOST_BESIDE)
-    entry = torch_zip.read(inflated).tree
+    entry = inflated.zip().tree
     if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (shape, dtype):
         what = f"{part}: the chunk of {printable(name)} should be {dtype}{list(shape)}, its file has {entry!r:.100}"
         raise Corrupt(what, "The files are of two checkpoints, or one of them was damaged.")
     inflated.confirm(entry.storage)
-    return entry.with_storage(_computed(entry.storage)).row_major()
+    return entry.with_storage(_computed(entry.storage))

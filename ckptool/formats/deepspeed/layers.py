@@ -7,12 +7,12 @@ layers `tied_modules.KEY.weight`). `module` is empty in the model states of a st
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
-from ckptool.errors import Corrupt
+from ckptool.errors import Corrupt, printable
 from ckptool.formats.boxes import Chunk
 from ckptool.formats.deepspeed.shares import Share, complete, mixed
 from ckptool.formats.deepspeed.zero import Models, Tag, checkpoint_of, joined_groups, parallel, shapes_of, tree_of
@@ -38,7 +38,9 @@ def read_stages(tag: Tag) -> Checkpoint:
     _same_run(tag, tags, states, shares)
     names = {number: _names(tags[number], states[number], shares[number]) for number in tags}
     known = {name: shape for groups in names.values() for group in groups for name, shape in group.items()}
-    own = _layers(tag, known)
+    lists = [each.get("buffer_names") for each in states.values()]
+    buffers = [name for names_of in lists if isinstance(names_of, list) for name in names_of if type(name) is str]
+    own = _layers(tag, known, buffers)
     weights, optimizer = _joined(tags, states, shares, names, own)
     first = shares[0][0] if shares[0] else None
     module = Models(tag, states[0], own, weights, 1, len(shares[0])).module()
@@ -66,8 +68,11 @@ def _names(tag: Tag, states: dict[str, Any], shares: list[Share]) -> list[dict[s
     return [{name: None for share in shares for name in share.mappings[group : group + 1][0]} for group in groups]
 
 
-def _layers(tag: Tag, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of all layers by their full names. known: the parameters that the optimizer has, and their shapes."""
+def _layers(tag: Tag, known: Mapping[str, Any], buffers: Iterable[str]) -> dict[str, Any]:
+    """The tensors of all layers by their full names. known: the parameters that the optimizer has, and their shapes.
+
+    Raises `Corrupt` where one of these, or of the buffers, is in no layer's file.
+    """
     found: dict[str, Any] = {}
     for file in sorted(tag.layers, key=lambda name: int(name.split("-")[0].removeprefix("layer_"))):
         tree = tag.open(file)
@@ -85,7 +90,24 @@ def _layers(tag: Tag, known: Mapping[str, Any]) -> dict[str, Any]:
                 and known_shape in (None, shape)
             ]
             found.setdefault(tied[0] if full not in known and len(tied) == 1 else full, value)
+    _refuse_missing(tag, {**dict.fromkeys(buffers), **known}, found)
     return found
+
+
+def _refuse_missing(tag: Tag, known: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raises `Corrupt` for parameters and buffers that the ranks name, and that no layer's file has."""
+    of_layers = {
+        (name.partition(".")[2], value.shape if isinstance(value, TensorEntry) else None)
+        for name, value in found.items()
+    }
+    for name, shape in known.items():
+        layer, _, rest = name.partition(".")
+        # A tied one whose layer cannot be told from its name is under that of the layer.
+        tied = layer == "tied_modules" and (rest.partition(".")[2], shape) in of_layers
+        if name not in found and (layer.isdecimal() or layer == "tied_modules") and not tied:
+            file = f"layer_{layer:0>2}-model_states.pt" if layer.isdecimal() else "a layer's file"
+            what = f"{tag.folder} lacks {printable(name)}, which the ranks' files name"
+            raise Corrupt(what, f"It is in {file}, which is not there or is another's.", "Copy all files of the run.")
 
 
 def _joined(

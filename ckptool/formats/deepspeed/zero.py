@@ -152,7 +152,7 @@ def _experts(tag: Tag, first: dict[str, Any]) -> dict[Any, Any]:
     counts = first.get("num_experts")
     for layer, count in enumerate(counts if isinstance(counts, list) else ()):
         there = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
-        if there and type(count) is int and len(there) < count:
+        if type(count) is int and len(there) < count:
             what = f"{tag.folder} has the files of {len(there):,} of {counted(count, 'expert')} in layer {layer}"
             raise Corrupt(what, "A model is complete only with all of them.", "Copy the whole folder.")
     found: dict[Any, Any] = {}
