@@ -14,8 +14,9 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.errors import Corrupt, printable
 from ckptool.formats.boxes import Chunk
-from ckptool.formats.deepspeed.shares import Share, complete, mixed
+from ckptool.formats.deepspeed.shares import Share, complete
 from ckptool.formats.deepspeed.zero import Models, Tag, checkpoint_of, joined_groups, parallel, shapes_of, tree_of
+from ckptool.formats.joined_folder import damaged, lacks, mixed
 
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,7})-(?:model_00-)?model_states\.pt")
 
@@ -24,9 +25,7 @@ def read_stages(tag: Tag) -> Checkpoint:
     """The checkpoint of a pipeline. Raises `Unsupported` where its layers are divided by tensor parallelism."""
     tags = {0: tag, **tag.stages}
     if lacking := next((number for number, each in tags.items() if not each.models), None):
-        raise Corrupt(
-            f"{tag.folder} lacks mp_rank_{lacking:02}_model_states.pt", "It is of a stage.", "Copy all files."
-        )
+        raise lacks(tag.folder, f"mp_rank_{lacking:02}_model_states.pt")
     states = {number: each.model(0, layered=True) for number, each in sorted(tags.items())}
     degrees = states[0].get("checkpoint_parallel_dimensions")
     wide = degrees.get("tp_degree") != 1 if isinstance(degrees, dict) else not tag.layers
@@ -75,9 +74,9 @@ def _layers(tag: Tag, known: Mapping[str, Any], buffers: Iterable[str]) -> dict[
     """
     found: dict[str, Any] = {}
     for file in sorted(tag.layers, key=lambda name: int(name.split("-")[0].removeprefix("layer_"))):
-        tree = tag.open(file)
+        tree = tag.files.open(file)
         if not isinstance(tree, dict):
-            raise Corrupt(f"{tag.folder}: {file} has no weights of a layer", "It was damaged.", "Copy all files again.")
+            raise damaged(tag.folder, f"{file} has no weights of a layer")
         layer = int(file.split("-")[0].removeprefix("layer_"))
         for name, value in tree.items():
             full = f"{layer}.{name}"
@@ -139,7 +138,5 @@ def _joined(
 
 def _shape(tag: Tag, name: str, shape: tuple[int, ...] | None, own: Mapping[str, Any]) -> tuple[int, ...]:
     if shape is None and not isinstance(own.get(name), TensorEntry):
-        raise Corrupt(
-            f"{tag.folder}: no file says the shape of {name}", "A layer's file is missing.", "Copy all files."
-        )
+        raise lacks(tag.folder, "the file of the layer", [name])
     return own[name].shape if shape is None else shape

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object
-from ckptool.errors import Conflict, Corrupt, counted, listed, printable
+from ckptool.errors import Conflict, counted, listed, printable
 from ckptool.formats.boxes import agree
 from ckptool.formats.deepspeed.flat import RankVector, bare
+from ckptool.formats.joined_folder import damaged, lacks, missing_ranks, mixed
 
 _VECTORS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 _STATES = ("base_optimizer_state", "optimizer_state_dict")
@@ -50,8 +50,8 @@ class Share:
         weights = self.weights[group]
         entry = self.state(group).get(key) if key else weights
         if not isinstance(entry, TensorEntry) or len(entry.shape) != 1 or entry.shape[0] < weights.shape[0]:
-            what = f"{self.file} has no {printable(key)} for all of group {group}, of which it has the weights"
-            raise Corrupt(what, "The file was damaged, or is of another checkpoint.", "Take another checkpoint.")
+            what = f"has no {printable(key)} for all of group {group}, of which it has the weights"
+            raise damaged(self.file, what)
         return RankVector(replace(entry, shape=weights.shape), f"rank {self.rank:,}")
 
     def state(self, group: int) -> Mapping[str, Any]:
@@ -81,11 +81,11 @@ def share_of(rank: int, file: str, tree: Any) -> Share:
     found = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
     vectors = next((found[key] for key in _VECTORS if key in found), None) if isinstance(found, dict) else None
     if not isinstance(found, dict) or not isinstance(vectors, list):
-        raise Corrupt(f"{file} has no f32 weights in it", "Another program wrote it, or they were taken out of it.")
+        raise damaged(file, "has no f32 weights in it")
     vectors = [bare(entry) for entry in vectors]
     for entry in vectors:
         if not isinstance(entry, TensorEntry) or len(entry.shape) != 1:
-            raise Corrupt(f"{file} has f32 weights that are no flat vectors", "It was damaged.")
+            raise damaged(file, "has f32 weights that are not flat vectors")
     base: Any = next((found[key] for key in _STATES if key in found), {})
     states, groups = (base.get("state"), base.get("param_groups")) if isinstance(base, dict) else (base, [])
     stage = _number(found.get("zero_stage"))
@@ -125,7 +125,7 @@ def plain(node: Any) -> Any:
 def _counts(file: str, node: Any) -> tuple[int, ...]:
     counts = tuple(node) if isinstance(node, (list, tuple)) else (node,)
     if not counts or not all(type(count) is int and 0 < count < 1 << 32 for count in counts):
-        raise Corrupt(f"{file} does not say over how many ranks it is divided", "It was damaged.")
+        raise damaged(file, "does not say over how many ranks it is divided")
     return counts
 
 
@@ -160,30 +160,19 @@ def checked(folder: Folder, shares: list[Share]) -> None:
     complete(folder, [share.rank for share in shares], max(first.counts), first.file)
 
 
-def mixed(folder: Folder, one: str, other: str, what: str) -> Conflict:
-    """The error for files of one folder that are not of one checkpoint."""
-    return Conflict(
-        f"{folder}: {one} and {other} are of two checkpoints: {what}",
-        "Files of another step or of another run lie in the folder; joined, they would be no model that ever was.",
-        "Copy the folder again into an empty one, or take another checkpoint.",
-    )
-
-
 def complete(folder: Folder, ranks: list[int], world: int, file: str) -> None:
     """Raises `Corrupt` for ranks of this world that have no file, `Conflict` for files of ranks beyond it."""
     there = set(ranks)
-    if beyond := sorted(rank for rank in there if rank >= world):
-        what = f"{folder} has files of {counted(len(beyond), 'rank')} beyond the {world:,} that saved it: "
+    if beyond := [f"rank {rank:,}" for rank in sorted(there) if rank >= world]:
         raise Conflict(
-            what + listed([f"rank {rank:,}" for rank in beyond], 3),
-            f"{file} says so. The others are left from a larger world, and may be of another step.",
+            f"{folder} has files of {counted(len(beyond), 'rank')} beyond the {world:,} that saved it: "
+            f"{listed(beyond, 3)}",
+            f"{file} gives that number. The others are left from a larger world, and may be of another step.",
             "Copy only the files of this checkpoint into another folder, or take another checkpoint.",
         )
     if len(there) < world:
-        gaps = list(islice((rank for rank in range(world) if rank not in there), 4))
-        shown = listed([f"rank {rank:,}" for rank in gaps[:3]]) + (", …" if len(gaps) > 3 else "")
-        what = f"{folder} lacks the files of {counted(world - len(there), 'rank')} of {world:,}: {shown} (see {file})"
-        raise Corrupt(what, "What the ranks saved is only complete together.", "Copy the whole folder.")
+        what = f"the files of {counted(world - len(there), 'rank')} of {world:,}"
+        raise lacks(folder, what, [f"rank {rank:,}" for rank in missing_ranks(there, world)])
 
 
 def _facts(share: Share) -> list[Any]:

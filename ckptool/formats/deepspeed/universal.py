@@ -17,13 +17,14 @@ from ckptool.checkpoint import Checkpoint, Note, Storage, TensorEntry, row_major
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.strided import row_major
-from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
+from ckptool.errors import Unsupported, counted, listed, printable
 from ckptool.formats import deepspeed
 from ckptool.formats.boxes import agree
 from ckptool.formats.deepspeed import UNIVERSAL
 from ckptool.formats.deepspeed.flat import bare
 from ckptool.formats.deepspeed.shares import named_groups, plain, undivided
 from ckptool.formats.deepspeed.zero import Models, Tag, checkpoint_of, shapes_of, tag_files, tree_of
+from ckptool.formats.joined_folder import damaged, lacks
 
 NAME = "deepspeed-universal"
 NO_BUFFERS = "no-buffers"  # of the notes
@@ -48,16 +49,13 @@ def read_tag(folder: Folder) -> Checkpoint:
     groups, own = shapes_of(tag, first, file), same_kind(first["module"], dict(first["module"] or {}))
     if first["module"] is None:
         message = "of a pipeline, ds_to_universal leaves out buffers and frozen parameters: they are not here"
-        tag.notes.append(Note(NO_BUFFERS, message))
+        tag.files.notes.append(Note(NO_BUFFERS, message))
     for name in (name for stage in tag.stages.values() for name in stage.models.values()):
         _add_parallel(tag, name, groups, own)
     inside = Folder(os.path.join(folder.path, UNIVERSAL))
     if missing := [name for shapes in groups for name in shapes if name not in inside]:
-        what = (
-            f"{inside} lacks {counted(len(missing), 'parameter')}: {listed([printable(name) for name in missing], 3)}"
-        )
-        raise Corrupt(what, "The conversion was stopped, or not all was copied.", "Convert or copy it again.")
-    common = tag.open(_OPTIMIZER, inside) if _OPTIMIZER in inside else {}
+        raise lacks(inside, counted(len(missing), "parameter"), missing)
+    common = tag.files.open(_OPTIMIZER, inside) if _OPTIMIZER in inside else {}
     common = common if isinstance(common, dict) else {}
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -80,7 +78,7 @@ def read_tag(folder: Folder) -> Checkpoint:
 
 def _add_parallel(tag: Tag, file: str, groups: list[dict[str, tuple[int, ...]]], own: dict[Any, Any]) -> None:
     """Adds what another rank of tensor or pipeline parallelism has: names of parameters, buffers, frozen parameters."""
-    states = tag.open(file)
+    states = tag.files.open(file)
     states = states if isinstance(states, dict) else {}
     for number, shapes in enumerate(shapes_of(tag, states, file)):
         groups.extend({} for _ in range(number + 1 - len(groups)))
@@ -106,22 +104,20 @@ def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> d
     slots: dict[str, Any] = {}
     for file in files.names:
         if file.endswith(".pt"):
-            value = tag.open(file, files)
+            value = tag.files.open(file, files)
             value = value.get("param") if isinstance(value, dict) else value
             value = bare(value)
             slots[file.removesuffix(".pt")] = _shaped(value, shape) if isinstance(value, TensorEntry) else value
     inside.adopt(name, files)
     weight = slots.get(WEIGHT)
     if not isinstance(weight, TensorEntry):
-        what = f"{files} has no tensor in {WEIGHT}.pt"
-        raise Corrupt(what, "The conversion was stopped, or not all was copied.", "Convert or copy it again.")
+        raise damaged(files, f"has no tensor in {WEIGHT}.pt")
     wrong = [
         key for key, value in slots.items() if isinstance(value, TensorEntry) and value.shape not in (weight.shape, ())
     ]
     if wrong or (len(weight.shape) != len(shape)):
         meant = list(weight.shape if wrong else shape)
-        what = f"{files} has {printable(listed(wrong or [WEIGHT]))} of another shape than {meant}"
-        raise Corrupt(what, "The files are of two checkpoints, or one was damaged.", "Convert or copy it again.")
+        raise damaged(files, f"has {printable(listed(wrong or [WEIGHT]))} of another shape than {meant}")
     return slots
 
 

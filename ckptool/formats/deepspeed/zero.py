@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.commands import Advice, other_program
 from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.nodes import Object, same_kind
+from ckptool.checkpoint.nodes import same_kind
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import Chunk, Joiner
 from ckptool.formats.deepspeed.flat import Range, RankVector, Vector, in_a_row, join
@@ -27,11 +27,11 @@ from ckptool.formats.deepspeed.shares import (
     check_mappings,
     checked,
     complete,
-    mixed,
     named_groups,
     share_of,
 )
-from ckptool.formats.parts import refuse_renamed
+from ckptool.formats.joined_folder import JoinedFolder, damaged, lacks, mixed
+from ckptool.formats.placements import sizes_of
 
 NAME = "deepspeed"
 COPIES = "copies-not-shown"  # of the notes
@@ -47,47 +47,41 @@ _LOCAL_EXPERT = re.compile(r"(?P<module>.*\.deepspeed_experts\.)(?P<number>\d{1,
 
 @dataclass(slots=True, eq=False)
 class Tag:
-    """The files of a tag's folder while they are put together. `read`: the storages in them, and what is not inert."""
+    """The files in a tag's folder by kind and rank."""
 
-    folder: Folder
-    joiner: Joiner
+    files: JoinedFolder
     models: dict[int, str] = field(default_factory=dict)  # by rank; of stages below 3, of rank 0
     optimizers: dict[int, str] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
     stages: dict[int, Tag] = field(default_factory=dict)  # of a pipeline, or ranks of tensor parallelism, but the first
     others: list[str] = field(default_factory=list)
-    discarded: list[Any] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Folder:
+        return self.files.folder
+
+    @property
+    def joiner(self) -> Joiner:
+        return self.files.joiner
 
     def stage(self, number: int) -> Tag:
         """The files of a rank of model parallelism, put together with these."""
         if number and number not in self.stages:
-            stage = Tag(self.folder, self.joiner, discarded=self.discarded, notes=self.notes)
-            self.stages[number] = stage
+            self.stages[number] = Tag(self.files)
         return self.stages[number] if number else self
-
-    def open(self, name: str, folder: Folder | None = None) -> Any:
-        """The tree of a file in the folder, or in one below it."""
-        from ckptool import formats
-
-        checkpoint = formats.read_alone((folder or self.folder).open(name))
-        refuse_renamed(checkpoint)
-        self.discarded += checkpoint.discarded
-        return checkpoint.tree
 
     def model(self, rank: int, *, layered: bool = False) -> dict[str, Any]:
         """A rank's model states. layered: the weights may be in other files. Raises `Corrupt` for something else."""
-        tree = self.open(self.models[rank])
+        tree = self.files.open(self.models[rank])
         module = tree.get("module", ()) if isinstance(tree, dict) else ()
         if not isinstance(tree, dict) or not (isinstance(module, dict) or (layered and module is None)):
-            what = f"{self.folder}: {self.models[rank]} has no `module` with the weights of a model in it"
-            raise Corrupt(what, "Another program wrote it, or it was damaged.", "Take another checkpoint.")
+            raise damaged(self.folder, f"{self.models[rank]} has no `module` with the weights of a model in it")
         return tree
 
     def shares(self) -> list[Share]:
         """What all ranks have of the optimizer, which has to fit together."""
-        found = [share_of(rank, name, self.open(name)) for rank, name in sorted(self.optimizers.items())]
+        found = [share_of(rank, name, self.files.open(name)) for rank, name in sorted(self.optimizers.items())]
         if found:
             checked(self.folder, found)
         return found
@@ -95,7 +89,7 @@ class Tag:
 
 def tag_files(folder: Folder) -> Tag:
     """The files in a tag's folder. Raises `Conflict` for two of one rank, `Corrupt` where the model's are missing."""
-    tag = Tag(folder, Joiner(str(folder)))
+    tag = Tag(JoinedFolder(folder))
     for name in folder.names:
         for pattern in (_MODEL, _OPTIMIZER):
             if found := pattern.fullmatch(name):
@@ -108,8 +102,7 @@ def tag_files(folder: Folder) -> Tag:
             if pattern.fullmatch(name):
                 names.append(name)
     if not tag.models:
-        what = f"{folder} lacks mp_rank_00_model_states.pt"
-        raise Corrupt(what, "Names, shapes and buffers of the model are in it.", "Copy the whole folder.")
+        raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
     return tag
 
 
@@ -140,10 +133,10 @@ def read_tag(folder: Folder) -> Checkpoint:
     joined = joined_groups(tag, first, shares) if shares else Joined()
     models = Models(tag, first, own, joined.weights, shares[0].stage if shares else 0, len(shares))
     tree = tree_of(first, models.module(), joined.optimizer, shares[0].rest if shares else {})
-    tree |= {name: tag.open(name) for name in tag.others}
+    tree |= {name: tag.files.open(name) for name in tag.others}
     if not shares and first.get("param_shapes") is not None:
         message = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
-        tag.notes.append(Note(NO_OPTIMIZER, message))
+        tag.files.notes.append(Note(NO_OPTIMIZER, message))
     return checkpoint_of(tag, tree, f", {shares[0].engine}" if shares else "", max(1, len(shares)))
 
 
@@ -153,31 +146,21 @@ def _experts(tag: Tag, first: dict[str, Any]) -> dict[Any, Any]:
     for layer, count in enumerate(counts if isinstance(counts, list) else ()):
         there = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
         if type(count) is int and len(there) < count:
-            what = f"{tag.folder} has the files of {len(there):,} of {counted(count, 'expert')} in layer {layer}"
-            raise Corrupt(what, "A model is complete only with all of them.", "Copy the whole folder.")
+            raise lacks(tag.folder, f"experts: {len(there):,} of {counted(count, 'expert')} in layer {layer} are there")
     found: dict[Any, Any] = {}
     for name in tag.experts:
-        expert = tag.open(name)
+        expert = tag.files.open(name)
         if not isinstance(expert, dict) or found.keys() & expert.keys():
-            what = f"{tag.folder}: {name} has no weights of an expert, or those of another one"
-            raise Corrupt(what, "It was damaged, or another program wrote it.", "Take another checkpoint.")
+            raise damaged(tag.folder, f"{name} has no weights of an expert, or those of another one")
         found |= expert
     return found
 
 
 def checkpoint_of(tag: Tag, tree: dict[str, Any], engine: str, world: int) -> Checkpoint:
     """The checkpoint of what was joined, with its notes."""
-    version, step = tree.get("ds_version"), tree.get("global_steps")
-    metadata = {"engine": f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine}
-    return Checkpoint(
-        tree,
-        NAME,
-        metadata | {"ranks": world} | ({"step": step} if type(step) is int else {}),
-        tag.folder,
-        None,
-        (*tag.notes, *tag.joiner.notes()),
-        tuple(tag.discarded),
-    )
+    version = tree.get("ds_version")
+    engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
+    return tag.files.checkpoint(NAME, tree, engine, world, tree.get("global_steps"))
 
 
 def tree_of(first: dict[str, Any], module: Any, optimizer: Any, rest: dict[str, Any]) -> dict[str, Any]:
@@ -216,8 +199,7 @@ def joined_groups(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Joine
     names: dict[int, list[str]] = {}
     for name, shape, group, ranges in laid:
         if name in joined.weights:
-            what = f"{tag.folder}: {printable(name)} is in two groups of the optimizer"
-            raise Corrupt(what, "The file with the shapes was damaged, or is of another checkpoint.")
+            raise damaged(tag.folder, f"{printable(name)} is in two groups of the optimizer")
         values = {key: join(tag.joiner, f"{name} {key}".strip(), shape, parts) for key, parts in ranges.items()}
         joined.weights[name] = values.pop("")
         state[name] = values | shares[0].undivided(group)
@@ -234,20 +216,11 @@ def shapes_of(
     groups = states.get(key) or ()
     found = []
     for group in groups if isinstance(groups, (list, tuple)) else (groups,):
-        shapes = {name: _shape(value) for name, value in group.items()} if isinstance(group, dict) else {"": None}
+        shapes = {name: sizes_of(value) for name, value in group.items()} if isinstance(group, dict) else {"": None}
         if not all(type(name) is str and shape is not None for name, shape in shapes.items()):
-            raise Corrupt(f"{tag.folder}: {file} has {key} that are no names and shapes", "It was damaged.")
+            raise damaged(tag.folder, f"{file} has {key} that are no names and shapes")
         found.append({name: shape for name, shape in shapes.items() if shape is not None})
     return found
-
-
-def _shape(node: Any) -> tuple[int, ...] | None:
-    if isinstance(node, Object) and type(node.args) is tuple and len(node.args) == 1:  # a torch.Size
-        node = node.args[0]
-    fine = (
-        isinstance(node, (tuple, list)) and len(node) <= 64 and all(type(n) is int and 0 <= n < 1 << 48 for n in node)
-    )
-    return tuple(node) if fine else None
 
 
 def _whole_vectors(
@@ -282,8 +255,7 @@ def _check_vector(
     step = 2 * len(team)  # to which the vector is filled up
     if -(-needed // step) != -(-vector.length // step):
         has = f"have {counted(needed, 'element')}, the ranks' files {vector.length:,}"
-        what = f"{tag.folder}: the parameters of group {group} {has}"
-        raise Corrupt(what, "The files are of two checkpoints, or one of them was damaged.", "Take another checkpoint.")
+        raise damaged(tag.folder, f"the parameters of group {group} {has}")
     config = first.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if isinstance(zero, dict) and zero.get("round_robin_gradients"):
@@ -332,8 +304,7 @@ def _divided_each(tag: Tag, shares: list[Share], shapes: list[dict[str, tuple[in
         raise mixed(tag.folder, shares[0].file, odd.file, "their vectors have other lengths")
     if sum(needed) != sum(lengths):
         has = f"take {counted(sum(needed), 'element')} of each rank, {shares[0].file} has {sum(lengths):,}"
-        what = f"{tag.folder}: the parameters {has}"
-        raise Corrupt(what, "The files are of two checkpoints, or one of them was damaged.", "Take another checkpoint.")
+        raise damaged(tag.folder, f"the parameters {has}")
     for number, run in enumerate(runs):
         keys = ["", *shares[0].divided(run[0])]
         vectors = {key: [Vector(share.vector(group, key) for group in run) for share in shares] for key in keys}
@@ -446,7 +417,7 @@ class Models:
             types = listed([str(dtype) for dtype in Counter(own.dtype for own in copies)])
             what = counted(len(copies), "weight is shown as", "weights are shown as")
             own = f"the model's own copies ({types}) were not compared with them"
-            self.tag.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {own}"))
+            self.tag.files.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {own}"))
 
     def _refuse_empty(self, module: dict[Any, Any]) -> None:
         known = {name for shapes in shapes_of(self.tag, self.first, "", "frozen_param_shapes") for name in shapes}

@@ -1,0 +1,75 @@
+"""A folder of files that are joined into one checkpoint: how each is opened, and the errors for what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint.files import Folder
+from ckptool.errors import Conflict, Corrupt, listed, printable
+from ckptool.formats.boxes import Joiner
+from ckptool.formats.parts import refuse_renamed
+from ckptool.pickles.calls import UNKNOWN, uses
+
+MOST_NAMED = 10_000  # missing files: a number in a file may claim any world size
+_COPY = "Copy the whole folder again, or take another checkpoint."
+
+
+@dataclass(slots=True, eq=False)
+class JoinedFolder:
+    """The state of joining a folder. discarded: what is not inert in its files."""
+
+    folder: Folder
+    notes: list[Note] = field(default_factory=list)
+    discarded: list[Any] = field(default_factory=list)
+    joiner: Joiner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joiner = Joiner(str(self.folder))
+
+    def open(self, name: str, folder: Folder | None = None) -> Any:
+        """The tree of a file in the folder, or in one below it. Raises `Conflict` for another rank's file by this name,
+        and whatever opening it raises."""
+        from ckptool.formats import read_alone
+
+        checkpoint = read_alone((folder or self.folder).open(name))
+        refuse_renamed(checkpoint)
+        self.discarded += checkpoint.discarded
+        if any(use.verdict == UNKNOWN for use in uses(checkpoint.tree)):
+            self.discarded.append(checkpoint.tree)
+        return checkpoint.tree
+
+    def checkpoint(self, container: str, tree: Any, engine: str, ranks: int, step: Any = None) -> Checkpoint:
+        """The joined checkpoint, which `engine` wrote on so many ranks at this step, where that is a number."""
+        facts = {"engine": engine, "ranks": ranks} | ({"step": step} if type(step) is int else {})
+        notes = (*self.notes, *self.joiner.notes())
+        return Checkpoint(tree, container, facts, self.folder, notes=notes, discarded=tuple(self.discarded))
+
+
+def missing_ranks(there: Collection[int], world: int) -> list[int]:
+    """The ranks below `world` that are not there, at most 10,000 of them."""
+    return list(islice((rank for rank in range(world) if rank not in there), MOST_NAMED))
+
+
+def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:
+    """The error for files that are missing. names: theirs."""
+    shown = listed([printable(name) for name in names], 3)
+    why = "What the ranks saved is only complete together."
+    return Corrupt(f"{where} lacks {what}{shown and ': '}{shown}", why, _COPY)
+
+
+def mixed(where: object, one: str, other: str, what: str) -> Conflict:
+    """The error for two files of one folder that are not of one checkpoint."""
+    return Conflict(
+        f"{where}: {printable(one)} and {printable(other)} are of two checkpoints: {what}",
+        "Files of another step or another run lie in the folder; joined, they would be no model that ever was.",
+        "Copy the folder again into an empty one, or take another checkpoint.",
+    )
+
+
+def damaged(where: object, what: str) -> Corrupt:
+    """The error for a file that is not what its name or its table says."""
+    return Corrupt(f"{where}: {what}", "The file was damaged, or another program wrote it.", _COPY)
