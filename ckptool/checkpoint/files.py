@@ -9,9 +9,11 @@ thousands. The others are opened again when they are read, and have to be the sa
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.descriptors import Descriptor, open_descriptor, open_files
@@ -205,6 +207,25 @@ def read_small(path: str | os.PathLike[str], what: str, most: int) -> bytes:
             "It is probably not the file that you meant.",
         )
     return data
+
+
+def read_json(path: str | os.PathLike[str], what: str, most: int) -> Any:
+    """The value in a JSON file, NaN allowed. Raises `Corrupt` for a damaged one, and what `read_small` raises."""
+    data = read_small(path, what, most)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        why = "It was cut off, or never fully written."
+        name = printable(os.fspath(path))
+        raise Corrupt(f"{name} is not JSON: {printable(str(error)[:100])}", why) from None
+
+
+def json_or_none(path: str | os.PathLike[str], most: int) -> Any:
+    """The same for a file that may be anything: None where it cannot be read as JSON."""
+    try:
+        return read_json(path, "a table", most)
+    except CkptoolError:
+        return None
 
 
 def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:

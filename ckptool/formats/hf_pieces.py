@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
-from ckptool.errors import Corrupt, counted, listed, printable
+from ckptool.errors import counted, listed, printable
 from ckptool.formats import safetensors
-from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.boxes import Chunk
+from ckptool.formats.joined_folder import JoinedFolder, damaged, lacks, missing_ranks
 from ckptool.formats.parts import PIECES, names_in
 from ckptool.formats.placements import sizes_of
 
@@ -43,30 +45,27 @@ def read(source: Folder) -> Checkpoint:
     """
     names = {name: found for name in source.names if (found := PIECES.fullmatch(name))}
     ranks = sorted({int(found["rank"]) for found in names.values()})
-    if absent := [rank for rank in range(1, ranks[-1]) if rank not in ranks]:
-        name = f"shard-{absent[0]:05}-{next(iter(names.values()))['rest']}.safetensors"
-        what = f"{source} lacks the pieces of {counted(len(absent), 'rank')}, as {name}"
-        raise Corrupt(what, "What the ranks saved is only complete together.", "Copy the whole folder.")
+    if missing := missing_ranks({0, *ranks}, ranks[-1]):
+        rest = next(iter(names.values()))["rest"]
+        files = [f"shard-{rank:05}-{rest}.safetensors" for rank in missing]
+        raise lacks(source, f"the pieces of {counted(len(missing), 'rank')}", files)
     pieces: dict[str, list[Chunk]] = {}
-    notes: list[Note] = []
+    joined = JoinedFolder(source)
     for name, found in names.items():
         shard = safetensors.read(source.open(name))
-        offsets = _offsets(source, name, shard)
+        offsets = saved_offsets(shard)
         for tensor, entry in shard.tree.items():
             begin = sizes_of(offsets.get(tensor))
             if begin is None or len(begin) != len(entry.shape):
-                raise _damaged(source, name, f"does not say where its piece of {printable(tensor)} belongs")
+                raise damaged(source, f"{printable(name)} does not say where its piece of {printable(tensor)} belongs")
             pieces.setdefault(tensor, []).append(Chunk(entry, begin, f"rank {int(found['rank']) - 1}"))
-    joiner = Joiner(str(source))
-    tree = {
-        name: joiner.tensor(name, _extent(chunks), chunks[0].entry.dtype, chunks) for name, chunks in pieces.items()
-    }
+    join = joined.joiner.tensor
+    tree = {name: join(name, _extent(chunks), chunks[0].entry.dtype, chunks) for name, chunks in pieces.items()}
     divided = [printable(name) for name, chunks in pieces.items() if len(chunks) > 1]
     if divided:
         what = f"the sizes of {counted(len(divided), 'tensor')} are those of the pieces that are here"
-        notes.append(Note(SIZES, f"{what}, as no file has them or the number of ranks: {listed(divided, 2)}"))
-    metadata = {"engine": "torch, HuggingFaceStorageWriter", "ranks": ranks[-1]}
-    return Checkpoint(tree, NAME, metadata, source, notes=(*notes, *joiner.notes()), tensors_only=True)
+        joined.notes.append(Note(SIZES, f"{what}, as no file has them or the number of ranks: {listed(divided, 2)}"))
+    return replace(joined.checkpoint(NAME, tree, "torch, HuggingFaceStorageWriter", ranks[-1]), tensors_only=True)
 
 
 def _extent(chunks: list[Chunk]) -> tuple[int, ...]:
@@ -75,14 +74,9 @@ def _extent(chunks: list[Chunk]) -> tuple[int, ...]:
     return tuple(map(max, zip(*ends, strict=False)))
 
 
-def _offsets(folder: Folder, name: str, shard: Checkpoint) -> dict[str, Any]:
-    """For each tensor of a file the offsets of its piece."""
+def saved_offsets(shard: Checkpoint) -> dict[str, Any]:
+    """The offsets of each tensor of a file in the whole one, as its metadata has them; empty where it has none."""
     try:
-        table = json.loads(shard.metadata[INFO])
-        return {tensor: fields["saved_offsets"] for tensor, fields in table.items()}
+        return {name: fields["saved_offsets"] for name, fields in json.loads(shard.metadata[INFO]).items()}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-        raise _damaged(folder, name, f"has no {INFO} that says where its pieces belong") from None
-
-
-def _damaged(folder: Folder, name: str, what: str) -> Corrupt:
-    return Corrupt(f"{folder}: {printable(name)} {what}", "The file was damaged, or another program wrote it.")
+        return {}

@@ -14,7 +14,7 @@ from ckptool.formats.boxes import Joiner
 from ckptool.formats.parts import refuse_renamed
 from ckptool.pickles.calls import UNKNOWN, uses
 
-MOST_NAMED = 10_000  # missing files: a number in a file may claim any world size
+MOST_NAMED = 1_000  # missing files: a number in a file may claim any world size
 _COPY = "Copy the whole folder again, or take another checkpoint."
 
 
@@ -50,7 +50,7 @@ class JoinedFolder:
 
 
 def missing_ranks(there: Collection[int], world: int) -> list[int]:
-    """The ranks below `world` that are not there, at most 10,000 of them."""
+    """The ranks below `world` that are not there, at most 1,000 of them."""
     return list(islice((rank for rank in range(world) if rank not in there), MOST_NAMED))
 
 

@@ -12,7 +12,6 @@ optimizer.py), optimizer/optimizer.py and distrib_optimizer.py, megatron_core 0.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -20,9 +19,9 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.commands import Advice, command
-from ckptool.checkpoint.files import Folder, Input, read_small
+from ckptool.checkpoint.files import Folder, Input, json_or_none, read_small
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import CkptoolError, Conflict, Corrupt, Truncated, Unsupported, counted, listed, printable
+from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed, printable
 from ckptool.formats import dcp
 
 NAME = "megatron"
@@ -84,12 +83,7 @@ def latest(run: Folder) -> Folder:
 
 def _backend(folder: Folder) -> str:
     """The backend that wrote the folder of an iteration; empty for another folder."""
-    if BACKEND not in folder:
-        return ""
-    try:
-        table = json.loads(read_small(os.path.join(folder.path, BACKEND), "a table", MAX_JSON))
-    except (CkptoolError, ValueError, RecursionError):
-        return ""
+    table = json_or_none(os.path.join(folder.path, BACKEND), MAX_JSON) if BACKEND in folder else None
     backend = table.get("sharded_backend") if isinstance(table, dict) else None
     return backend if isinstance(backend, str) else ""
 

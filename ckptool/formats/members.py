@@ -13,7 +13,6 @@ sentence-transformers (`modules.json`), ByteCheckpoint's README.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +20,8 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.commands import OUT_SAFETENSORS, RULES, command
-from ckptool.checkpoint.files import Folder, Input, Source, open_input, read_small
+from ckptool.checkpoint.files import Folder, Input, Source, json_or_none, open_input
+from ckptool.checkpoint.files import read_json as json_of
 from ckptool.checkpoint.numeric import has_numbers
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
@@ -245,16 +245,8 @@ def open_member(folder: Folder, name: str) -> Checkpoint:
 
 def read_json(folder: Folder, name: str) -> dict[str, Any]:
     """The members of a JSON file in the folder; raises `Corrupt` for one that was cut off."""
-    source = Source(os.path.join(folder.path, name))
-    if source.size > MAX_JSON:
-        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_JSON:,} are read.")
-    try:  # Trainers write NaN
-        found = json.loads(source.read(0, source.size))
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(
-            f"{source} is not JSON: {printable(str(error)[:100])}", "It was cut off, or never fully written."
-        ) from None
-    return found if isinstance(found, dict) else {}
+    table = json_of(os.path.join(folder.path, name), "a table", MAX_JSON)
+    return table if isinstance(table, dict) else {}
 
 
 # Do they belong together? --------------------------------------------------------------------------------------------
@@ -463,12 +455,7 @@ _KINDS: tuple[Callable[[Folder, bool], MemberFiles | None], ...] = (
 
 def _table(folder: Folder, name: str, kind: type = dict) -> Any:
     """A JSON file of the folder; None where there is none, or where it is something else."""
-    if name not in folder:
-        return None
-    try:
-        table = json.loads(read_small(os.path.join(folder.path, name), "a table", MAX_JSON))
-    except (CkptoolError, ValueError, RecursionError):
-        return None
+    table = json_or_none(os.path.join(folder.path, name), MAX_JSON) if name in folder else None
     return table if isinstance(table, kind) else None
 
 

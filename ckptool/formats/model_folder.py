@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES
-from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.parts import names_in
@@ -136,12 +136,8 @@ def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:
 
 def _json(place: str, name: str) -> dict[str, Any]:
     """A configuration; an empty one where it is not JSON, or very large."""
-    source = Source(os.path.join(place, name))
-    try:
-        found = json.loads(source.read(0, min(source.size, MAX_CONFIG)))
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    config = json_or_none(os.path.join(place, name), MAX_CONFIG)
+    return config if isinstance(config, dict) else {}
 
 
 def _companion(place: str, name: str) -> tuple[FileRange | None, str]:

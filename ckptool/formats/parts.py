@@ -11,7 +11,6 @@ of files, and `param_shapes`), megatron/training/checkpointing.py (`mp_rank_TT_P
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -22,10 +21,10 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.commands import command
-from ckptool.checkpoint.files import Folder, Input, Source, read_small
+from ckptool.checkpoint.files import Folder, Input, Source, json_or_none
 from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import CkptoolError, Conflict, OnlyAPart, counted, listed, printable
+from ckptool.errors import Conflict, OnlyAPart, counted, listed, printable
 from ckptool.formats.placements import distributed
 
 CODE, MEMBERS = "part", "members"  # of the notes
@@ -335,10 +334,8 @@ def _shard(tree: Any, file: _File) -> PartOf | None:
 def _index_of(file: _File) -> tuple[str, list[str]]:
     """The name of the index beside a file that names it, and the files that this names, in order."""
     for name in file.matching(INDEX):
-        try:
-            table = json.loads(read_small(os.path.join(file.folder, name), "an index", MAX_INDEX)).get("weight_map")
-        except (CkptoolError, ValueError, AttributeError, RecursionError):
-            continue
+        index = json_or_none(os.path.join(file.folder, name), MAX_INDEX)
+        table = index.get("weight_map") if isinstance(index, dict) else None
         named = {each for each in table.values() if type(each) is str} if isinstance(table, dict) else set()
         if file.name in named:
             return name, sorted(named)

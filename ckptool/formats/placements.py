@@ -22,6 +22,7 @@ from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, counte
 from ckptool.formats.boxes import Box, Chunk
 
 MAX_MESH = 1 << 20  # ranks
+MAX_DIMENSIONS = 64
 MAX_RUNS = 1_024  # of one tensor on one rank along one dimension, and in all 4 times as many
 
 _Readings = tuple[tuple[Any, ...], tuple[int, ...], list[list[Chunk] | None]]  # the last fields of a share
@@ -320,12 +321,13 @@ class RankFile:
         )
 
 
-def sizes_of(node: Any) -> tuple[int, ...] | None:
-    """The numbers in a `torch.Size`, a tuple or a list; None where it is anything else."""
+def sizes_of(node: Any, most: int = MAX_DIMENSIONS) -> tuple[int, ...] | None:
+    """The numbers in a `torch.Size`, a tuple or a list; None where it is anything else, or has more than `most`."""
     if isinstance(node, Object) and str(node.fn) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
         node = node.args[0]
-    numbers = isinstance(node, (list, tuple)) and all(type(n) is int and 0 <= n < 1 << 62 for n in node)
-    return tuple(node) if numbers else None
+    if not isinstance(node, (list, tuple)) or len(node) > most:
+        return None
+    return tuple(node) if all(type(n) is int and 0 <= n < 1 << 62 for n in node) else None
 
 
 def _place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | None] | None:

@@ -17,15 +17,25 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
-from ckptool.checkpoint.files import Folder, Input, Source, read_small
+from ckptool.checkpoint.files import Folder, Input, Source, read_json, read_small
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.tree import Path
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed, printable
-from ckptool.formats.boxes import Chunk, Joiner
-from ckptool.formats.placements import Axis, Mesh, RankFile, RankShare, blocks, distributed, encoded_order, sizes_of
-from ckptool.formats.rank_files.join_trees import Described, TreeJoiner
-from ckptool.pickles.calls import UNKNOWN, uses
-from ckptool.pickles.decode import decode
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
+from ckptool.formats.boxes import Chunk
+from ckptool.formats.joined_folder import JoinedFolder, lacks, missing_ranks
+from ckptool.formats.placements import (
+    MAX_MESH,
+    Axis,
+    Mesh,
+    RankFile,
+    RankShare,
+    blocks,
+    distributed,
+    encoded_order,
+    sizes_of,
+)
+from ckptool.formats.rank_files.join_trees import Described, TreeJoiner, not_joinable
+from ckptool.pickles.decode import decode, no_storage
 
 NAME = "torch-checkpointing"
 TABLE = "metadata.pkl"
@@ -79,10 +89,8 @@ def read(source: Folder) -> Checkpoint:
     """
     table = _table(source)
     items, world = _items(source, table)
-    joiner = Joiner(str(source))
+    joined = JoinedFolder(source)
     tree: dict[Any, Any] = {}
-    notes: list[Note] = []
-    discarded: list[Any] = []
     used = {TABLE}
     for item, files in items.items():
         ranks: list[RankFile] = []
@@ -90,26 +98,20 @@ def read(source: Folder) -> Checkpoint:
         tables: dict[tuple[int, ...], tuple[int, ...]] = {}
         for rank, (path, kind) in sorted(files.items()):
             used.add(path.partition("/")[0])
-            checkpoint = _opened(source, path, kind)
-            discarded += checkpoint.discarded
-            if any(use.verdict == UNKNOWN for use in uses(checkpoint.tree)):
-                discarded.append(checkpoint.tree)
             ranks.append(RankFile(str(source), printable(path), rank, world, tables))
-            values.append(checkpoint.tree)
-        walk = TreeJoiner(joiner, _described(source, table, item))
+            values.append(_opened(joined, path, kind))
+        walk = TreeJoiner(joined.joiner, _described(source, table, item))
         tree[item] = walk.join((item,), ranks, values)
-        if found := walk.unjoinable():
-            what = f"{source}: the ranks saved different plain tensors as {printable(item)}: {listed(found, 3)}"
-            raise Unsupported(what, "Nothing says how they are divided over the ranks.")
+        if unjoinable := walk.unjoinable():
+            raise not_joinable(source, item, unjoinable)
         walk.check()
-        notes += walk.notes()
+        joined.notes += walk.notes()
     if unused := [name for name in source.names if name not in used]:
         what = f"{counted(len(unused), 'file is', 'files are')} of no item that is known"
-        notes.append(Note(OTHERS, f"{what}: {listed([printable(name) for name in unused], 3)}"))
+        joined.notes.append(Note(OTHERS, f"{what}: {listed([printable(name) for name in unused], 3)}"))
     version = table.get("version")
     engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
-    notes += joiner.notes()
-    return Checkpoint(tree, NAME, {"engine": engine, "ranks": world}, source, None, tuple(notes), tuple(discarded))
+    return joined.checkpoint(NAME, tree, engine, world)
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -122,14 +124,10 @@ def _table(folder: Folder) -> dict[Any, Any]:
     source = folder.open(TABLE)
     if source.size > MAX_TABLE:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_TABLE:,} are read.")
-    found = decode(source.read(0, source.size), _no_storage, {}, name=str(source), file_bytes=source.size)
+    found = decode(source.read(0, source.size), no_storage, {}, name=str(source), file_bytes=source.size)
     if not isinstance(found.root, dict) or not isinstance(found.root.get("metadata"), dict) or found.aside():
         raise _damaged(folder, "is not a table of plain values")
     return found.root
-
-
-def _no_storage(pid: Any) -> Any:
-    raise Corrupt("a persistent id in a table that has no storages", "The file is of another kind.")
 
 
 def _damaged(folder: Folder, what: str) -> Corrupt:
@@ -159,11 +157,11 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
     if type(world) is not int or world < 1:
         world = max((max(files) + 1 for files in items.values()), default=1)
     of_all = [item for item, files in items.items() if len(files) > 1 or item in table.get("metadata", {})]
-    missing = [f"{item}_{rank}" for item in of_all for rank in range(min(world, 10_000)) if rank not in items[item]]
-    if missing or any(max(files) >= world for files in items.values()):
-        what = f"{folder} is of {counted(world, 'rank')}, and these files are missing or too many"
-        raise Corrupt(f"{what}: {listed([printable(name) for name in missing], 3)}", "They are only complete together.",
-            "Copy the whole folder, or take an earlier checkpoint.")  # fmt: skip
+    missing = [f"{item}_{rank}" for item in of_all for rank in missing_ranks(items[item], world)]
+    if missing:
+        raise lacks(folder, f"{counted(len(missing), 'file')} of {counted(world, 'rank')}", missing)
+    if any(max(files) >= world for files in items.values()):
+        raise _damaged(folder, f"is of {counted(world, 'rank')}, and there are the files of more")
     return items, world
 
 
@@ -174,10 +172,9 @@ def _place(info: Any, default: str) -> tuple[Any, Any]:
     return (info.get("file_path"), about.get("type")) if isinstance(about, dict) else (None, None)
 
 
-def _opened(folder: Folder, path: str, kind: str) -> Checkpoint:
-    """What is in a file, which may be in a folder below. A path that could lead elsewhere raises `Corrupt`."""
-    from ckptool.formats import read_alone
-
+def _opened(joined: JoinedFolder, path: str, kind: str) -> Any:
+    """The tree or value in a file, which may be in a folder below. Raises `Corrupt` for a path that leads elsewhere."""
+    folder = joined.folder
     below, name = folder, path
     while "/" in name:
         first, _, name = name.partition("/")
@@ -186,15 +183,11 @@ def _opened(folder: Folder, path: str, kind: str) -> Checkpoint:
         below = Folder(os.path.join(below.path, first))
     if below.missing([name]):
         raise _damaged(folder, f"names a file that is not there: {printable(path[:200])}")
-    source = below.open(name)
-    folder.adopt(path, source)
+    folder.adopt(path, below.open(name))
     if kind in ("TorchSerialization", "SafetensorsSerialization"):
-        return read_alone(source)
-    data = read_small(source.path, "an item", MAX_TEXT)
-    try:
-        return Checkpoint(json.loads(data) if kind == "JsonSerialization" else data, NAME)
-    except (ValueError, RecursionError):
-        raise Corrupt(f"{source} is not JSON", "It was cut off, or never fully written.") from None
+        return joined.open(name, below)
+    read = read_json if kind == "JsonSerialization" else read_small
+    return read(below.open(name).path, "an item", MAX_TEXT)
 
 
 # How plain tensors are divided ---------------------------------------------------------------------------------------
@@ -232,7 +225,7 @@ def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | 
 def _of_dtensor(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> RankShare | None:
     """The blocks of a local tensor by its mesh and placements; None for a replica."""
     shape, mesh = sizes_of(data["global_shape"]), data["mesh_spec"]
-    sizes, ranks = sizes_of(mesh["mesh_shape"]), sizes_of(mesh["mesh_data"])
+    sizes, ranks = sizes_of(mesh["mesh_shape"]), sizes_of(mesh["mesh_data"], MAX_MESH)
     axes = tuple(_axis(placement) for placement in data["placements"])
     if shape is None or sizes is None or ranks is None or prod(sizes) != len(ranks) or len(axes) != len(sizes):
         raise ValueError

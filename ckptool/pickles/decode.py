@@ -159,3 +159,8 @@ def nested_name_notes(names: Sequence[Global]) -> list[Note]:
         "which pickles below protocol 4 cannot express: torch.load fails there"
     )
     return [Note("nested-name", what, command("convert", FILE, out=OUT))]
+
+
+def no_storage(pid: Any) -> Any:
+    """Stands for the storages of a pickle that has none."""
+    raise Corrupt("a persistent id in a table that has no storages", "The file is of another kind.")

@@ -123,7 +123,7 @@ HOSTILE: dict[str, tuple[Callable[[int, DeviceMesh], Any], Change, str, str]] = 
     "a rank of 0 bytes": (model, emptied, "truncated", NAME.format(1)),
     "a rank that was cut off": (model, cut, "truncated", NAME.format(1)),
     "ranks of two worlds": (model, another_world, "conflict", "model_world_size_3_rank_0.pt"),
-    "two ranks that were exchanged": (model, renamed, "conflict", "was saved by rank"),
+    "two ranks that were exchanged": (model, renamed, "conflict", "was saved as"),
     "a rank of another step": (model, another_step, "conflict", "step"),
     "schedulers of two epochs": (model, epochs, "conflict", "last_epoch"),
     "another shape": (put("fc.bias", lambda m: divided(torch.ones(9), m, [Shard(0)])), nothing, "conflict", "fc.bias"),

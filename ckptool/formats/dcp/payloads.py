@@ -7,7 +7,6 @@ where that does.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from ckptool.formats.boxes import Box
 from ckptool.formats.dcp import compressed
 from ckptool.formats.dcp.tables import Described, Place
 from ckptool.formats.dcp.templates import Templates
+from ckptool.formats.hf_pieces import saved_offsets
 
 SMALL = 1 << 20  # bytes of objects that are compared
 
@@ -113,21 +113,13 @@ class Payloads:
             if part.size < 10 or part.read(8, 1) != b"{":
                 return None
             found = safetensors.read(part)
-            self._safetensors[key] = found.tree if found.tensors_only else {}, _offsets(found.metadata)
+            self._safetensors[key] = found.tree if found.tensors_only else {}, saved_offsets(found)
         tree, offsets = self._safetensors[key]
         entry = tree.get(name)
         if not isinstance(entry, TensorEntry) or offsets.get(name, list(box[0])) != list(box[0]):
             what = f"{file} has no chunk of {printable(name)} at {list(box[0])} in its safetensors"
             raise Corrupt(what, "Its writer keeps one chunk of each name; the table belongs to another checkpoint.")
         return entry
-
-
-def _offsets(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Where each chunk begins in its tensor, as the header of a safetensors says."""
-    try:
-        return {name: info["saved_offsets"] for name, info in json.loads(metadata["DCP_SHARDING_INFO"]).items()}
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        return {}
 
 
 def _settled(value: Any) -> Any:

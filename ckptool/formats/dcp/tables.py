@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from ckptool.checkpoint.commands import Advice, other_program
@@ -23,19 +22,18 @@ from ckptool.errors import (
     LimitExceeded,
     NotACheckpoint,
     counted,
-    listed,
     printable,
 )
 from ckptool.formats.boxes import Box
+from ckptool.formats.joined_folder import lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles.decode import decode
+from ckptool.formats.placements import sizes_of
+from ckptool.pickles.decode import decode, no_storage
 
 METADATA = ".metadata"
 OF_A_RANK = re.compile(r"__(?P<rank>\d{1,7})\.metadata")
 _UNFINISHED = re.compile(r"__(?P<rank>\d{1,7})\.metadata\.tmp")
 MAX_METADATA = 256 << 20
-MAX_RANK = 64
-MOST_NAMED = 1_000  # ranks that are missing
 
 Key = tuple[str, tuple[int, ...] | None]  # a name, and the offsets of a chunk; None for an object
 Path = tuple[str | int, ...]
@@ -111,7 +109,7 @@ class Tables:
         if source.size > MAX_METADATA:
             raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_METADATA:,} are read.")
         data = source.read(0, source.size)
-        decoded = decode(data, _no_storage, _BUILDERS, name=str(source), file_bytes=source.size)
+        decoded = decode(data, no_storage, _BUILDERS, name=str(source), file_bytes=source.size)
         if decoded.end != len(data):
             raise Ambiguous(
                 f"{source} has {len(data) - decoded.end:,} bytes after its end", "Another pickle may be hidden there."
@@ -141,8 +139,7 @@ class Tables:
                 )
             places[key] = place
         if missing := self.folder.missing(files):
-            what = f"{self.folder} lacks {len(missing):,} of its files: {listed([printable(n) for n in missing], 3)}"
-            raise Corrupt(what, "What the ranks saved is only complete together.", "Copy the whole folder.")
+            raise lacks(self.folder, f"{len(missing):,} of its files", missing)
         return places
 
     def _add_value(self, table: str, name: str, node: Any, places: dict[Key, Place]) -> None:
@@ -174,7 +171,7 @@ class Tables:
             raise self.damaged(
                 f"says of {printable(name)} that it is a {printable(kind or type(node).__name__)}", table
             )
-        shape, (dtype, trained) = _sizes(node.attributes.get("size")), _properties(node.attributes.get("properties"))
+        shape, (dtype, trained) = sizes_of(node.attributes.get("size")), _properties(node.attributes.get("properties"))
         if shape is None or dtype is None:
             raise self.damaged(f"says nothing of the shape or type of {printable(name)}", table)
         return Described(shape, dtype, trained)
@@ -184,7 +181,7 @@ class Tables:
         boxes: dict[Box, None] = {}
         for chunk in chunks if isinstance(chunks, list) else ():
             fields = chunk.attributes if _class(chunk) == "ChunkStorageMetadata" else {}
-            begin, sizes = _sizes(fields.get("offsets")), _sizes(fields.get("sizes"))
+            begin, sizes = sizes_of(fields.get("offsets")), sizes_of(fields.get("sizes"))
             if begin is None or sizes is None or len(begin) != rank or len(sizes) != rank:
                 raise self.damaged(f"has chunks of {printable(name)} without offsets and sizes", table)
             if (begin, sizes) in boxes and 0 not in sizes:
@@ -212,15 +209,9 @@ def table_names(folder: Folder) -> list[str]:
         return [METADATA]
     ranks = {int(found["rank"]): name for name in folder.names if (found := OF_A_RANK.fullmatch(name))}
     stopped = [int(found["rank"]) for name in folder.names if (found := _UNFINISHED.fullmatch(name)) and ranks]
-    absent = (rank for rank in range(max([*ranks, *stopped], default=-1) + 1) if rank not in ranks)
-    missing = list(islice(absent, MOST_NAMED))
-    if missing:
-        shown = listed([f"__{rank}{METADATA}" for rank in missing], 3)
-        raise Corrupt(
-            f"{folder} lacks the tables of {counted(len(missing), 'rank')}: {shown}",
-            "Every rank wrote a table of its own (use_collectives=False): what those saved cannot be found without.",
-            "Copy the whole folder, or take another checkpoint.",
-        )
+    if missing := missing_ranks(ranks, max([*ranks, *stopped], default=-1) + 1):
+        names = [f"__{rank}{METADATA}" for rank in missing]
+        raise lacks(folder, f"the tables of {counted(len(missing), 'rank')}", names)
     return [name for _, name in sorted(ranks.items())]
 
 
@@ -234,10 +225,6 @@ def _size(args: tuple[Any, ...]) -> Any:
 _BUILDERS = {**BUILDERS, Global("torch", "Size"): _size}
 
 
-def _no_storage(pid: Any) -> Any:
-    raise Corrupt("a persistent id in a table that has no storages", "The file is of another kind.")
-
-
 def _class(node: Any) -> str:
     """The name of the class of torch.distributed that an object is of; empty for anything else."""
     if not isinstance(node, Object) or type(node.fn) is not Global:
@@ -248,19 +235,12 @@ def _class(node: Any) -> str:
     return name if module.startswith("torch.distributed.") else ""
 
 
-def _sizes(node: Any) -> tuple[int, ...] | None:
-    """The numbers in a `torch.Size`, none of them negative; None where it is anything else."""
-    if not isinstance(node, (tuple, list)) or len(node) > MAX_RANK:
-        return None
-    return tuple(node) if all(type(n) is int and 0 <= n < 1 << 62 for n in node) else None
-
-
 def _key(index: Any) -> Key | None:
     if _class(index) != "MetadataIndex":
         return None
     fields = index.attributes
     name, offset = fields.get("fqn"), fields.get("offset")
-    offsets = None if offset is None else _sizes(offset)
+    offsets = None if offset is None else sizes_of(offset)
     return (name, offsets) if type(name) is str and (offset is None) == (offsets is None) else None
 
 

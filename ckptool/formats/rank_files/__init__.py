@@ -13,16 +13,14 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.files import Folder, Input
-from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed, printable
-from ckptool.formats.boxes import Joiner
+from ckptool.errors import Conflict, Unsupported, counted, listed, printable
+from ckptool.formats.joined_folder import JoinedFolder, lacks, missing_ranks
 from ckptool.formats.parts import FSDP_RANKS, OF_WORLD
 from ckptool.formats.placements import RankFile
-from ckptool.formats.rank_files.join_trees import TreeJoiner
-from ckptool.pickles.calls import UNKNOWN, uses
+from ckptool.formats.rank_files.join_trees import TreeJoiner, not_joinable
 
 NAME = "rank-files"
 NOT_JOINED = "not-joined"  # of the note
-MAX_MISSING = 100_000  # ranks
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -38,29 +36,26 @@ def read(source: Folder) -> Checkpoint:
     `Unsupported` for a model that cannot be put together.
     """
     ranks = RankSets(source)
-    joiner = Joiner(str(source))
-    notes: list[Note] = []
-    tree = {name: _joined(ranks, name, joiner, notes) for name in ranks.sets}
-    engine = "accelerate, FSDP with use_dcp=False" if ranks.is_accelerate else "FSDP, a file of each rank"
-    metadata = {"engine": engine, "ranks": ranks.world}
-    return Checkpoint(tree, NAME, metadata, source, notes=(*notes, *joiner.notes()), discarded=tuple(ranks.discarded))
+    tree = {name: _joined(ranks, name) for name in ranks.sets}
+    engine = "accelerate, FSDP with use_dcp=False" if ranks.is_accelerate else "FSDP, one file per rank"
+    return ranks.files.checkpoint(NAME, tree, engine, ranks.world)
 
 
-def _joined(ranks: RankSets, name: str, joiner: Joiner, notes: list[Note]) -> Any:
+def _joined(ranks: RankSets, name: str) -> Any:
     files, trees = ranks.open(name)
     if any(is_flat_parameter(key) for key in (trees[0] if isinstance(trees[0], dict) else ())):
         raise _flat(ranks.folder)
-    walk, before = TreeJoiner(joiner), dict(joiner.different)
+    walk, before = TreeJoiner(ranks.files.joiner), dict(ranks.files.joiner.different)
     whole = walk.join((name,), files, trees)
-    if found := walk.unjoinable():
-        joiner.different = before
+    if unjoinable := walk.unjoinable():
+        ranks.files.joiner.different = before
         if not name.startswith(("optim", "extra")):
-            raise _not_joinable(ranks.folder, name, found)
-        what = f"{printable(name)} is not joined: nothing says how {listed(found, 2)} and others are divided"
-        notes.append(Note(NOT_JOINED, f"{what}, so it holds what each rank saved"))
+            raise not_joinable(ranks.folder, name, unjoinable)
+        what = f"{printable(name)} is not joined: no file says how {listed(unjoinable, 2)} and others are sharded"
+        ranks.files.notes.append(Note(NOT_JOINED, f"{what}, so it holds what each rank saved"))
         return {f"rank {file.rank}": tree for file, tree in zip(files, trees, strict=True)}
     walk.check()
-    notes += walk.notes()
+    ranks.files.notes += walk.notes()
     return whole
 
 
@@ -78,27 +73,20 @@ def _flat(folder: Folder) -> Unsupported:
     )  # fmt: skip
 
 
-def _not_joinable(folder: Folder, name: str, found: list[str]) -> Unsupported:
-    return Unsupported(
-        f"{folder}: the ranks saved different plain tensors as {printable(name)}: {listed(found, 3)}",
-        "No file says how they are divided over the ranks, or whether they are: one rank's would not be the model.",
-        "Save a full state dict: torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
-    )
-
-
 @dataclass(slots=True, eq=False)
 class RankSets:
-    """The files of a folder by set and rank. discarded: what is not inert in any of them."""
+    """The files of a folder by set and rank."""
 
     folder: Folder
+    files: JoinedFolder = field(init=False)
     sets: dict[str, dict[int, str]] = field(default_factory=dict)
     world: int = 0
     is_accelerate: bool = False
-    discarded: list[Any] = field(default_factory=list)
     _tables: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Finds the files. Raises `Conflict` for those of several worlds, `Corrupt` where some are missing."""
+        """Raises `Conflict` for files of several world sizes, `Corrupt` where some are missing."""
+        self.files = JoinedFolder(self.folder)
         worlds: dict[int, str] = {}
         for name in self.folder.names:
             if found := OF_WORLD.fullmatch(name):
@@ -122,7 +110,7 @@ class RankSets:
     def _mixed(self, names: list[str]) -> Conflict:
         return Conflict(
             f"{self.folder} holds the files of two runs: {listed([printable(name) for name in names], 3)}",
-            "They are of different numbers of ranks, and one checkpoint is of one.",
+            "Their world sizes differ.",
             "Move the files of one of them to another folder.",
         )
 
@@ -132,26 +120,12 @@ class RankSets:
             rank, name = next(iter(files.items()))
             start, _, end = name.rpartition(f"rank_{rank}" if f"rank_{rank}" in name else f"rank{rank}")
             separator = "_" if f"rank_{rank}" in name else ""
-            absent = [r for r in range(min(self.world, MAX_MISSING)) if r not in files]
-            missing += [f"{start}rank{separator}{r}{end}" for r in absent]
+            missing += [f"{start}rank{separator}{r}{end}" for r in missing_ranks(files, self.world)]
         if missing:
-            raise Corrupt(
-                f"{self.folder} lacks {counted(len(missing), 'file')} of those of {counted(self.world, 'rank')}: "
-                f"{listed([printable(name) for name in missing], 3)}",
-                "What the ranks saved is only complete together.",
-                "Copy the whole folder, or take an earlier checkpoint.",
-            )
+            raise lacks(self.folder, f"{counted(len(missing), 'file')} of {counted(self.world, 'rank')}", missing)
 
     def open(self, name: str) -> tuple[list[RankFile], list[Any]]:
         """The files of a set in the order of their ranks, and the tree in each."""
-        from ckptool.formats import read_alone
-
-        files, trees = [], []
-        for rank, file in sorted(self.sets[name].items()):
-            checkpoint = read_alone(self.folder.open(file))
-            self.discarded += checkpoint.discarded
-            if any(use.verdict == UNKNOWN for use in uses(checkpoint.tree)):
-                self.discarded.append(checkpoint.tree)
-            files.append(RankFile(str(self.folder), printable(file), rank, self.world, self._tables))
-            trees.append(checkpoint.tree)
-        return files, trees
+        ranks = sorted(self.sets[name].items())
+        files = [RankFile(str(self.folder), printable(file), rank, self.world, self._tables) for rank, file in ranks]
+        return files, [self.files.open(file) for _, file in ranks]

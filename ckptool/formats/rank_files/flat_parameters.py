@@ -42,7 +42,7 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
     if more := [str(name) for name in trees[0] if name not in shapes and name not in ties and name not in flat]:
         what = f"the files have tensors that the description has not: {listed([printable(name) for name in more], 3)}"
         raise _conflict(folder, what, "The description is of another model.")
-    joiner = Joiner(str(folder))
+    joiner = ranks.files.joiner
     buffers = {name: _buffer(joiner, name, shapes[name], trees) for name in shapes}
     found = {name: buffer for name, buffer in buffers.items() if buffer is not None}
     for key in flat:
@@ -72,9 +72,7 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
         raise _conflict(folder, what, "The description is of another model.")
     model: dict[Any, Any] = {name: found[name] for name in shapes}
     model |= {name: replace(model[kept]) for name, kept in ties.items()}
-    metadata = {"engine": "FSDP1, flat parameters", "ranks": ranks.world}
-    notes = tuple(joiner.notes())
-    return Checkpoint({MODEL: model}, NAME, metadata, folder, notes=notes, discarded=tuple(ranks.discarded))
+    return ranks.files.checkpoint(NAME, {MODEL: model}, "FSDP1, flat parameters", ranks.world)
 
 
 def _conflict(folder: Folder, what: str, why: str) -> Conflict:

@@ -14,7 +14,7 @@ from ckptool.checkpoint import Composite, Note, TensorEntry
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import MISSING, Global, Object, Set, same_kind
 from ckptool.checkpoint.tree import Path, address
-from ckptool.errors import Conflict, LimitExceeded, counted, listed, printable
+from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import Chunk, Joiner
 from ckptool.formats.placements import RankFile, RankShare, distributed
 
@@ -183,6 +183,15 @@ class TreeJoiner:
     def _steps(self, name: str, what: str) -> Conflict:
         return Conflict(f"{self.joiner.where}: the ranks' files are of different steps: {printable(name)} is {what}",
             "They are no checkpoint together.", _AGAIN)  # fmt: skip
+
+
+def not_joinable(where: object, name: str, differing: list[str]) -> Unsupported:
+    """The error for plain tensors that may be shards of larger ones."""
+    return Unsupported(
+        f"{where}: the ranks saved different plain tensors as {printable(name)}: {listed(differing, 3)}",
+        "No file says how they are divided over the ranks, or whether they are: one rank's would not be the model.",
+        "Save a full state dict: torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
+    )
 
 
 def _same(one: Any, other: Any) -> bool:
