@@ -38,6 +38,8 @@ _OTHER_WORDS = re.compile(
     r"history|metrics|loss(es)?|data_state|sampler)($|_)",
     re.IGNORECASE,
 )
+# What stands among weights, and holds counters; anywhere else a model may be in it.
+_TRAINING_STATE = re.compile(r"(train|training|trainer)_state|data_?loaders?", re.IGNORECASE)
 # What modules call their parameters and buffers: one of these as the last part of a key makes a dictionary look like a
 # state dict.
 _PARAMETER_NAMES = frozenset(
@@ -72,6 +74,10 @@ class StateDict:
     def is_model(self) -> bool:
         return self.kind in (WEIGHTS, AVERAGE)
 
+    def names(self) -> list[str]:
+        """The keys of weights that are texts, without those of what belongs to the training beside them."""
+        return [key for key, value in self.node.items() if type(key) is str and not is_beside(key, value)]
+
     def __str__(self) -> str:
         return f"{printable(self.address) or 'the whole file'} ({self.detail or self.kind})"
 
@@ -85,6 +91,11 @@ def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
     """The parts of a checkpoint, in order: model roots and optimizers at any depth, and their siblings on the way."""
     tree = checkpoint.tree
     special = {root.path: root for root in _special(tree, checkpoint.base)}
+    for root in [root for root in special.values() if root.is_model and root.module is None]:
+        beside = ((*root.path, key) for key, value in root.node.items() if is_beside(key, value))
+        special |= {
+            path: StateDict(path, root.node[path[-1]], PLAIN, base=root.base) for path in beside if path not in special
+        }
     if () in special or not isinstance(tree, (dict, list, tuple)) or not (special or isinstance(tree, dict)):
         return list(special.values()) or [StateDict((), tree, PLAIN, base=checkpoint.base)]
     above = {path[:length] for path in special for length in range(len(path))} | {()}
@@ -311,10 +322,18 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
         return False
     if _is_other(path):
         return False
-    nested = sum(1 for value in members.values() if isinstance(value, (dict, list, tuple)) and _holds_tensors(value))
+    inside = (value for key, value in members.items() if not (dotted and is_beside(key, value)))
+    nested = sum(1 for value in inside if isinstance(value, (dict, list, tuple)) and _holds_tensors(value))
     if nested and not (dotted and nested < len(tensor_keys)):
         return False  # a few tensors beside the weights: random states, a loss, class weights
     return _looks_like_weights(path, tensor_keys)
+
+
+def is_beside(key: Any, value: Any) -> bool:
+    """True for an entry among weights that belongs to the training, by its name: torchtitan's `train_state`."""
+    if not isinstance(value, (dict, list, tuple)) or type(key) is not str or "." in key:
+        return False
+    return is_optimizer(value) or bool(_OTHER_WORDS.search(key) or _TRAINING_STATE.fullmatch(key))
 
 
 def _is_other(path: Path) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ckptool.checkpoint import (
     Checkpoint,
+    Composite,
     Computed,
     FileRange,
     InlineBytes,
@@ -26,7 +27,7 @@ from ckptool.checkpoint import (
     row_major_strides,
 )
 from ckptool.checkpoint.blocks import Crc
-from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, command
+from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.plan import Checksummed, Plan, Segment
@@ -312,13 +313,17 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
         raise Unsupported(
             f"a safetensors file cannot hold {listed(wrong)}",
             "It holds only plain tensors of its own dtypes, under names.",
-            Advice(
-                "Leave them out: ",
-                command("convert", FILE, exclude="NAME", out=OUT_SAFETENSORS),
-                "; or keep everything: --all",
-            ),
+            Advice(*_without(checkpoint, tree), "; or keep everything: -o OUT.pt"),
         )
     return tree
+
+
+def _without(checkpoint: Checkpoint, tree: dict[Any, Any]) -> tuple[str, Command]:
+    """The command that leaves out what a file of tensors cannot hold: all but the weights where those are an entry."""
+    file = input_of(checkpoint.source)
+    if any(isinstance(value, (TensorEntry, Composite)) and _why_not(name, value) for name, value in tree.items()):
+        return "Leave them out: ", command("convert", file, exclude="NAME", out=OUT_SAFETENSORS)
+    return "Write only the weights, then change those: ", command("convert", file, out=OUT_SAFETENSORS)
 
 
 def _why_not(name: Any, value: Any) -> str:

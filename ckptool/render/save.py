@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
+from ckptool.formats import named
 from ckptool.render.json import Json, fields_json, notes_json
 from ckptool.render.style import PLAIN, Style, notes_text, size
 from ckptool.reports.save import Written
@@ -15,6 +16,8 @@ def save_text(written: Written, style: Style = PLAIN) -> str:
     facts = [size(written.file_bytes), "in place" if written.how == "in place" else written.how]
     if written.how == "in place":
         facts[1] = f"in place, {written.bytes_written:,} bytes {'to be ' if written.dry_run else ''}added"
+    elif written.how == "new file" and named(written.container).writes_folder:
+        facts[1] = "new folder"
     if written.how == "nothing":
         facts[1] = "unchanged"
     facts += ["verified"] if written.verified else []

@@ -253,7 +253,7 @@ def _prefix_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
     partial = False
     for root in roots:
         named = root.is_model and root.module is None  # a whole module's names are not its keys
-        names = [name for name in root.node if type(name) is str and name != COUNTER] if named else []
+        names = [name for name in root.names() if name != COUNTER] if named else []
         kinds = Counter(kind for name in names if (kind := wrappers(name)))
         if not kinds:
             continue
@@ -336,7 +336,7 @@ def parts(listing: Listing) -> list[PartSummary]:
     if len(listing.roots) == 1:
         return [_part(listing.roots[0], listing.tensors)]
     rows: dict[tuple[object, ...], list[TensorRow]] = {root.path: [] for root in listing.roots}
-    depths = sorted({len(path) for path in rows})
+    depths = sorted({len(path) for path in rows}, reverse=True)  # of an optimizer within weights, it
     for row in listing.tensors:
         for depth in depths:
             found = rows.get(row.path[:depth])

@@ -35,7 +35,7 @@ _STEP_KEYS = (
 )
 _EPOCH_KEYS = ("epoch", "epochs", "current_epoch")
 _STEP_IN_NAME = re.compile(r"(?:global_?step|checkpoint|step|iter(?:ation)?)[-_=]?0*(\d{1,15})(?!\d)", re.IGNORECASE)
-_EPOCH_IN_NAME = re.compile(r"(?:epoch|ep)[-_=]?0*(\d{1,9})(?!\d)", re.IGNORECASE)
+_EPOCH_IN_NAME = re.compile(r"(?:epoch|(?<![a-z])ep)[-_=]?0*(\d{1,9})(?!\d)", re.IGNORECASE)  # but not in `step-2`
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEn
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.state_dicts import StateDict, is_optimizer, quantized_outside, unnamed_tensors
+from ckptool.checkpoint.state_dicts import StateDict, is_beside, quantized_outside, unnamed_tensors
 from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable
 from ckptool.formats.sidecar import holds
@@ -86,7 +86,11 @@ def _not_plain(node: dict[Any, Any], keys: set[str]) -> Iterator[str]:
         if isinstance(value, Composite) and key in keys:
             yield f"{printable(key)} ({value.kind})"
             continue
-        if isinstance(value, (TensorEntry, Composite)) or (type(key) is str and key not in keys) or is_optimizer(value):
+        if (
+            isinstance(value, (TensorEntry, Composite))
+            or (type(key) is str and key not in keys)
+            or is_beside(key, value)
+        ):
             continue
         if count := len(lost_tensors(value, written)):
             yield f"{printable(str(key))} (a {_word(value)} with {counted(count, 'tensor')})"

@@ -60,7 +60,9 @@ def with_optimizers(
         changed, line = _in_form(with_numbers(optimizer), form, place, whole, target)
         if changed is not optimizer:
             tree = replaced_at(tree, path, changed) if path else changed
-            lines.append(f"{printable(place) or 'the optimizer'}: {line}")
+        lines.append(
+            f"{printable(place) or 'the optimizer'}: {line}{'' if changed is not optimizer else ', as it was'}"
+        )
     return replace(part, tree=tree), lines
 
 

@@ -14,7 +14,14 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
-from ckptool.checkpoint.state_dicts import COUNTER, PEELED, StateDict, optimizers, unwrapped_front, without_wrappers
+from ckptool.checkpoint.state_dicts import (
+    COUNTER,
+    PEELED,
+    StateDict,
+    optimizers,
+    unwrapped_front,
+    without_wrappers,
+)
 from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
 from ckptool.transforms.rules import WHOLE_KEY, Rule, refuse_idle
@@ -52,13 +59,13 @@ def strip(
     if "" in prefixes:
         raise UsageError("the prefix is empty", "There would be nothing to remove.", "For example: --prefix 'model.'")
     for root in roots:
-        names = [name for name in _names(root) if name != COUNTER]
+        names = [name for name in root.names() if name != COUNTER]
         for prefix in prefixes or (PEELED,):
             if not partial:
                 _refuse_mixed(root, names, prefix, named=bool(prefixes))
             names = [name.removeprefix(prefix) for name in names]
     for number, prefix in enumerate(prefixes):
-        if not any(_without(name, prefixes[:number]).startswith(prefix) for root in roots for name in _names(root)):
+        if not any(_without(name, prefixes[:number]).startswith(prefix) for root in roots for name in root.names()):
             raise NoMatch(
                 f"no key begins with {printable(prefix)!r}",
                 "No key has the prefix that you named.",
@@ -80,10 +87,6 @@ def _modules_within(prefix: str) -> list[str]:
     """The modules that a prefix goes through before its last: `a` and `a.b` for `a.b.c.`."""
     segments = prefix.split(".")[:-1]
     return [".".join(segments[:n]) for n in range(1, len(segments))]
-
-
-def _names(root: StateDict) -> list[str]:
-    return [key for key in root.node if type(key) is str]
 
 
 def _refuse_mixed(root: StateDict, names: Sequence[str], prefix: str, named: bool) -> None:
@@ -135,10 +138,10 @@ def apply(
     mapping: dict[str, str] = {}
     facts = []
     for root in roots:
-        names = {key: rename(key) for key in _names(root)}
+        names = {key: rename(key) for key in root.names()}
         _refuse_collisions(root, names)
         changed = {old: new for old, new in names.items() if old != new}
-        facts.append((root.address, len(changed), len(root.node)))
+        facts.append((root.address, len(changed), len(names)))
         mapping.update(changed)
         if changed:
             replaced[id(root.node)] = _renamed_root(root.node, names, rename, emptied)
@@ -255,10 +258,10 @@ def by_rules(checkpoint: Checkpoint, roots: Sequence[StateDict], rules: Sequence
         return key
 
     for root in roots:
-        for key in _names(root):
+        for key in root.names():
             rename(key)
     unused = [rule for number, rule in enumerate(rules) if number not in used]
-    hidden = any(rule(key) is not None for rule in unused for root in roots for key in _names(root))
+    hidden = any(rule(key) is not None for rule in unused for root in roots for key in root.names())
     why = "Earlier rules took every key that it would match." if hidden else WHOLE_KEY
     refuse_idle(rules, used, "no key", why)
     return apply(checkpoint, roots, rename)

@@ -117,7 +117,7 @@ def convert(
         made_plain += tuple(lines)
     expected = None
     if not container.tensors_only:
-        changed, summary, behind, notes = _to_pickle(taken, named, only, exclude, opened.path)
+        changed, summary, behind, notes = _to_pickle(taken, named, container, only, exclude, opened.path)
     elif all:
         _refuse_choice(container, opened.path, only, exclude)
         changed, summary, behind, notes = _packed(taken)
@@ -296,7 +296,9 @@ def _to_tensors(
     return exported.checkpoint, summary, list(exported.left_behind), notes
 
 
-def _to_pickle(part: Checkpoint, named: bool, only: Sequence[str], exclude: Sequence[str], path: str) -> Outcome:
+def _to_pickle(
+    part: Checkpoint, named: bool, container: Format, only: Sequence[str], exclude: Sequence[str], path: str
+) -> Outcome:
     weights_only = bool(part.extras) and not named  # of a program, only its weights can be written
     module = named and module_attributes(part.tree) is not None
     if not (only or exclude or weights_only or module):
@@ -307,7 +309,8 @@ def _to_pickle(part: Checkpoint, named: bool, only: Sequence[str], exclude: Sequ
             if members.beside(part)
             else "everything"
         )
-        return part, f"{what}, in a compact file", [], _module_notes(part, path)
+        compact = "" if container.writes_folder else ", in a compact file"
+        return part, f"{what}{compact}", [], _module_notes(part, path)
     root, _ = one_state_dict(part, "" if named else None)
     here = root.base + root.path
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
