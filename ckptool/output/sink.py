@@ -81,10 +81,13 @@ class Sink:
             crc.check()
 
     def _late(self, late: Deferred) -> None:
-        """Made at once if all sums before it are known; else its place is kept, and it is written at the end."""
+        """Made at once if all sums before it are known; else its place is kept, and it is written at the end.
+
+        So it is, too, after another one whose place is kept: it may be made of what that one adds up.
+        """
         while self.jobs and self.jobs[0].done():
             self.jobs.pop(0).result()
-        if self.jobs:
+        if self.jobs or self.late:
             self.late.append((self.at, late))
             self._gather(bytes(late.length), None)
         else:

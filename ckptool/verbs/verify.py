@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, InlineBytes, Note
+from ckptool.checkpoint import Checkpoint, InlineBytes, Note, PartKind
 from ckptool.checkpoint.commands import FILE, OUT, command
 from ckptool.checkpoint.files import Folder, Input, Source, open_input
 from ckptool.checkpoint.plan import Plan
@@ -218,6 +218,10 @@ def _with_members(
                 checksums=_both(found, one),
                 files=found.files + (0 if name.partition("/")[0] in counted else one.files),
             )
+    part = checkpoint.part
+    if not found.problems and part is not None and part.kind is PartKind.MEMBERS and not part.is_complete:
+        lacks = Problem(parts.CODE, f"{folder} has {part.label}: {part.meaning}", "Its own list of files names more.")
+        found = replace(found, problems=(lacks,))
     return replace(found, fixes=() if found.problems else found.fixes)
 
 

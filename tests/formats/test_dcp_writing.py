@@ -300,6 +300,12 @@ def record(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]]
     return changed
 
 
+def exchange(tree: dict[str, Any], one: str, other: str) -> None:
+    names = {one: other, other: one}
+    for storage in tree["storages"]:
+        storage[0] = names.get(storage[0], storage[0])
+
+
 BAD: dict[str, Callable[[dict[str, Any]], Any]] = {
     "of another table": lambda facts: facts.update(table="0" * 64),
     "without a table": lambda facts: facts.pop("table"),
@@ -313,6 +319,9 @@ BAD: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tensors beyond their storage": record(lambda tree: tree["tensors"][0].__setitem__(3, [1 << 40])),
     "another shape": record(lambda tree: tree["tensors"][0].__setitem__(3, [1])),
     "a name less": record(lambda tree: tree["nodes"][0][1].pop()),
+    "values of another name": record(lambda tree: exchange(tree, "optimizer.state.5.exp_avg", "model.0.bias")),
+    "another text": record(lambda tree: tree["nodes"][0][1].__setitem__(10, [3, "another text"])),
+    "a text as a number": record(lambda tree: tree["nodes"][0][1].__setitem__(10, [3, 7])),
     "raw bytes elsewhere": lambda facts: facts.update(raw=[["../../etc/passwd", 0, 10]] * 9),
     "raw bytes outside": lambda facts: facts.update(raw=[["__0_0.distcp", 1 << 50, 10]] * 9),
 }

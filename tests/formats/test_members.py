@@ -52,6 +52,13 @@ def test_every_member_is_written(accelerate: Path, tmp_path: Path, run: Run) -> 
     assert set(found["optimizer_0"]["optimizer"]["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+def test_verify_names_a_member_that_is_missing(accelerate: Path, run: Run) -> None:
+    assert run("verify", str(accelerate)).code == 0
+    (accelerate / "random_states_1.pkl").unlink()
+    done = run("verify", str(accelerate))
+    assert done.code == 1 and "random_states_1.pkl is missing" in done.out, done.out
+
+
 def test_who_wrote_a_folder_is_said_and_not_written(accelerate: Path, tmp_path: Path, run: Run) -> None:
     saved_below({"note": 1}, accelerate / "custom_checkpoint_0.pkl")
     (accelerate / "trainer_state.json").write_text('{"global_step": 2}')

@@ -7,7 +7,9 @@ import errno
 import os
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -280,3 +282,32 @@ def test_threads_are_gone_after_an_interrupt(tmp_path: Path) -> None:
             progress=interrupt,
         )
     assert threading.active_count() == before
+
+
+def test_what_is_made_of_a_late_segment_is_made_after_it(tmp_path: Path) -> None:
+    """The sum of two ranges is added up late, as theirs is still under way; then that ends, and it is asked for."""
+    data = noise(8 << 20)
+    file, parts, sums = source(tmp_path, data), [Crc(), Crc()], [0]
+    fd = os.open(tmp_path / "out", os.O_CREAT | os.O_RDWR)
+    begun, total = Event(), len(data) + 4
+    writer = Sink(fd, 0, total, None)
+    wait = writer._sum_up
+    writer._sum_up = lambda data, crc: begun.wait(30) and wait(data, crc)  # type: ignore[method-assign,assignment]
+
+    def add_up() -> bytes:
+        sums[0] = sum(part.value for part in parts)
+        return b""
+
+    def segments() -> Iterator[Segment]:
+        for number, part in enumerate(parts):
+            yield Checksummed(FileRange(file, number * (4 << 20), 4 << 20), part)
+        yield Deferred(0, add_up)
+        begun.set()
+        for job in writer.jobs:
+            job.result()
+        yield Deferred(4, lambda: (sums[0] & 0xFFFFFFFF).to_bytes(4, "little"))
+
+    writer.write(segments())
+    os.close(fd)
+    expected = sum(zlib.crc32(data[at : at + (4 << 20)]) for at in (0, 4 << 20)) & 0xFFFFFFFF
+    assert (tmp_path / "out").read_bytes() == data + expected.to_bytes(4, "little")

@@ -21,9 +21,10 @@ from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Note, Storage
 from ckptool.checkpoint import tree as trees
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.graph import check_depth, visit
+from ckptool.checkpoint.graph import SCALARS, check_depth, structural_parts, visit
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set
-from ckptool.errors import CkptoolError, Conflict, LimitExceeded
+from ckptool.checkpoint.strided import row_major
+from ckptool.errors import CkptoolError, Conflict, LimitExceeded, printable
 from ckptool.formats import marks, sidecar
 from ckptool.formats.dcp.flat_names import SHARED, FlatNames, flat_names
 from ckptool.formats.dcp.tables import METADATA
@@ -32,6 +33,8 @@ from ckptool.formats.tree_record.packing import Packer, axes_of
 from ckptool.formats.tree_record.unpacking import Unpacker
 
 IGNORED = "side-car-ignored"
+MAX_COMPARED = 8 << 20  # bytes of values that are read to compare the record with the table
+BEGINNING = 16 << 10  # of each tensor
 
 VIEWS = "tensors that share memory as different views"
 STRIDES = "strides of what is divided"
@@ -250,14 +253,43 @@ def _unpacked(facts: dict[str, Any], values: dict[str, Any], opener: Opener) -> 
     found = flat_names(tree).values
     if list(found) != list(values):
         raise Conflict("it names other values than the table")
+    left = [MAX_COMPARED]
     for name, value in values.items():
-        if _shape_of(found[name]) != _shape_of(value):
-            raise Conflict("it has other types and shapes than the table")
+        if not _is_same(found[name], value, left):
+            raise Conflict(f"it has another {printable(name)} than the table")
     return tree
 
 
-def _shape_of(value: Any) -> Any:
-    return (value.dtype, value.shape) if isinstance(value, TensorEntry) else isinstance(value, TensorEntry)
+def _is_same(found: Any, value: Any, left: list[int]) -> bool:
+    """True unless a value of the record is seen to be another than that of the table.
+
+    Of tensors that are other bytes (parts of one that is wider), the beginnings are compared. left: so many bytes of
+    values may still be read for that.
+    """
+    if isinstance(found, TensorEntry) and isinstance(value, TensorEntry):
+        alike = (found.dtype, found.shape) == (value.dtype, value.shape)
+        if not alike or found.view == value.view:
+            return alike and found.flags.lazy == value.flags.lazy
+        if any(found.flags.lazy):  # which the table's are not
+            few = found.nbytes <= MAX_COMPARED
+            return not few or bool(found.numpy().tobytes() == value.numpy().tobytes())
+        pair = row_major(found), row_major(value)
+        length = min(left[0], BEGINNING, pair[0].length)
+        left[0] -= length
+        return pair[0].read(0, length) == pair[1].read(0, length)
+    if isinstance(found, TensorEntry) or type(found) is not type(value):
+        return False
+    if found is value:
+        return True
+    if isinstance(value, (str, bytes, int, float, complex, bool, type(None))):
+        return repr(found) == repr(value)  # NaN is the same as NaN
+    return list(_plain_parts(found)) == list(_plain_parts(value))
+
+
+def _plain_parts(value: Any) -> Iterator[Any]:
+    for part in visit(value):
+        yield type(part)
+        yield from (repr(below) for below in structural_parts(part) if type(below) in SCALARS)
 
 
 class _Unpacker(Unpacker):
