@@ -34,6 +34,9 @@ def verify_text(found: Verification, *, digests: bool = False, style: Style = PL
     return "\n".join([*lines, *([notes] if notes else [])]) + "\n"
 
 
+_WORDS = {"recovered-file": "recovered, not intact", "part": "incomplete"}  # of the only kind of problem
+
+
 def _verdict(found: Verification, style: Style) -> str:
     name = style.bold(printable(found.file))
     facts = [counted(found.tensors, "tensor"), size(found.bytes)]
@@ -53,8 +56,8 @@ def _verdict(found: Verification, style: Style) -> str:
         else "fine"
     )
     if found.problems:
-        recovered = all(problem.code == "recovered-file" for problem in found.problems)
-        word = "recovered, not intact" if recovered else "damaged"
+        codes = {problem.code for problem in found.problems}
+        word = _WORDS.get(codes.pop() if len(codes) == 1 else "", "damaged")
         return f"{name}: {style.red(word)}, {counted(len(found.problems), 'problem')} ({about})"
     if not found.fine:
         return f"{name}: {style.yellow('intact, but see below' if found.part else 'whole, but see below')} ({about})"

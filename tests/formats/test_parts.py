@@ -277,7 +277,8 @@ def test_a_missing_member_is_named(kind: str, tmp_path: Path, run: Callable[...,
     assert (
         found.code == 0 and f"{count - 1:,} of {count:,} members" in found.out and member.split("/")[0] in found.out
     ), found
-    assert run("verify", str(folder)).code == 0
+    verified = run("verify", str(folder))
+    assert verified.code == 1 and "incomplete, 1 problem" in verified.out
     assert run("scan", str(tmp_path), "--latest-good").code == 1
 
 
