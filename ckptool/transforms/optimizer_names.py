@@ -67,14 +67,17 @@ def with_optimizers(
 
 
 def _elsewhere(whole: Checkpoint, form: str) -> Advice | None:
-    """The command for the optimizer's file beside weights that stand for a folder."""
-    name = next((name for name in members.beside(whole) if name.startswith("optimizer") and "." in name), None)
+    """The command for the optimizer's member beside weights that stand for a folder."""
+    # `optimizer.pt`, `optimizer.bin`, accelerate's folder `optimizer_0`, or DeepSpeed's tag beside a Trainer's weights.
+    name = next((name for name in members.beside(whole) if name.startswith(("optimizer", "global_step"))), None)
     if name is None or whole.source is None:
         return None
     folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
-    file = os.path.join(folder, name)
-    named = command("convert", file, optimizer_as="names", against=MODEL, out=OUT)
-    numbered = command("convert", file, optimizer_as="ids", out=OUT)
+    member = os.path.join(folder, name)
+    if os.path.isdir(member):  # of ranks, which knows the names
+        return Advice("It is in a folder of its own: ", command("convert", member, optimizer_as=form, out=OUT))
+    named = command("convert", member, optimizer_as=NAMES, against=MODEL, out=OUT)
+    numbered = command("convert", member, optimizer_as=IDS, out=OUT)
     return Advice("It is in a file of its own: ", numbered if form == IDS else named)
 
 

@@ -29,7 +29,7 @@ from tests.support.part_files import pipeline_folder, random_weights, saved_belo
 @pytest.fixture
 def accelerate(tmp_path: Path) -> Path:
     """What accelerate's save_state wrote on two ranks, FSDP2, SHARDED_STATE_DICT."""
-    return Path(shutil.copytree(ROOT / "accelerate_fsdp_sharded" / "checkpoint", tmp_path / "checkpoint_0"))
+    return Path(shutil.copytree(ROOT / "accelerate-fsdp-sharded" / "checkpoint", tmp_path / "checkpoint_0"))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_every_member_is_written(accelerate: Path, tmp_path: Path, run: Run) -> 
         if name.endswith((".bin", ".pkl")):  # each rank's own
             expected = torch.load(accelerate / name, weights_only=False)
             assert str(found[name]) == str(expected) and found[name].keys() == expected.keys()
-    weights = load_file(ROOT / "accelerate_fsdp_sharded" / "weights.safetensors")
+    weights = load_file(ROOT / "accelerate-fsdp-sharded" / "weights.safetensors")
     model = found["pytorch_model_fsdp_0"]["model"]
     assert model.keys() == weights.keys() and all(model[name].equal(value) for name, value in weights.items())
     assert set(found["optimizer_0"]["optimizer"]["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
@@ -271,7 +271,7 @@ def test_each_tensor_whose_replicas_differ_is_a_problem() -> None:
 
 
 def test_a_folder_is_loaded_and_warm_started_from(accelerate: Path, tmp_path: Path, run: Run) -> None:
-    weights = load_file(ROOT / "accelerate_fsdp_sharded" / "weights.safetensors")
+    weights = load_file(ROOT / "accelerate-fsdp-sharded" / "weights.safetensors")
     found = ckptool.load(accelerate)
     assert found["pytorch_model_fsdp_0"]["model"]["0.weight"].equal(weights["0.weight"])
     target = saved_below({name: torch.zeros_like(value) for name, value in weights.items()}, tmp_path / "target.pt")

@@ -33,7 +33,7 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 @pytest.mark.parametrize("case", [CASE, BARE], ids=["a table", "no table"])
 def test_items_of_all_ranks_are_one_checkpoint(case: Path, tmp_path: Path) -> None:
     found = ckptool.open(case / "checkpoint")
-    assert set(found.tree) == {"model", "config", "epoch"} and found.part is None
+    assert set(found.tree) == {"model", "optim", "config", "epoch"} and found.part is None
     assert found.tree["config"] == {"layers": 2} and found.tree["epoch"] == 3
     assert found.metadata["ranks"] == 2
     ckptool.convert(case / "checkpoint", tmp_path / "out.pt")
