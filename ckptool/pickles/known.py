@@ -354,6 +354,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "accelerate.utils.dataclasses": "DistributedType DynamoBackend LoggerType PrecisionType RNGType"
             " SageMakerDistributedType ComputeEnvironment CustomDtype SaveDtype FP8BackendType",
             "accelerate.state": "DistributedType",
+            "deepspeed.runtime.zero.config": "ZeroStageEnum",
         },
     ),
     (
@@ -364,6 +365,8 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "transformers.trainer_pt_utils": "AcceleratorConfig",
             "transformers.trainer_callback": "TrainerState TrainerControl",
             "transformers.generation.configuration_utils": "GenerationConfig",
+            "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+            "deepspeed.utils.tensor_fragment": "fragment_address",
             "transformers.integrations.deepspeed": "HfTrainerDeepSpeedConfig HfDeepSpeedConfig",
             "transformers.deepspeed": "HfTrainerDeepSpeedConfig HfDeepSpeedConfig",
             "transformers.pytorch_utils": "Conv1D",
