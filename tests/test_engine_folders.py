@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import Run
-from tests.support.engine_cases import check_case, committed_cases, scripts, table
+from tests.support.engine_cases import check_case, committed_cases, judged_layouts, scripts
 
 
 @pytest.mark.parametrize("case", committed_cases(), ids=lambda case: case.name)
@@ -22,7 +22,7 @@ def test_the_folders_are_small() -> None:
 
 
 def test_the_table_of_layouts_names_every_case_and_its_judges() -> None:
-    rows = table()
+    rows = judged_layouts()
     assert rows.keys() == {case for cases in scripts().values() for case in cases}
     for case, row in rows.items():
         rules = ("yes", "yes", "with `--rules`", "of what was converted")

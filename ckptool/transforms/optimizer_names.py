@@ -74,11 +74,12 @@ def _elsewhere(whole: Checkpoint, form: str) -> Advice | None:
         return None
     folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
     member = os.path.join(folder, name)
-    if os.path.isdir(member):  # of ranks, which knows the names
-        return Advice("It is in a folder of its own: ", command("convert", member, optimizer_as=form, out=OUT))
-    named = command("convert", member, optimizer_as=NAMES, against=MODEL, out=OUT)
-    numbered = command("convert", member, optimizer_as=IDS, out=OUT)
-    return Advice("It is in a file of its own: ", numbered if form == IDS else named)
+    is_folder = os.path.isdir(member)  # of ranks, in which the names are
+    named = command("convert", member, optimizer_as="names", out=OUT)
+    if not is_folder:
+        named = command("convert", member, optimizer_as="names", against=MODEL, out=OUT)
+    numbered = command("convert", member, optimizer_as="ids", out=OUT)
+    return Advice(f"It is in a {'folder' if is_folder else 'file'} of its own: ", numbered if form == IDS else named)
 
 
 def _in_form(

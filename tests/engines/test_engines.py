@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import Run
-from tests.support.engine_cases import ROOT, check_case, scripts, table
+from tests.support.engine_cases import ROOT, check_case, judged_layouts, scripts
 
 pytestmark = pytest.mark.engines
 CASES = [(script, case) for script, cases in scripts().items() for case in cases]
@@ -46,5 +46,5 @@ def test_what_an_engine_writes(script: str, case: str, made: dict[str, Path | st
     start = time.monotonic()
     check_case(folder, tmp_path, run)
     SECONDS[case] = SECONDS[case][0], time.monotonic() - start
-    judged = table()[case].optimizer.startswith("yes")
+    judged = judged_layouts()[case].optimizer.startswith("yes")
     assert (folder / "optimizer.safetensors").exists() == judged

@@ -204,3 +204,9 @@ def test_a_thousand_ranks_open_in_bounded_time(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
     assert torch.equal(tree["module"]["wide.bias"].torch(), zero_weights()["wide.bias"])
     shutil.rmtree(folder)
+
+
+def test_the_optimizer_of_a_trainers_folder_is_in_the_folder_of_the_tag(tmp_path: Path, run: Run) -> None:
+    folder = ROOT / "deepspeed-trainer" / "checkpoint"
+    done = run("convert", folder, "--optimizer-as", "names", "-o", tmp_path / "out.pt")
+    assert done.code == 1 and f"folder of its own: ckptool convert {folder}/global_step2 --optimizer-as names" in done.err

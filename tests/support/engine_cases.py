@@ -47,7 +47,7 @@ class Row:
     optimizer: str  # its judge, or why there is none
 
 
-def table() -> dict[str, Row]:
+def judged_layouts() -> dict[str, Row]:
     """The table of layouts, by case."""
     rows = {}
     for line in TABLE.read_text().splitlines():
