@@ -209,4 +209,5 @@ def test_a_thousand_ranks_open_in_bounded_time(tmp_path: Path) -> None:
 def test_the_optimizer_of_a_trainers_folder_is_in_the_folder_of_the_tag(tmp_path: Path, run: Run) -> None:
     folder = ROOT / "deepspeed-trainer" / "checkpoint"
     done = run("convert", folder, "--optimizer-as", "names", "-o", tmp_path / "out.pt")
-    assert done.code == 1 and f"folder of its own: ckptool convert {folder}/global_step2 --optimizer-as names" in done.err
+    assert done.code == 1
+    assert f"folder of its own: ckptool convert {folder}/global_step2 --optimizer-as names" in done.err
