@@ -100,7 +100,7 @@ def _save_rank(path: Path, rank: int, size: int) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}.meet", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{path.absolute()}.meet", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     generator = torch.Generator().manual_seed(rank)
     state = {}
