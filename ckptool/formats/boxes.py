@@ -47,6 +47,14 @@ class Chunk:
     def box(self) -> Box:
         return self.offsets, self.entry.shape
 
+    def within(self, box: Box) -> Chunk | None:
+        """The part of it that is in a box, with offsets that count from the box's; None where they do not overlap."""
+        common = _common(box, self.box)
+        if common is None:
+            return None
+        begin = tuple(lo - at for lo, at in zip(common[0], box[0], strict=True))
+        return Chunk(_cut(self, common), begin, self.owner)
+
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The offset of a block on every axis, and its sizes."""
@@ -93,12 +101,7 @@ class Joiner:
 
     def flat(self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Chunk]) -> TensorEntry:
         """The tensor of this shape whose elements, in row-major order, are divided into pieces of one dimension."""
-        vector = self.tensor(name, (prod(shape),), dtype, pieces)
-        if vector.shape == shape:
-            return vector
-        if vector.is_contiguous:
-            return replace(vector, shape=shape, stride=row_major_strides(shape))
-        return TensorEntry(Storage(row_major(vector), vector.location), dtype, shape, row_major_strides(shape))
+        return self.tensor(name, (prod(shape),), dtype, pieces).reshape(shape)
 
     def replicated(self, name: str, chunks: Sequence[Chunk]) -> TensorEntry:
         """The tensor that every rank saved whole, as the first did; noted where theirs differ, as buffers may."""

@@ -20,8 +20,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.commands import OUT_SAFETENSORS, RULES, command
-from ckptool.checkpoint.files import Folder, Input, Source, json_or_none, open_input
-from ckptool.checkpoint.files import read_json as json_of
+from ckptool.checkpoint.files import Folder, Input, Source, json_or_none, open_input, read_json
 from ckptool.checkpoint.numeric import has_numbers
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
@@ -234,19 +233,14 @@ def opened(folder: Folder, layout: MemberFiles) -> Iterator[tuple[str, Checkpoin
 def open_member(folder: Folder, name: str) -> Checkpoint:
     """Opens a member. Raises `Corrupt` for one whose own members are folders again, and what opening it raises."""
     if name.endswith(".json"):
-        return Checkpoint(read_json(folder, name), "json")
+        table = read_json(os.path.join(folder.path, name), "a table", MAX_JSON)
+        return Checkpoint(table if isinstance(table, dict) else {}, "json")
     source = open_input(os.path.join(folder.path, name))
     if isinstance(source, Source):
         source.share_descriptors()
     elif (inside := layout_of(source)) is not None and any(_is_folder(source, each) for each in inside.names):
         raise Corrupt(f"{source} holds folders of checkpoints, and is in one", "A link may lead back to where it is.")
     return read_alone(source)
-
-
-def read_json(folder: Folder, name: str) -> dict[str, Any]:
-    """The members of a JSON file in the folder; raises `Corrupt` for one that was cut off."""
-    table = json_of(os.path.join(folder.path, name), "a table", MAX_JSON)
-    return table if isinstance(table, dict) else {}
 
 
 # Do they belong together? --------------------------------------------------------------------------------------------

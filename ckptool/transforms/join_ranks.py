@@ -281,20 +281,14 @@ class _Fitting:
             begin = (sum(lengths) * before + sum(lengths[: piece.tensor]) * part) // sum(parts)
             size = max(0, min(own * part, of_whole - begin))  # padding lies behind
             if piece.entry.shape[axis : axis + 1] == (lengths[piece.tensor],):
-                yield _narrowed(piece, axis, own * before, size, min(begin, of_whole))
+                entry = piece.entry.narrow(axis, own * before, size)
+                at = tuple(min(begin, of_whole) * (each == axis) for each in range(len(entry.shape)))
+                yield Chunk(entry, at, piece.owner)
             else:
                 raise self._unfit(f"is {list(piece.entry.shape)} in {piece.owner}, another shape than elsewhere")
 
     def _unfit(self, what: str) -> UsageError:
         return UsageError(f"{self.where}: {printable(self.name)} {what}", f"That does not fit {self.rule}.", JOIN_LOOK)
-
-
-def _narrowed(piece: _Piece, axis: int, start: int, size: int, at: int) -> Chunk:
-    """A range of a rank's tensor on one axis, as the block of the whole that begins at `at` on it."""
-    entry = piece.entry
-    shape = (*entry.shape[:axis], size, *entry.shape[axis + 1 :])
-    offsets = tuple(at if each == axis else 0 for each in range(len(shape)))
-    return Chunk(replace(entry, shape=shape, offset=entry.offset + start * entry.stride[axis]), offsets, piece.owner)
 
 
 # Stacked layers ------------------------------------------------------------------------------------------------------

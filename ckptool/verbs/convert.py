@@ -17,7 +17,7 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.errors import Unsupported, UsageError, counted, printable
-from ckptool.formats import DCP, SHARDED, Format, for_output, members
+from ckptool.formats import DCP, SHARDED, Format, for_output, members, named
 from ckptool.formats.dcp.save_plan import RankDivision
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import Opened, PathLike, open_whole, split
@@ -104,9 +104,12 @@ def convert(
         taken, made_plain, unsaved = _plain(taken, opened.path)
     folder_option = "--shard-size" if shard_size is not None else "--like" if like is not None else "--variant"
     if shard_size is not None or like is not None or variant:
-        output = replace(output, container=_in_shards(output, folder_option))
+        output = replace(output, container=_only(SHARDED, output, folder_option))
     if ranks is not None or shard_dim is not None:
-        output = replace(output, container=_for_ranks(output, ranks))
+        if ranks is None:
+            why = "Without a number of ranks nothing is divided."
+            raise UsageError("--shard-dim was given without --ranks", why, "For example: --ranks 8 --shard-dim 0")
+        output = replace(output, container=_only(DCP, output, "--ranks"))
     if output.container is None and (output.path or "").endswith("/"):
         output = replace(output, container=output.format(SHARDED).name)
     container = output.format(opened.checkpoint.container)
@@ -174,29 +177,17 @@ def _refuse_usage(ties: str, out: PathLike | None, against_nothing: bool) -> Non
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
 
 
-def _in_shards(output: Output, option: str) -> str:
-    """The container for an output that is a folder of weights. Raises `UsageError` where another was asked for."""
-    container = output.format(SHARDED)
-    if not (container.writes_folder and container.tensors_only):
-        raise UsageError(
-            f"{option} writes a folder of weights, but {printable(output.path or '')} would be {container.name}",
-            "A single file is never split, and has nothing beside it.",
-            "For example: -o DIR --shard-size 5GB",
-        )
-    return container.name
+_EXAMPLES = {SHARDED: "-o DIR --shard-size 5GB", DCP: "-o model.dcp --ranks 8"}
 
 
-def _for_ranks(output: Output, ranks: int | None) -> str:
-    """The container for an output that is divided for ranks. Raises `UsageError` where another was asked for."""
-    if ranks is None:
-        why = "Without a number of ranks nothing is divided."
-        raise UsageError("--shard-dim was given without --ranks", why, "For example: --ranks 8 --shard-dim 0")
-    container = output.format(DCP)
-    if container.name != DCP:
+def _only(name: str, output: Output, option: str) -> str:
+    """The container of the output, which has to be a folder as `name` is. Raises `UsageError` for another."""
+    container, wanted = output.format(name), named(name)
+    if not container.writes_folder or container.tensors_only != wanted.tensors_only:
         raise UsageError(
-            f"--ranks writes a dcp folder, but {printable(output.path or '')} would be {container.name}",
-            "Nothing else is divided for ranks.",
-            "For example: -o model.dcp --ranks 8",
+            f"{option} writes a {name} folder, but {printable(output.path or '')} would be {container.name}",
+            "Nothing else is divided into files.",
+            f"For example: {_EXAMPLES[name]}",
         )
     return container.name
 

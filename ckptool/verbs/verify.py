@@ -241,7 +241,7 @@ def _or_problem(path: str, task: Task[Verification]) -> Verification:
 def _of_member(folder: Folder, progress: Progress | None, name: str, _: object) -> Verification:
     path = os.path.join(folder.path, name)
     if name.endswith(".json"):
-        members.read_json(folder, name)
+        members.open_member(folder, name)
         return Verification(path, "json", 0, 0, 0, NONE, 0, 0, ())
     if os.path.isdir(path):
         inner, member = Folder(path), members.open_member(folder, name)  # which holds no further folders

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -67,14 +67,9 @@ class RankDivision:
         step = -(-size // self.ranks)
         begins = range(0, size, step) if size else (0,)
         for begin in begins:
-            yield begin, _narrowed(entry, self.dim, begin, min(step, size - begin)) if size else entry
+            yield begin, entry.narrow(self.dim, begin, min(step, size - begin)) if size else entry
         if size and len(begins) < self.ranks:  # all ranks past the end save the same, so it is there once
-            yield size, _narrowed(entry, self.dim, size, 0)
-
-
-def _narrowed(entry: TensorEntry, dim: int, begin: int, count: int) -> TensorEntry:
-    shape = (*entry.shape[:dim], count, *entry.shape[dim + 1 :])
-    return replace(entry, shape=shape, offset=entry.offset + begin * entry.stride[dim])
+            yield size, entry.narrow(self.dim, size, 0)
 
 
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -54,8 +53,7 @@ class Vector:
             skip = begin - self.begins[at]
             count = max(0, min(length, entry.shape[0] - skip))
             if count or not length:
-                offset = entry.offset + skip * entry.stride[0]
-                yield RankVector(replace(entry, shape=(count,), offset=offset, flags=NO_FLAGS), owner)
+                yield RankVector(entry.narrow(0, skip, count).with_flags(NO_FLAGS), owner)
             begin, length, at = begin + count, length - count, at + 1
             if not length:
                 return

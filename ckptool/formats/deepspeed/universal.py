@@ -13,10 +13,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Unsupported, counted, listed, printable
 from ckptool.formats import deepspeed
 from ckptool.formats.boxes import agree
@@ -107,7 +106,9 @@ def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> d
             value = tag.files.open(file, files)
             value = value.get("param") if isinstance(value, dict) else value
             value = bare(value)
-            slots[file.removesuffix(".pt")] = _shaped(value, shape) if isinstance(value, TensorEntry) else value
+            if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
+                value = value.reshape(shape)
+            slots[file.removesuffix(".pt")] = value
     inside.adopt(name, files)
     weight = slots.get(WEIGHT)
     if not isinstance(weight, TensorEntry):
@@ -119,15 +120,6 @@ def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> d
         meant = list(weight.shape if wrong else shape)
         raise damaged(files, f"has {printable(listed(wrong or [WEIGHT]))} of another shape than {meant}")
     return slots
-
-
-def _shaped(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """A flat tensor in the shape of its parameter; one that has a shape keeps it."""
-    if entry.shape == shape or len(entry.shape) != 1 or entry.numel != prod(shape):
-        return entry
-    storage = entry.storage if entry.is_contiguous else Storage(row_major(entry), entry.location)
-    offset = entry.offset if entry.is_contiguous else 0
-    return replace(entry, storage=storage, shape=shape, stride=row_major_strides(shape), offset=offset)
 
 
 def _undivided(common: dict[Any, Any], group: int) -> dict[str, Any]:

@@ -64,7 +64,9 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
         chunks = [chunk for share in shares for chunk in share.readings[0] or ()]
         (size,) = shares[0].shape
         for name, place in _places(folder, key, size, {name: shapes[name] for name in own}, trees, chunks):
-            pieces = _between(chunks, place, place + prod(shapes[name]))
+            pieces = [piece for piece in _pieces(chunks, place, prod(shapes[name])) if piece]
+            if not prod(shapes[name]):
+                pieces = [replace(chunks[0], entry=chunks[0].entry.narrow(0, 0, 0), offsets=(0,))]
             found[name] = joiner.flat(name, shapes[name], shares[0].dtype, pieces)
     if lacking := [name for name in shapes if name not in found]:
         shown = listed([printable(name) for name in lacking], 3)
@@ -109,7 +111,7 @@ def _places(
             places[name] = at = -(-at // align) * align
             at += prod(shape)
         pieces_fit = all(
-            [_length(chunk, places[name], prod(shapes[name])) for chunk in chunks]
+            [piece.entry.numel if piece else 0 for piece in _pieces(chunks, places[name], prod(shapes[name]))]
             == [tree[name].numel for tree in trees]
             for name in named
         ) or len(chunks) != len(trees)
@@ -121,21 +123,6 @@ def _places(
     raise _conflict(folder, what, why)
 
 
-def _length(chunk: Chunk, begin: int, count: int) -> int:
-    """The number of elements of a range that a piece of the vector has."""
-    low = max(begin, chunk.offsets[0])
-    return max(0, min(begin + count, chunk.offsets[0] + chunk.entry.numel) - low)
-
-
-def _between(chunks: Sequence[Chunk], begin: int, end: int) -> list[Chunk]:
-    """The pieces of a range of the vector, which counts from its beginning."""
-    pieces = []
-    for chunk in chunks:
-        count = _length(chunk, begin, end - begin)
-        if count or begin == end:
-            low = max(begin, chunk.offsets[0])
-            entry = chunk.entry
-            skip = (low - chunk.offsets[0]) * entry.stride[0] if count else 0
-            piece = replace(entry, shape=(count,), offset=entry.offset + skip)
-            pieces.append(replace(chunk, entry=piece, offsets=(low - begin if count else 0,)))
-    return pieces
+def _pieces(chunks: Sequence[Chunk], begin: int, count: int) -> list[Chunk | None]:
+    """What each chunk of a vector has of a range of it."""
+    return [chunk.within(((begin,), (count,))) for chunk in chunks]
