@@ -185,7 +185,7 @@ def _only(name: str, output: Output, option: str) -> str:
     container, wanted = output.format(name), named(name)
     if not container.writes_folder or container.tensors_only != wanted.tensors_only:
         raise UsageError(
-            f"{option} writes a {name} folder, but {printable(output.path or '')} would be {container.name}",
+            f"{option} writes a folder ({name}), but {printable(output.path or '')} would be {container.name}",
             "Nothing else is divided into files.",
             f"For example: {_EXAMPLES[name]}",
         )
