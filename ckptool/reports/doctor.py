@@ -156,7 +156,7 @@ def of_checkpoint(
     taken = _taken_alone(found, chosen, values)
     way = find_way(chosen, against) if chosen is not None and against is not None else None
     findings = [
-        *_of_container(found, file, values),
+        *_of_container(found, file, values, taken),
         *_of_values(values, found, taken),
         *_of_notes(found.notes, way),
         *(_of_modules(found) if way is None or way.unwraps else ()),
@@ -267,9 +267,9 @@ _CONTAINERS = {
 }
 
 
-def _of_container(found: Listing, file: str, values: Values) -> Iterator[Finding]:
+def _of_container(found: Listing, file: str, values: Values, taken: StateDict | None) -> Iterator[Finding]:
     yield from _misnamed(found, os.path.splitext(file)[1].lower())
-    finding = _CONTAINERS.get(found.container) or (_OF_FOLDERS if named(found.container).is_folder else None)
+    finding = _CONTAINERS.get(found.container) or (_OF_FOLDERS if _is_of_folder(found) else None)
     if finding is None:
         return
     is_program = named(found.container).is_program
@@ -277,6 +277,10 @@ def _of_container(found: Listing, file: str, values: Values) -> Iterator[Finding
         finding = replace(finding, commands=(), advice="It has no weights: run it with torch.jit.load.")
     elif finding is _ARRAYS and not found.tensors:
         finding = replace(finding, commands=())
+    elif finding is _OF_FOLDERS and taken is not None:
+        take = command("convert", FILE / address(taken.path), out=OUT_PT)
+        advice = f"It takes the weights alone; without #{printable(address(taken.path))}, everything."
+        finding = replace(finding, commands=(take,), advice=advice)
     elif not is_program and finding.inert and values.refused:
         finding = replace(finding, commands=() if values.lossy else (_TO_PLAIN_FILE,))
     yield finding
@@ -301,11 +305,18 @@ def _misnamed(found: Listing, suffix: str) -> Iterator[Finding]:
 def _taken_alone(found: Listing, chosen: StateDict | None, values: Values) -> StateDict | None:
     """The weights that are written alone, because plain values in place of what is refused would lose tensors."""
     root = chosen or next(iter(mains(found)), None)
+    if root is not None and root.path and _is_of_folder(found):  # once, and not the whole folder first
+        alone = chosen is not None or len(mains(found)) == 1
+        return root if alone and (not values.refused or root.address in values.plain_parts) else None
     if not values.lossy or root is None or _is_rewritten(found):
         return None
     if root.module is not None:
         return None if quantized_outside(root) else root
     return root if root.path and root.address in values.plain_parts else None
+
+
+def _is_of_folder(found: Listing) -> bool:
+    return named(found.container).is_folder and found.container not in _CONTAINERS
 
 
 def _is_rewritten(found: Listing) -> bool:
@@ -323,7 +334,10 @@ def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Itera
     says = "Weights only load failed … Unsupported global; with weights_only=False: No module named …"
     fixes: tuple[Command, ...] = (command("convert", FILE, weights_only=True, out=OUT),)
     advice = ""
-    if taken is not None:
+    if taken is not None and _is_of_folder(found):
+        fixes = ()
+        advice = "The weights alone have none of them."
+    elif taken is not None:
         fixes = (command("convert", FILE / (address(taken.path) or "/"), out=OUT_PT),)
         advice = "It takes the weights alone, and lists what it leaves behind."
     elif values.lossy:

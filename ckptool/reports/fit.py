@@ -96,6 +96,8 @@ def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is
     others = [printable(str(key)) + (" (an average)" if key in averages else "") for key in tops if key != root.path[0]]
     says = _unexpected(str(tops[0]))
     inside = f"checkpoint{''.join(f'[{segment!r}]' for segment in root.path)}"
+    if is_taken and named(found.container).is_folder:  # which torch.load does not read
+        inside = f"ckptool.load({f'{found.file}#{root.address}'!r})"
     python = f"in Python: model.load_state_dict({printable(inside)})"
     if len(candidates) > 1:
         names = listed([printable(each.address) for each in candidates], 4)

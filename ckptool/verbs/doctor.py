@@ -6,6 +6,7 @@ import os
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
+from ckptool.formats import named
 from ckptool.formats.opening import PathLike, open_file
 from ckptool.reports.doctor import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
 from ckptool.reports.inspect import Listing, listing
@@ -56,7 +57,8 @@ def _values(checkpoint: Checkpoint, found: Listing) -> Values:
         dropped = tuple(place for place, _ in plain.dropped)
         nothing = plain.checkpoint.tree is None and checkpoint.tree is not None
         lossy = nothing or bool(lost_tensors(checkpoint.tree, plain.checkpoint.tree))
-    weights = [root for root in found.roots if root.is_model and root.module is None] if lossy else []
+    asked = lossy or named(found.container).is_folder
+    weights = [root for root in found.roots if root.is_model and root.module is None] if asked else []
     parts = [(root.address, weights_only(Checkpoint(root.node, found.container))) for root in weights]
     plain_parts = frozenset(place for place, part in parts if not (part.converted or part.dropped))
     return Values(tuple(refused), lossy, dropped, plain_parts)
