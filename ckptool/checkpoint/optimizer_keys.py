@@ -45,20 +45,20 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
     taken = {name for place in options for name in ([place[:-1]] if place else ["state", "param_groups"])}
     if not options or len(options) > MAX_PLACES or not taken.isdisjoint(node):
         return node  # there are none, or what they would become is there already
-    made: dict[Any, Any] = {}
+    result: dict[Any, Any] = {}
     for key, value in node.items():
         place = next((place for place in options if _belongs(key, place)), None)
         if place is None:
-            made[key] = value
+            result[key] = value
             continue
-        inside = made if not place else made.setdefault(place[:-1], {})
+        inside = result if not place else result.setdefault(place[:-1], {})
         state = inside.setdefault("state", {})
         inside.setdefault("param_groups", [])
         if key.startswith(f"{place}state."):
             _add(state, key.removeprefix(f"{place}state."), value, options[place])
     for place, names in options.items():
-        (made if not place else made[place[:-1]])["param_groups"] += _groups(names)
-    return made
+        (result if not place else result[place[:-1]])["param_groups"] += _groups(names)
+    return result
 
 
 def _belongs(key: Any, place: str) -> bool:
@@ -110,13 +110,13 @@ def _comparable(value: Any) -> str:
 
 def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """The same with `state.NAME.KEY` and `param_groups.NAME.OPTION`; its slots must be by name."""
-    made: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, slot in optimizer["state"].items():
-        made.update(_flat(f"state.{name}", slot))
+        flat.update(_flat(f"state.{name}", slot))
     for group in optimizer["param_groups"]:
         options = {key: value for key, value in group.items() if key != "params"}
-        made |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()}
-    return made
+        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()}
+    return flat
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -216,7 +216,7 @@ class OptimizerAs(str, Enum):
     ("ckptool convert model.pt --all -o all.safetensors", "everything; converting back restores it"),
     ("ckptool convert model.pt --weights-only -o plain.pt", "for torch.load's default, weights_only=True"),
     ("ckptool convert model.pt --shard-size 5GB -o shards", "in shards, as on the Hugging Face Hub"),
-    ("ckptool convert model.pt -o model.dcp --ranks 8", "for torch.distributed.checkpoint, divided as FSDP2 does"),
+    ("ckptool convert model.pt -o model.dcp --ranks 8", "for torch.distributed.checkpoint, sharded as FSDP2 does"),
 )
 @writes
 def convert(
@@ -248,35 +248,35 @@ def convert(
         typer.Option(
             "--against",
             metavar="MODEL",
-            help="A model, its spec or its code: parameters for --optimizer-as names, or of FSDP's flat vectors.",
+            help="A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters.",
         ),
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option("--like", metavar="DIR", help="A folder of the same model: its config and tokenizer go along."),
+        typer.Option("--like", metavar="DIR", help="Copy config and tokenizer from this folder of the same model."),
     ] = None,
     variant: Annotated[
-        str, typer.Option("--variant", metavar="NAME", help="Put fp16, … into the names of a folder's weights.")
+        str, typer.Option("--variant", metavar="NAME", help="Add fp16, … to the names of a folder's weight files.")
     ] = "",
     optimizer_as: Annotated[
         OptimizerAs | None,
-        typer.Option("--optimizer-as", help="Optimizer state by parameter names, by numbers, or state.NAME.KEY."),
+        typer.Option("--optimizer-as", help="Optimizer state by parameter name, by number, or as state.NAME.KEY."),
     ] = None,
     rules: Annotated[
         str | None,
         typer.Option(
             "--rules",
             metavar="FILE.yaml",
-            help="How to join the files of model-parallel ranks (Megatron's mp_rank_XX, Llama), or unstack layers.",
+            help="Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama) or unstack layers.",
         ),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", metavar="N", help="Divide a .dcp folder for N ranks; any number can load it."),
+        typer.Option("--ranks", metavar="N", help="Shard a .dcp folder for N ranks; it loads at any world size."),
     ] = None,
     shard_dim: Annotated[
         int | None,
-        typer.Option("--shard-dim", metavar="D", help="With --ranks: divide tensors by this dimension (0)."),
+        typer.Option("--shard-dim", metavar="D", help="With --ranks: shard tensors along this dimension (0)."),
     ] = None,
     at: At = None,
     part: Part = False,

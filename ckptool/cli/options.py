@@ -54,9 +54,7 @@ ChangedAt = Annotated[
         help="Change only this part, and write the whole file. The same as FILE#ADDRESS.",
     ),
 ]
-Jobs = Annotated[
-    int, typer.Option("--jobs", metavar="N", help="Work on N files at a time, each in a process of its own.")
-]
+Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Work on N files at a time, each in its own process.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Only = Annotated[
     list[str] | None,
@@ -122,7 +120,7 @@ Container = Annotated[
     typer.Option(
         "--to",
         metavar="CONTAINER",
-        help="Write this container (torch-zip, safetensors, sharded, sharded-bin, npz), whatever the suffix.",
+        help="Write this container (torch-zip, safetensors, sharded, sharded-bin, dcp, npz), whatever the suffix.",
         rich_help_panel=_OUTPUT,
     ),
 ]

@@ -1,11 +1,10 @@
-"""A tensor in boxes, as the ranks of a distributed run each saved theirs: a shape, and blocks that fill it.
+"""A sharded tensor: a shape, and the chunks that fill it, as the ranks of a distributed run saved them.
 
-Every engine's folder is read as this. A block is a strided range of the bytes of a file, and begins at some offsets of
-the whole. Blocks may be empty, come in any order, and repeat: replicas, which have to agree. The pieces of a flat
-vector (ZeRO) are the blocks of the tensor as one dimension.
+Every engine's folder is read as this. A chunk is a strided range of bytes of a file, at some offsets in the whole
+tensor. Chunks may be empty, come in any order, and repeat: replicas, which have to agree. The pieces of a flat vector
+(ZeRO) are chunks of the tensor in one dimension.
 
-The row-major bytes are made when they are asked for: the rectangle that a read covers is put together from the blocks
-that it touches, so memory holds what was asked for and no more.
+Row-major bytes are assembled on demand: a read touches the chunks in its range alone, and memory holds no more.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
 
 
 def _joined(checkpoint: Checkpoint, source: Folder, whole: dict[str, Checkpoint]) -> Checkpoint:
-    """The checkpoint with the members in its tree, and all that is to be said of them."""
+    """The checkpoint with the members in its tree, and their notes."""
     own = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
     for name, each in whole.items():
         if name in own:
@@ -214,7 +214,7 @@ def _counted(folder: Folder, layout: MemberFiles, wrong: dict[str, str], joined:
 
 _NOT_JOINED = (
     "they are not joined here",
-    "each has a part of the tensors, and a file of rules has to say which: column, row, glu, qkv, replicated",
+    "each holds shards of the tensors, and a rules file has to say how: column, row, glu, qkv, replicated",
 )
 
 
@@ -248,11 +248,11 @@ def open_member(folder: Folder, name: str) -> Checkpoint:
 
 def _world(checkpoint: Checkpoint, whole: dict[str, Checkpoint]) -> int:
     """The number of ranks that saved the folder, as far as its members say; 0 where none does."""
-    said = [each.metadata.get("ranks") for each in (checkpoint, *whole.values())]
+    counts = [each.metadata.get("ranks") for each in (checkpoint, *whole.values())]
     parts = [each.part or part_of(each) for each in whole.values()]
-    said += [part.count for part in parts if part is not None and part.kind is PartKind.RANK]
+    counts += [part.count for part in parts if part is not None and part.kind is PartKind.RANK]
     ranked = [int(found["rank"]) + 1 for name in whole if (found := _RANKED.fullmatch(name))]
-    return max((n for n in (*said, *ranked) if type(n) is int), default=0)
+    return max((n for n in (*counts, *ranked) if type(n) is int), default=0)
 
 
 def _lacking(layout: MemberFiles, world: int) -> Iterator[str]:
@@ -345,9 +345,7 @@ def _consolidated(folder: Folder, beside: bool) -> MemberFiles | None:
     names = [name for name in folder.names if CONSOLIDATED.fullmatch(name)]
     if len(names) < 2 or beside:
         return None
-    return MemberFiles(
-        "a checkpoint as Llama has them", "", tuple(names), tuple(_gaps(names, CONSOLIDATED)), by_rules=True
-    )
+    return MemberFiles("a Llama checkpoint", "", tuple(names), tuple(_gaps(names, CONSOLIDATED)), by_rules=True)
 
 
 def _pipeline(folder: Folder, beside: bool) -> MemberFiles | None:

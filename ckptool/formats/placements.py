@@ -284,10 +284,10 @@ class RankFile:
             raise self._corrupt(name, "has a mesh whose axes do not fit its table of ranks")
         sizes = tuple(prod(sizes) for sizes, _ in axes)
         coordinate = tuple(_coordinate(place, *axis) for axis in axes)
-        said = fields.get("_coordinate_on_dim")
-        if isinstance(said, (list, tuple)) and tuple(said) != coordinate:
+        saved = fields.get("_coordinate_on_dim")
+        if isinstance(saved, (list, tuple)) and tuple(saved) != coordinate:
             raise self.differs(
-                name, f"is at {printable(repr(tuple(said))[:60])} of its mesh, whose table says {coordinate}"
+                name, f"is at {printable(repr(tuple(saved))[:60])} of its mesh, whose table says {coordinate}"
             )
         return Mesh(sizes, ranks, coordinate)
 

@@ -208,14 +208,14 @@ def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | 
             each = {rank: group["sharding_metadata"] for group in groups for rank in group["ranks"]}
         except (ValueError, TypeError, KeyError, RecursionError):
             raise _damaged(folder, f"does not say how the tensors of {printable(item)} are divided") from None
-        by_rank |= {(name, rank): said for rank, said in each.items()}
+        by_rank |= {(name, rank): sharding for rank, sharding in each.items()}
 
     def blocks_of(file: RankFile, path: Path, entry: TensorEntry) -> RankShare | None:
-        said = by_rank.get((".".join(map(str, path[1:])), file.rank))
-        if said is None:
+        sharding = by_rank.get((".".join(map(str, path[1:])), file.rank))
+        if sharding is None:
             return None
         try:
-            return _SHARDINGS[said["type"]](file, entry, said["data"])
+            return _SHARDINGS[sharding["type"]](file, entry, sharding["data"])
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
             raise _damaged(folder, f"does not say how {printable('/'.join(map(str, path)))} is divided") from None
 

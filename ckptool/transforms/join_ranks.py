@@ -147,8 +147,8 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
     for rank in ranks:
         args = rank.tree["args"].attributes if isinstance(rank.tree.get("args"), Object) else {}
         for axis, kind in enumerate(("tensor", "pipeline")):
-            said = args.get(f"{kind}_model_parallel_size")
-            sizes[axis] = max(sizes[axis], said) if type(said) is int and said < 1 << 20 else sizes[axis]
+            size = args.get(f"{kind}_model_parallel_size")
+            sizes[axis] = max(sizes[axis], size) if type(size) is int and size < 1 << 20 else sizes[axis]
         if type(iteration := rank.tree.get("iteration")) is int:
             steps.setdefault(iteration, rank.name)
     if len(ranks) != prod(sizes):

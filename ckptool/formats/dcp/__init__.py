@@ -202,7 +202,7 @@ def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) 
 
 
 def _paths(tables: Tables, values: dict[str, Any]) -> tuple[dict[str, Path], list[Note]]:
-    """For every name its path in what was saved; and what is to be said of it."""
+    """For every name its path in what was saved; and a note where it is not recorded."""
     if not tables.paths:
         note = Note("flat-names", "the nesting of the names is not recorded, so they stay as torch flattened them")
         return {}, [note] if any("." in name for name in values) else []
@@ -231,7 +231,7 @@ def _nested(tables: Tables, values: dict[str, Any], paths: dict[str, Path]) -> d
     reader."""
     root: dict[Any, Any] = {}
     lists: list[tuple[dict[Any, Any], str | int]] = []
-    made: set[int] = {id(root)}
+    containers: set[int] = {id(root)}
     for name, value in values.items():
         path = paths.get(name, (name,))
         node = root
@@ -239,11 +239,11 @@ def _nested(tables: Tables, values: dict[str, Any], paths: dict[str, Path]) -> d
             if key not in node:
                 below: dict[Any, Any] = _List() if type(after) is int else {}
                 node[key] = below
-                made.add(id(below))
+                containers.add(id(below))
                 if isinstance(below, _List):
                     lists.append((node, key))
             node = node[key]
-            if id(node) not in made or isinstance(node, _List) != (type(after) is int):
+            if id(node) not in containers or isinstance(node, _List) != (type(after) is int):
                 raise tables.damaged(f"has a path for {printable(name)} that goes through another value")
         if path[-1] in node:
             raise tables.damaged(f"has one path for two values, {printable(name)} and another")

@@ -147,13 +147,13 @@ class Packed:
         """The side-car of this table. places: of `raw`. Raises `LimitExceeded` for one that would not be read."""
         tree = json.dumps(self.tree, separators=(",", ":"))
         facts = {"table": hashlib.sha256(table).hexdigest(), "raw": places, **self.metadata, "tree": tree}
-        made = sidecar.written(facts)
-        if made.length > sidecar.MAX_SIDECAR:
-            what = f"{sidecar.NAME} would have {made.length:,} bytes"
+        content = sidecar.written(facts)
+        if content.length > sidecar.MAX_SIDECAR:
+            what = f"{sidecar.NAME} would have {content.length:,} bytes"
             raise LimitExceeded(
                 what, f"At most {sidecar.MAX_SIDECAR:,} are read.", "Write a torch file: --to torch-zip"
             )
-        return made
+        return content
 
 
 def pack(checkpoint: Checkpoint, flat: FlatNames, homes: dict[int, Home]) -> Packed:

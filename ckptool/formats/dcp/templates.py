@@ -96,10 +96,10 @@ class Templates:
         if sums is None or id_sums is None:
             return
         blank = Template(entry, begin, end, head, b"", sums, id_sums, number.data_at - end)
-        made = Template(entry, begin, end, head, _blanked(after, blank), sums, id_sums, blank.id_at)
-        if made._sum_in(after) == entry.storage.crc:
+        template = Template(entry, begin, end, head, _blanked(after, blank), sums, id_sums, blank.id_at)
+        if template._sum_in(after) == entry.storage.crc:
             alike = self.known.setdefault(part.size, [])
-            alike.append(made)
+            alike.append(template)
             del alike[:-NEAREST]
             self.count += 1
 
@@ -113,8 +113,8 @@ def _sums(record: Record, after: bytes, end: int) -> tuple[int, int] | None:
 
 
 def _blanked(after: bytes, template: Template) -> bytes:
-    made = bytearray(after)
+    blank = bytearray(after)
     for at in (*template.sums, *template.id_sums):
-        made[at : at + 4] = bytes(4)
-    made[template.id_at : template.id_at + _DIGITS] = bytes(_DIGITS)
-    return bytes(made)
+        blank[at : at + 4] = bytes(4)
+    blank[template.id_at : template.id_at + _DIGITS] = bytes(_DIGITS)
+    return bytes(blank)

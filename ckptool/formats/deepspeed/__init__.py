@@ -35,7 +35,7 @@ def detect(head: bytes, source: Input) -> bool:
 
 
 def is_universal(folder: Folder) -> bool:
-    """True for what `ds_to_universal` made, or a folder whose only or latest tag is such."""
+    """True for the output of `ds_to_universal`, or a folder whose only or latest tag is one."""
     path = folder.path if _has_states(folder.names) else os.path.join(folder.path, tag_of(folder) or "\0")
     return "\0" not in path and os.path.isdir(os.path.join(path, UNIVERSAL))
 

@@ -1,4 +1,4 @@
-"""A tag's folder as DeepSpeed saves it: every rank's file, put together to one model and its optimizer.
+"""A tag's folder as DeepSpeed saves it: all ranks' files, joined into one model and its optimizer.
 
 Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`), bf16_optimizer.py, engine.py
 (`_save_checkpoint`, `_save_moe_checkpoint`), utils/groups.py (which ranks share an expert). Stages 1 and 2 lay the

@@ -1,7 +1,7 @@
-"""Joins what each rank saved of one thing: their trees are walked side by side.
+"""Joins the ranks' trees, walking them side by side.
 
-Tensors of torch.distributed are put together of the parts that the ranks have. Plain tensors are replicas, which have
-to agree; of any other value that of the first rank is taken.
+DTensors and ShardedTensors are assembled from the ranks' shards. Plain tensors are replicas, which have to agree; any
+other value is the first rank's.
 """
 
 from __future__ import annotations
