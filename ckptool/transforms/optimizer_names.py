@@ -15,11 +15,11 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.commands import MODEL, OUT, Advice, command
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.optimizer_keys import flattened, nested, with_numbers
-from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
-from ckptool.checkpoint.tree import address, replaced_at
+from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, optimizers
+from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
-from ckptool.reports.targets import PARAMETER, Target
+from ckptool.reports.targets import BUFFER, PARAMETER, Target
 from ckptool.transforms.optimizer_state import (
     BY_NAMES,
     check_groups,
@@ -135,7 +135,13 @@ def _names(
     wrong: CkptoolError | None = None
     for root in roots:
         try:
-            names = slot_names(optimizer, parameters_of(root), place, ADVICE, ordered=in_model_order(root.node))
+            names = slot_names(
+                optimizer,
+                parameters_of(root, _buffers_beside(root, whole)),
+                place,
+                ADVICE,
+                ordered=in_model_order(root.node),
+            )
         except Conflict as error:
             wrong = wrong or error
         else:
@@ -150,6 +156,13 @@ def _names(
         "Which parameter a number stands for is only known from the weights that it was made for. Nothing was written.",
         f"{ADVICE[:1].upper()}{ADVICE[1:]}",
     )
+
+
+def _buffers_beside(root: StateDict, whole: Checkpoint) -> dict[str, str]:
+    """The names that DeepSpeed lists beside the weights as those of buffers, which no optimizer has, and their kind."""
+    holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
+    names = holder.get("buffer_names") if isinstance(holder, dict) else None
+    return dict.fromkeys((name for name in names if type(name) is str), BUFFER) if isinstance(names, list) else {}
 
 
 def _refuse_joint(optimizer: dict[str, Any], place: str) -> None:

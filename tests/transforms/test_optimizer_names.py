@@ -261,3 +261,22 @@ def test_keys_of_any_shape_are_gone_through_in_linear_time() -> None:
     names = [f"layer.{number}" for number in range(3_000)]
     named = {"state": {}, "param_groups": [{"lr": 1, "params": names, "param_names": names}]}
     assert nested(flattened(named)) == named
+
+
+def test_what_deepspeed_lists_as_buffers_is_no_parameter(tmp_path: Path) -> None:
+    """Stage 0 saves torch's own numbers, and the names of the buffers beside the weights."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model.register_buffer("rope", torch.ones(3))
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    optimizer = torch.optim.Adam([{"params": wide}, {"params": [p for p in model.parameters() if p.dim() < 2]}])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = {"module": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "unsaid.pt")
+    with pytest.raises(ckptool.CkptoolError, match="4 slots in 2 groups, 5 parameters"):
+        ckptool.convert(tmp_path / "unsaid.pt", tmp_path / "x.pt", optimizer_as="names")
+    torch.save({**saved, "buffer_names": ["rope"]}, tmp_path / "said.pt")
+    ckptool.convert(tmp_path / "said.pt", tmp_path / "named.pt", optimizer_as="names")
+    named = torch.load(tmp_path / "named.pt", weights_only=True)["optimizer"]
+    for name, parameter in model.named_parameters():
+        assert named["state"][name]["exp_avg"].equal(optimizer.state[parameter]["exp_avg"]), name
