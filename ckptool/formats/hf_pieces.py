@@ -61,7 +61,8 @@ def read(source: Folder) -> Checkpoint:
             pieces.setdefault(tensor, []).append(Chunk(entry, begin, f"rank {int(found['rank']) - 1}"))
     join = joined.joiner.tensor
     tree = {name: join(name, _extent(chunks), chunks[0].entry.dtype, chunks) for name, chunks in pieces.items()}
-    divided = [printable(name) for name, chunks in pieces.items() if len(chunks) > 1]
+    # Of one rank alone nothing tells that others had parts of the same tensors.
+    divided = [printable(name) for name, chunks in pieces.items() if len(chunks) > 1 or len(ranks) == 1]
     if divided:
         what = f"the sizes of {counted(len(divided), 'tensor')} are those of the pieces that are here"
         joined.notes.append(Note(SIZES, f"{what}, as no file has them or the number of ranks: {listed(divided, 2)}"))

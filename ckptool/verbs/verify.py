@@ -54,7 +54,12 @@ if TYPE_CHECKING:
 # What the damage of a file looks like when it is opened; anything else is a file that cannot be read at all.
 _DAMAGE = (Truncated, Corrupt, Ambiguous)
 # Notes on whether a file is whole.
-_SAID = ("interrupted-edit", "unused-record", "stale-shards", parts.CODE, parts.MEMBERS, DIFFERENT, NOT_COMPARED)
+_SAID = (
+    *("interrupted-edit", "unused-record", "stale-shards", parts.CODE, parts.MEMBERS, DIFFERENT, NOT_COMPARED),
+    *("unused-files", "other-tags", "not-joined"),  # files that were not looked at, or not together
+    *("no-optimizer-files", "no-buffers", "sizes-from-pieces", "side-car-ignored"),  # what may have been there
+    *("ranks-differ", "common-collides"),
+)
 
 
 def verify(

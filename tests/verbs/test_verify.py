@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable
@@ -376,3 +377,15 @@ def test_a_directory_that_points_elsewhere_is_said_with_the_rest(tmp_path: Path)
     data[at : at + 8] = struct.pack("<2I", 5, 5)
     found = verify(written(bytes(data), path))
     assert not found.fine and found.problems
+
+
+def test_what_may_have_been_there_is_said(tmp_path: Path) -> None:
+    """Nothing says how many ranks there were, or what the optimizer had: `fine` alone would say too much."""
+    engines = Path(__file__).parents[2] / "fixtures" / "engines"
+    pieces = Path(shutil.copytree(engines / "hf-pieces" / "checkpoint", tmp_path / "pieces"))
+    max(pieces.glob("shard-*")).unlink()
+    assert "sizes-from-pieces" in str(verify(pieces))
+    zero = Path(shutil.copytree(engines / "deepspeed-zero1" / "checkpoint", tmp_path / "zero"))
+    for path in zero.rglob("*_optim_states.pt"):
+        path.unlink()
+    assert "no-optimizer-files" in str(verify(zero))

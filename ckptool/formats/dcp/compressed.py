@@ -33,8 +33,9 @@ ZSTD = "stream.zstd/1"
 BLOCK = 1 << 18
 HEAD, TAIL = 1 << 16, 1 << 17  # bytes that are kept of what a stream inflates to
 MOST_BESIDE = 1 << 16  # bytes of a chunk's zip that are not its values
-MOST_WINDOW = 1 << 23  # bytes that a decompressor keeps
-MOST_STREAMS = 16  # that are kept open
+USUAL_WINDOW, MOST_WINDOW = 1 << 21, 1 << 23  # bytes that a decompressor keeps
+MOST_KEPT = 3 << 23  # bytes of the windows of streams that are kept open
+_FRAME_HEADER = 18
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,9 @@ class Streams:
             parts.append(data)
             length -= len(data)
         with self.lock:
-            self.idle = [*self.idle[1 - MOST_STREAMS :], stream]
+            self.idle.append(stream)
+            while len(self.idle) > 1 and sum(each.window for each in self.idle) > MOST_KEPT:
+                self.idle.pop(0)
         return b"".join(parts)
 
     def _taken(self, part: Part, offset: int) -> _Stream:
@@ -68,21 +71,21 @@ class Streams:
 
 
 class _Stream:
-    """What a part of a file inflates to, front to back. `at`: the place of the next byte."""
+    """What a part of a file inflates to, front to back. `at`: the place of the next byte.  window: bytes that it
+    keeps."""
 
     def __init__(self, part: Part) -> None:
         import zstandard
 
-        self.part, self.at, self.taken = part, 0, 0
+        self.part, self.at = part, 0
         self.error = zstandard.ZstdError
-        made = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
-        self.reader = made.stream_reader(cast(Any, self), read_size=1 << 16, read_across_frames=True)
-
-    def read(self, size: int) -> bytes:
-        """The next compressed bytes, for the decompressor."""
-        data = self.part.read(self.taken, min(size, self.part.size - self.taken))
-        self.taken += len(data)
-        return data
+        try:
+            first = zstandard.get_frame_parameters(part.read(0, min(part.size, _FRAME_HEADER))).window_size
+        except self.error:  # reading says so
+            first = 0
+        self.window = min(max(first, USUAL_WINDOW), MOST_WINDOW)  # of its further frames as well
+        made = zstandard.ZstdDecompressor(max_window_size=self.window)
+        self.reader = made.stream_reader(cast(Any, _Packed(part)), read_size=1 << 16, read_across_frames=True)
 
     def next(self, most: int) -> bytes:
         try:
@@ -91,6 +94,18 @@ class _Stream:
             what = f"{self.part} cannot be inflated: {printable(str(error))}"
             raise Corrupt(what, "It was damaged, or is not compressed with zstd as torch does it.") from None
         self.at += len(data)
+        return data
+
+
+class _Packed:
+    """The compressed bytes, for a decompressor. Not its stream: in a circle, its memory would be kept for long."""
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.taken = part, 0
+
+    def read(self, size: int) -> bytes:
+        data = self.part.read(self.taken, min(size, self.part.size - self.taken))
+        self.taken += len(data)
         return data
 
 
