@@ -22,9 +22,10 @@ def diff_text(found: Diff, *, stat: bool = False, name_only: bool = False, style
     """The verdict, then every difference in groups.  stat: counts only.  name_only: only the addresses that differ."""
     if name_only:
         return "".join(f"{name}\n" for name in _differing(found))
-    blocks = [[_verdict(found, style)], [printable(remark) for remark in found.remarks]]
+    remarks = (printable(remark) for remark in found.remarks)
+    blocks = [[_verdict(found, style)], [line for remark in remarks for line in style.prose(remark)]]
     blocks += [_stat(found)] if stat else _differences(found, style)
-    blocks.append(_reservations(found))
+    blocks.append([line for limit in _reservations(found) for line in style.prose(limit)])
     return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
 
 

@@ -18,6 +18,7 @@ from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.checkpoint.strided import without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, walk
 from ckptool.errors import Conflict, UsageError, printable
+from ckptool.formats import named
 from ckptool.pickles.encode import in_python_3
 from ckptool.pickles.plain.text import summary
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
@@ -109,7 +110,7 @@ def diff(
         raise UsageError(
             f"unknown kind of difference {unknown[0]!r} in --ignore", f"Available: {', '.join(IGNORABLE)}."
         )
-    pickled = not (left.tensors_only or right.tensors_only)
+    pickled = not any(side.tensors_only or _of_ranks(side) for side in (left, right))
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
     comparer = _Comparer(skipped, pickled, atol, rtol, quick, statistics)
     comparer.places = _Places() if identity else None
@@ -137,6 +138,13 @@ def diff(
         tuple(name for name in not_compared if name not in ignore),
         remarks,
     )
+
+
+def _of_ranks(checkpoint: Checkpoint) -> bool:
+    """True for a folder that only its engine writes: which tensors share a storage there, and in what order they come,
+    follows from how the ranks divide them, not from the model."""
+    container = named(checkpoint.container)
+    return container.is_folder and not container.writable
 
 
 class _Comparer:

@@ -107,8 +107,10 @@ def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _alike(left: Checkpoint, right: Checkpoint) -> bool:
-    """True unless one file is a bare set of weights and the other holds such sets among other things."""
-    return _is_flat(left) == _is_flat(right)
+    """True unless one file is a bare set of weights and the other holds such sets among other things, or each has its
+    only model under a name of its own, as two engines do (`module`, `model`): they have no part in common."""
+    one, other = ([root.path for root in find_state_dicts(side) if root.is_model] for side in (left, right))
+    return _is_flat(left) == _is_flat(right) and not (len(one) == len(other) == 1 and one != other)
 
 
 def _is_flat(checkpoint: Checkpoint) -> bool:
