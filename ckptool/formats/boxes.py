@@ -124,9 +124,9 @@ class Joiner:
         if self.not_compared:
             shown = listed([printable(name) for name in self.not_compared], 3)
             what = counted(
-                len(self.not_compared), "tensor that several ranks saved was", "tensors that several ranks saved were"
+                len(self.not_compared), "value that several ranks saved was", "values that several ranks saved were"
             )
-            notes.append(Note(NOT_COMPARED, f"{what} not compared, as their files have no checksums: {shown}"))
+            notes.append(Note(NOT_COMPARED, f"{what} not compared, as no checksums of them are known: {shown}"))
         return notes
 
     def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:

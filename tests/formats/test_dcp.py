@@ -28,6 +28,7 @@ from ckptool.errors import (
     Unsupported,
 )
 from ckptool.formats import read, torch_zip
+from ckptool.formats.dcp import payloads
 from ckptool.formats.dcp.tables import Place, Tables
 from tests.support.dcp_folders import (
     edit,
@@ -235,6 +236,12 @@ def test_damage_in_values_that_both_ranks_saved_is_found(name: str, apart: Path)
     found = ckptool.verify(apart)
     (problem,) = found.problems
     assert problem.code == "checksum" and "__1_0.distcp" in problem.record and problem.tensors
+
+
+def test_large_objects_of_ranks_are_not_said_to_differ(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payloads, "SMALL", 8)
+    notes = {note.code: note.message for note in read(apart).notes}
+    assert "rank" in notes["replicas-not-compared"] and "that of rank 0" not in notes["replicas-differ"]
 
 
 def test_tables_of_ranks_that_lack_one(apart: Path) -> None:

@@ -192,7 +192,10 @@ def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) 
     """The object of the first rank; noted where those of others have other bytes."""
     first, *others = places
     for other in others:
-        if not payloads.same(first, other):
+        same = payloads.same(first, other)
+        if same is None and name not in joined.not_compared:
+            joined.not_compared.append(name)
+        if same is False:
             joined.different[name] = f"that of {_owner(first)} is taken, {_owner(other)} has another"
             break
     return payloads.object(name, first)

@@ -87,10 +87,12 @@ class Payloads:
     def value_at(self, file: str, begin: int, length: int) -> Any:
         return self.object(file, Place(file, begin, length))
 
-    def same(self, one: Place, other: Place) -> bool:
-        """True where the same bytes are at both places."""
-        if one.length != other.length or one.length > SMALL:
+    def same(self, one: Place, other: Place) -> bool | None:
+        """True where the same bytes are at both places; None where they are too many to be compared."""
+        if one.length != other.length:
             return False
+        if one.length > SMALL:
+            return None
         return self._part(one).read(0, one.length) == self._part(other).read(0, other.length)
 
     def _part(self, place: Place) -> Part:
