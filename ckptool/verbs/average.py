@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.state_dicts import StateDict, is_beside, one_state_dict
+from ckptool.checkpoint.tree import address
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
@@ -48,7 +50,7 @@ def average(
     names = [each.path for each in opened]
     for each, (root, _) in zip(opened, roots, strict=True):
         refuse_placeholders(each.checkpoint, root.node.items())
-    found = means.average([root.node for root, _ in roots], names, shares)
+    found = means.average([_without_training(root) for root, _ in roots], names, shares)
     last = opened[-1].checkpoint
     pairs = [(each.checkpoint, root) for each, (root, _) in zip(opened, roots, strict=True)]
     mark = marks.recovered_in_parts((checkpoint.metadata, root.path) for checkpoint, root in pairs)
@@ -56,7 +58,9 @@ def average(
     changed = replace(last, tree=found.tree, metadata=metadata, extras={}, discarded=())
     sources = [checkpoint.source for checkpoint, _ in pairs if checkpoint.source is not None]
     saved = save(output, last, changed, inputs=sources)
-    behind = list(dict.fromkeys(name for checkpoint, root in pairs for name in around(checkpoint, root)))
+    behind = list(
+        dict.fromkeys(name for checkpoint, root in pairs for name in (*_training(root), *around(checkpoint, root)))
+    )
     details = [*_details(found, names, shares), *(f"left behind: {printable(name)}" for name in behind)]
     facts = {
         "files": [printable(name) for name in names],
@@ -68,6 +72,18 @@ def average(
     return written(
         output, last, saved, _summary(found, roots), facts=facts, details=details, notes=_unequal(sum(shares))
     )
+
+
+def _training(root: StateDict) -> list[str]:
+    """The addresses of what belongs to the training between the weights: an optimizer of torchtitan."""
+    return [address((*root.base, *root.path, key)) for key, value in root.node.items() if is_beside(key, value)]
+
+
+def _without_training(root: StateDict) -> dict[Any, Any]:
+    items = {key: value for key, value in root.node.items() if not is_beside(key, value)}
+    if len(items) == len(root.node):
+        return root.node  # type: ignore[no-any-return]
+    return OrderedDict(items, root.node.attributes) if isinstance(root.node, OrderedDict) else items
 
 
 def _summary(found: means.Averaged, roots: Sequence[tuple[StateDict, str]]) -> str:

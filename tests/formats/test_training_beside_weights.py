@@ -95,3 +95,10 @@ def test_an_optimizer_in_the_form_asked_for_is_named(folder: Path, tmp_path: Pat
 def test_the_number_of_a_step_is_not_one_of_an_epoch(folder: Path) -> None:
     (found,) = ckptool.scan(folder.parent).files
     assert (found.step, found.epoch) == (2, None)
+
+
+def test_the_mean_is_of_the_weights_alone(folder: Path, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    done = ckptool.average([folder, folder], tmp_path / "mean.safetensors")
+    assert done.facts["left_behind"] == BESIDE and done.facts["kept"] == {}
+    found = load_file(tmp_path / "mean.safetensors")
+    assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
