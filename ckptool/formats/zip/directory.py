@@ -126,8 +126,7 @@ def last_end_record(source: Readable, room: int) -> tuple[bytes, int, int]:
 
 
 def table(source: Readable, most: int = MAX_DIRECTORY) -> bytes:
-    """The bytes of the directory that the last end record points to, to look at; none where there is no such thing, or
-    it has more than `most`."""
+    """The bytes of the directory that the last end record points to; none without one, or with more than `most`."""
     _, tail_at, found = last_end_record(source, 1 << 16)
     if found < 0:
         return b""
