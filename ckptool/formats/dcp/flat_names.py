@@ -84,7 +84,7 @@ def flat_names(tree: Any) -> FlatNames:
     flat = FlatNames()
     flat.hold(tree, ())
     inside = [id(tree)]
-    stack = [((), (), _items(tree))]  # type: list[tuple[tuple[str | int, ...], tuple[Any, ...], Iterator[tuple[Any, Any]]]]
+    stack: list[tuple[tuple[str | int, ...], tuple[Any, ...], Iterator[tuple[Any, Any]]]] = [((), (), _items(tree))]
     while stack:
         path, place, items = stack[-1]
         for key, value in items:

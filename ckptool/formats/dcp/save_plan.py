@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ckptool.checkpoint import (
     Checkpoint,
@@ -174,7 +174,7 @@ class _Zip:
 
 def _joined(parts: list[Segment]) -> bytes:
     """The bytes of segments that are all in memory."""
-    return b"".join(part.make() if isinstance(part, Deferred) else part.content for part in parts)  # type: ignore[union-attr]
+    return b"".join(part.make() if isinstance(part, Deferred) else cast(InlineBytes, part).content for part in parts)
 
 
 _zip_of = lru_cache(1024)(_Zip)
