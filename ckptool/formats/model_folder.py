@@ -35,6 +35,7 @@ _COMPANION = re.compile(
 )
 # Folders whose name is an engine's, below that of the model.
 _TAG = re.compile(r"(?:checkpoint-|global_step_?|step[-_]?|iter_|pytorch_model_fsdp_)\d+|pytorch_model|sharded|actor")
+_NO_JSON = "empty, or not JSON that can be read"
 _FLOATS = {dtype.torch for dtype in DTYPES if dtype.is_float}
 _DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*"(?:torch\.)?)(\w+)(?=")')
 
@@ -64,8 +65,8 @@ class ModelFolder:
 
     def lines(self) -> list[str]:
         """The files, for people."""
-        found = [f"carried along: {listed([printable(name) for name in self.files], 20)}"]
-        if not self.place:
+        found = [f"carried along: {listed([printable(name) for name in self.files], 20)}"] if self.files else []
+        if not self.place and not self.left:
             found = [f"no {CONFIG} is beside the input; one of the same model goes along with --like DIR"]
         return [*found, *self.changes, *(f"left behind: {name}" for name in self.left)]
 
@@ -102,9 +103,11 @@ def _places(part: Checkpoint) -> Iterator[str]:
 
 
 def _described(place: str, names: Iterable[str], tree: dict[Any, Any]) -> ModelFolder:
-    library = _library({name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}, tree)
+    configs = {name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}
+    library = _library(configs, tree)
     if not library:
-        return ModelFolder(left=(f"{CONFIG} (of no library that is known here)",))
+        reasons = {name: "of no library that is known here" if config else _NO_JSON for name, config in configs.items()}
+        return ModelFolder(left=tuple(f"{name} ({why})" for name, why in reasons.items()))
     files: dict[str, Data] = {}
     left, changes = [], []
     for name in names:

@@ -109,7 +109,9 @@ def _with_slots(optimizer: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any
 def _by_number(optimizer: dict[str, Any], slots: list[Any], place: str) -> dict[str, Any]:
     numbers = {slot: number for number, slot in enumerate(slots)}
     if len(numbers) != len(slots):
-        raise Conflict(f"{printable(place)} has a parameter in two groups", "No optimizer writes that.")
+        raise Conflict(
+            f"{printable(place) or 'the optimizer'} has a parameter in two groups", "No optimizer writes that."
+        )
     if strange := [slot for slot in optimizer["state"] if slot not in numbers]:
         what = f"{printable(place)} has state for {listed([printable(str(slot)) for slot in strange], 3)}"
         raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")

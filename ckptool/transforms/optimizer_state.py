@@ -182,7 +182,9 @@ def slot_names(
     groups = optimizer["param_groups"]
     slots = [slot for group in groups for slot in group["params"]]
     if len(set(slots)) != len(slots):
-        raise Conflict(f"{printable(place)} has a parameter in two groups", "No optimizer writes that.")
+        raise Conflict(
+            f"{printable(place) or 'the optimizer'} has a parameter in two groups", "No optimizer writes that."
+        )
     said = said_names(groups, slots)
     if said is not None:
         bare = {without_wrappers(name): name for name in parameters}
@@ -199,7 +201,7 @@ def slot_names(
         return in_order, BY_ORDER
     count = f"{counted(len(slots), 'slot')} in {counted(len(groups), 'group')}, {counted(len(parameters), 'parameter')}"
     raise Conflict(
-        f"it cannot be known which slots of {printable(place)} belong to which parameters ({count})",
+        f"it cannot be known which slots of {printable(place) or 'the optimizer'} belong to which parameters ({count})",
         "They are numbered, not named, and neither their count nor their shapes identify them. "
         + ("" if ordered else "The weights are sorted by name, as safetensors are, not as in the model. ")
         + "Nothing was changed.",

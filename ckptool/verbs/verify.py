@@ -58,7 +58,7 @@ _SAID = (
     *("interrupted-edit", "unused-record", "stale-shards", parts.CODE, parts.MEMBERS, DIFFERENT, NOT_COMPARED),
     *("unused-files", "other-tags", "not-joined"),  # files that were not looked at, or not together
     *("no-optimizer-files", "no-buffers", "sizes-from-pieces", "side-car-ignored"),  # what may have been there
-    *("ranks-differ", "common-collides"),
+    *("ranks-differ", "common-collides", "copies-not-shown"),
 )
 
 

@@ -196,7 +196,7 @@ def test_a_configuration_of_something_else_stays_where_it_is(tmp_path: Path, run
         if text is not None:
             (tmp_path / "in/config.json").write_text(text)
         done = run("convert", file, "-o", f"{tmp_path / 'out'}/", "-f")
-        assert done.code == 0 and "left behind: config.json (of no library" in done.out, text
+        assert done.code == 0 and "left behind: config.json (" in done.out, text
         assert sorted(contents(tmp_path / "out")) == ["ckptool.json", "model.safetensors"]
 
 
@@ -226,3 +226,24 @@ def test_a_wrappers_prefix_is_said_and_kept(tmp_path: Path, run: Run) -> None:
     (note,) = [note for note in json.loads(done.out)["notes"] if note["code"] == "prefix-module"]
     assert run(*note["fix"][1:]).code == 0
     assert load_file(tmp_path / "l-bare/model.safetensors").keys() == state().keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("[1, 2]", "not JSON that"), ("{", "not JSON that"), ('{"dtype": "f"}', "no library")]
+)
+def test_a_configuration_that_cannot_be_used_is_said_to_be_there(
+    text: str, reason: str, tmp_path: Path, run: Run
+) -> None:
+    file = model_in(tmp_path / "in")
+    (tmp_path / "in/config.json").write_text(text)
+    done = run("convert", file, "-o", f"{tmp_path / 'out'}/")
+    assert done.code == 0 and "left behind: config.json (" in done.out and reason in done.out
+    assert "is beside the input" not in done.out
+
+
+def test_nothing_is_said_to_be_carried_along_where_nothing_is(tmp_path: Path, run: Run) -> None:
+    file = model_in(tmp_path / "in")
+    os.rename(tmp_path / "in/config.json", tmp_path / "config.json")
+    os.symlink(tmp_path / "config.json", tmp_path / "in/config.json")
+    done = run("convert", file, "-o", f"{tmp_path / 'out'}/")
+    assert "carried along" not in done.out and "config.json (a link that leads outside of the folder)" in done.out
