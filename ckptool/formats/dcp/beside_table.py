@@ -23,7 +23,7 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS, check_depth, structural_parts, visit
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set
-from ckptool.checkpoint.strided import row_major
+from ckptool.checkpoint.strided import resolved, row_major
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded, printable
 from ckptool.formats import marks, sidecar
 from ckptool.formats.dcp.flat_names import SHARED, FlatNames, flat_names
@@ -270,10 +270,7 @@ def _is_same(found: Any, value: Any, left: list[int]) -> bool:
         alike = (found.dtype, found.shape) == (value.dtype, value.shape)
         if not alike or found.view == value.view:
             return alike and found.flags.lazy == value.flags.lazy
-        if any(found.flags.lazy):  # which the table's are not
-            few = found.nbytes <= MAX_COMPARED
-            return not few or bool(found.numpy().tobytes() == value.numpy().tobytes())
-        pair = row_major(found), row_major(value)
+        pair = row_major(resolved(found)), row_major(value)  # the table's are no conjugate or negative views
         length = min(left[0], BEGINNING, pair[0].length)
         left[0] -= length
         return pair[0].read(0, length) == pair[1].read(0, length)
