@@ -301,8 +301,10 @@ class RankFile:
             place = _place(metadata)
             if not isinstance(local, TensorEntry) or place is None:
                 raise self._corrupt(name, "has a shard without values or without a place")
-            if place[:2] not in [each[:2] for each in places if each] or place[1] != local.shape:
+            if place[1] != local.shape:
                 raise self.differs(name, f"has {list(local.shape)} here, where its metadata says {list(place[1])}")
+            if place[:2] not in [each[:2] for each in places if each]:
+                raise self.differs(name, f"has {list(place[1])} at {list(place[0])}, where its metadata has no shard")
             if place[2] not in (None, self.rank):
                 raise self.differs(name, f"was saved by rank {place[2]:,}")
             chunks.append(Chunk(local, place[0], self.owner))

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -70,6 +74,24 @@ def strided(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
 def plain(*names: str) -> Callable[[int, DeviceMesh], Any]:
     """Names of tensors of each rank's own, beside tensors that say how they are divided."""
     return lambda rank, mesh: model(rank, mesh) | {name: torch.full((3,), float(rank)) for name in names}
+
+
+def sharded(*rows: int, table: bool = True, add: float = 0) -> Callable[[int, DeviceMesh], Any]:
+    """A ShardedTensor of 6 rows, of which each rank says that its 3 begin at one of `rows`; with table, the metadata of
+    all says so, too."""
+
+    def make(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        true = [ShardMetadata([begin, 0], [3, 4], f"rank:{each}/cpu") for each, begin in enumerate((0, 3))]
+        whole = ShardedTensorMetadata(list(true), torch.Size((6, 4)), TensorProperties(torch.float32))
+        shard = LocalShard(torch.ones(3, 4) + rank * add, true[rank])
+        tensor = ShardedTensor._init_from_local_shards_and_global_metadata([shard], whole)
+        said = [ShardMetadata([begin, 0], [3, 4], f"rank:{each}/cpu") for each, begin in enumerate(rows)]
+        tensor.local_shards()[0].metadata = said[rank]
+        if table:
+            tensor._metadata.shards_metadata[:] = said
+        return {"fc.weight": tensor}
+
+    return make
 
 
 Change = Callable[[Path], object]
@@ -147,6 +169,12 @@ HOSTILE: dict[str, tuple[Callable[[int, DeviceMesh], Any], Change, str, str]] = 
     "no table of ranks": (set_mesh(_rank_map=None, _flatten_rank_map=None), nothing, "corrupt", "table of ranks"),
     "a mesh without axes": (set_mesh(_layout=None), nothing, "corrupt", "axes"),
     "a billion pieces": (strided, nothing, "limit-exceeded", "split factor"),
+    "shards of one place that agree": (sharded(0, 0), nothing, "corrupt", "12 of its 24 elements are in no file"),
+    "shards of one place that differ": (sharded(0, 0, add=1), nothing, "corrupt", "12 of its 24 elements"),
+    "shards that overlap": (sharded(0, 2), nothing, "corrupt", "overlap at [2, 0]"),
+    "a shard outside": (sharded(0, 5), nothing, "corrupt", "outside"),
+    "a shard that its metadata has not": (
+        sharded(0, 2, table=False), nothing, "conflict", "[3, 4] at [2, 0], where its metadata has no shard"),
     "weights that differ": (plain("fc2.weight"), nothing, "conflict", "fc2.weight"),
     "nothing says how it is divided": (
         lambda rank, mesh: {"fc.weight": torch.full((3, 2), float(rank))}, nothing, "unsupported", "plain tensors"),
