@@ -138,6 +138,9 @@ def convert(
         changed = replace(changed, origin=RankDivision(ranks, shard_dim or 0))
     result = save(output, opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
     facts = {"tensors": sum(1 for _ in tensors(changed.tree)), "left_behind": behind}
+    if against is not None and optimizer_as is None:
+        described = f"flat parameters are divided by the order and shapes in {printable(os.fspath(against))}"
+        made_plain += (f"{described}; the files tell only how many elements there are",)
     details = made_plain + tuple(f"left behind: {printable(name)}" for name in behind)
     return written(output, opened.checkpoint, result, summary, facts=facts, details=details, notes=notes)
 
