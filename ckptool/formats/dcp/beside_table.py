@@ -274,19 +274,32 @@ def _is_same(found: Any, value: Any, left: list[int]) -> bool:
         length = min(left[0], BEGINNING, pair[0].length)
         left[0] -= length
         return pair[0].read(0, length) == pair[1].read(0, length)
-    if isinstance(found, TensorEntry) or type(found) is not type(value):
-        return False
-    if found is value:
-        return True
-    if isinstance(value, (str, bytes, int, float, complex, bool, type(None))):
-        return repr(found) == repr(value)  # NaN is the same as NaN
-    return list(_plain_parts(found)) == list(_plain_parts(value))
+    return _is_same_object(found, value)
 
 
-def _plain_parts(value: Any) -> Iterator[Any]:
-    for part in visit(value):
-        yield type(part)
-        yield from (repr(below) for below in structural_parts(part) if type(below) in SCALARS)
+def _is_same_object(found: Any, value: Any) -> bool:
+    """True for objects of the same types and plain values throughout, whatever their parts share; of tensors in them,
+    types and shapes are compared."""
+    pairs, seen = [(found, value)], set()
+    while pairs:
+        one, other = pairs.pop()
+        if one is other or (id(one), id(other)) in seen:
+            continue
+        seen.add((id(one), id(other)))
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, TensorEntry):
+            if (one.dtype, one.shape) != (other.dtype, other.shape):
+                return False
+        elif type(one) in SCALARS or type(one) is bytes:
+            if one != other and repr(one) != repr(other):  # NaN is the same as NaN
+                return False
+        else:
+            parts = list(structural_parts(one)), list(structural_parts(other))
+            if len(parts[0]) != len(parts[1]):
+                return False
+            pairs += zip(*parts, strict=True)
+    return True
 
 
 class _Unpacker(Unpacker):
