@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import hashlib  # noqa: F401 (imported when memory has run out, it prints tracebacks of its own)
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ import typer
 
 from ckptool.checkpoint.commands import VERBS
 from ckptool.checkpoint.workers import stop
-from ckptool.cli.output import LostAnswer, in_words, say, style_of, tell, unknown_command
+from ckptool.cli.output import LostAnswer, failed_silently, in_words, say, style_of, tell, unknown_command
 from ckptool.errors import CkptoolError, printable
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def _told_in_short(error: Exception) -> int:
         code, what = error.code, printable(error.what)
     elif isinstance(error, (OSError, ImportError)):
         code, what = "io", f"a system limit was reached: {printable(str(error))}"
-    elif isinstance(error, MemoryError):
+    elif isinstance(error, MemoryError) or failed_silently(error):
         code, what = "limit-exceeded", "there is not enough memory"
     tell(f"error[{code}]: {what}\n  Outputs were left as they were.\n")
     return 2

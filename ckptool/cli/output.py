@@ -264,7 +264,7 @@ def in_words(error: Exception) -> CkptoolError:
             "This process cannot open more files, start threads or use more memory. Outputs were left as they were.",
             "Look at the limits: ulimit -a",
         )
-    if isinstance(error, (MemoryError, RecursionError)) or _failed_silently(error):
+    if isinstance(error, (MemoryError, RecursionError)) or failed_silently(error):
         what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
         return LimitExceeded(
             what, "The file needs more than this machine has, or is malicious. Outputs were left as they were."
@@ -278,7 +278,7 @@ def in_words(error: Exception) -> CkptoolError:
     return _bug(error)
 
 
-def _failed_silently(error: Exception) -> bool:
+def failed_silently(error: Exception) -> bool:
     """True where C code could not even make its `MemoryError`."""
     return isinstance(error, SystemError) and "without exception set" in str(error)
 
