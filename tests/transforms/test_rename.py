@@ -153,6 +153,7 @@ def test_names_of_state_that_would_collide(tmp_path: Path) -> None:
         ("layer{n}.w => layer{n+1}.w", "layer009.w", "layer010.w"),
         ("{n} => {n}.{n+0}", "007", "007.007"),
         (r"{n} => \{n+1\}", "1", "{n+1}"),
+        ("a.{n}.{m} => b.{2 * n + m}", "a.3.1", "b.7"),
     ],
 )
 def test_one_rule(rule: str, old: str, new: str | None) -> None:
@@ -174,8 +175,8 @@ def test_one_rule(rule: str, old: str, new: str | None) -> None:
         (r"re:a => \g<name>", "is invalid"),
         (r"re:a+ => \1", "is invalid"),
         ("f{n+1} => g{n}", "is a sum, which stands on the right"),
-        ("f{n} => g{n*2}", r"a \{ begins a variable"),
-        ("f{n} => g{n+m}", r"a \{ begins a variable"),
+        ("f{n} => g{n**2}", r"a \{ begins a variable"),
+        ("f{n} => g{n+m}", r"\{m\} is not on the left side"),
         ("f{n} => g{}", r"a \{ begins a variable"),
         ("f{n => g", r"a \{ begins a variable"),
         ("f{n} => g{m+1}", r"\{m\} is not on the left side"),

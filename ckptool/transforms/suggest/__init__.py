@@ -302,7 +302,7 @@ class Drafting:
             rule = parse_rule(text)
         except UsageError:  # a name with what no rule can say
             return None
-        return lambda key: match.expand(rule.template) if (match := rule.pattern.fullmatch(key)) else None
+        return lambda key: rule.expand(match) if (match := rule.pattern.fullmatch(key)) else None
 
 
 def _ordered(drafts: list[Draft]) -> list[Draft]:
