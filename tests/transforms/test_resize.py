@@ -1,0 +1,222 @@
+"""Resized tensors against torch's own `interpolate` in f64: never further from it than twice what torch's f32 is."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.errors import LimitExceeded, Unsupported, UsageError
+from ckptool.transforms import resize
+from ckptool.transforms.resize import parse_resize, resized
+from tests.support.entries import entry_of
+
+SIDES = [((14, 14), (24, 24)), ((16, 16), (37, 37)), ((14, 14), (7, 7)), ((1, 1), (9, 9)), ((9, 9), (1, 1))]
+SIDES += [((14, 20), (20, 14)), ((5, 3), (8, 1)), ((24, 24), (14, 14)), ((2, 50), (3, 7)), ((7, 7), (7, 7))]
+
+
+def values(entry: TensorEntry) -> torch.Tensor:
+    data = bytearray(entry.bytes())
+    dtype = getattr(torch, entry.dtype.torch)
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(entry.shape)
+
+
+def resized_values(tensor: torch.Tensor, shape: tuple[int, ...], how: str) -> torch.Tensor:
+    return values(resized(entry_of(tensor), shape, parse_resize(how), "x"))
+
+
+def interpolated(image: torch.Tensor, new: tuple[int, int], mode: str, antialias: bool) -> torch.Tensor:
+    """torch's own, of [.., N, D] with N tokens as an image of the sizes of `image` [.., H, W, D]."""
+    lead = image.shape[:-3]
+    planes = image.reshape(-1, *image.shape[-3:]).permute(0, 3, 1, 2)
+    made = functional.interpolate(planes, new, mode=mode, antialias=antialias, align_corners=False)
+    return made.permute(0, 2, 3, 1).reshape(*lead, new[0] * new[1], -1)
+
+
+def assert_close(found: torch.Tensor, tensor: torch.Tensor, torchs: Any) -> None:
+    """No further from the f64 result than twice torch's own error and half a unit of the largest value."""
+    exact = torchs(tensor.double())
+    single = torchs(tensor.float())
+    own = (single.double() - exact).abs().max().item()
+    rounding = 0.0 if tensor.dtype == torch.float32 else torch.finfo(tensor.dtype).eps * exact.abs().max().item() / 2
+    error = (found.double() - exact).abs().max().item()
+    assert error <= max(2 * own, torch.finfo(torch.float32).eps / 2 * exact.abs().max().item()) + rounding
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+@pytest.mark.parametrize(("old", "new"), SIDES)
+def test_grids_are_torchs(old: tuple[int, int], new: tuple[int, int], mode: str, antialias: bool) -> None:
+    torch.manual_seed(0)
+    how = f"{mode}({'antialias, ' * antialias}cls=2, from={old[0]}x{old[1]}, to={new[0]}x{new[1]}, extra=1)"
+    for lead, dtype in (((), torch.float32), ((1,), torch.float16), ((3,), torch.bfloat16), ((2,), torch.float64)):
+        tensor = torch.randn(*lead, math.prod(old) + 3, 6).to(dtype)
+        found = resized_values(tensor, (*lead, math.prod(new) + 3, 6), how)
+        assert torch.equal(found[..., :2, :], tensor[..., :2, :]) and torch.equal(
+            found[..., -1:, :], tensor[..., -1:, :]
+        )
+        image = tensor[..., 2:-1, :].reshape(*lead, *old, 6)
+        if dtype == torch.float64:
+            wanted = interpolated(image, new, mode, antialias)
+            assert torch.allclose(found[..., 2:-1, :], wanted, rtol=0, atol=1e-14)
+        else:
+            assert_close(found[..., 2:-1, :], image, lambda image: interpolated(image, new, mode, antialias))
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear", "bicubic(antialias)", "bilinear(antialias)"])
+@pytest.mark.parametrize(("old", "new"), [((16, 16), (14, 14)), ((7, 7), (7, 5)), ((4, 9), (11, 9)), ((3, 3), (1, 40))])
+def test_images_and_kernels_are_resized_along_the_axes_that_differ(mode: str, old: Any, new: Any) -> None:
+    torch.manual_seed(1)
+    kernel = torch.randn(5, 3, *old)
+    word, antialias = mode.split("(")[0], "antialias" in mode
+    assert_close(
+        resized_values(kernel, (5, 3, *new), mode),
+        kernel,
+        lambda kernel: functional.interpolate(kernel, new, mode=word, antialias=antialias, align_corners=False),
+    )
+    last = kernel.permute(0, 2, 3, 1)  # [1, H, W, D], and not in row-major order
+    assert torch.equal(
+        resized_values(last, (5, *new, 3), mode), resized_values(kernel, (5, 3, *new), mode).permute(0, 2, 3, 1)
+    )
+
+
+def test_any_part_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in blocks so small that rows are taken one by one, and columns of rows."""
+    torch.manual_seed(2)
+    cases = [((2, 50, 30), (2, 81, 30), "bicubic"), ((6, 5, 9, 7), (6, 5, 13, 3), "bilinear(antialias)")]
+    cases += [((40, 6), (90, 6), "rows(mean)"), ((4, 3, 5, 5), (4, 5, 5, 5), "channels(mean)")]
+    rng = random.Random(0)
+    for old, new, how in cases:
+        old = (2, 49, 30) if how == "bicubic" else old
+        entry = entry_of(torch.randn(old))
+        whole = resized(entry, new, parse_resize(how), "x").bytes()
+        monkeypatch.setattr(resize, "ROOM", 40)
+        monkeypatch.setattr(resize, "CHUNK", 4)
+        small = resized(entry, new, parse_resize(how), "x")
+        assert small.bytes() == whole
+        for _ in range(40):
+            start = rng.randrange(len(whole))
+            length = rng.randrange(len(whole) - start)
+            assert small.storage.data.read(start, length) == whole[start : start + length]
+        monkeypatch.undo()
+
+
+def test_tables_of_relative_positions() -> None:
+    """Swin's are an image per head; BEiT's have three entries more at the end."""
+    table = torch.randn(13 * 13 + 3, 4)
+    found = resized_values(table, (23 * 23 + 3, 4), "table(extra=3)")
+    assert torch.equal(found[-3:], table[-3:])
+    image = table[:-3].reshape(13, 13, 4)
+    assert_close(found[:-3], image, lambda image: interpolated(image, (23, 23), "bicubic", False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("how", ["rows", "rows(mean)", "rows(zero)", "rows(copy)", "rows(copy=2)", "classes(mean)"])
+def test_rows(how: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    old = (torch.randn(7, 5) * 100).to(dtype)
+    found = resized_values(old, (17, 5), how)
+    assert torch.equal(found[:7], old)
+    wanted = {
+        "rows(zero)": torch.zeros(10, 5, dtype=dtype),
+        "rows(copy)": torch.cat([old, old])[:10],
+        "rows(copy=2)": old[2].expand(10, 5),
+    }.get(how, old.double().mean(0).float().to(dtype).expand(10, 5) if dtype != torch.float64 else None)
+    if wanted is None:
+        assert torch.allclose(found[7:], old.mean(0).expand(10, 5), rtol=1e-15, atol=0)
+    else:
+        assert torch.equal(found[7:], wanted)
+    assert torch.equal(resized_values(old, (3, 5), how), old[:3])
+    assert torch.equal(resized_values(old[:, 0], (9,), how)[:7], old[:, 0])  # the bias of a head
+    assert torch.equal(resized_values(old.t(), (5, 7), how), old.t())
+
+
+def test_mean_of_a_column_of_many_rows_is_summed_in_f64() -> None:
+    old = torch.full((100_001, 3), 0.1) + torch.arange(3)
+    assert torch.equal(resized_values(old, (100_002, 3), "rows(mean)")[-1], old.double().mean(0).float())
+
+
+def test_channels_are_timms() -> None:
+    old = torch.randn(4, 3, 2, 2)
+    gray = old.double().sum(1, keepdim=True).float()
+    assert torch.equal(resized_values(old, (4, 1, 2, 2), "channels"), gray)
+    assert torch.equal(resized_values(old, (4, 1, 2, 2), "channels(sum)"), gray)
+    assert torch.equal(resized_values(old, (4, 1, 2, 2), "channels(mean)"), old.double().mean(1, keepdim=True).float())
+    five = (old.repeat(1, 2, 1, 1)[:, :5].double() * (3 / 5)).float()
+    assert torch.equal(resized_values(old, (4, 5, 2, 2), "channels"), five)
+    assert torch.equal(resized_values(old, (4, 5, 2, 2), "channels(repeat)"), five)
+    four = resized_values(old, (4, 4, 2, 2), "channels(mean)")
+    assert torch.equal(four[:, :3], old) and torch.allclose(four[:, 3], old.mean(1))
+    everywhere = resized_values(old, (4, 4, 2, 2), "channels(sum)")
+    assert torch.allclose(everywhere.sum(1), old.sum(1), atol=1e-6)
+
+
+def test_views_flags_and_lazy_bits() -> None:
+    base = torch.complex(torch.randn(9, 4), torch.randn(9, 4))
+    negative = base.conj().imag  # a view with the negative bit
+    assert negative.is_neg()
+    found = resized_values(negative, (16, 4), "bilinear")
+    assert torch.equal(found, resized_values(negative.resolve_neg().clone(), (16, 4), "bilinear"))
+    assert torch.equal(resized_values(negative, (12, 4), "rows(zero)")[:9], negative.resolve_neg())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "how", "words"),
+    [
+        ((198, 8), (257, 8), "bicubic", "198 tokens are no square.*cls=2"),
+        ((197, 8), (258, 8), "bicubic(cls=1)", "257 tokens are no square.*to=HxW.*cls=2"),
+        ((197, 8), (257, 9), "bicubic(cls=1)", "of which N differs"),
+        ((197, 8), (257, 9), "bicubic", "of which N differs"),
+        ((1, 197, 8), (1, 257, 9), "bicubic", "of which N differs"),
+        ((196, 8), (100, 8), "bicubic(from=14x15)", "from=14x15 is 210 tokens, and the .* has 196"),
+        ((1, 8), (2, 8), "bicubic(cls=1)", "0 tokens are no square"),
+        ((4, 8), (5, 8, 1), "rows", "Only the first dimension"),
+        ((4, 8), (5, 9), "rows", "Only the first dimension"),
+        ((0, 8), (5, 8), "rows(mean)", "There are 0 rows"),
+        ((4, 8), (5, 8), "rows(copy=4)", "There are 4 rows"),
+        ((4, 3, 2, 2), (5, 4, 2, 2), "channels", "Only the second dimension"),
+        ((), (3,), "rows", "Only the first"),
+        ((2, 3, 4, 5), (3, 4, 5, 5), "bicubic", "H, W or both differ"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_by_name(old: Any, new: Any, how: str, words: str) -> None:
+    with pytest.raises(UsageError, match=f"(?s)a.b .*cannot become .*{words}"):
+        resized(entry_of(torch.zeros(old)), new, parse_resize(how), "a.b")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lanczos", "unknown way to resize: 'lanczos'"),
+        ("", "unknown way"),
+        ("bicubic(cls=1", "unknown way"),
+        ("bicubic(mean)", "bicubic does not take 'mean'.*It takes bicubic, antialias, cls=N"),
+        ("bicubic(cls=x)", "does not take 'cls=x'"),
+        ("bicubic(from=14)", "does not take 'from=14'"),
+        ("rows(median)", "It takes mean, zero, copy, copy=ROW"),
+        ("channels(zero)", "channels does not take 'zero'"),
+        ("rows(cls=1)", "does not take 'cls=1'"),
+    ],
+)
+def test_texts_that_mean_nothing(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=f"(?s){words}"):
+        parse_resize(text)
+
+
+def test_other_than_floats_and_hostile_sizes_are_refused() -> None:
+    with pytest.raises(Unsupported, match=r"a.b is .*i64.*cannot be resized"):
+        resized(entry_of(torch.zeros(4, 2, dtype=torch.int64)), (9, 2), parse_resize("bicubic"), "a.b")
+    many = 70_000**2
+    entry = TensorEntry(Storage(InlineBytes(bytes(4))), by_name("f32"), (1, 1), (1, 1))
+    with pytest.raises(LimitExceeded, match="70,000"):
+        resized(entry, (many, 1), parse_resize("bicubic"), "x")
+    with pytest.raises(LimitExceeded):
+        resized(entry_of(torch.zeros(1, 3)), (1, 10**9), parse_resize("channels(sum)"), "x")
+    huge = resized(entry, (10**15, 1), parse_resize("rows(mean)"), "x")  # planned, and not held
+    assert huge.storage.data.read(4 * 10**14, 8) == bytes(8)
