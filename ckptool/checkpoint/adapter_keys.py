@@ -1,0 +1,135 @@
+"""The names of tensors in adapters: LoRA, LoHa and LoKr as PEFT, kohya, LyCORIS, diffusers and ai-toolkit write them.
+
+    PEFT        base_model.model.MODULE.lora_A.weight, .lora_embedding_A, .lora_magnitude_vector, .lora_B.bias
+    kohya       lora_unet_MODULE.lora_down.weight, .lora_up.weight, .lora_mid.weight, .alpha, .dora_scale (MODULE with
+                underscores for dots); LyCORIS: .hada_w1_a, .lokr_w1, .diff
+    diffusers   unet.MODULE.lora_A.weight; older: .lora.down.weight, .processor.to_q_lora.down.weight
+    ai-toolkit  diffusion_model.MODULE.lora_A.weight
+
+Sources: peft/utils/save_and_load.py, kohya-ss/sd-scripts networks/lora.py, lycoris/modules, diffusers
+loaders/lora_conversion_utils.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ckptool.errors import counted, listed, printable
+
+PEFT, KOHYA, DIFFUSERS, AI_TOOLKIT = "PEFT", "kohya", "diffusers", "ai-toolkit"
+LORA, LOHA, LOKR, DIFF = "LoRA", "LoHa", "LoKr", "difference"
+
+_COMPONENTS = (
+    (PEFT, re.compile(r"base_model\.model\.")),
+    (AI_TOOLKIT, re.compile(r"diffusion_model\.")),
+    (KOHYA, re.compile(r"(?:lora_(?:unet|te\d?|transformer|prior_unet|prior_te|controlnet)|lycoris)_(?=[^.]+\.)")),
+    (DIFFUSERS, re.compile(r"(?:unet|text_encoder(?:_\d)?|transformer(?:_\d)?|prior|controlnet)\.")),
+)
+_ROLE = re.compile(
+    r"(?P<module>.+?)(?:"
+    r"\.lora_(?P<side>[AB])(?:\.[^.]+)??\.(?P<of>weight|bias)"
+    r"|\.lora_embedding_(?P<embedding>[AB])(?:\.[^.]+)?"
+    r"|\.(?P<magnitude>lora_magnitude_vector|dora_scale)(?:\.[^.]+){0,2}"
+    r"|(?:\.lora_|\.lora\.|\.lora_linear_layer\.|_lora\.)(?P<half>down|up|mid)\.weight"
+    r"|\.(?P<other>alpha|hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|diff|diff_b|w_norm|b_norm)"
+    r")"
+)
+_HALVES = {"down": "A", "up": "B", "mid": "mid"}
+_WHOLE = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")
+# The factor of each method whose first dimension is the rank.
+RANKED = {"A": LORA, "hada_w1_b": LOHA, "lokr_w1_b": LOKR, "lokr_w2_b": LOKR}
+FACTORS = {"A", "B", "mid"}
+
+
+class AdapterKey(NamedTuple):
+    """A key of an adapter, taken apart.
+
+    component: the prefix that says which model it is for (`base_model.model.`, `lora_unet_`), empty for none.
+    module: the module that it changes; for kohya with underscores for dots.  role: what it is of it: `A`, `B`, `mid`,
+    `alpha`, `magnitude`, `B.bias`, `hada_w1_a`, …; empty for a whole tensor, whose name `module` is then.
+    embedding: A and B are those of an embedding.  depth: wrappers of PEFT around the module, one for each further
+    parameter of it that is changed.
+    """
+
+    scheme: str
+    component: str
+    module: str
+    role: str
+    embedding: bool = False
+    depth: int = 0
+
+
+def adapter_key(key: str, scheme: str | None = None) -> AdapterKey:
+    """A key taken apart. scheme: that of the file, where it is known; else told by how the key begins."""
+    found, component = scheme or PEFT, ""
+    for name, prefix in _COMPONENTS:
+        if scheme in (None, name) and (match := prefix.match(key)):
+            found, component = name, match[0]
+            break
+    name = key[len(component) :]
+    match = _ROLE.fullmatch(name)
+    if match is None or (found == PEFT and (match["other"] or "").startswith(("diff", "w_", "b_"))):
+        whole = _WHOLE.sub("", name).replace(".base_layer.", ".")
+        return AdapterKey(found, component, whole, "")
+    module = match["module"]
+    if ".processor." in module and key.endswith(("_lora.down.weight", "_lora.up.weight")):
+        module = re.sub(r"\.to_out$", ".to_out.0", module.replace(".processor.", "."))
+    depth = 0
+    while module.endswith(".base_layer"):
+        module, depth = module.removesuffix(".base_layer"), depth + 1
+    module = module.replace(".base_layer.", ".")
+    side = match["side"] or match["embedding"]
+    role = (
+        (side if match["of"] != "bias" else f"{side}.bias")
+        if side
+        else "magnitude"
+        if match["magnitude"]
+        else _HALVES[match["half"]]
+        if match["half"]
+        else match["other"]
+    )
+    return AdapterKey(found, component, module, role, bool(match["embedding"]), depth)
+
+
+def adapter_keys(names: Iterable[str], scheme: str | None = None) -> dict[str, AdapterKey]:
+    """Every key taken apart; of a file with PEFT's configuration (`scheme`), prefixes of others are parts of names."""
+    return {name: adapter_key(name, scheme) for name in names}
+
+
+def is_factor(role: str) -> bool:
+    """True for one of the tensors that a change is computed from, as no other checkpoint has."""
+    return role in FACTORS or role.startswith(("hada_", "lokr_"))
+
+
+def adapter_detail(node: Mapping[Any, Any]) -> str:
+    """An adapter's state dict in words: `LoRA adapter, PEFT names, rank 8, of 24 modules (q_proj, v_proj)`.
+
+    Empty for what is none: at least a quarter of the keys of an adapter are factors.
+    """
+    texts = [key for key in node if type(key) is str]
+    if not any("lora" in key or "hada_w" in key or "lokr_w" in key for key in texts):
+        return ""
+    keys = adapter_keys(texts)
+    factors = {key: found for key, found in keys.items() if is_factor(found.role)}
+    if not factors or 4 * len(factors) < len(keys):
+        return ""
+    ranks = {
+        shape[0]
+        for key, found in factors.items()
+        if found.role in RANKED and (shape := getattr(node[key], "shape", None)) and len(shape) > 1
+    }
+    methods = sorted({method_of(found.role) for found in factors.values()})
+    modules = {(found.component, found.module, found.depth) for found in factors.values()}
+    leaves = sorted({found.module.rpartition(".")[2] for found in factors.values()})
+    names = "" if factors and next(iter(factors.values())).scheme == KOHYA else f" ({printable(listed(leaves, 6))})"
+    schemes = sorted({found.scheme for found in factors.values()})
+    rank = f", rank {listed(sorted(ranks), 4)}" if ranks else ""
+    kind = f"{' and '.join(methods)} adapter, {' and '.join(schemes)} names"
+    return f"{kind}{rank}, of {counted(len(modules), 'module')}{names}"
+
+
+def method_of(role: str) -> str:
+    """The method that a factor belongs to."""
+    return LOHA if role.startswith("hada_") else LOKR if role.startswith("lokr_") else LORA
