@@ -188,6 +188,7 @@ def load_into(
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     on_mismatch: str = "error",
+    resize: str | Sequence[str] = (),
     min_loaded: float | None = None,
     missing: str | Sequence[str] | None = None,
     strict: bool = False,
@@ -200,15 +201,24 @@ def load_into(
 
     checkpoint: a path, `FILE#ADDRESS`, or what `ckptool.open` gave; its tensors are mapped, not read into memory. at:
     the weights in it, where there are several.  rename, rules_file: rules `OLD => NEW` for its keys. only, exclude:
-    patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for other shapes.  min_loaded: the
-    least share of the model's values, 0 to 1.  missing: patterns for the only names that may be missing.  strict: no
+    patterns for names of the model.  on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other shapes.
+    resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`.  min_loaded: the least share of
+    the model's values, 0 to 1.  missing: patterns for the only names that may be missing.  strict: no
     missing and no unexpected names.  assign: put new tensors in place of the model's instead of copying into them; by
     default where those are on the meta device.  optimizer: gets the state of the parameters that are loaded. dry_run:
     only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share, one shard. Raises
     `PlanRefused` (with its `report`) and what opening raises; then no tensor of the model has changed.
     """
     options = match_options(
-        rename, rules_file, only, exclude, missing, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
+        rename,
+        rules_file,
+        only,
+        exclude,
+        missing,
+        resize,
+        on_mismatch=on_mismatch,
+        min_loaded=min_loaded,
+        strict=strict,
     )
     load = _planned(model, checkpoint, at, part, options, assign, optimizer)
     if dry_run:

@@ -40,6 +40,7 @@ class OnMismatch(str, Enum):
     skip = "skip"
     slice = "slice"
     pad = "pad"
+    resize = "resize"
 
 
 Against = Annotated[
@@ -69,8 +70,12 @@ def warm_start(
     exclude: Exclude = None,
     on_mismatch: Annotated[
         OnMismatch,
-        typer.Option("--on-mismatch", help="Tensors of another shape: refuse, keep the model's, slice, or pad."),
+        typer.Option("--on-mismatch", help="Tensors of another shape: refuse, keep the model's, slice, pad, resize."),
     ] = OnMismatch.error,
+    resize: Annotated[
+        list[str] | None,
+        typer.Option("--resize", metavar="PATTERN=HOW", help="'pos_embed=bicubic(cls=1)', '*=rows(mean)'. Repeatable."),
+    ] = None,
     min_loaded: Annotated[
         float | None,
         typer.Option("--min-loaded", metavar="SHARE", help="Require at least this share of the values: 0.95."),
@@ -105,6 +110,7 @@ def warm_start(
             only=only or (),
             exclude=exclude or (),
             on_mismatch=on_mismatch.value,
+            resize=resize or (),
             min_loaded=min_loaded,
             strict=strict,
             optimizer=optimizer,

@@ -95,7 +95,8 @@ def _mismatches(facts: Sequence[Mismatch]) -> list[str]:
     """A line for each group of names that differ in the same way, with their sources where these have other names."""
     alike: dict[str, dict[str, str]] = {}
     for fact in facts:
-        difference = f"{described(fact.have)} against {described(fact.want)}, {fact.done}"
+        done = f"{fact.done} by {printable(fact.how)}" if fact.how else fact.done
+        difference = f"{described(fact.have)} against {described(fact.want)}, {done}"
         alike.setdefault(difference, {})[fact.target] = fact.source
     return [
         f"{printable(group.text)}: {difference}{_from([sources[key] for key in group.keys], group.keys)}"
@@ -221,7 +222,7 @@ def _side_json(side: tuple[Any, Any]) -> Json:
 
 
 def _mismatch_json(fact: Mismatch) -> Json:
-    facts = fields_json(fact, "source target kind about done")
+    facts = fields_json(fact, "source target kind about done how")
     return {**facts, "have": _side_json(fact.have), "want": _side_json(fact.want)}
 
 

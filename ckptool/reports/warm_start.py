@@ -13,12 +13,15 @@ from ckptool.checkpoint.registry import provide
 from ckptool.errors import PlanRefused, UsageError, counted, listed, printable
 
 Shape = tuple[int, ...] | None
-AS_IT_IS, SLICED, PADDED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "skipped", "refused"
+AS_IT_IS, SLICED, PADDED, RESIZED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "resized", "skipped", "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tensor that is loaded. `elements`: of the target's that it fills.  how: `as it is`, `sliced` or `padded`."""
+    """A tensor that is loaded. `elements`: of the target's that it fills.
+
+    how: `as it is`, `sliced`, `padded` or `resized`.
+    """
 
     source: str
     target: str
@@ -40,7 +43,10 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A name of both sides that does not fit. `about`: `shape`, `dtype` or `kind`.  done: the outcome."""
+    """A name of both sides that does not fit. `about`: `shape`, `dtype` or `kind`.  done: the outcome.
+
+    how: the way in which it is resized.
+    """
 
     source: str
     target: str
@@ -49,6 +55,7 @@ class Mismatch:
     have: tuple[DType | None, Shape]
     want: tuple[DType | None, Shape]
     done: str
+    how: str = ""
 
 
 @dataclass(frozen=True, slots=True)

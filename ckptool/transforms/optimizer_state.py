@@ -163,6 +163,7 @@ def _destinations(
         goal = name if name in taken else target.tensors[name].tied_to
         if goal in taken:
             why = "" if choice.part is None else "only a part of its parameter is loaded"
+            why = "its parameter is resized" if choice.resized else why
             found[first[choice.source]] = (goal, why)
     return found
 

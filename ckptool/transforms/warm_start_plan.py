@@ -6,6 +6,7 @@ tensor of the target, and, up to so many bytes, to say whether a smaller dtype l
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from ckptool.reports.torch_versions import Accepted, accepted
 from ckptool.reports.warm_start import (
     PADDED,
     REFUSED,
+    RESIZED,
     SKIPPED,
     SLICED,
     Absent,
@@ -40,9 +42,10 @@ from ckptool.reports.warm_start import (
     unmet,
 )
 from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses
+from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.rules import WHOLE_KEY, Rule, parse_rule, read_rules, refuse_idle
 
-ON_MISMATCH = ("error", "skip", "slice", "pad")
+ON_MISMATCH = ("error", "skip", "slice", "pad", "resize")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
 
 
@@ -51,7 +54,8 @@ class MatchOptions:
     """The wishes for a plan. only, exclude: patterns for names of the target, or of the checkpoint after `rules`.
 
     on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor; `slice` takes the first part of a
-    larger one; `pad` puts a smaller one into the first corner of the target's.  min_loaded: the least share of values.
+    larger one; `pad` puts a smaller one into the first corner of the target's; `resize` computes one of the target's
+    shape for the names that a pattern of `resize` matches, the first that does.  min_loaded: the least share of values.
     missing: patterns for the only names that may be missing.
     """
 
@@ -62,6 +66,7 @@ class MatchOptions:
     min_loaded: float | None = None
     strict: bool = False
     missing: Sequence[str] | None = None
+    resize: Sequence[tuple[str, Resize]] = ()
 
 
 def match_options(
@@ -70,22 +75,39 @@ def match_options(
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     missing: str | Sequence[str] | None = None,
+    resize: str | Sequence[str] = (),
     **more: Any,
 ) -> MatchOptions:
-    """The options from texts; the rules of a file come after those given. Raises `UsageError` for an invalid rule."""
+    """The options from texts; the rules of a file come after those given. Raises `UsageError` for an invalid one."""
     rules = [parse_rule(rule) for rule in several(rename)] + ([] if rules_file is None else read_rules(rules_file))
     checked_share(more.get("min_loaded"))
     allowed = None if missing is None else several(missing)
-    return MatchOptions(rules, several(only), several(exclude), missing=allowed, **more)
+    ways = [_way(text) for text in several(resize)]
+    if ways and more.get("on_mismatch") != "resize":
+        raise UsageError("--resize says how, and not that", "Nothing was changed.", "Add --on-mismatch resize")
+    return MatchOptions(rules, several(only), several(exclude), missing=allowed, resize=ways, **more)
+
+
+def _way(text: str) -> tuple[str, Resize]:
+    """The two sides of `PATTERN=HOW`."""
+    found = re.fullmatch(r"(.+?)=(\w+(?:\(.*\))?)", text)
+    if found is None:
+        what = f"--resize {printable(text)!r} is not of the form PATTERN=HOW"
+        raise UsageError(what, "", "For example: --resize 'pos_embed=bicubic(cls=1)'")
+    return found[1], parse_resize(found[2])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """The tensor that is loaded under a name. part: the shape of the first corner to load; None for all of it."""
+    """The tensor that is loaded under a name. part: the shape of the first corner to load; None for all of it.
+
+    resized: it is computed from the one of the checkpoint.
+    """
 
     source: str
     tensor: Tensor
     part: tuple[int, ...] | None = None
+    resized: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +124,8 @@ class _Draft:
 
     names: name in the checkpoint -> its name after the rules.  pairs: name of the target -> name in the checkpoint.
     unwrapped: keys of the checkpoint that a rule matched without their prefix.  excluded: names that are not to be
-    loaded.  supplied: names that torch's own modules give a value where an older file has none.
+    loaded.  supplied: names that torch's own modules give a value where an older file has none.  ways: how names of
+    the target are resized.  resized: those that were made; what is tied in the checkpoint stays so.
     """
 
     target: Target
@@ -119,6 +142,8 @@ class _Draft:
     refused: list[Refusal] = field(default_factory=list)
     excluded: set[str] = field(default_factory=set)
     supplied: list[str] = field(default_factory=list)
+    ways: dict[str, Resize | None] = field(default_factory=dict)
+    resized: dict[Any, TensorEntry] = field(default_factory=dict)
 
 
 def plan_warm_start(
@@ -143,6 +168,10 @@ def plan_warm_start(
     _pair(draft)
     _accept_like_torch(draft, root.node.metadata if isinstance(root.node, OrderedDict) else None)
     _exclude(draft, options)
+    for pattern, way in reversed(options.resize):
+        draft.ways |= dict.fromkeys(selected(target.tensors, [pattern]), way)
+    for names in tie_groups(target.tensors.values()).values():  # one tensor is resized in one way
+        draft.ways |= dict.fromkeys(names, next(iter(filter(None, map(draft.ways.get, names))), None))
     for name in target.tensors:
         if name in draft.pairs:
             _fit(draft, name, options.on_mismatch)
@@ -262,13 +291,19 @@ def _fit(draft: _Draft, name: str, on_mismatch: str) -> None:
         draft.chosen[name] = Assignment(key, tensor)
         return
     part = _part(tensor, expected, on_mismatch) if about == "shape" else None
-    done = SKIPPED if on_mismatch == "skip" else REFUSED
-    if part is not None:
+    done, way = SKIPPED if on_mismatch == "skip" else REFUSED, draft.ways.get(name)
+    if about == "shape" and way is not None and isinstance(tensor, TensorEntry):
+        done, shape = RESIZED, expected.shape or ()
+        made = draft.resized.setdefault((tensor.view, shape, way), resized(tensor, shape, way, name))
+        draft.loaded.append(Loaded(key, name, expected.kind, expected.numel, done))
+        draft.chosen[name] = Assignment(key, made, resized=True)
+    elif part is not None:
         done = SLICED if on_mismatch == "slice" else PADDED
         draft.loaded.append(Loaded(key, name, expected.kind, prod(part), done))
         draft.chosen[name] = Assignment(key, tensor, part)
     have, want = (tensor.dtype, tensor.shape), (expected.dtype, expected.shape)
-    draft.mismatched.append(Mismatch(key, name, expected.kind, about, have, want, done))
+    how = way.text if done == RESIZED and way is not None else ""
+    draft.mismatched.append(Mismatch(key, name, expected.kind, about, have, want, done, how))
 
 
 def _misfit(tensor: Tensor, expected: Expected, there: Any) -> str:
@@ -418,7 +453,11 @@ def _suggestions(draft: _Draft) -> tuple[Suggestion, ...]:
 _FILL_UP = "fills up what is smaller in every dimension. Cut what is larger: --on-mismatch slice"
 _CUT = "cuts what is larger in every dimension. Fill up what is smaller: --on-mismatch pad"
 # The advice for tensors of another shape, by the way that did not do for them.
-_OTHER_WAYS = {"slice": f"slice {_CUT}; keep the target's: skip", "pad": f"pad {_FILL_UP}; keep the target's: skip"}
+_OTHER_WAYS = {
+    "slice": f"slice {_CUT}; keep the target's: skip",
+    "pad": f"pad {_FILL_UP}; keep the target's: skip",
+    "resize": "Say how each is resized, by its name: --resize 'PATTERN=bicubic(cls=1)', 'PATTERN=rows(mean)', …",
+}
 _SKIP = "Keep the target's: --on-mismatch skip"
 
 
@@ -427,7 +466,7 @@ def _refusals(report: LoadReport, options: MatchOptions) -> list[Refusal]:
     if not report.loaded:
         what = "no tensor of the checkpoint fits the target"
         found.append(Refusal("nothing-loaded", what, _first_rule(report)))
-    any_way = f"{_SKIP}; cut or fill up: --on-mismatch slice or --on-mismatch pad"
+    any_way = f"{_SKIP}; cut or fill up: --on-mismatch slice or --on-mismatch pad; compute: --on-mismatch resize"
     shape_fix = _OTHER_WAYS.get(options.on_mismatch, any_way)
     for about, fix in (("shape", shape_fix), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]

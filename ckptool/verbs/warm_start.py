@@ -40,6 +40,7 @@ def warm_start(
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     on_mismatch: str = "error",
+    resize: str | Sequence[str] = (),
     min_loaded: float | None = None,
     strict: bool = False,
     optimizer: bool = False,
@@ -51,14 +52,22 @@ def warm_start(
 
     against: another checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs
     torch), or a spec.  at: the weights in `file`.  rename, rules_file: rules `OLD => NEW` for its keys.
-    only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice` or `pad`, for other shapes.
+    only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other
+    shapes.  resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`, `*embed*=rows(mean)`.
     min_loaded: the least share of the model's values, 0 to 1.  strict: no missing and no unexpected names.
     optimizer: its state goes along, by parameter name.  suggest: a new file for rules that would make more fit.
     part: take also a part of a checkpoint (a rank's share, one shard of several).
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
     wanted = match_options(
-        rename, rules_file, only, exclude, on_mismatch=on_mismatch, min_loaded=min_loaded, strict=strict
+        rename,
+        rules_file,
+        only,
+        exclude,
+        resize=resize,
+        on_mismatch=on_mismatch,
+        min_loaded=min_loaded,
+        strict=strict,
     )
     output = output_of("warm-start", out, options)
     target = find_target(against, part=part)

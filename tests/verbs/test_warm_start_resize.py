@@ -1,0 +1,126 @@
+"""Warm starts of models of another size: what is resized, and how, is said before and done exactly so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ckptool
+from ckptool.errors import NoMatch, Unsupported, UsageError
+from tests.support.cli import Run
+from tests.support.files import saved
+from tests.support.warm_starts import warm_started
+
+WAYS = ["pos_embed=bicubic(cls=1)", "embed.*=rows(mean)", "conv.weight=channels"]
+
+
+def old_and_new(tmp_path: Path, tied: bool = True) -> tuple[dict[str, Any], Path, Path]:
+    torch.manual_seed(0)
+    old = {
+        "pos_embed": torch.randn(1, 17, 6),
+        "embed.weight": torch.randn(10, 4),
+        "conv.weight": torch.randn(2, 3, 2, 2),
+    }
+    old["lm_head.weight"] = old["embed.weight"] if tied else torch.randn(10, 4)
+    new = {
+        "pos_embed": torch.zeros(1, 26, 6),
+        "embed.weight": torch.zeros(13, 4),
+        "conv.weight": torch.zeros(2, 1, 2, 2),
+    }
+    new["lm_head.weight"] = new["embed.weight"] if tied else torch.zeros(13, 4)
+    return old, saved(old, tmp_path / "old.pt"), saved(new, tmp_path / "new.pt")
+
+
+def test_every_kind_with_a_tied_head(tmp_path: Path) -> None:
+    old, file, target = old_and_new(tmp_path)
+    report, done = warm_started(file, target, tmp_path / "out.pt", on_mismatch="resize", resize=WAYS, verify=True)
+    image = old["pos_embed"][:, 1:].reshape(1, 4, 4, 6).permute(0, 3, 1, 2)
+    wanted = functional.interpolate(image, (5, 5), mode="bicubic").permute(0, 2, 3, 1).reshape(1, 25, 6)
+    assert torch.equal(done["pos_embed"][:, :1], old["pos_embed"][:, :1])
+    assert torch.allclose(done["pos_embed"][:, 1:], wanted, atol=1e-6)
+    assert torch.equal(done["embed.weight"][10:], old["embed.weight"].double().mean(0).float().expand(3, 4))
+    assert done["lm_head.weight"].data_ptr() == done["embed.weight"].data_ptr()
+    assert torch.equal(done["conv.weight"], old["conv.weight"].double().sum(1, keepdim=True).float())
+    assert report.share == 1 and {fact.how for fact in report.loaded} == {"resized"}
+    assert [(fact.target, fact.how) for fact in report.mismatched] == [
+        ("pos_embed", "bicubic(cls=1)"),
+        ("embed.weight", "rows(mean)"),
+        ("conv.weight", "channels"),
+    ]
+    assert "pos_embed: f32 [1, 17, 6] against f32 [1, 26, 6], resized by bicubic(cls=1)" in str(report)
+
+
+def test_a_mismatch_that_no_way_covers_is_refused_as_without(tmp_path: Path, run: Run) -> None:
+    """A head of its own is another tensor, and needs a pattern of its own."""
+    old, file, target = old_and_new(tmp_path, tied=False)
+    ways = [word for way in WAYS for word in ("--resize", way)]
+    args = ("warm-start", file, "--against", target, "--on-mismatch", "resize", *ways, "-o", tmp_path / "out.pt")
+    done = run(*args)
+    assert done.code == 1 and not (tmp_path / "out.pt").exists(), done
+    assert "lm_head.weight f32 [10, 4] against f32 [13, 4]" in done.out and "'PATTERN=rows(mean)'" in done.out
+    done = run(*args, "--resize", "lm_head.*=rows(zero)", "--json")
+    assert done.code == 0, done
+    facts = {fact["target"]: fact for fact in json.loads(done.out)["mismatched"]}
+    assert facts["lm_head.weight"]["how"] == "rows(zero)" and facts["lm_head.weight"]["done"] == "resized"
+    assert facts["pos_embed"]["have"]["shape"] == [1, 17, 6] and facts["pos_embed"]["want"]["shape"] == [1, 26, 6]
+    found = torch.load(tmp_path / "out.pt")
+    assert torch.equal(found["lm_head.weight"], torch.cat([old["lm_head.weight"], torch.zeros(3, 4)]))
+
+
+def test_the_first_pattern_that_matches_decides_and_other_types_are_rounded_once(tmp_path: Path) -> None:
+    old, file, _ = old_and_new(tmp_path)
+    target = {"pos_embed": torch.zeros(1, 37, 6, dtype=torch.bfloat16), "embed.weight": torch.zeros(4, 4)}
+    ways = ["pos_*=bilinear(cls=1, to=4x9)", "re:^(pos|embed)=rows(zero)"]
+    file = saved({name: value.double() for name, value in old.items() if name in target}, tmp_path / "old64.pt")
+    target = saved(target, tmp_path / "small.pt")
+    report, done = warm_started(file, target, tmp_path / "out.pt", on_mismatch="resize", resize=ways)
+    image = old["pos_embed"][:, 1:].reshape(1, 4, 4, 6).permute(0, 3, 1, 2).double()
+    wanted = functional.interpolate(image, (4, 9), mode="bilinear").permute(0, 2, 3, 1).reshape(1, 36, 6)
+    assert torch.equal(done["pos_embed"][:, 1:], wanted.to(torch.bfloat16))
+    assert torch.equal(done["embed.weight"], old["embed.weight"][:4])
+    assert [fact.how for fact in report.mismatched] == ["bilinear(cls=1, to=4x9)", "rows(zero)"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"resize": ["nothing*=rows"]}, NoMatch, "nothing"),
+        ({"resize": ["pos_embed"]}, UsageError, "not of the form PATTERN=HOW"),
+        ({"resize": ["pos_embed=lanczos"]}, UsageError, "unknown way"),
+        ({"resize": ["pos_embed=rows"]}, UsageError, "pos_embed .*Only the first dimension"),
+        ({"resize": ["pos_embed=bicubic"]}, UsageError, "pos_embed .*17 tokens are no square.*cls=1"),
+        ({"resize": ["*=rows"], "on_mismatch": "pad"}, UsageError, "on_mismatch='resize'"),
+    ],
+)
+def test_ways_that_lead_nowhere_are_errors(tmp_path: Path, options: Any, error: Any, words: str) -> None:
+    _, file, target = old_and_new(tmp_path)
+    with pytest.raises(error, match=f"(?s){words}"):
+        ckptool.warm_start(file, target, tmp_path / "out.pt", **{"on_mismatch": "resize", **options})
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_integers_are_refused_by_name(tmp_path: Path) -> None:
+    file = saved({"index": torch.arange(9), "x": torch.ones(1)}, tmp_path / "old.pt")
+    target = saved({"index": torch.arange(16), "x": torch.ones(1)}, tmp_path / "new.pt")
+    with pytest.raises(Unsupported, match=r"index is .*i64.* cannot be resized"):
+        ckptool.warm_start(file, target, on_mismatch="resize", resize="index=rows(zero)")
+
+
+def test_live_models_and_state_of_resized_parameters(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    small, large = nn.Embedding(7, 3), nn.Embedding(9, 3)
+    optimizer = torch.optim.Adam(small.parameters())
+    small(torch.arange(7)).sum().backward()
+    optimizer.step()
+    file = saved({"model": small.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
+    mine = torch.optim.Adam(large.parameters())
+    report = ckptool.load_into(large, file, on_mismatch="resize", resize="weight=rows(mean)", optimizer=mine)
+    assert torch.equal(large.weight[:7], small.weight) and not mine.state
+    assert torch.allclose(large.weight[7:], small.weight.mean(0))
+    assert report.optimizer is not None and report.optimizer.left_out == (("weight", "its parameter is resized"),)
