@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.spec import spec as spec
     from ckptool.verbs.strip_module import strip_module as strip_module
     from ckptool.verbs.train import train as train
+    from ckptool.verbs.translate import translate as translate
     from ckptool.verbs.unbundle import unbundle as unbundle
     from ckptool.verbs.verify import verify as verify
     from ckptool.verbs.warm_start import warm_start as warm_start

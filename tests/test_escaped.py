@@ -180,6 +180,11 @@ COMMAND_LINES = {
     "remap": ("remap FILE --to cpu -n --keep-unknown", "remap FILE --map cuda:1=cpu -n"),
     "cast": ("cast FILE --dtype bf16 -n --keep-unknown", "cast FILE --dtype f16 -o OUT.pt"),
     "edit": ("edit FILE --drop '*' -n --keep-unknown", "edit FILE --set nothing:=1 -n", "edit FILE --set w=1 -n"),
+    "translate": (
+        "translate FILE '{a}.* => x.{a}.* : transpose' --rest keep -n --keep-unknown",
+        "translate FILE nothing=>at.all -n",
+        "translate FILE '* => x.*' -n --json",
+    ),
     "slim": ("slim FILE -n --keep-unknown", "slim FILE -o OUT.pt --dedup"),
     "convert": (
         "convert FILE -o OUT.safetensors",
@@ -242,6 +247,7 @@ def answers(file: Path, other: Path) -> Iterator[tuple[str, Any]]:
         "slim": lambda: ckptool.slim(file, file.with_suffix(".out.pt"), dry_run=True, keep_unknown=True),
         "cast": lambda: ckptool.cast(file, file.with_suffix(".out.pt"), dtype="bf16", dry_run=True, keep_unknown=True),
         "rename": lambda: ckptool.rename(file, ["* => x"], file.with_suffix(".out.pt"), dry_run=True),
+        "translate": lambda: ckptool.translate(file, "{a}.* => x.{a}.*", file.with_suffix(".out.pt"), dry_run=True),
         "remap": lambda: ckptool.remap(file, file.with_suffix(".out.pt"), to="cpu", dry_run=True),
         "warm_start": lambda: ckptool.warm_start(file, against=other),
         "spec": lambda: ckptool.spec(file),

@@ -47,6 +47,7 @@ VERBS = {
     "cast": Verb("change", Use.CHANGES),
     "edit": Verb("change", Use.CHANGES),
     "slim": Verb("change", Use.CHANGES),
+    "translate": Verb("change", Use.CHANGES),
     "convert": Verb("change", Use.TAKES),
     "recover": Verb("change", Use.REFUSES),
     "bake": Verb("change", Use.CHANGES),

@@ -87,6 +87,53 @@ def rename(
     return write_each("rename", files, target, with_options(rename, rules=given, rules_file=rules))
 
 
+@examples(
+    ("ckptool translate vit.safetensors --rules vit-timm -n -o hf.safetensors", "preview a layout that ships"),
+    ("ckptool translate m.pt '{p}.qkv.{w} => {p}.{q,k,v}.{w} : split 0' --rest keep -o split.pt", "rules of your own"),
+)
+@writes
+def translate(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|RULE",
+            help="Checkpoints, and rules 'OLD[, OLD] => NEW[, NEW] : OPERATION | OPERATION' for whole keys:"
+            " {q,k,v} is several names; transpose, split, cat, stack, rope, … are in docs/translate.md.",
+            show_default=False,
+        ),
+    ],
+    target: ChangeOutputOptions,
+    rules: Annotated[
+        str | None,
+        typer.Option("--rules", metavar="FILE.yaml|LAYOUT", help="More rules, from a file; or a layout that ships."),
+    ] = None,
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=NUMBER", help="A variable of the rules; else config.json has it. Repeatable."
+        ),
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Apply the inverse rules: the way back.")] = False,
+    rest: Annotated[
+        str, typer.Option("--rest", metavar="WHAT", help="Keys that no rule takes: refuse, keep or drop them.")
+    ] = "refuse",
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like", metavar="DIR", help="Take configuration and tokenizer for an output folder from this one."
+        ),
+    ] = None,
+) -> Answers:
+    """Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another."""
+    from ckptool.verbs.translate import translate
+
+    files, given = _files_and_rules(words, rules is not None)
+    function = with_options(
+        translate, rules=given, rules_file=rules, set=set or (), reverse=reverse, rest=rest, like=like
+    )
+    return write_each("translate", files, target, function)
+
+
 def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
     """The words that are files, and those that are rules.  more: there are rules beside them."""
     from ckptool.checkpoint.paths import refused_place

@@ -22,7 +22,7 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.parts import names_in
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
+CONFIG, PARAMS, ADAPTER = "config.json", "params.json", "adapter_config.json"
 TRANSFORMERS, DIFFUSERS, PEFT, TIMM = "transformers", "diffusers", "peft", "timm"
 STEMS = {TRANSFORMERS: "model", DIFFUSERS: "diffusion_pytorch_model", PEFT: "adapter_model"}
 MAX_CONFIG = 16 << 20  # bytes
@@ -86,6 +86,17 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None) -> ModelF
         what = f"{printable(like)} has no {CONFIG} or {ADAPTER} of a library that is known here"
         raise UsageError(what, "It should be a folder that the model's library loads.", "For example: --like DIR")
     return ModelFolder()
+
+
+def configuration(part: Checkpoint) -> dict[str, Any]:
+    """The numbers of a model's configuration: of config.json beside its weights, of Meta's params.json, or of
+    nanoGPT's `model_args` in the file itself; an empty one where there is none that can be read."""
+    for place in _places(part):
+        for name in (CONFIG, PARAMS):
+            if name in names_in(place) and (found := _json(place, name)):
+                return found
+    inside = part.tree.get("model_args") if isinstance(part.tree, dict) else None
+    return inside if isinstance(inside, dict) else {}
 
 
 def _places(part: Checkpoint) -> Iterator[str]:

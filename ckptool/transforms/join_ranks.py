@@ -61,7 +61,12 @@ def open_by_rules(file: PathLike, path: PathLike, at: str | None = None, *, part
     Raises what `read_join_rules`, `joined` and `unstacked` raise, and `UsageError` for rules about ranks that are not
     there.
     """
-    rules, (name, place) = read_join_rules(os.fspath(path)), split(file)
+    return open_joined(file, read_join_rules(os.fspath(path)), at, part=part)
+
+
+def open_joined(file: PathLike, rules: JoinRules, at: str | None = None, *, part: bool = False) -> Opened:
+    """The same by rules that were read."""
+    name, place = split(file)
     found = joined(name, rules)
     if found is None and (rules.join or rules.layers or not rules.unstack):
         what = f"{printable(name)} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "first": (),
     "skip": (),
 }
-_SECTIONS = ("join", "layers", "unstack")
+JOIN_SECTIONS = ("join", "layers", "unstack")
 _NUMBER = re.compile("[1-9][0-9]{0,11}").fullmatch
 
 
@@ -64,10 +64,21 @@ class JoinRules:
 
 def read_join_rules(path: str) -> JoinRules:
     """The rules of a YAML file. Raises `UsageError` that points at the line, `FileProblem` for an unreadable file."""
+    found = _pairs(yaml_node(path, MAX_RULES, JOIN_LOOK), f"{printable(path)}, line 1")
+    if "rules" in [key for key, _, _ in found]:
+        what = f"{printable(path)} has rules that change tensors, and convert only joins ranks"
+        raise UsageError(what, "", "Join and change in one step: ckptool translate FOLDER --rules FILE -o OUT")
+    for key, _, place in found:
+        if key not in JOIN_SECTIONS:
+            raise UsageError(f"{place}: {printable(key)!r} is none of {listed(JOIN_SECTIONS)}", "", JOIN_LOOK)
+    return join_sections({key: node for key, node, _ in found}, path)
+
+
+def join_sections(sections: Mapping[str, Any], path: str) -> JoinRules:
+    """The rules in the sections `join`, `layers` and `unstack` of a file."""
     parts: dict[str, Any] = {}
-    for key, node, place in _pairs(yaml_node(path, MAX_RULES, JOIN_LOOK), f"{printable(path)}, line 1"):
-        if key not in _SECTIONS:
-            raise UsageError(f"{place}: {printable(key)!r} is none of {listed(_SECTIONS)}", "", JOIN_LOOK)
+    for key, node in sections.items():
+        place = f"{printable(path)}, line {node.start_mark.line + 1}"
         parts[key] = tuple(_rule(*each) for each in _pairs(node, place)) if key == "join" else _texts(node, place)
     return JoinRules(path, **parts)
 

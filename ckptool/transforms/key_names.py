@@ -145,7 +145,7 @@ def _arithmetic(inner: str) -> Arithmetic:
 
 
 @dataclass(frozen=True)
-class NamePattern:
+class KeyPattern:
     """A name that keys are matched with. ranges: how many values a variable has, where arithmetic has several."""
 
     name: KeyName

@@ -93,7 +93,7 @@ def _in_form(
     line = f"{counted(len(slots), 'parameter')} by name"
     if not all(type(slot) is str for slot in slots):
         _refuse_joint(optimizer, place)
-        names, known_by = _names(optimizer, place, whole, target)
+        names, known_by = slot_names_in(optimizer, place, whole, target)
         line += "" if known_by == BY_NAMES else f", known by {known_by}"
         optimizer = _with_slots(optimizer, names)
     return (flattened(optimizer), f"{line}, flattened") if form == FLAT else (optimizer, line)
@@ -121,7 +121,7 @@ def _by_number(optimizer: dict[str, Any], slots: list[Any], place: str) -> dict[
     return numbered
 
 
-def _names(
+def slot_names_in(
     optimizer: dict[str, Any], place: str, whole: Checkpoint, target: Target | None
 ) -> tuple[dict[Any, str], str]:
     """The name of every slot: as the groups give them, else of the model, or the one set of weights that they fit."""

@@ -140,9 +140,9 @@ def read_rules(path: str) -> list[Rule]:
     if isinstance(node, yaml.MappingNode) and len(node.value) == 1 and node.value[0][0].value == "rules":
         node = node.value[0][1]
     if isinstance(node, yaml.MappingNode):
-        pairs = [(f"{_scalar_text(old)} => {_scalar_text(new)}", old) for old, new in node.value]
+        pairs = [(f"{scalar_text(old)} => {scalar_text(new)}", old) for old, new in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        pairs = [(_scalar_text(item), item) for item in node.value]
+        pairs = [(scalar_text(item), item) for item in node.value]
     else:
         raise UsageError(
             f"{printable(path)}, line 1: no rules",
@@ -182,6 +182,6 @@ def _place_in(text: str, error: Any) -> tuple[int, str]:
     return 1, printable(str(error))
 
 
-def _scalar_text(node: Any) -> str:
+def scalar_text(node: Any) -> str:
     """The text of a YAML scalar as it was written; nothing for a list or mapping, which no rule can be."""
     return node.value if isinstance(node.value, str) else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -402,14 +402,16 @@ class FileChange:
     kept: tuple[Storage, ...]
     extract: bool
 
-    def save(self, changed: Checkpoint, *, changes: bool = True) -> SaveResult:
+    def save(self, changed: Checkpoint, *, changes: bool = True, beside: ModelFolder | None = None) -> SaveResult:
         """Writes the file with the changed part in its place, or that part alone.
+
+        beside: the files that go into a folder of weights, if not those beside the original.
 
         Raises `Conflict` where a tensor of the part would lose its tie to one outside of it, and what saving raises.
         """
         if self.extract:
-            return save(self.output, self.original, replace(changed, base=()))
-        return save(self.output, self.original, self._whole(changed), changes=changes)
+            return save(self.output, self.original, replace(changed, base=()), beside=beside)
+        return save(self.output, self.original, self._whole(changed), changes=changes, beside=beside)
 
     def written(self, saved: SaveResult, summary: str, **more: Any) -> Written:
         """The report, with the facts, details and notes of the verb."""
@@ -446,12 +448,19 @@ class FileChange:
         return address(next(places, ()))
 
 
-def begin_change(verb: str, file: PathLike, out: PathLike | None, at: str | None, options: ChangeOptions) -> FileChange:
+def begin_change(
+    verb: str,
+    file: PathLike,
+    out: PathLike | None,
+    at: str | None,
+    options: ChangeOptions,
+    opening: Callable[[PathLike, str | None], Opened] = open_to_change,
+) -> FileChange:
     """Opens what a verb is to change. Raises `UsageError` where nothing is at the address or cannot be put back."""
     given: dict[str, Any] = {**options}
     extract = bool(given.pop("extract", False))
     output = output_of(verb, out, given)  # type: ignore[arg-type]
-    opened = open_to_change(file, at)
+    opened = opening(file, at)
     part = opened.taken
     if extract:
         _refuse_extract(output, opened)

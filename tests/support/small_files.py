@@ -31,6 +31,7 @@ PLAIN = {
     "cast": "m.pt --dtype bf16 -o out.pt",
     "edit": "m.pt --drop epoch -o out.pt",
     "slim": "m.pt -o out.pt",
+    "translate": "m.pt,{m}.a.weight => w : transpose,--rest,keep,-o,out.pt",
     "convert": "m.pt -o out.safetensors",
     "recover": "m.pt -o out.pt",
     "bundle": "a=m.pt b=n.pt -o out.pt",

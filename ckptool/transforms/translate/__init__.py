@@ -1,0 +1,90 @@
+"""`translate`: rules that change tensors: split, joined, transposed, reordered, under new names.
+
+`translation` reads the rules, `apply` finds their keys and makes the tensors, `operations` are what rules do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.nodes import OrderedDict, same_kind
+from ckptool.checkpoint.optimizer_keys import nested
+from ckptool.checkpoint.state_dicts import StateDict, optimizers
+from ckptool.checkpoint.tree import address, rebuild
+from ckptool.transforms.translate.apply import (
+    TranslatedRoot,
+    carry_out,
+    plan_steps,
+    unused_rules,
+)
+from ckptool.transforms.translate.moments import translated_optimizer
+from ckptool.transforms.translate.scope import Scope
+from ckptool.transforms.translate.translation import Translation
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """The checkpoint after the rules, what became of each set of weights, and how many optimizers followed."""
+
+    checkpoint: Checkpoint
+    roots: tuple[tuple[str, TranslatedRoot], ...]
+    optimizers: int
+
+
+def translate_roots(
+    checkpoint: Checkpoint,
+    roots: Sequence[StateDict],
+    translation: Translation,
+    *,
+    given: Mapping[str, int],
+    config: Mapping[str, Any],
+    rest: str = "refuse",
+) -> Translated:
+    """Applies rules to sets of weights, their `_metadata`, and the optimizers of the checkpoint. Reads nothing yet.
+
+    given: numbers for variables.  config: the model's configuration.  rest: `refuse`, `keep` or `drop` keys that no
+    rule takes. Raises `NoMatch` for a rule that matches nothing and for such keys, `Conflict` for two tensors of one
+    name and for a step that lacks one of its tensors, `UsageError`, which points at the rule, for what does not fit.
+    """
+    scopes = [Scope(given, translation.variables, config, root.node) for root in roots]
+    plans = [plan_steps(translation, root.node, scope) for root, scope in zip(roots, scopes, strict=True)]
+    unused_rules(translation, {name for plan in plans for name in plan.used})
+    done = [
+        carry_out(translation, plan, root.node, scope, rest)
+        for plan, root, scope in zip(plans, roots, scopes, strict=True)
+    ]
+    scopes[0].refuse_unused({name for scope in scopes for name in scope.used} | set(translation.variables))
+    replaced: dict[int, Any] = {
+        id(root.node): _with_metadata(root.node, each) for root, each in zip(roots, done, strict=True)
+    }
+    tree = nested(checkpoint.tree)
+    found = list(optimizers(tree))
+    for path, optimizer in found:
+        place = address((*checkpoint.base, *path))
+        replaced[id(optimizer)] = translated_optimizer(
+            optimizer, place, checkpoint, list(zip(done, scopes, strict=True))
+        )
+    changed = replace(checkpoint, tree=rebuild(tree, replaced=replaced))
+    addresses = [root.address for root in roots]
+    return Translated(changed, tuple(zip(addresses, done, strict=True)), len(found))
+
+
+def _with_metadata(node: Any, done: TranslatedRoot) -> Any:
+    """The new items with the `_metadata` of their modules: each module's is that of the first tensor's old one."""
+    before = node.metadata if isinstance(node, OrderedDict) else None
+    if before is None:
+        return same_kind(node, done.items)
+    origins = {name: step.keys[0] for step in done.steps for name in step.outputs}
+    modules: dict[str, Any] = {"": before.get("", {"version": 1})}
+    for name in done.items:
+        if type(name) is not str:
+            continue
+        parts = name.split(".")[:-1]
+        for depth in range(1, len(parts) + 1):
+            modules.setdefault(".".join(parts[:depth]), {"version": 1})
+        if parts and (found := before.get(origins.get(name, name).rpartition(".")[0])) is not None:
+            modules[".".join(parts)] = found
+    return OrderedDict(done.items, {**(node.attributes or {}), "_metadata": same_kind(before, modules)})

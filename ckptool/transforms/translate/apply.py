@@ -1,0 +1,323 @@
+"""Rules applied to sets of weights: which keys go into which step, and the tensors that come out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint.strided import resolved
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed, printable
+from ckptool.transforms.key_names import Groups
+from ckptool.transforms.rules import WHOLE_KEY
+from ckptool.transforms.translate.operations import Tensors, losses, zeros
+from ckptool.transforms.translate.scope import Scope
+from ckptool.transforms.translate.translation import Translation, TranslationRule
+
+REFUSE, KEEP, DROP = "refuse", "keep", "drop"
+REST = (REFUSE, KEEP, DROP)
+MAX_STACK = 1 << 20  # tensors that one step takes or makes
+
+Overs = tuple[tuple[str, int], ...]
+"""The numbers of the variables that a step puts together: of one of its tensors."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One use of a rule: for one value of the variables that its sides share.
+
+    inputs: the keys, for each value of the variables that are put together.  outputs: the new keys.  shapes: of the
+    tensors, in the order of `keys`.  lost: what `--reverse` would not give back.
+    """
+
+    rule: TranslationRule
+    groups: Groups
+    inputs: dict[Overs, list[str]]
+    outputs: list[str] = field(default_factory=list)
+    shapes: tuple[tuple[int, ...], ...] = ()
+    lost: str = ""
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for _, keys in sorted(self.inputs.items()) for key in keys if key]
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedRoot:
+    """A set of weights after the rules. names: the new keys of each old one.  dropped, kept: keys that no rule took.
+
+    filled, unfilled: tensors of zeros that were made, or left out.  used: the rules that matched.
+    """
+
+    items: dict[str, Any]
+    steps: tuple[Step, ...]
+    dropped: tuple[str, ...]
+    kept: tuple[str, ...]
+    filled: tuple[str, ...]
+    unfilled: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class RootPlan:
+    """The steps for one set of weights. rest: keys that no rule takes."""
+
+    steps: list[Step]
+    rest: list[str]
+    dropped: list[str]
+    unfilled: list[str]
+    used: set[str]
+
+
+def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) -> RootPlan:
+    """Which keys of a set of weights go into which steps. Reads nothing but the zeros that are to be left out.
+
+    Raises `Conflict` for a step of which a key is missing.
+    """
+    ranges = scope.ranges(translation.ranges)
+    plan = RootPlan([], [], [], _unfilled(translation, node), set())
+    found: dict[Any, Step] = {}
+    for key in (key for key in node if type(key) is str and key not in plan.unfilled):
+        dropping = next((each for each in translation.drop if each.matches(key)), None)
+        if dropping is not None:
+            plan.dropped.append(key)
+            plan.used.add(dropping.place + dropping.pattern)
+        elif not _place(translation, key, scope, ranges, found, plan):
+            plan.rest.append(key)
+    for step in plan.steps:
+        _refuse_incomplete(step)
+    return plan
+
+
+def _place(
+    translation: Translation, key: str, scope: Scope, ranges: Mapping[str, int], found: dict[Any, Step], plan: RootPlan
+) -> bool:
+    """Puts a key into the step of the first rule that matches it; False where none does."""
+    for rule in translation.rules:
+        if rule.expression is not None:
+            new = rule.expression(key)
+            if new is not None:
+                plan.steps.append(Step(rule, {}, {(): [key]}, [new]))
+                plan.used.add(rule.place + rule.text)
+                return True
+            continue
+        for number, pattern in enumerate(rule.patterns):
+            try:
+                groups = pattern.match(key, scope.lookup, ranges)
+            except UsageError as error:
+                raise rule.within(error) from None
+            if groups is None:
+                continue
+            overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over))
+            shared = {group: text for group, text in groups.items() if group[2:] not in rule.over}
+            place = (id(rule), *sorted(shared.items()))
+            if place not in found:
+                found[place] = Step(rule, shared, {})
+                plan.steps.append(found[place])
+            keys = found[place].inputs.setdefault(overs, [""] * len(rule.old))
+            if keys[number]:
+                what = f"{printable(keys[number])} and {printable(key)} are both {printable(rule.old[number].text)}"
+                raise rule.error(what, "The rule takes one of them.")
+            keys[number] = key
+            plan.used.add(rule.place + rule.text)
+            return True
+    return False
+
+
+def _refuse_incomplete(step: Step) -> None:
+    """Raises `Conflict` for a step that lacks one of the tensors that belong together."""
+    rule = step.rule
+    for overs, keys in step.inputs.items():
+        if "" in keys:
+            groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
+            lacking = rule.old[keys.index("")].fill(groups)
+            here = listed([printable(key) for key in keys if key], 3)
+            raise Conflict(f"{rule.error(f'there is {here}, but no {printable(lacking)}').what}", _TOGETHER)
+    names = sorted(rule.over)
+    counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in names]
+    expected = 1
+    for count in counts:
+        expected *= count
+    if names and len(step.inputs) != expected:
+        present = set(step.inputs)
+        missing = "a number twice"
+        if expected <= MAX_STACK:
+            each = (tuple(zip(names, values, strict=True)) for values in product(*map(range, counts)))
+            first = next((overs for overs in each if overs not in present), ())
+            missing = ", ".join(f"{name} = {number}" for name, number in first)
+        raise Conflict(rule.error(f"there is nothing for {missing}, of {counted(expected, 'tensor')}").what, _TOGETHER)
+
+
+_TOGETHER = "They are put together, and one of them is missing. Nothing was written."
+
+
+def unused_rules(translation: Translation, used: Collection[str]) -> None:
+    """Raises `NoMatch` for a rule that matches no key of any set of weights."""
+    for rule in translation.rules:
+        if rule.place + rule.text not in used:
+            where = f" ({rule.place})" if rule.place else ""
+            what = f"the rule {printable(rule.text)!r}{where} matches no key, or only keys that an earlier rule takes"
+            raise NoMatch(what, WHOLE_KEY, "See the keys: ckptool inspect FILE --all")
+
+
+# Tensors -------------------------------------------------------------------------------------------------------------
+
+
+def carry_out(
+    translation: Translation, plan: RootPlan, node: Mapping[Any, Any], scope: Scope, rest: str
+) -> TranslatedRoot:
+    """The new items of a set of weights. Reads nothing yet.
+
+    Raises `Conflict` for two keys that become one and, unless they are kept or dropped, for keys that no rule takes;
+    `UsageError`, which points at the rule, where a tensor does not fit.
+    """
+    if plan.rest and rest == REFUSE:
+        what = f"no rule takes {counted(len(plan.rest), 'key')}: {listed([printable(key) for key in plan.rest], 6)}"
+        raise NoMatch(what, "Nothing was written.", "Keep them as they are: --rest keep; leave them out: --rest drop")
+    made: dict[Any, TensorEntry] = {}
+    owners: dict[str, str] = {}
+    produced: dict[str, list[tuple[str, Any]]] = {}  # by the first key of a step
+    for step in plan.steps:
+        try:
+            results = list(results_of(step, node, scope, made))
+        except CkptoolError as error:
+            raise (
+                error
+                if str(error.what).startswith(step.rule.place + ": ") and step.rule.place
+                else (step.rule.within(error, step.keys))
+            ) from None
+        for name, _ in results:
+            _refuse_second(
+                owners, name, f"{step.rule.place}: " * bool(step.rule.place) + f"{step.rule.text!r}", step.keys[0]
+            )
+        step.outputs = [name for name, _ in results]
+        produced[step.keys[0]] = results
+    items: dict[Any, Any] = {}
+    for key, value in node.items():
+        if key in produced:
+            items |= produced[key]
+        elif type(key) is not str or (key in plan.rest and rest == KEEP):
+            if type(key) is str:
+                _refuse_second(owners, key, "a key that no rule takes", key)
+            items[key] = value
+    filled = _filled(translation, node, items, scope)
+    dropped = [*plan.dropped, *(plan.rest if rest == DROP else [])]
+    kept = plan.rest if rest == KEEP else []
+    return TranslatedRoot(items, tuple(plan.steps), tuple(dropped), tuple(kept), tuple(filled), tuple(plan.unfilled))
+
+
+def _refuse_second(owners: dict[str, str], name: str, owner: str, key: str) -> None:
+    whole = f"{owner}, from {printable(key)}"
+    if name in owners:
+        what = f"two tensors would be {printable(name)!r}: by {owners[name]}; and by {whole}"
+        raise Conflict(what, "Only one of them could stay. Nothing was written.")
+    if not name:
+        raise Conflict(f"the key {printable(key)} would become empty", "Nothing was written.")
+    owners[name] = whole
+
+
+def results_of(
+    step: Step, node: Mapping[Any, Any], scope: Scope, made: dict[Any, TensorEntry]
+) -> Iterator[tuple[str, Any]]:
+    """The new names of a step with their values."""
+    rule = step.rule
+    values = {overs: [node[key] for key in keys] for overs, keys in sorted(step.inputs.items())}
+    if not rule.chain:
+        (olds,) = values.values()
+        names = [step.outputs[0]] if rule.expression else [name.fill(step.groups, scope.lookup) for name in rule.new]
+        yield from zip(names, olds, strict=True)
+        return
+    for key in step.keys:
+        if not isinstance(node[key], TensorEntry):
+            kind = getattr(node[key], "kind", type(node[key]).__name__)
+            raise UsageError(f"{printable(key)} is no plain tensor ({kind})", "Its values cannot be moved.")
+    inputs = [node[key] for key in step.keys]
+    step.shapes = tuple(each.shape for each in inputs)
+    tensors, step.lost = _after_chain(step, values, scope)
+    for overs, entries in tensors.items():
+        groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
+        names = [step.outputs[0]] if rule.expression else [name.fill(groups, scope.lookup) for name in rule.new]
+        for place, (name, entry) in enumerate(zip(names, entries, strict=True)):
+            same = (*(each.view for each in inputs), *(each.flags for each in inputs), rule.operations, overs, place)
+            if same not in made:  # tied tensors stay tied
+                made[same] = finished(entry, inputs)
+            yield name, made[same]
+
+
+def _after_chain(step: Step, values: Mapping[Overs, Tensors], scope: Scope) -> tuple[dict[Overs, Tensors], str]:
+    """The tensors after all operations of a rule, and what undoing them would lose."""
+    number, lost = scope.number(step.groups), ""
+    state = {overs: [resolved(each) for each in tensors] for overs, tensors in values.items()}
+    for op in step.rule.chain:
+        after: dict[Overs, Tensors] = {}
+        if op.over and op.name == "stack":
+            gathered: dict[Overs, list[Tensors]] = {}
+            for overs, tensors in state.items():
+                gathered.setdefault(tuple(pair for pair in overs if pair[0] != op.over), []).append(tensors)
+            for overs, lists in gathered.items():
+                after[overs] = [op([tensors[place] for tensors in lists], number)[0] for place in range(len(lists[0]))]
+        elif op.over:
+            for overs, tensors in state.items():
+                columns = [op([tensor], number) for tensor in tensors]
+                if len({len(column) for column in columns}) > 1:
+                    raise UsageError(
+                        f"{op}: the tensors are of {listed([str(len(c)) for c in columns])} in that dimension"
+                    )
+                for index, row in enumerate(zip(*columns, strict=True)):
+                    after[(*overs, (op.over, index))] = list(row)
+        else:
+            for overs, tensors in state.items():
+                after[overs] = op(tensors, number)
+                lost = lost or losses(op, tensors, after[overs])
+        state = after
+    return state, lost
+
+
+def finished(entry: TensorEntry, inputs: Sequence[TensorEntry]) -> TensorEntry:
+    """The tensor on a storage of its own, in row-major order; the checksums of the inputs are looked at on the way.
+
+    A range of a file without checksums stays one, which the kernel copies.
+    """
+    flags = inputs[0].flags._replace(conj=False, neg=False)
+    if any(entry.storage is each.storage and entry.layout == each.layout for each in inputs):
+        return entry.with_flags(flags)  # as it was, with what it shares
+    if not entry.nbytes:
+        return entry.with_values(InlineBytes(b"")).with_flags(flags)
+    data = entry.row_major()
+    storages = tuple({id(each.storage): each.storage for each in inputs}.values())
+    if isinstance(data, FileRange) and all(each.crc is None for storage in storages for each in storage.below()):
+        return entry.with_values(data).with_flags(flags)
+    return entry.with_values(Computed(data.length, data.read, storages)).with_flags(flags)
+
+
+# Zeros ---------------------------------------------------------------------------------------------------------------
+
+
+def _filled(translation: Translation, node: Mapping[Any, Any], items: dict[Any, Any], scope: Scope) -> Iterator[str]:
+    """Adds the tensors of zeros that the new side has in addition; their names."""
+    for fill in translation.fill:
+        for key, value in node.items():
+            groups = fill.like.match(key, scope.lookup, {}) if type(key) is str else None
+            if groups is None or not isinstance(value, TensorEntry):
+                continue
+            try:
+                name = fill.name.fill(groups, scope.lookup)
+                sizes = {f"v_d{axis}": str(size) for axis, size in enumerate(value.shape)}
+                shape = tuple(map(scope.number({**groups, **sizes}), fill.shape))
+            except UsageError as error:
+                raise error.within(fill.place) from None
+            if name not in items:
+                items[name] = finished(zeros(value, shape), [value])
+                yield name
+
+
+def _unfilled(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
+    """The keys that a translation back leaves out: all that it would have filled in, if all of them are zeros."""
+    names = [
+        key
+        for fill in translation.unfill
+        for key, value in node.items()
+        if type(key) is str and isinstance(value, TensorEntry) and fill.name.pattern(()).fullmatch(key)
+    ]
+    return names if all(not any(node[key].bytes()) for key in names) else []

@@ -1,0 +1,121 @@
+"""An optimizer's moments through the rules of its parameters: what is split or transposed there is so here.
+
+Slots keep being named, or numbered: then their numbers follow the order of the new keys, group by group, and the names
+are written beside them (`param_names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint.optimizer_keys import with_numbers
+from ckptool.errors import Conflict, Unsupported, printable
+from ckptool.transforms.optimizer_names import slot_names_in
+from ckptool.transforms.optimizer_state import check_groups
+from ckptool.transforms.translate.apply import Step, TranslatedRoot, results_of
+from ckptool.transforms.translate.scope import Scope
+
+WITHOUT = "Translate the weights alone, by their address: FILE#ADDRESS --extract"
+
+
+def translated_optimizer(
+    optimizer: dict[str, Any], place: str, whole: Checkpoint, roots: Sequence[tuple[TranslatedRoot, Scope]]
+) -> dict[str, Any]:
+    """The state dict of an optimizer for the new parameters. Raises `Conflict` where parameters that become one have
+    state that differs beside their moments or are of two groups, `Unsupported` for state of other shapes."""
+    check_groups(place, optimizer)
+    numbered = with_numbers(optimizer)
+    slots = [slot for group in numbered["param_groups"] for slot in group["params"]]
+    named = all(type(slot) is str for slot in slots)
+    names = {slot: slot for slot in slots} if named else slot_names_in(numbered, place, whole, None)[0]
+    keys = set(names.values())
+    root, scope = next(((root, scope) for root, scope in roots if keys & _taken(root)), roots[0])
+    by_name = {names[slot]: value for slot, value in numbered["state"].items() if slot in names}
+    beside = {slot: value for slot, value in numbered["state"].items() if slot not in names}
+    state, renamed = _through_steps(by_name, keys, root, scope, place)
+    order = {name: number for number, name in enumerate(root.items)}
+    groups = []
+    for group in numbered["param_groups"]:
+        new = dict.fromkeys(one for slot in group["params"] if slot in names for one in renamed[names[slot]])
+        groups.append({**group, "params": sorted(new, key=lambda name: order.get(name, len(order)))})
+    members = [name for group in groups for name in group["params"]]
+    if len(set(members)) != len(members):
+        again = next(name for name in members if members.count(name) > 1)
+        what = f"{printable(place)}: {printable(again)} is made of parameters of two groups"
+        raise Conflict(what, "It could be in only one of them.", WITHOUT)
+    if named:
+        return {**numbered, "state": {**state, **beside}, "param_groups": groups}
+    numbers = {name: number for number, name in enumerate(members)}
+    by_number = {numbers[name]: state[name] for name in members if name in state}
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]], "param_names": group["params"]}
+        for group in groups
+    ]
+    return {**numbered, "state": {**by_number, **beside}, "param_groups": groups}
+
+
+def _taken(root: TranslatedRoot) -> set[str]:
+    return {key for step in root.steps for key in step.keys} | {*root.kept, *root.dropped}
+
+
+def _through_steps(
+    state: Mapping[str, Any], keys: set[str], root: TranslatedRoot, scope: Scope, place: str
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The state by new names, and the new names of each old one."""
+    found: dict[str, Any] = {name: state[name] for name in root.kept if name in state}
+    renamed = {name: [name] for name in root.kept} | {name: [] for name in (*root.dropped, *root.unfilled)}
+    for step in root.steps:
+        for key in step.keys:
+            renamed[key] = step.outputs
+        inside = [key for key in step.keys if key in keys]
+        if not inside:
+            continue
+        if lacking := [key for key in step.keys if (key in state) != (inside[0] in state) or key not in keys]:
+            what = f"{printable(place)} has state for {printable(inside[0])} and none for {printable(lacking[0])}"
+            raise Conflict(what, "They become one parameter, whose moments would be half made up.", WITHOUT)
+        if inside[0] in state:
+            found |= _slots(step, state, scope, place)
+    for key in keys:
+        renamed.setdefault(key, [key])
+        if key in state and renamed[key] == [key]:
+            found.setdefault(key, state[key])
+    return found, renamed
+
+
+def _slots(step: Step, state: Mapping[str, Any], scope: Scope, place: str) -> dict[str, dict[Any, Any]]:
+    """The slots of the parameters that a step makes."""
+    slots = [state[key] for key in step.keys]
+    if not step.rule.chain:
+        return dict(zip(step.outputs, slots, strict=True))
+    if not all(isinstance(slot, dict) and slot.keys() == slots[0].keys() for slot in slots):
+        what = f"{printable(place)}: the state of {printable(step.keys[0])} and what is joined with it differ in kind"
+        raise Conflict(what, "They become one parameter.", WITHOUT)
+    made: dict[str, dict[Any, Any]] = {name: {} for name in step.outputs}
+    for field in slots[0]:
+        values = [slot[field] for slot in slots]
+        if all(
+            isinstance(value, TensorEntry) and value.shape == shape
+            for value, shape in zip(values, step.shapes, strict=True)
+        ):
+            moments = dict(results_of(step, dict(zip(step.keys, values, strict=True)), scope, {}))
+            for name in step.outputs:
+                made[name][field] = moments[name]
+        elif all(_is_single(value) and _same(value, values[0]) for value in values):
+            for name in step.outputs:
+                made[name][field] = values[0]
+        else:
+            what = f"{printable(place)}: {printable(str(field))} of {printable(step.keys[0])} is not of its shape"
+            raise Unsupported(what, "What the rules would make of it is not known.", WITHOUT)
+    return made
+
+
+def _is_single(value: Any) -> bool:
+    return value.numel == 1 if isinstance(value, TensorEntry) else not isinstance(value, (dict, list, tuple))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, TensorEntry) and isinstance(other, TensorEntry):
+        return one.dtype is other.dtype and (one is other or one.bytes() == other.bytes())
+    return type(one) is type(other) and bool(one == other)

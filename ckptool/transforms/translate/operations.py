@@ -1,0 +1,498 @@
+"""The operations of rules: what becomes of tensors between their old names and their new ones.
+
+An operation takes a list of tensors, in the order of the names, and gives one. Everything stays lazy: views of the
+storages where strides can say it, else bytes made while they are read. `KINDS` has them all; most have an inverse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.strided import resolved
+from ckptool.errors import UsageError, printable
+from ckptool.formats.boxes import Chunk, assembled
+from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
+from ckptool.transforms.blockwise import TensorValues, computed_tensor
+from ckptool.transforms.cast import parse_dtype
+from ckptool.transforms.casting import conversion, converted
+
+Number = Callable[[Arithmetic], int]
+"""The value of an expression, with the variables of one match and of the rules."""
+Tensors = list[TensorEntry]
+Apply = Callable[["Operation", Tensors, Number], Tensors]
+
+UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."
+MAX_GROWTH, LARGE = 256, 1 << 30  # times that padding and repeating may enlarge a tensor, to more bytes than this
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a rule: `split 0 [h, kv]`, with its numbers, its lists of numbers and its other words.
+
+    over: the variable whose numbers it puts together or takes apart.  parts: of how many names, where that counts.
+    """
+
+    name: str
+    numbers: tuple[Arithmetic, ...] = ()
+    lists: tuple[tuple[Arithmetic, ...], ...] = ()
+    over: str = ""
+    words: str = ""
+    parts: int = 0
+
+    @property
+    def kind(self) -> OperationKind:
+        return KINDS[self.name]
+
+    def __call__(self, tensors: Tensors, number: Number) -> Tensors:
+        """The tensors after it. Raises `UsageError` where they do not fit."""
+        if self.kind.each:
+            return [after for tensor in tensors for after in self.kind.apply(self, [tensor], number)]
+        return self.kind.apply(self, tensors, number)
+
+    def inverse(self) -> Operation | None:
+        """The operation that undoes it; None where none does."""
+        found = self.kind.inverse
+        return replace(self, name=found, parts=0) if isinstance(found, str) else found(self) if found else None
+
+    def __str__(self) -> str:
+        lists = [f"[{', '.join(value.text for value in values)}]" for values in self.lists]
+        lists = [" from ".join(lists)] if self.name == "reshape" else lists
+        if self.name == "slice":
+            lists = [":".join("" if value.text == _END else value.text for value in self.lists[0])]
+        over = [f"over {self.over}"] if self.over else []
+        return " ".join(
+            [self.name, *(value.text for value in self.numbers), *lists, *over, *filter(None, [self.words])]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OperationKind:
+    """A kind of operation. numbers, lists: how many it takes, at least and at most.  inverse: its name, or a function.
+
+    each: it acts on each tensor by itself.  over: it may be `over` a variable.
+    """
+
+    usage: str
+    apply: Apply
+    numbers: tuple[int, int] = (1, 1)
+    lists: tuple[int, int] = (0, 0)
+    inverse: str | Callable[[Operation], Operation | None] | None = None
+    each: bool = True
+    over: bool = False
+    free: bool = False  # other words
+
+
+def parse_operation(text: str) -> Operation:
+    """The operation in a text: `split 0 [h, kv, kv]`. Raises `UsageError`."""
+    name, *words = _words(text) or [""]
+    if name not in KINDS:
+        what = f"unknown operation {printable(name)!r}" if name else "no operation after the colon"
+        raise UsageError(what, f"Available: {', '.join(KINDS)}.", "For example: 'a => b : transpose'")
+    kind = KINDS[name]
+    over, rest = "", list[str]()
+    if kind.over and words[-2:-1] == ["over"] and re.fullmatch(r"\w+", words[-1]):
+        over, words = words[-1], words[:-2]
+    if kind.free:
+        first = 0 if not kind.lists[1] else sum(word.startswith("[") for word in words[:1])
+        words, rest = words[:first], words[first:]
+    lists = tuple(_list(word) for word in words if word.startswith("[") or (name == "slice" and ":" in word))
+    numbers = [word for word in words if not word.startswith("[") and ":" not in word and word != "from"]
+    fits = kind.numbers[0] <= len(numbers) <= kind.numbers[1] and kind.lists[0] <= len(lists) <= kind.lists[1]
+    joints = words.count("from") == max(0, len(lists) - 1) and not (kind.lists[1] < 2 and "from" in words)
+    if (
+        not fits
+        or not joints
+        or len(lists) + len(numbers) + words.count("from") != len(words)
+        or kind.free != bool(rest)
+    ):
+        raise UsageError(f"{printable(text)!r} is not how {name} is written", f"It is written: {kind.usage}")
+    parsed = Operation(name, tuple(map(parse_arithmetic, numbers)), lists, over, " ".join(rest))
+    if name == "cast":
+        parse_dtype(parsed.words)
+    return parsed
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text, those in brackets as one."""
+    depth, found, word = 0, list[str](), ""
+    for letter in text:
+        depth += (letter in "[(") - (letter in "])")
+        if letter.isspace() and depth <= 0:
+            found, word = found + [word] * bool(word), ""
+        else:
+            word += letter
+    return found + [word] * bool(word)
+
+
+_END = "size"  # of a slice: to the end of the dimension
+
+
+def _list(text: str) -> tuple[Arithmetic, ...]:
+    """The expressions of `[a, b]`, or the begin and end of `a:b`."""
+    if not text.startswith("["):
+        begin, _, end = text.partition(":")
+        return parse_arithmetic(begin or "0"), parse_arithmetic(end or _END)
+    if not text.endswith("]") or not text[1:-1].strip():
+        raise UsageError(f"{printable(text)!r} is not a list", "For example: [heads, kv_heads]")
+    return tuple(parse_arithmetic(part) for part in text[1:-1].split(","))
+
+
+def _axis(tensor: TensorEntry, axis: Arithmetic, number: Number, more: int = 0) -> int:
+    """The number of a dimension, counted from the end where it is negative. more: dimensions that are added."""
+    value, rank = number(axis), len(tensor.shape) + more
+    if not -rank <= value < rank:
+        raise UsageError(f"{list(tensor.shape)} has no dimension {value}", UNFIT)
+    return value % rank
+
+
+def _sizes(given: Sequence[Arithmetic], number: Number, total: int, combine: Callable[[list[int]], int]) -> list[int]:
+    """The sizes, with what is left in the place of -1. combine: how they come to `total` (sum, prod)."""
+    values = [number(size) for size in given]
+    others = [value for value in values if value != -1]
+    if len(others) < len(values) - 1 or any(value < 0 for value in others):
+        raise UsageError(f"the sizes {values} have more than one -1, or a negative one")
+    known = combine(others)
+    if len(others) < len(values):
+        values[values.index(-1)] = total - known if combine is sum else total // known if known else 0
+    if min(values) < 0 or combine(values) != total:
+        shown = [f"{value:,}" for value in others] + ["?"] * (len(values) - len(others))
+        raise UsageError(f"{total:,} is not {(' + ' if combine is sum else ' x ').join(shown)}", UNFIT)
+    return values
+
+
+# Shapes --------------------------------------------------------------------------------------------------------------
+
+
+def reshaped(tensor: TensorEntry, shape: Sequence[int]) -> TensorEntry:
+    """The elements in another shape: a view where the strides allow it, as in torch."""
+    strides = _view_strides(tensor, shape)
+    if strides is None:
+        return tensor.reshape(tuple(shape))
+    return TensorEntry(tensor.storage, tensor.dtype, tuple(shape), strides, tensor.offset, tensor.flags)
+
+
+def _view_strides(tensor: TensorEntry, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides of the same elements in another shape; None where there are none."""
+    if not tensor.numel:
+        return row_major_strides(tuple(shape))
+    blocks: list[list[int]] = []  # sizes and steps of dimensions that continue each other
+    for size, step in zip(tensor.shape, tensor.stride, strict=True):
+        if blocks and blocks[-1][1] == size * step:
+            blocks[-1] = [blocks[-1][0] * size, step]
+        elif size != 1:
+            blocks.append([size, step])
+    strides: list[int] = []
+    place = 0
+    for size, step in blocks:
+        end = place
+        while prod(shape[place:end]) < size and end < len(shape):
+            end += 1
+        if prod(shape[place:end]) != size:
+            return None
+        strides += [step * inner for inner in row_major_strides(tuple(shape[place:end]))]
+        place = end
+    return (*strides, *[1] * (len(shape) - place))
+
+
+def _in_order(tensor: TensorEntry, order: Sequence[int]) -> TensorEntry:
+    shape, stride = (tuple(values[axis] for axis in order) for values in (tensor.shape, tensor.stride))
+    return TensorEntry(tensor.storage, tensor.dtype, shape, stride, tensor.offset, tensor.flags)
+
+
+def _transpose(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,) = tensors
+    first, second = (_axis(tensor, axis, number) for axis in op.numbers or _LAST)
+    order = list(range(len(tensor.shape)))
+    order[first], order[second] = second, first
+    return [_in_order(tensor, order)]
+
+
+_LAST = (parse_arithmetic("-2"), parse_arithmetic("-1"))
+
+
+def _permute(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,) = tensors
+    order = [_axis(tensor, axis, number) for axis in op.numbers]
+    if sorted(order) != list(range(len(tensor.shape))):
+        raise UsageError(f"{order} is no order of the dimensions of {list(tensor.shape)}", UNFIT)
+    return [_in_order(tensor, order)]
+
+
+def _unpermute(op: Operation) -> Operation | None:
+    order = [int(axis.text) for axis in op.numbers if axis.text.isdigit()]
+    if sorted(order) != list(range(len(op.numbers))):
+        return None
+    return replace(op, numbers=tuple(parse_arithmetic(str(order.index(axis))) for axis in range(len(order))))
+
+
+def _reshape(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,), (shape, *before) = tensors, op.lists
+    if before and [*tensor.shape] != _sizes(before[0], number, tensor.numel, prod):
+        raise UsageError(f"{list(tensor.shape)} is not the shape that the rule names", UNFIT)
+    return [reshaped(tensor, _sizes(shape, number, tensor.numel, prod))]
+
+
+def _unflatten(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,) = tensors
+    axis, shape = _axis(tensor, op.numbers[0], number), tensor.shape
+    return [reshaped(tensor, (*shape[:axis], *_sizes(op.lists[0], number, shape[axis], prod), *shape[axis + 1 :]))]
+
+
+def _flatten(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,) = tensors
+    axis, shape, count = _axis(tensor, op.numbers[0], number), tensor.shape, len(op.lists[0])
+    found = shape[axis : axis + count]
+    if list(found) != _sizes(op.lists[0], number, prod(found), prod):
+        raise UsageError(f"{list(found)} of {list(shape)} is not {op}", UNFIT)
+    return [reshaped(tensor, (*shape[:axis], prod(found), *shape[axis + count :]))]
+
+
+def _unsqueeze(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,) = tensors
+    axis = _axis(tensor, op.numbers[0], number, 1)
+    return [reshaped(tensor, (*tensor.shape[:axis], 1, *tensor.shape[axis:]))]
+
+
+def _squeeze(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,) = tensors
+    axis = _axis(tensor, op.numbers[0], number)
+    if tensor.shape[axis] != 1:
+        raise UsageError(f"dimension {axis} of {list(tensor.shape)} is not of size 1", UNFIT)
+    return [reshaped(tensor, (*tensor.shape[:axis], *tensor.shape[axis + 1 :]))]
+
+
+def _interleave(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    return [_woven(tensors[0], _axis(tensors[0], op.numbers[0], number), 1, number(op.numbers[1]), apart=False)]
+
+
+def _deinterleave(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    return [_woven(tensors[0], _axis(tensors[0], op.numbers[0], number), 1, number(op.numbers[1]), apart=True)]
+
+
+def _rope(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    """Queries or keys whose rotary pairs are neighbours (Meta's Llama) as two halves of each head (transformers)."""
+    return [_woven(tensors[0], 0, number(op.numbers[0]), 2, apart=True)]
+
+
+def _unrope(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    return [_woven(tensors[0], 0, number(op.numbers[0]), 2, apart=False)]
+
+
+def _woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: bool) -> TensorEntry:
+    """In each of equal groups of a dimension: its parts as every other element; or, apart, the other way round."""
+    shape = tensor.shape
+    if not shape or parts < 1 or groups < 1 or shape[axis] % (parts * groups):
+        size = f"{shape[axis]:,}" if shape else "a single value"
+        raise UsageError(f"{size} is no multiple of {groups} x {parts}", UNFIT)
+    inner = shape[axis] // parts // groups
+    sizes = (inner, parts) if apart else (parts, inner)
+    divided = reshaped(tensor, (*shape[:axis], groups, *sizes, *shape[axis + 1 :]))
+    order = list(range(len(divided.shape)))
+    order[axis + 1 : axis + 3] = axis + 2, axis + 1
+    return reshaped(_in_order(divided, order), shape)
+
+
+# Parts ---------------------------------------------------------------------------------------------------------------
+
+
+def _split(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,) = _only_one(op, tensors)
+    axis = _axis(tensor, op.numbers[0], number)
+    size = tensor.shape[axis]
+    if op.lists:
+        sizes = _sizes(op.lists[0], number, size, sum)
+    elif op.parts < 1 or size % op.parts:
+        raise UsageError(f"{size:,} cannot be split into {op.parts} equal parts", UNFIT)
+    else:
+        sizes = [size // op.parts] * op.parts
+    return [tensor.narrow(axis, at, n) for at, n in zip(accumulate(sizes, initial=0), sizes, strict=False)]
+
+
+def _only_one(op: Operation, tensors: Tensors) -> Tensors:
+    if len(tensors) != 1:
+        raise UsageError(f"{op.name} takes one tensor, not {len(tensors)}")
+    return tensors
+
+
+def _cat(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    axis = _axis(tensors[0], op.numbers[0], number)
+    _refuse_unlike(tensors, axis)
+    lengths = [tensor.shape[axis] for tensor in tensors]
+    if op.lists and (wanted := _sizes(op.lists[0], number, sum(lengths), sum)) != lengths:
+        raise UsageError(f"the parts are of {lengths}, and {wanted} are named", UNFIT)
+    return [joined(tensors, axis)]
+
+
+def _refuse_unlike(tensors: Tensors, axis: int | None = None) -> None:
+    """Raises `UsageError` for tensors of several types, or of shapes that differ elsewhere than along the axis."""
+    first = tensors[0]
+    for tensor in tensors:
+        shapes = [[size for at, size in enumerate(each.shape) if at != axis] for each in (first, tensor)]
+        if tensor.dtype is not first.dtype or len(tensor.shape) != len(first.shape) or shapes[0] != shapes[1]:
+            what = f"{first.dtype}{list(first.shape)} and {tensor.dtype}{list(tensor.shape)} cannot be put together"
+            raise UsageError(what, UNFIT)
+
+
+def joined(tensors: Tensors, axis: int) -> TensorEntry:
+    """Tensors of one type, and of one shape but for the axis, one after the other."""
+    plain = [resolved(tensor) for tensor in tensors]
+    first = plain[0]
+    begins = list(accumulate((tensor.shape[axis] for tensor in plain), initial=0))
+    shape = (*first.shape[:axis], begins[-1], *first.shape[axis + 1 :])
+    chunks = [
+        Chunk(tensor, tuple(begin * (each == axis) for each in range(len(shape))))
+        for tensor, begin in zip(plain, begins, strict=False)
+        if tensor.numel
+    ]
+    return assembled(shape, chunks).with_flags(first.flags) if chunks else _empty(first, shape)
+
+
+def _empty(like: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    storage = Storage(InlineBytes(b""), like.location)
+    return TensorEntry(storage, like.dtype, shape, row_major_strides(shape), 0, like.flags)
+
+
+def _stack(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    axis = _axis(tensors[0], op.numbers[0], number, 1)
+    _refuse_unlike(tensors)
+    return [joined([reshaped(each, (*each.shape[:axis], 1, *each.shape[axis:])) for each in tensors], axis)]
+
+
+def _unstack(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,) = _only_one(op, tensors)
+    axis = _axis(tensor, op.numbers[0], number)
+    if not tensor.shape[axis]:
+        raise UsageError(f"dimension {axis} of {list(tensor.shape)} is empty: it would become no tensor", UNFIT)
+    parts = [tensor.narrow(axis, index, 1) for index in range(tensor.shape[axis])]
+    return [_in_order(part, [at for at in range(len(part.shape)) if at != axis]) for part in parts]
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+def _slice(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,) = tensors
+    axis = _axis(tensor, op.numbers[0], number)
+    size, (begin, end) = tensor.shape[axis], op.lists[0]
+    start, stop = number(begin), size if end.text == _END else number(end)
+    start, stop = (start + size * (start < 0), stop + size * (stop < 0))
+    if not 0 <= start <= stop <= size:
+        raise UsageError(f"{start:,}:{stop:,} is outside of a dimension of {size:,}", UNFIT)
+    return [tensor.narrow(axis, start, stop - start)]
+
+
+def _pad(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,) = tensors
+    axis, wanted = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
+    more = wanted - tensor.shape[axis]
+    if more < 0:
+        raise UsageError(f"{tensor.shape[axis]:,} cannot be padded to {wanted:,}, which is less", UNFIT)
+    shape = (*tensor.shape[:axis], more, *tensor.shape[axis + 1 :])
+    _refuse_growth(tensor, prod((*shape[:axis], wanted, *shape[axis + 1 :])))
+    return [joined([tensor, zeros(tensor, shape)], axis)] if more else [tensor]
+
+
+def zeros(like: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """A tensor of zeros of the type of another one: one zero, expanded."""
+    storage = Storage(InlineBytes(bytes(like.dtype.itemsize)), like.location)
+    return TensorEntry(storage, like.dtype, shape, (0,) * len(shape))
+
+
+def _repeat(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    """Every index of a dimension several times in a row, as `torch.repeat_interleave`."""
+    (tensor,) = tensors
+    axis, times = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
+    if times < 1:
+        raise UsageError(f"a tensor cannot be repeated {times:,} times", UNFIT)
+    _refuse_growth(tensor, tensor.numel * times)
+    shape, stride = ((*v[: axis + 1], n, *v[axis + 1 :]) for v, n in ((tensor.shape, times), (tensor.stride, 0)))
+    expanded = TensorEntry(tensor.storage, tensor.dtype, shape, stride, tensor.offset, tensor.flags)
+    return [reshaped(expanded, (*shape[:axis], shape[axis] * times, *shape[axis + 2 :]))]
+
+
+def _unrepeat(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    """The first of each few that have to be equal, which is looked at when they are read."""
+    (tensor,) = tensors
+    axis, times = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
+    if times < 1 or tensor.shape[axis] % times:
+        raise UsageError(f"{tensor.shape[axis]:,} is no multiple of {times:,}", UNFIT)
+    if not tensor.numel or times == 1:
+        return [tensor.narrow(axis, 0, tensor.shape[axis] // times)]
+    shape = (*tensor.shape[:axis], -1, times, *tensor.shape[axis + 1 :])
+    apart = reshaped(tensor, [tensor.shape[axis] // times if size == -1 else size for size in shape])
+    order = [at for at in range(len(shape)) if at != axis + 1]
+    first, *others = (
+        Chunk(resolved(_in_order(apart.narrow(axis + 1, n, 1), order)), (0,) * len(order), f"copy {n}")
+        for n in range(times)
+    )
+    return [assembled(first.entry.shape, [replace(first, replicas=tuple(others))], "repeated rows")]
+
+
+def _refuse_growth(tensor: TensorEntry, numel: int) -> None:
+    size = numel * tensor.dtype.itemsize
+    if size > max(LARGE, MAX_GROWTH * tensor.nbytes):
+        raise UsageError(f"{tensor!r} would become {size:,} bytes", "That is more than a rule may make of a tensor.")
+
+
+def _add(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    """A whole number added to every value, computed in f32: norms that store w - 1."""
+    (tensor,) = tensors
+    if not tensor.dtype.is_float:
+        raise UsageError(f"{tensor!r} is of no floating type", UNFIT)
+    by, values = number(op.numbers[0]), TensorValues(tensor)
+    return [computed_tensor(tensor.dtype, tensor.shape, lambda start, stop: values.read(start, stop) + by, tensors)]
+
+
+def _cast(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    (tensor,), dtype = tensors, parse_dtype(op.words)
+    if conversion(tensor.dtype, dtype) is None:
+        raise UsageError(f"{tensor!r} cannot be cast to {dtype}", UNFIT)
+    return [converted(tensor, dtype)]
+
+
+KINDS: dict[str, OperationKind] = {
+    "transpose": OperationKind("transpose [AXIS AXIS]", _transpose, (0, 2), inverse="transpose"),
+    "permute": OperationKind("permute AXIS AXIS …", _permute, (1, 32), inverse=_unpermute),
+    "reshape": OperationKind(
+        "reshape [SIZE, …] [from [SIZE, …]]",
+        _reshape,
+        (0, 0),
+        (1, 2),
+        lambda op: replace(op, lists=op.lists[::-1]) if len(op.lists) == 2 else None,
+    ),
+    "unflatten": OperationKind("unflatten AXIS [SIZE, …]", _unflatten, lists=(1, 1), inverse="flatten"),
+    "flatten": OperationKind("flatten AXIS [SIZE, …]", _flatten, lists=(1, 1), inverse="unflatten"),
+    "unsqueeze": OperationKind("unsqueeze AXIS", _unsqueeze, inverse="squeeze"),
+    "squeeze": OperationKind("squeeze AXIS", _squeeze, inverse="unsqueeze"),
+    "interleave": OperationKind("interleave AXIS PARTS", _interleave, (2, 2), inverse="deinterleave"),
+    "deinterleave": OperationKind("deinterleave AXIS PARTS", _deinterleave, (2, 2), inverse="interleave"),
+    "rope": OperationKind("rope HEADS", _rope, inverse="unrope"),
+    "unrope": OperationKind("unrope HEADS", _unrope, inverse="rope"),
+    "split": OperationKind("split AXIS [[SIZE, …]]", _split, lists=(0, 1), inverse="cat", each=False),
+    "cat": OperationKind("cat AXIS [[SIZE, …]]", _cat, lists=(0, 1), inverse="split", each=False),
+    "stack": OperationKind("stack AXIS [over VARIABLE]", _stack, inverse="unstack", each=False, over=True),
+    "unstack": OperationKind("unstack AXIS [over VARIABLE]", _unstack, inverse="stack", each=False, over=True),
+    "slice": OperationKind("slice AXIS BEGIN:END", _slice, lists=(1, 1)),
+    "pad": OperationKind("pad AXIS SIZE", _pad, (2, 2)),
+    "repeat": OperationKind("repeat AXIS TIMES", _repeat, (2, 2), inverse="unrepeat"),
+    "unrepeat": OperationKind("unrepeat AXIS TIMES", _unrepeat, (2, 2), inverse="repeat"),
+    "add": OperationKind("add NUMBER", _add),
+    "cast": OperationKind("cast DTYPE", _cast, (0, 0), free=True),
+}
+
+
+def losses(op: Operation, before: Tensors, after: Tensors) -> str:
+    """Why `--reverse` would not give these tensors back; empty where it would."""
+    if op.inverse() is None:
+        return "" if [each.layout for each in before] == [each.layout for each in after] else f"{op} cannot be undone"
+    if op.name == "cat" and not op.lists:
+        axis = _axis(before[0], op.numbers[0], lambda axis: axis.value(lambda name: None))
+        sizes = [tensor.shape[axis] for tensor in before]
+        if len(set(sizes)) > 1:
+            return f"{op} of unequal parts cannot be undone without their sizes: {op} {sizes}"
+    return ""

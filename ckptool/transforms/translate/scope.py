@@ -1,0 +1,91 @@
+"""The numbers that names in rules stand for: those that were set, the rules' variables, the model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.patterns import match_within_limit
+from ckptool.errors import UsageError, listed, printable
+from ckptool.transforms.arithmetic import Arithmetic, Functions, Lookup
+from ckptool.transforms.key_names import Groups, parse_name
+from ckptool.transforms.translate.operations import Number
+
+
+@dataclass(slots=True)
+class Scope:
+    """Names and their numbers for one set of weights. given: by `--set`.  variables: of the rules, which are computed
+    of the configuration, of the shapes (`size('NAME', AXIS)`) and of how many keys there are (`count('NAME.{n}.*')`).
+    """
+
+    given: Mapping[str, int]
+    variables: Mapping[str, Arithmetic]
+    config: Mapping[str, Any]
+    node: Mapping[Any, Any]
+    used: set[str] = field(default_factory=set)
+    _pending: list[str] = field(default_factory=list)
+    _found: dict[str, int] = field(default_factory=dict)
+
+    def lookup(self, name: str) -> int | None:
+        """The number of a name; None where it has none. Raises `UsageError` for variables that are each other."""
+        if name in self.given:
+            self.used.add(name)
+            return self.given[name]
+        if name in self.variables and name not in self._pending[-1:]:
+            if name in self._pending:
+                cycle = " → ".join([*self._pending[self._pending.index(name) :], name])
+                raise UsageError(f"the variables are computed of each other: {printable(cycle)}", "None has a value.")
+            if name not in self._found:
+                self._pending.append(name)
+                try:
+                    self._found[name] = self.variables[name].value(self.lookup, self._functions)
+                finally:
+                    self._pending.pop()
+            return self._found[name]
+        return self._configured(name)
+
+    def _configured(self, name: str) -> int | None:
+        value: Any = self.config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value if type(value) is int else None
+
+    @property
+    def _functions(self) -> Functions:
+        return {"size": self._size, "count": self._count}
+
+    def _size(self, name: Any, axis: Any) -> int | None:
+        tensor = self.node.get(name)
+        shape = tensor.shape if isinstance(tensor, TensorEntry) else ()
+        return shape[axis] if type(axis) is int and -len(shape) <= axis < len(shape) else None
+
+    def _count(self, name: Any) -> int | None:
+        """How many values the first variable of a name has among the keys; None where no key matches."""
+        parsed = parse_name(str(name))
+        group, pattern = next(iter(parsed.variables), None), parsed.pattern(())
+        matches = (match_within_limit(pattern.fullmatch, key, pattern) for key in self.node if type(key) is str)
+        found = {match[group] if group else match[0] for match in matches if match is not None}
+        return len(found) or None
+
+    def ranges(self, ranges: Mapping[str, Arithmetic]) -> dict[str, int]:
+        """How many values each variable with a range has, as far as that is known."""
+        return {name: min(1 << 16, max(0, size.value(self.lookup, self._functions))) for name, size in ranges.items()}
+
+    def number(self, groups: Groups) -> Number:
+        """What evaluates expressions where the variables of names stand for these texts."""
+        return lambda expression: expression.value(self._with(groups))
+
+    def _with(self, groups: Groups) -> Lookup:
+        def lookup(name: str) -> int | None:
+            text = groups.get(f"v_{name}", "")
+            return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else self.lookup(name)
+
+        return lookup
+
+    def refuse_unused(self, known: Collection[str]) -> None:
+        """Raises `UsageError` for what was set and no rule names. known: the names in the rules."""
+        if idle := [name for name in self.given if name not in known]:
+            what = f"--set {printable(idle[0])}: no rule has a variable of that name"
+            raise UsageError(what, f"The rules have {listed(sorted(known)) or 'none'}.")

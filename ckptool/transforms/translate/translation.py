@@ -1,0 +1,310 @@
+"""Rules that change tensors: `OLD[, OLD …] => NEW[, NEW …] [: OPERATION [| OPERATION …]]`, and the files of them.
+
+rules:                                   # the first that matches a key counts
+  - 'blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0'
+  - 'experts.{e}.w1.weight => experts.w1 : stack 0 over e'
+variables: {heads: num_attention_heads}  # by --set, else of these, else of config.json beside the file
+ranges: {l: layers_per_block}            # how many values a variable has, where arithmetic in names has to be solved
+drop: ['*.rotary_emb.inv_freq']          # keys that are left out
+fill: ['h.{n}.ln.bias => zeros [d0] like h.{n}.ln.weight']   # tensors that only the new side has
+
+Reversed, the sides are exchanged and the inverse operations come in inverse order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ckptool.checkpoint.patterns import Matcher, matcher
+from ckptool.errors import CkptoolError, UsageError, listed, printable
+from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
+from ckptool.transforms.join_rules import JOIN_SECTIONS, JoinRules, join_sections
+from ckptool.transforms.key_names import KeyName, KeyPattern, parse_name, split_names
+from ckptool.transforms.rules import MAX_RULES, Rule, invalid, parse_rule, scalar_text, sides, yaml_node
+from ckptool.transforms.translate.operations import Operation, parse_operation
+
+LOOK = "A file of them: rules: ['blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0']"
+FUNCTIONS = ("size", "count")
+_CHAIN = re.compile(r"(?<!\\)\s:\s+")
+
+
+@dataclass(frozen=True)
+class TranslationRule:
+    """A rule. `expression`: one with re:, which has a single name on each side.  `reverses`: it was turned round."""
+
+    text: str
+    place: str
+    old: tuple[KeyName, ...]
+    new: tuple[KeyName, ...]
+    chain: tuple[Operation, ...] = ()
+    expression: Rule | None = None
+    reverses: bool = False
+
+    @cached_property
+    def over(self) -> frozenset[str]:
+        """The variables of the old names whose numbers become one tensor."""
+        return frozenset(op.over for op in self.chain if op.over and op.name == "stack")
+
+    @cached_property
+    def patterns(self) -> tuple[KeyPattern, ...]:
+        digits = {op.over for op in self.chain if op.over}
+        digits |= {name for each in (*self.old, *self.new) for piece in each.expressions for name in piece.names}
+        return tuple(KeyPattern(name, frozenset(digits)) for name in self.old)
+
+    def reversed(self) -> TranslationRule:
+        """The rule that undoes it. Raises `UsageError` where none does."""
+        inverse = [op.inverse() for op in reversed(self.chain)]
+        if self.expression is not None or None in inverse:
+            lost = next((str(op) for op in self.chain if op.inverse() is None), "re:")
+            raise self.error(f"it cannot be reversed: {lost} cannot be undone", "Write the rule for the way back.")
+        chain = tuple(op for op in inverse if op is not None)
+        return checked(replace(self, old=self.new, new=self.old, chain=chain, reverses=not self.reverses))
+
+    def error(self, what: str, why: str = "", fix: str = "") -> UsageError:
+        """An error that points at the rule."""
+        where = f"{self.place}: " if self.place else ""
+        return UsageError(f"{where}the rule {printable(self.text)!r}: {what}", why, fix)
+
+    def within(self, error: CkptoolError, keys: Sequence[str] = ()) -> CkptoolError:
+        """An error that came up while the rule was applied to keys, which then points at it."""
+        where = f"{self.place}: " if self.place else ""
+        of = f" for {listed([printable(key) for key in keys], 2)}" if keys else ""
+        what = f"{where}the rule {printable(self.text)!r}{of}: {error.what}"
+        return type(error)(what, error.why, error.fix)
+
+    @property
+    def operations(self) -> str:
+        return " | ".join(map(str, self.chain))
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroFill:
+    """A tensor of zeros that is made under a new name where the new side has one and the old has not.
+
+    like: the old name of the tensor whose type it has, and whose sizes are `d0`, `d1`, … in its shape.
+    """
+
+    text: str
+    place: str
+    name: KeyName
+    like: KeyPattern
+    shape: tuple[Arithmetic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A pattern of keys that are left out."""
+
+    pattern: str
+    place: str
+    matches: Matcher
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Rules, and what goes with them. drop: of the old side.  drop_new: of the new one, when it is reversed.
+
+    not_reversed: lines on what `--reverse` cannot restore.
+    """
+
+    rules: tuple[TranslationRule, ...]
+    variables: dict[str, Arithmetic] = field(default_factory=dict)
+    ranges: dict[str, Arithmetic] = field(default_factory=dict)
+    drop: tuple[Dropped, ...] = ()
+    drop_new: tuple[Dropped, ...] = ()
+    fill: tuple[ZeroFill, ...] = ()
+    unfill: tuple[ZeroFill, ...] = ()
+    join: JoinRules | None = None
+
+    def reversed(self) -> Translation:
+        """The translation back. Raises `UsageError` for a rule that cannot be undone."""
+        back = replace(
+            self, rules=tuple(rule.reversed() for rule in self.rules), drop=self.drop_new, drop_new=self.drop
+        )
+        return replace(back, fill=(), unfill=self.fill, join=None)
+
+
+# Rules ---------------------------------------------------------------------------------------------------------------
+
+
+def parse_translation_rule(text: str, place: str = "") -> list[TranslationRule]:
+    """The rules that a text stands for: as many as names, where each name has its own on the other side.
+
+    Raises `UsageError` for one that cannot work, with its place.
+    """
+    before, *chain = _CHAIN.split(text.strip(), maxsplit=1)
+    old, new = sides(before, place)
+    try:
+        operations = tuple(parse_operation(each) for each in (chain[0].split("|") if chain else ()))
+        if old.startswith("re:"):
+            rule = parse_rule(before, place)
+            return [checked(TranslationRule(text, place, (), (parse_name(new),), operations, rule))]
+        names = [[parse_name(name) for name in split_names(side)] for side in (old, new)]
+        if len(names[0]) == len(names[1]) > 1 and all(op.kind.each for op in operations):
+            pairs = zip(*names, strict=True)
+            return [checked(TranslationRule(text, place, (one,), (other,), operations)) for one, other in pairs]
+        return [checked(TranslationRule(text, place, tuple(names[0]), tuple(names[1]), operations))]
+    except UsageError as error:
+        raise (
+            error
+            if error.what.startswith(f"{place}: the rule" if place else "the rule ")
+            else invalid(text, place, error)
+        ) from None
+
+
+def checked(rule: TranslationRule) -> TranslationRule:
+    """The rule, with the number of parts of each `split`. Raises `UsageError` where names and operations do not fit."""
+    if rule.expression is not None:
+        if not all(op.kind.each for op in rule.chain):
+            raise rule.error("re: is for rules with one name on each side")
+        return rule
+    variables = [frozenset(name.variables) for name in rule.old]
+    if any(each != variables[0] for each in variables):
+        raise rule.error("the names on its left side have different variables", "They are taken together for each.")
+    bound, count, chain = {group[2:] for group in variables[0] if group.startswith("v_")}, len(rule.old), []
+    bound |= {name for each in rule.old for piece in each.expressions for name in piece.names}
+    for place, op in enumerate(rule.chain):
+        last = not any(after.name in ("split", "unstack") and not after.over for after in rule.chain[place + 1 :])
+        count, op = _counted(rule, op, count, bound, len(rule.new) if last else 0)
+        chain.append(op)
+    if count != len(rule.new):
+        what = f"{count} tensors come out of it, and its right side has {len(rule.new)} names"
+        raise rule.error(what, "Each tensor has one name, in the same order.")
+    stars = {group for name in rule.new for group in name.variables if group.startswith("star")}
+    if stars - variables[0]:
+        raise rule.error("the right side has more * than the left")
+    if not rule.over <= {group[2:] for group in variables[0]}:
+        raise rule.error("`stack … over` a variable that is not on the left side")
+    return replace(rule, chain=tuple(chain))
+
+
+def _counted(rule: TranslationRule, op: Operation, count: int, bound: set[str], names: int) -> tuple[int, Operation]:
+    """The number of tensors after an operation, and the operation with the number of its parts; `bound` is kept up."""
+    if op.kind.each:
+        return count, op
+    if op.over:
+        if (op.over in bound) != (op.name == "stack"):
+            side = "left" if op.name == "stack" else "right"
+            raise rule.error(
+                f"`{op}` is over a variable that is on the {side} side alone", "It is put together or taken apart."
+            )
+        (bound.discard if op.name == "stack" else bound.add)(op.over)
+        return count, op
+    if op.name in ("cat", "stack"):
+        if op.lists and len(op.lists[0]) != count:
+            raise rule.error(f"`{op}` names {len(op.lists[0])} sizes for {count} tensors")
+        return 1, op
+    if count != 1:
+        raise rule.error(f"`{op}` takes one tensor, not {count}")
+    parts = len(op.lists[0]) if op.lists else names
+    return parts, replace(op, parts=parts)
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def read_translation(path: str) -> Translation:
+    """The rules of a YAML file, also a plain list of them. Raises `UsageError` that points at the line,
+    `FileProblem`."""
+    return translation_of(yaml_node(path, MAX_RULES, LOOK), path)
+
+
+def translation_of(node: Any, path: str, other: Sequence[str] = ()) -> Translation:
+    """The rules in a YAML tree. other: sections that are someone else's."""
+    if getattr(node, "id", "") == "sequence":
+        return Translation(tuple(rule for each in node.value for rule in _rule(each, path)))
+    if getattr(node, "id", "") != "mapping":
+        raise UsageError(f"{printable(path)}, line 1: no rules", "A file of rules is a list, or has `rules:`.", LOOK)
+    sections: dict[str, Any] = {}
+    for key, value in node.value:
+        name = scalar_text(key)
+        if name not in (*_SECTIONS, *JOIN_SECTIONS, *other) or name in sections:
+            where = f"{printable(path)}, line {key.start_mark.line + 1}"
+            what = "stands there twice" if name in sections else f"is none of {listed([*_SECTIONS, *JOIN_SECTIONS])}"
+            raise UsageError(f"{where}: {printable(name)!r} {what}", "", LOOK)
+        sections[name] = value
+    parts = {name: _SECTIONS[name](value, path) for name, value in sections.items() if name in _SECTIONS}
+    join = {name: value for name, value in sections.items() if name in JOIN_SECTIONS}
+    parts |= {"join": join_sections(join, path)} if join else {}
+    return Translation(**{"rules": (), **parts})
+
+
+def _line(node: Any, path: str) -> str:
+    return f"{printable(path)}, line {node.start_mark.line + 1}"
+
+
+def _items(node: Any, path: str, kind: str) -> list[Any]:
+    if getattr(node, "id", "") != kind:
+        raise UsageError(f"{_line(node, path)}: not a {'list' if kind == 'sequence' else 'mapping'}", "", LOOK)
+    return list(node.value)
+
+
+def _rule(node: Any, path: str) -> list[TranslationRule]:
+    text = scalar_text(node)
+    if getattr(node, "id", "") == "mapping" and len(node.value) == 1:  # `- a => b : transpose`, without quotes
+        text = " : ".join(scalar_text(each) for each in node.value[0])
+    return parse_translation_rule(text, _line(node, path))
+
+
+def _rules(node: Any, path: str) -> tuple[TranslationRule, ...]:
+    return tuple(rule for each in _items(node, path, "sequence") for rule in _rule(each, path))
+
+
+def _expressions(functions: tuple[str, ...]) -> Callable[[Any, str], dict[str, Arithmetic]]:
+    def read(node: Any, path: str) -> dict[str, Arithmetic]:
+        found = {}
+        for key, value in _items(node, path, "mapping"):
+            try:
+                found[scalar_text(key)] = parse_arithmetic(scalar_text(value), functions)
+            except UsageError as error:
+                raise error.within(_line(key, path)) from None
+        return found
+
+    return read
+
+
+def _patterns(node: Any, path: str) -> tuple[Dropped, ...]:
+    texts = [(scalar_text(each), _line(each, path)) for each in _items(node, path, "sequence")]
+    return tuple(Dropped(text, place, matcher(text)) for text, place in texts)
+
+
+_FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
+
+
+def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
+    found = []
+    for each in _items(node, path, "sequence"):
+        match, place = _FILL.fullmatch(text := scalar_text(each)), _line(each, path)
+        if match is None:
+            what = f"{place}: {printable(text)!r} is not of the form NEW => zeros [SIZE, …] like OLD"
+            raise UsageError(what, "d0, d1, … are the sizes of the old tensor.", LOOK)
+        new, sizes, old = match.groups()
+        try:
+            shape = tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip())
+            like = KeyPattern(parse_name(old), frozenset())
+            found += [ZeroFill(text, place, parse_name(name), like, shape) for name in split_names(new)]
+        except UsageError as error:
+            raise error.within(place) from None
+    return tuple(found)
+
+
+_SECTIONS: dict[str, Callable[[Any, str], Any]] = {
+    "rules": _rules,
+    "variables": _expressions(FUNCTIONS),
+    "ranges": _expressions(FUNCTIONS),
+    "drop": _patterns,
+    "drop_new": _patterns,
+    "fill": _fills,
+}
+
+
+def parse_setting(text: str) -> tuple[str, int]:
+    """The name and number of `--set heads=12`. Raises `UsageError`."""
+    name, _, number = text.partition("=")
+    if not re.fullmatch(r"[A-Za-z_]\w*", name.strip()) or not re.fullmatch(r"\s*-?[0-9]{1,15}\s*", number):
+        raise UsageError(f"{printable(text)!r} is not of the form NAME=NUMBER", "", "For example: --set heads=12")
+    return name.strip(), int(number)

@@ -1,0 +1,178 @@
+"""`translate`: rules that change tensors, of one's own or of a layout that ships."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.commands import several
+from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.formats.model_folder import ModelFolder, configuration, model_folder
+from ckptool.formats.opening import Opened, PathLike, open_to_change
+from ckptool.reports.save import Written
+from ckptool.transforms.join_ranks import open_joined
+from ckptool.transforms.translate import Translated, translate_roots
+from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
+from ckptool.transforms.translate.layouts import LayoutRules, layout_or_file
+from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
+from ckptool.verbs._save import ChangeOptions, FileChange, begin_change
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+MANY = 12  # steps that are all shown without -n
+
+
+def translate(
+    file: PathLike,
+    rules: str | Sequence[str] = (),
+    out: PathLike | None = None,
+    *,
+    rules_file: PathLike | None = None,
+    set: str | Sequence[str] | dict[str, int] = (),
+    reverse: bool = False,
+    rest: str = "refuse",
+    like: PathLike | None = None,
+    at: str | None = None,
+    **options: Unpack[ChangeOptions],
+) -> Written:
+    """Renames, splits, joins and reorders the tensors of all model weights by rules `OLD => NEW : OPERATION | …`.
+
+    rules_file: a YAML file of more rules, or the name of a layout that ships; it may say how ranks are joined first.
+    set: numbers for variables, `heads=12`; else they are taken from config.json beside the file.  reverse: the way
+    back.  rest: `refuse`, `keep` or `drop` keys that no rule takes.  like: a folder of the other layout, whose
+    configuration a folder of weights gets.
+    Raises `NoMatch` for a rule or key without a match, `Conflict` where two tensors get one name or one is missing,
+    `UsageError`, which points at the rule, where a tensor does not fit.
+    """
+    if rest not in REST:
+        raise UsageError(f"unknown --rest {printable(rest)!r}", f"Available: {', '.join(REST)}.")
+    own = [rule for text in several(rules) for rule in parse_translation_rule(text)]
+    layout = None if rules_file is None else layout_or_file(rules_file)
+    translation = (
+        replace(layout.translation, rules=(*own, *layout.translation.rules)) if layout else Translation((*own,))
+    )
+    if not translation.rules and translation.join is None:
+        raise UsageError(
+            "translate was given no rule",
+            "A rule is OLD => NEW : OPERATION.",
+            "For example: ckptool translate FILE '*.qkv.{p} => *.{q,k,v}.{p} : split 0' -o OUT; or --rules LAYOUT",
+        )
+    given = set if isinstance(set, dict) else dict(map(parse_setting, several(set)))
+
+    def opening(file: PathLike, at: str | None) -> Opened:
+        joins = translation.join is not None and not reverse
+        return open_joined(file, translation.join, at) if joins and translation.join else open_to_change(file, at)
+
+    change = begin_change("translate", file, out, at, options, opening)
+    roots = model_state_dicts(change.part, named=change.named)
+    if layout is not None:
+        turned = {layout.direction(root.node, reverse) for root in roots}
+        if len(turned) > 1:
+            what = f"some sets of weights are of {layout.old.name}, others of {layout.new.name}"
+            raise Conflict(what, "One translation goes one way.", "Name one of them: --at ADDRESS")
+        reverse = turned.pop()
+    if reverse:
+        translation = translation.reversed()
+    config = configuration(change.part) or configuration(change.original)
+    done = translate_roots(change.part, roots, translation, given=given, config=config, rest=rest)
+    beside = None if like is None else model_folder(change.part, done.checkpoint.tree, str(like))
+    result = change.save(done.checkpoint, beside=beside or _without_config(change))
+    return change.written(
+        result, _summary(done, layout, reverse), facts=_facts(done), details=_details(change, done, layout, reverse)
+    )
+
+
+def _without_config(change: FileChange) -> ModelFolder:
+    """No files: those beside the input describe the layout before."""
+    found = model_folder(change.original, change.part.tree)
+    names = [
+        f"{printable(name)} (of the layout before; --like DIR takes those of a folder of the new one)"
+        for name in found.files
+    ]
+    return ModelFolder(place=found.place, left=tuple(names[:1]))
+
+
+def _summary(done: Translated, layout: LayoutRules | None, reverse: bool) -> str:
+    before = sum(len(step.keys) for _, root in done.roots for step in root.steps)
+    after = sum(len(step.outputs) for _, root in done.roots for step in root.steps)
+    sides = ""
+    if layout is not None and layout.old.name:
+        names = (layout.new.name, layout.old.name) if reverse else (layout.old.name, layout.new.name)
+        sides = f", {names[0]} → {names[1]}"
+    return f"{counted(before, 'tensor')} became {after:,}{sides}"
+
+
+def _facts(done: Translated) -> dict[str, Any]:
+    return {
+        "optimizers": done.optimizers,
+        "roots": [
+            {
+                "root": place,
+                "steps": [_step(step, root) for step in root.steps],
+                "dropped": list(root.dropped),
+                "kept": list(root.kept),
+                "filled": list(root.filled),
+                "unfilled": list(root.unfilled),
+            }
+            for place, root in done.roots
+        ],
+    }
+
+
+def _step(step: Step, root: TranslatedRoot) -> dict[str, Any]:
+    def described(names: Iterable[str], shapes: Iterable[Any]) -> list[dict[str, Any]]:
+        return [{"name": name, "shape": shape} for name, shape in zip(names, shapes, strict=True)]
+
+    outputs = [root.items[name] for name in step.outputs]
+    return {
+        "rule": step.rule.text,
+        "place": step.rule.place,
+        "operations": step.rule.operations,
+        "inputs": described(step.keys, [list(shape) for shape in step.shapes] or [None] * len(step.keys)),
+        "outputs": described(step.outputs, [_shape(each) for each in outputs]),
+        "reversible": not step.lost,
+    }
+
+
+def _shape(value: Any) -> list[int] | None:
+    return list(value.shape) if isinstance(value, TensorEntry) else None
+
+
+def _details(change: FileChange, done: Translated, layout: LayoutRules | None, reverse: bool) -> Iterator[str]:
+    for place, root in done.roots:
+        if len(done.roots) > 1:
+            yield f"{printable(place) or 'the whole file'}:"
+        shown = root.steps if change.output.dry_run or len(root.steps) <= MANY else _first_of_rules(root)
+        yield from (_line(step, root) for step in shown)
+        if len(shown) < len(root.steps):
+            yield f"… {len(root.steps) - len(shown):,} more like these (-n shows all)"
+        for names, what in (
+            (root.dropped, "left out"),
+            (root.kept, "kept as they are, as no rule takes them"),
+            (root.filled, "filled with zeros"),
+            (root.unfilled, "left out, as all of them are zeros"),
+        ):
+            if names:
+                yield f"{what}: {listed([printable(name) for name in names], 6)}"
+        yield from dict.fromkeys(f"not reversible: {step.lost}" for step in root.steps if step.lost)
+    if done.optimizers:
+        yield f"the moments of {counted(done.optimizers, 'optimizer')} went through the same rules"
+    yield from layout.notes if layout is not None and not reverse else ()
+
+
+def _first_of_rules(root: TranslatedRoot) -> list[Step]:
+    return list({(step.rule.place, step.rule.text): step for step in reversed(root.steps)}.values())[::-1]
+
+
+def _line(step: Step, root: TranslatedRoot) -> str:
+    def named(pairs: Iterable[tuple[str, Any]]) -> str:
+        texts = [printable(name) + (f" {list(shape)}" if shape is not None else "") for name, shape in pairs]
+        return listed(texts, 4)
+
+    old = named(zip(step.keys, step.shapes or [None] * len(step.keys), strict=True))
+    new = named((name, _shape(root.items[name])) for name in step.outputs)
+    return f"{old} → {new}" + (f" : {step.rule.operations}" if step.rule.chain else "")
