@@ -123,13 +123,24 @@ def translate(
             "--like", metavar="DIR", help="Take configuration and tokenizer for an output folder from this one."
         ),
     ] = None,
+    shard_size: Annotated[
+        str | None,
+        typer.Option("--shard-size", metavar="SIZE", help="Write a folder of files of at most this size: 5GB."),
+    ] = None,
 ) -> Answers:
     """Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another."""
     from ckptool.verbs.translate import translate
 
     files, given = _files_and_rules(words, rules is not None)
     function = with_options(
-        translate, rules=given, rules_file=rules, set=set or (), reverse=reverse, rest=rest, like=like
+        translate,
+        rules=given,
+        rules_file=rules,
+        set=set or (),
+        reverse=reverse,
+        rest=rest,
+        like=like,
+        shard_size=shard_size,
     )
     return write_each("translate", files, target, function)
 

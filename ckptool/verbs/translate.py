@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.commands import several
-from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
-from ckptool.formats.model_folder import ModelFolder, configuration, model_folder
+from ckptool.formats import SHARDED
+from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import Opened, PathLike, open_to_change
-from ckptool.reports.save import Written
+from ckptool.formats.sharded.writing import divided
+from ckptool.reports.save import SaveResult, Written
+from ckptool.transforms.flatten import export, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import Translated, translate_roots
 from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
 from ckptool.transforms.translate.layouts import LayoutRules, layout_or_file
 from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
-from ckptool.verbs._save import ChangeOptions, FileChange, begin_change
+from ckptool.verbs._save import ChangeOptions, FileChange, begin_change, save
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,6 +40,7 @@ def translate(
     reverse: bool = False,
     rest: str = "refuse",
     like: PathLike | None = None,
+    shard_size: int | str | None = None,
     at: str | None = None,
     **options: Unpack[ChangeOptions],
 ) -> Written:
@@ -44,7 +49,8 @@ def translate(
     rules_file: a YAML file of more rules, or the name of a layout that ships; it may say how ranks are joined first.
     set: numbers for variables, `heads=12`; else they are taken from config.json beside the file.  reverse: the way
     back.  rest: `refuse`, `keep` or `drop` keys that no rule takes.  like: a folder of the other layout, whose
-    configuration a folder of weights gets.
+    configuration a folder of weights gets.  shard_size: the most bytes of tensors in one file of that.
+    To safetensors goes one set of weights alone, and what stays behind is listed; to `.pt` the whole file.
     Raises `NoMatch` for a rule or key without a match, `Conflict` where two tensors get one name or one is missing,
     `UsageError`, which points at the rule, where a tensor does not fit.
     """
@@ -79,21 +85,48 @@ def translate(
         translation = translation.reversed()
     config = configuration(change.part) or configuration(change.original)
     done = translate_roots(change.part, roots, translation, given=given, config=config, rest=rest)
-    beside = None if like is None else model_folder(change.part, done.checkpoint.tree, str(like))
-    result = change.save(done.checkpoint, beside=beside or _without_config(change))
-    return change.written(
-        result, _summary(done, layout, reverse), facts=_facts(done), details=_details(change, done, layout, reverse)
+    result, behind, notes = _saved(change, done.checkpoint, like, shard_size)
+    details = [*_details(change, done, layout, reverse), *behind]
+    return change.written(result, _summary(done, layout, reverse), facts=_facts(done), details=details, notes=notes)
+
+
+def _saved(
+    change: FileChange, done: Checkpoint, like: PathLike | None, shard_size: int | str | None
+) -> tuple[SaveResult, list[str], tuple[Note, ...]]:
+    """Writes the translated file; to a container of tensors, as `convert` does, its one set of weights.
+
+    Lines on what was taken and what stays behind, and notes on what the container cannot say.
+    """
+    output = change.output
+    if output.container is None and ((output.path or "").endswith("/") or shard_size is not None or like is not None):
+        output = replace(output, container=output.format(SHARDED).name)
+    container = output.format(change.original.container)
+    if output.in_place or not container.tensors_only or change.original.tensors_only:
+        if container.writes_folder and container.tensors_only:
+            done = divided(replace(done, origin=None), shard_size, "model")
+        return change.saving_to(output).save(done, beside=_beside(change, done, like)), [], ()
+    root, remark = one_state_dict(done, "" if change.named else None)
+    copies = not container.keeps_ties
+    exported = export(done, root, copy_ties=copies, container=container.name, keep_metadata=container.keeps_metadata)
+    behind = [*exported.left_behind, *siblings(change.original.tree, change.part.base)]
+    changed, beside = replace(exported.checkpoint, base=()), _beside(change, done, like)
+    if container.writes_folder:
+        changed = divided(replace(changed, origin=None), shard_size, beside.stem)
+    result = save(output, change.original, changed, beside=beside)
+    return (
+        result,
+        [*([remark] if remark else []), *(f"left behind: {printable(name)}" for name in behind)],
+        exported.notes,
     )
 
 
-def _without_config(change: FileChange) -> ModelFolder:
-    """No files: those beside the input describe the layout before."""
+def _beside(change: FileChange, done: Checkpoint, like: PathLike | None) -> ModelFolder:
+    """The files for a folder of weights: those of a folder of the new layout, as those beside describe the old one."""
+    if like is not None:
+        return model_folder(change.part, done.tree, os.fspath(like))
     found = model_folder(change.original, change.part.tree)
-    names = [
-        f"{printable(name)} (of the layout before; --like DIR takes those of a folder of the new one)"
-        for name in found.files
-    ]
-    return ModelFolder(place=found.place, left=tuple(names[:1]))
+    left = f"{CONFIG} (of the layout before; --like DIR takes that of a folder of the new one)"
+    return ModelFolder(place=found.place, left=(left,) if found.files else ())
 
 
 def _summary(done: Translated, layout: LayoutRules | None, reverse: bool) -> str:
