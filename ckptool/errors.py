@@ -292,8 +292,8 @@ SHELL = frozenset("--help --init --json --schema --skip-refused --version".split
 VALUED = frozenset(
     "-o -d --out --dir --against --at --atol --drop --dtype --ema --error --exclude --fill-from --form --from"
     " --ignore --jobs --kills --like --map --min-loaded --on-mismatch --only --optimizer-as --prefix --processes"
-    " --ranks --rename --resize --resume --rtol --rules --seed --set --shard-dim --shard-size --slice --steps --suggest"
-    " --tensor --ties --to --variant --weights --write-digest".split()
+    " --ranks --rename --resize --rest --resume --rtol --rules --seed --set --shard-dim --shard-size --slice --steps"
+    " --suggest --tensor --ties --to --variant --weights --write-digest".split()
 )
 _SEVERAL = frozenset({"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--resize", "--set"})
 _NUMBERS = frozenset(
@@ -302,7 +302,10 @@ _NUMBERS = frozenset(
 _DEVICE = re.compile(r"'?(cpu|cuda|mps|xpu|meta|DEVICE)\b")
 
 # A value, as against the next word of a sentence: quoted, a PLACEHOLDER, not of small letters alone, or of this list.
-_WORDS = "auto|copy|cpu|error|must|never|new|none|npz|old|pad|plain|record|resize|safetensors|sharded|skip|slice"
+_WORDS = (
+    "auto|copy|cpu|drop|error|keep|must|never|new|none|npz|old|pad|plain|record|refuse|resize|safetensors|sharded|skip"
+    "|slice"
+)
 _FILE = r"[\w./-]+\.(?:pt|safetensors|npz|yaml)\b"
 _VALUE = rf"'[^']*'|{_FILE}|(?:{_WORDS})\b|(?=[^\s;]*[^\sa-z;,.)])[^\s;,)]*[^\s;,.:)]"
 _OPTION = re.compile(rf"(?<![\w'-])(--?[a-z][a-z-]*)(?:[ =]({_VALUE}))?")

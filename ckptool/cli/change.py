@@ -82,14 +82,14 @@ def rename(
     """Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first rule that matches wins."""
     from ckptool.verbs.rename import rename
 
-    files, given = _files_and_rules(words, rules is not None)
+    files, given = _files_and_rules("rename", words, rules is not None)
 
     return write_each("rename", files, target, with_options(rename, rules=given, rules_file=rules))
 
 
 @examples(
-    ("ckptool translate vit.safetensors --rules vit-timm -n -o hf.safetensors", "preview a layout that ships"),
-    ("ckptool translate m.pt '{p}.qkv.{w} => {p}.{q,k,v}.{w} : split 0' --rest keep -o split.pt", "rules of your own"),
+    ("ckptool translate vit.pt --rules vit-timm -n -o hf.pt", "a layout that ships: preview it"),
+    ("ckptool translate vit.pt '*qkv.* => *{q,k,v}.* : split 0' --rest keep -o o.pt", "your own rules"),
 )
 @writes
 def translate(
@@ -131,7 +131,7 @@ def translate(
     """Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another."""
     from ckptool.verbs.translate import translate
 
-    files, given = _files_and_rules(words, rules is not None)
+    files, given = _files_and_rules("translate", words, rules is not None)
     function = with_options(
         translate,
         rules=given,
@@ -145,7 +145,7 @@ def translate(
     return write_each("translate", files, target, function)
 
 
-def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
+def _files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
     """The words that are files, and those that are rules.  more: there are rules beside them."""
     from ckptool.checkpoint.paths import refused_place
     from ckptool.formats.opening import split
@@ -153,7 +153,7 @@ def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[
     rules = [word for word in words if "=>" in word and not os.path.lexists(word)]
     files = [word for word in words if word not in rules]
     if was_redirected(files):
-        raise UsageError("rename was given only part of a rule: it ends at its =", *QUOTE_RULES)
+        raise UsageError(f"{verb} was given only part of a rule: it ends at its =", *QUOTE_RULES)
     ruled = bool(rules) or more or len(files) == 1
     for word in files:
         odd = any(sign in word for sign in ("->", "=", "*", "{", " "))
@@ -161,13 +161,13 @@ def _files_and_rules(words: Sequence[str], more: bool) -> tuple[list[str], list[
             raise UsageError(
                 f"'{printable(word)}' is neither a file nor a rule",
                 "A rule is 'OLD => NEW', in quotes and with => between them.",
-                "For example: ckptool rename model.pt 'a.* => b.*' -o OUT",
+                f"For example: ckptool {verb} model.pt 'a.* => b.*' -o OUT",
             )
     if not files:
         raise UsageError(
-            "rename was given no file",
+            f"{verb} was given no file",
             "All of its arguments are rules.",
-            "For example: ckptool rename model.pt 'a.* => b.*' -o OUT",
+            f"For example: ckptool {verb} model.pt 'a.* => b.*' -o OUT",
         )
     return files, rules
 

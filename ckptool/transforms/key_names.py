@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import product
 
 from ckptool.checkpoint.patterns import match_within_limit
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError, counted, printable
 from ckptool.transforms.arithmetic import Arithmetic, Lookup, parse_arithmetic, solved
 
 MAX_NAMES = 4096  # that one side may stand for
@@ -106,7 +106,7 @@ def _ways(text: str) -> Iterator[str]:
     for choice in choices:
         ways *= len(choice)
     if ways > MAX_NAMES:
-        raise UsageError(f"{ways:,} names on one side", f"At most {MAX_NAMES:,} are taken.")
+        raise UsageError(f"{counted(ways, 'name')} on one side", f"At most {MAX_NAMES:,} are taken.")
     for words in product(*choices):
         yield "".join([fixed[0], *(word.strip() + after for word, after in zip(words, fixed[1:], strict=True))])
 
@@ -169,7 +169,7 @@ class KeyPattern:
         results = [int(match[f"e{number}"]) for number in range(len(self.name.expressions))]
         ways = list(_solutions(self.name.expressions, results, groups, lookup, ranges))
         if len(ways) > 1:
-            what = f"{printable(key)} is {printable(self.name.text)} in {len(ways)} ways"
+            what = f"{printable(key)} is {printable(self.name.text)} in {counted(len(ways), 'way')}"
             raise UsageError(what, "The rules have to say how many values its variables have: `ranges`.")
         return ways[0] if ways else None
 

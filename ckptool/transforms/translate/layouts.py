@@ -146,7 +146,7 @@ def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
         return read_layout(shipped()[given])
     if not os.path.lexists(given) and os.sep not in given and "." not in given:
         what = f"{printable(given)!r} is neither a file nor a layout that ships"
-        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
+        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.")
     return read_layout(given)
 
 

@@ -14,7 +14,7 @@ from math import prod
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.strided import resolved
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError, counted, printable
 from ckptool.formats.boxes import Chunk, assembled
 from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.transforms.blockwise import TensorValues, computed_tensor
@@ -408,7 +408,7 @@ def _repeat(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     (tensor,) = tensors
     axis, times = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
     if times < 1:
-        raise UsageError(f"a tensor cannot be repeated {times:,} times", UNFIT)
+        raise UsageError(f"a tensor cannot be repeated {counted(times, 'time')}", UNFIT)
     _refuse_growth(tensor, tensor.numel * times)
     shape, stride = ((*v[: axis + 1], n, *v[axis + 1 :]) for v, n in ((tensor.shape, times), (tensor.stride, 0)))
     expanded = TensorEntry(tensor.storage, tensor.dtype, shape, stride, tensor.offset, tensor.flags)

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from ckptool.checkpoint.patterns import Matcher, matcher
-from ckptool.errors import CkptoolError, UsageError, listed, printable
+from ckptool.errors import CkptoolError, UsageError, counted, listed, printable
 from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.transforms.join_rules import JOIN_SECTIONS, JoinRules, join_sections
 from ckptool.transforms.key_names import KeyName, KeyPattern, parse_name, split_names
@@ -172,7 +172,8 @@ def checked(rule: TranslationRule) -> TranslationRule:
         count, op = _counted(rule, op, count, bound, len(rule.new) if last else 0)
         chain.append(op)
     if count != len(rule.new):
-        what = f"{count} tensors come out of it, and its right side has {len(rule.new)} names"
+        made = counted(count, "tensor comes", "tensors come")
+        what = f"{made} out of it, and its right side has {counted(len(rule.new), 'name')}"
         raise rule.error(what, "Each tensor has one name, in the same order.")
     stars = {group for name in rule.new for group in name.variables if group.startswith("star")}
     if stars - variables[0]:
@@ -196,7 +197,7 @@ def _counted(rule: TranslationRule, op: Operation, count: int, bound: set[str], 
         return count, op
     if op.name in ("cat", "stack"):
         if op.lists and len(op.lists[0]) != count:
-            raise rule.error(f"`{op}` names {len(op.lists[0])} sizes for {count} tensors")
+            raise rule.error(f"`{op}` names {counted(len(op.lists[0]), 'size')} for {counted(count, 'tensor')}")
         return 1, op
     if count != 1:
         raise rule.error(f"`{op}` takes one tensor, not {count}")
