@@ -290,8 +290,8 @@ NAMES = {
 }
 SHELL = frozenset("--help --init --json --schema --skip-refused --version".split())  # what only a shell needs
 VALUED = frozenset(
-    "-o -d --out --dir --against --at --atol --drop --dtype --ema --error --exclude --fill-from --form --from"
-    " --ignore --jobs --kills --like --map --min-loaded --on-mismatch --only --optimizer-as --prefix --processes"
+    "-o -d --out --dir --against --at --atol --block-size --drop --dtype --ema --error --exclude --fill-from --form"
+    " --from --ignore --jobs --kills --like --map --min-loaded --on-mismatch --only --optimizer-as --prefix --processes"
     " --ranks --rename --resize --rest --resume --rtol --rules --seed --set --shard-dim --shard-size --slice --steps"
     " --suggest --tensor --ties --to --variant --weights --write-digest".split()
 )

@@ -206,11 +206,30 @@ def cast(
     ],
     only: Only = None,
     exclude: Exclude = None,
+    dequantize: Annotated[
+        bool,
+        typer.Option("--dequantize", help="Compute the weights of fp8, GPTQ, AWQ, bitsandbytes, … from their scales."),
+    ] = False,
+    block_size: Annotated[
+        str, typer.Option("--block-size", metavar="RxC", help="With --dequantize: the block that shares a scale.")
+    ] = "",
 ) -> Answers:
     """Convert the floating-point tensors of the weights to another dtype, and report which lose values."""
     from ckptool.verbs.cast import cast
 
-    return write_each("cast", files, target, with_options(cast, dtype=dtype, only=only or (), exclude=exclude or ()))
+    return write_each(
+        "cast",
+        files,
+        target,
+        with_options(
+            cast,
+            dtype=dtype,
+            only=only or (),
+            exclude=exclude or (),
+            dequantize=dequantize,
+            block_size=block_size,
+        ),
+    )
 
 
 @examples(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))

@@ -71,15 +71,16 @@ class ModelFolder:
         return [*found, *self.changes, *(f"left behind: {name}" for name in self.left)]
 
 
-def model_folder(part: Checkpoint, tree: Any, like: str | None = None) -> ModelFolder:
+def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequantized: bool = False) -> ModelFolder:
     """The folder to write the weights `tree` to, which are of `part`. like: a folder of the same model.
 
-    Raises `UsageError` where that has no configuration.
+    dequantized: the weights no longer are what a `quantization_config` says.
+    Raises `UsageError` where `like` has no configuration.
     """
     for place in _places(part) if like is None else [like]:
         names = names_in(place)
         if CONFIG in names or ADAPTER in names:
-            found = _described(place, names, tree if isinstance(tree, dict) else {})
+            found = _described(place, names, tree if isinstance(tree, dict) else {}, dequantized)
             if found.library or like is None:
                 return found
     if like is not None:
@@ -113,7 +114,7 @@ def _places(part: Checkpoint) -> Iterator[str]:
     yield from (inner for each in (folder, *above) if not os.path.islink(inner := os.path.join(each, "huggingface")))
 
 
-def _described(place: str, names: Iterable[str], tree: dict[Any, Any]) -> ModelFolder:
+def _described(place: str, names: Iterable[str], tree: dict[Any, Any], dequantized: bool) -> ModelFolder:
     configs = {name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}
     library = _library(configs, tree)
     if not library:
@@ -130,8 +131,9 @@ def _described(place: str, names: Iterable[str], tree: dict[Any, Any]) -> ModelF
                 left.append(f"{printable(name)} ({why})")
                 continue
             files[name] = data
-            if name == CONFIG and (line := _made_true(files, tree)):
-                changes.append(line)
+            if name == CONFIG:
+                lines = [_made_true(files, tree), _without_quantization(files) if dequantized else ""]
+                changes += [line for line in lines if line]
     return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
@@ -218,3 +220,37 @@ def _with_dtype(node: Any, dtype: str) -> Any:
         else _with_dtype(value, dtype)
         for key, value in node.items()
     }
+
+
+# The quantization of the configuration -------------------------------------------------------------------------------
+
+QUANTIZATION = ("quantization_config", "compression_config")  # the second is an old name of compressed-tensors'
+_ALONE = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
+
+
+def quantization_config(part: Checkpoint) -> dict[str, Any]:
+    """The quantization of the configuration beside a checkpoint; empty where that says nothing of one."""
+    for place in _places(part):
+        names = names_in(place)
+        nodes = [_json(place, CONFIG)] if CONFIG in names else []
+        nodes += [node for node in (nodes[0].values() if nodes else ()) if isinstance(node, dict)]  # text_config
+        found = [node[key] for node in nodes for key in QUANTIZATION if isinstance(node.get(key), dict)]
+        found += [_json(place, name) for name in _ALONE if name in names]
+        if found or nodes:
+            return found[0] if found else {}
+    return {}
+
+
+def _without_quantization(files: dict[str, Data]) -> str:
+    """Takes the quantization out of the configuration; what was changed, in words."""
+    data = files[CONFIG]
+    try:
+        config = json.loads(data.read(0, data.length))
+    except (ValueError, RecursionError):
+        return ""
+    nodes = [config, *(node for node in config.values() if isinstance(node, dict))]
+    taken = [key for node in nodes for key in QUANTIZATION if node.pop(key, None) is not None]
+    if not taken:
+        return ""
+    files[CONFIG] = InlineBytes(json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n")
+    return f"{CONFIG}: without its {taken[0]}"

@@ -25,6 +25,7 @@ from ckptool.checkpoint.state_dicts import (
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, find, walk
 from ckptool.errors import counted, form, listed, printable
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes, uses_of
+from ckptool.reports.quantization import quantized_notes
 
 if TYPE_CHECKING:
     from ckptool.reports.statistics import Statistics
@@ -192,6 +193,7 @@ def _notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...], rows: list[Tens
     yield from _use_notes(checkpoint)
     yield from _waste_notes(rows)
     yield from _optimizer_notes(roots)
+    yield from quantized_notes(checkpoint, roots)
     if not any(root.is_model for root in roots):
         yield from _array_notes(checkpoint)
     yield from checkpoint.notes

@@ -14,6 +14,7 @@ from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
+from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around
@@ -50,6 +51,7 @@ def average(
     names = [each.path for each in opened]
     for each, (root, _) in zip(opened, roots, strict=True):
         refuse_placeholders(each.checkpoint, root.node.items())
+        refuse_quantized(each.checkpoint, [root.node], "Averaged")
     found = means.average([_without_training(root) for root, _ in roots], names, shares)
     last = opened[-1].checkpoint
     pairs = [(each.checkpoint, root) for each, (root, _) in zip(opened, roots, strict=True)]

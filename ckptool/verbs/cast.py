@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.commands import several
+from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.state_dicts import model_state_dicts
-from ckptool.errors import NoMatch, counted, printable
+from ckptool.errors import NoMatch, counted, listed, printable
+from ckptool.formats.model_folder import model_folder
 from ckptool.formats.opening import PathLike
+from ckptool.reports.quantization import quantized_in, refuse_quantized
 from ckptool.reports.save import Written
+from ckptool.transforms import dequantize as transform
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
+from ckptool.transforms.dequantize import Dequantized
 from ckptool.verbs._save import ChangeOptions, Output, begin_change
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+SHOWN = 20  # weights that are listed
 
 
 def cast(
@@ -26,29 +33,64 @@ def cast(
     at: str | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
+    dequantize: bool = False,
+    block_size: str = "",
     **options: Unpack[ChangeOptions],
 ) -> Written:
     """Converts the floating tensors of all model weights to `dtype`, as torch's `tensor.to(dtype)` does, bit for bit.
 
     only, exclude: patterns for keys. Optimizer state, integers, complex and quantized tensors stay as they are.
+    dequantize: computes the weights that codes and scales stand for, in f32, and leaves the scales out.
+    block_size: `128x128`, the rows and columns that share a scale, where no configuration beside the file says it.
     The report names the tensors that lost values, with the largest error; a dry run, which reads no values, does not.
     """
     target = parse_dtype(dtype)
     change = begin_change("cast", file, out, at, options)
-    roots = model_state_dicts(change.part, named=change.named)
+    part, roots = change.part, model_state_dicts(change.part, named=change.named)
+    weights: Dequantized | None = None
+    if dequantize:
+        quantized = [quantized_in(part, root.node, block_size) for root in roots]
+        weights = transform.dequantize(part, roots, quantized, target)
+        part, roots = weights.checkpoint, model_state_dicts(weights.checkpoint, named=change.named)
+    else:
+        refuse_quantized(part, [root.node for root in roots], "Cast")
     values = [value for root in roots for value in root.node.values()]
     if change.named and not any(isinstance(value, TensorEntry) and value.dtype.is_float for value in values):
         raise NoMatch(
             f"{printable(roots[0].address) or 'the whole file'} has no floating tensors under names of its own",
             "Only those are cast. Nothing was written.",
         )
-    plan = cast_roots(change.part, roots, target, several(only), several(exclude))
-    result = change.save(plan.checkpoint, changes=plan.tensors > 0)
+    plan = cast_roots(part, roots, target, several(only), several(exclude))
+    beside = model_folder(change.original, plan.checkpoint.tree, dequantized=True) if weights else None
+    result = change.save(plan.checkpoint, changes=plan.tensors > 0 or weights is not None, beside=beside)
     details = (
+        *(_dequantized_lines(weights, target) if weights else ()),
         *_losses(plan, change.output),
         *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped),
     )
-    return change.written(result, _summary(plan), facts=_facts(plan), details=details)
+    summary, facts = _summary(plan), _facts(plan)
+    if weights:
+        count = counted(len(weights.weights), "quantized weight")
+        summary = f"{count} computed as {target.name}" + (f"; {summary}" if plan.tensors else "")
+        facts |= _dequantized_facts(weights)
+    return change.written(result, summary, facts=facts, details=details)
+
+
+def _dequantized_lines(done: Dequantized, target: DType) -> Iterator[str]:
+    for name, weight in done.weights[:SHOWN]:
+        yield f"{printable(name)} {list(weight.shape)} {target.name} ← {weight.words}"
+    if len(done.weights) > SHOWN:
+        yield f"… and {counted(len(done.weights) - SHOWN, 'weight')} more"
+    if done.left_out:
+        yield f"left out, of activations: {listed([printable(name) for name in done.left_out], 6)}"
+
+
+def _dequantized_facts(done: Dequantized) -> dict[str, Any]:
+    weights = [
+        {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
+        for name, weight in done.weights
+    ]
+    return {"dequantized": weights, "left_out": list(done.left_out)}
 
 
 def _summary(plan: Cast) -> str:

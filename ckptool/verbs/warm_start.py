@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.quantized import may_be_quantized
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
 from ckptool.errors import UsageError, printable
 from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.output import check_target, replace_file
+from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.targets import PARAMETER, Target
 from ckptool.reports.warm_start import LoadReport
 from ckptool.transforms.optimizer_state import as_state_dict, carried
@@ -73,6 +75,8 @@ def warm_start(
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
+    if not may_be_quantized(dict.fromkeys(expected.name for expected in target.unique)):
+        refuse_quantized(opened.checkpoint, [root.node], "Loaded")
     plan = plan_warm_start(root, opened.path, target, wanted, remark)
     if suggest is not None and _has_rules(plan.report):
         check_target(suggest, overwrite=output.overwrite)

@@ -1,0 +1,194 @@
+"""The quantized weights of a state dict, told by the names of their parts and by the configuration beside them.
+
+What cannot be told is a problem with a name, never a guess: a scale without its weight, codes without their scale.
+torchao's file format: torchao/prototype/safetensors/safetensors_support.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.quantized_formats import (
+    FORMATS,
+    TORCHAO,
+    QuantizedFormat,
+    QuantizedWeight,
+    Scheme,
+    are_sizes,
+    ceil_div,
+    is_f8,
+    parsed,
+    scheme_of,
+)
+from ckptool.errors import CkptoolError, counted, printable
+
+_MARKERS = tuple(each.marker for each in FORMATS)
+_TORCHAO = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
+_ACTIVATION = re.compile(
+    r"(?:^|[._])(?:input|output|activation|[qkv]|[qkv]_proj|prob|kv_cache)_"
+    r"(?:scale|zero_point|global_scale|scale_ub|scale_inv|g_idx)$"
+)
+_PART = re.compile(
+    r"(?:^|\.)(?:weight_(?:scale\w*|zero_point|packed|shape|g_idx|global_scale|format)|scale_weight|scaled_fp8|qweight"
+    r"|qzeros|scales|g_idx|SCB|(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+|_\w+_(?:qdata|scale|zero_point))$"
+    r"|_(?:scale_inv|blocks|scales|packed)$"
+)
+
+
+@dataclass(slots=True)
+class Quantized:
+    """The quantized weights of a state dict.
+
+    left_out: keys of what weights do not need: scales of activations.  problems: what cannot be told, one line each.
+    """
+
+    weights: list[QuantizedWeight] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.weights or self.problems)
+
+    def lines(self) -> list[str]:
+        """The formats, for people: `fp8 in 128 × 128 blocks, 62 weights`."""
+        formats = Counter(weight.words for weight in self.weights)
+        return [f"{words}, {counted(count, 'weight')}" for words, count in formats.items()]
+
+
+def find_quantized(
+    tree: Mapping[Any, Any],
+    config: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    block: tuple[int, int] | None = None,
+) -> Quantized:
+    """The quantized weights of a state dict. Reads `weight_shape` and bitsandbytes' states alone.
+
+    config: the `quantization_config` beside it.  metadata: of its container.  block: rows and columns that share a
+    scale, in place of what the configuration says.
+    """
+    scheme = scheme_of(config)
+    scheme = replace(scheme, blocks=frozenset({block})) if block else scheme
+    found, taken = Quantized(problems=[scheme.unknown] if scheme.unknown else []), dict[str, str]()
+    for name, format_, keys, own in _named(tree, metadata, found.problems):
+        problem = ""
+        if twice := [key for key in keys.values() if taken.setdefault(key, name) != name]:
+            problem = f"{printable(twice[0])} belongs to two weights"
+        elif name in tree and name not in keys.values():
+            problem = f"{printable(name)} is there as well as {printable(keys['codes'])}"
+        elif scheme.method and scheme.method not in format_.methods:
+            problem = f"{printable(name)} is not quantized as {scheme.method} does it"
+        else:
+            parts = {role: tree[key] for role, key in keys.items()}
+            try:
+                found.weights.append(format_.read(QuantizedWeight(name, parts, tuple(keys.values())), own or scheme))
+            except CkptoolError as error:
+                problem = f"{printable(name)}: {error.what}"
+        found.problems += [problem] if problem else []
+    _settle_blocks(found)
+    if found or scheme.method or _is_scaled(tree):
+        _add_leftovers(tree, taken, found)
+    return found
+
+
+def may_be_quantized(tree: Mapping[Any, Any]) -> bool:
+    """False for what has no key and no type of a quantized weight, without a look at anything else."""
+    return any(type(key) is str and (key.endswith(_MARKERS) or _is_f8(value)) for key, value in tree.items())
+
+
+def _is_f8(value: Any) -> bool:
+    return isinstance(value, TensorEntry) and is_f8(value.dtype)
+
+
+def _are_codes(value: Any) -> bool:
+    return isinstance(value, TensorEntry) and (value.dtype.kind in ("int", "uint") or is_f8(value.dtype))
+
+
+Named = tuple[str, QuantizedFormat, dict[str, str], Scheme | None]
+"""What a weight is called, its format, its keys by role, and facts of its own in place of the configuration's."""
+
+
+def _named(tree: Mapping[Any, Any], metadata: Mapping[str, Any], problems: list[str]) -> Iterator[Named]:
+    """The weights that names tell."""
+    for key in tree:
+        if type(key) is not str or not key.endswith(_MARKERS):
+            continue
+        format_ = next(each for each in FORMATS if key.endswith(each.marker))
+        base = key[: -len(format_.marker)]
+        if format_.weak and not _are_codes(tree.get(base + format_.needs["codes"])):
+            continue
+        keys = _there(tree, {role: base + end for role, end in (format_.needs | format_.may).items()})
+        if missing := [base + end for role, end in format_.needs.items() if role not in keys]:
+            problems.append(f"{printable(key)} is there, {printable(missing[0])} is not")
+        else:
+            yield base + format_.weight, format_, keys, None
+    for name in parsed(metadata.get("tensor_names"), list):
+        fields = parsed(metadata.get(name), dict) if type(name) is str else {}
+        kind, data = fields.get("_type"), fields.get("_data")
+        if kind in (None, "Tensor"):
+            continue
+        module, _, last = name.rpartition(".")
+        ends = TORCHAO.needs | TORCHAO.may
+        keys = _there(tree, {role: f"{module}._{last}_{end}" for role, end in ends.items()})
+        sizes = data.get("block_size") if isinstance(data, dict) else None
+        known = kind in _TORCHAO and {"codes", "scale"} <= keys.keys()
+        if known and isinstance(sizes, list) and len(sizes) == len(tree[keys["codes"]].shape) == 2 and are_sizes(sizes):
+            yield name, TORCHAO, keys, Scheme(blocks=frozenset({(sizes[0], sizes[1])}))
+        else:
+            what = printable(str(kind)[:60])
+            problems.append(f"{printable(name)} is torchao's {what}, or parts of one, of a layout that is not known")
+
+
+def _there(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
+    return {role: key for role, key in keys.items() if isinstance(tree.get(key), TensorEntry)}
+
+
+def _settle_blocks(found: Quantized) -> None:
+    """Fills in the sizes of blocks that shapes leave open, where all weights together leave one size."""
+    for axis in (-2, -1):
+        unsettled = [weight for weight in found.weights if weight.block and not weight.block[axis]]
+        spans = [(weight.shape[axis], weight.facts["grid"][axis]) for weight in unsettled]
+        least = max((ceil_div(size, n) for size, n in spans), default=0)
+        most = min((ceil_div(size, n - 1) - 1 for size, n in spans), default=0)
+        if least != most:
+            found.weights = [weight for weight in found.weights if weight not in unsettled]
+            found.problems += [
+                f"{printable(weight.name)} {list(weight.shape)} has {list(weight.facts['grid'])} scales, for blocks of "
+                f"{least} to {most} {'rows' if axis == -2 else 'columns'}, and no configuration says which"
+                for weight in unsettled
+            ]
+        for number, weight in enumerate(found.weights):
+            if weight in unsettled:
+                block = (*weight.block[:-2], *((least, weight.block[-1]) if axis == -2 else (weight.block[-2], least)))
+                found.weights[number] = replace(weight, block=block)
+
+
+def _is_scaled(tree: Mapping[Any, Any]) -> bool:
+    """True where a float8 tensor has something called a scale beside it, under whatever name."""
+    modules = {key.rpartition(".")[0] for key, value in tree.items() if type(key) is str and _is_f8(value)}
+    return any(
+        key == "scaled_fp8" or ("scal" in key.rpartition(".")[2] and key.rpartition(".")[0] in modules)
+        for key in (tree if modules else ())
+        if type(key) is str
+    )
+
+
+def _add_leftovers(tree: Mapping[Any, Any], taken: Mapping[str, str], found: Quantized) -> None:
+    """Adds scales of activations; and the parts of weights, and codes, that belong to nothing that is known."""
+    names = {name for weight in found.weights for name in (weight.name, weight.keys[0])}
+    for key, value in tree.items():
+        if type(key) is not str or key in taken or not isinstance(value, TensorEntry):
+            continue
+        if _ACTIVATION.search(key):
+            found.left_out.append(key)
+        elif _PART.search(key) or (
+            not key.endswith("bias") and any(key[: end.start()] in names for end in re.finditer("[._]", key))
+        ):
+            if not any(printable(key) in problem for problem in found.problems):
+                found.problems.append(f"{printable(key)} belongs to no weight that is there")
+        elif is_f8(value.dtype) or (_are_codes(value) and re.search(r"(?:^|\.)weight$|_proj$", key)):
+            found.problems.append(f"{printable(key)} is of type {value.dtype}, and has no scale that is known")

@@ -1,0 +1,369 @@
+"""The formats of quantized weights: how their parts are called, and the sizes that these have to have.
+
+`FORMATS` has a line for each. A format's function checks the parts of a weight and turns them to the weight's own
+orientation, [out, in], as strided views: codes by rows, and tables [rows, groups] of scales and zero points. Nothing is
+computed here, and only what a shape is written in is read. What does not fit raises `Unsupported`.
+
+Sources: transformers/integrations (finegrained_fp8.py, mxfp4.py), compressed_tensors/compressors,
+bitsandbytes/functional.py (`QuantState`), AutoGPTQ, and AutoAWQ (`WQLinear_GEMM`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.errors import Unsupported, listed, printable
+
+MAX_WIDTH = 1 << 22  # elements of a row
+MAX_STATE = 1 << 16  # bytes of bitsandbytes' JSON
+EXPONENTS = by_name("f8_e8m0fnu")  # the powers of two that scales of bytes are
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight that several tensors stand for.
+
+    name: what the weight itself is called.  parts: by role.  keys: of all of them in the state dict, that of the codes
+    first.  codes: how the codes are packed (see `transforms.dequantize`).  kind: of the format, for people.  shape: of
+    the weight.  block: the sizes of what shares a scale, along each dimension; 0 where shapes leave it open.
+    facts: what else the arithmetic needs.
+    """
+
+    name: str
+    parts: Mapping[str, TensorEntry]
+    keys: tuple[str, ...]
+    codes: str = ""
+    kind: str = ""
+    shape: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+    bits: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """The format, for people: `fp8 in 128 × 128 blocks`."""
+        *rows, columns = self.block or (1,)
+        if self.block in ((), self.shape):
+            return self.kind + (" with a scale for each tensor" if self.block else "")
+        if all(size == 1 for size in rows):
+            each = "with a scale for each channel" if columns == self.shape[-1] else f"in groups of {columns}"
+            return f"{self.kind} {each}"
+        return f"{self.kind} in {rows[-1]} × {columns} blocks"
+
+
+# The configuration ---------------------------------------------------------------------------------------------------
+
+_COMPRESSED = (
+    "dense float-quantized int-quantized naive-quantized pack-quantized mixed-precision nvfp4-pack-quantized "
+    "mxfp4-pack-quantized mxfp8-quantized"
+).split()
+_VERSIONS = ("", "gptq", "gptq_v2", "gemm")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The facts of a configuration that shapes may leave open; empty where it does not say.
+
+    blocks: (rows, columns) that share a scale, where 0 is all of them.
+    symmetric: None where it is not said.  reordered: columns are in no order of groups.  version: of GPTQ's and AWQ's
+    files.  unknown: why it is not known here.
+    """
+
+    method: str = ""
+    bits: frozenset[int] = frozenset()
+    blocks: frozenset[tuple[int, int]] = frozenset()
+    symmetric: bool | None = None
+    reordered: bool = False
+    version: str = ""
+    unknown: str = ""
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme:
+    """The facts of a `quantization_config`, or of AutoGPTQ's and AutoAWQ's own files, which name no method."""
+    method = _text(config.get("quant_method"))
+    groups = config.get("config_groups")  # of compressed-tensors
+    schemes = [each for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
+    weights = [each["weights"] for each in schemes if isinstance(each.get("weights"), dict)]
+    if not config.get("dynamic"):  # GPTQModel: others by module
+        weights.append(config)
+    formats = [text for each in (config, *schemes) if (text := _text(each.get("format")))]
+    version = _text(config.get("checkpoint_format") or config.get("version")).lower()
+    unknown = ""
+    if method and not any(method in each.methods for each in (*FORMATS, TORCHAO)):
+        unknown = f"the quantization method {method!r} is not known"
+    elif method == _CT and (others := [each for each in formats if each not in _COMPRESSED]):
+        unknown = f"the format {others[0]!r} of compressed-tensors is not known"
+    elif method in ("", "gptq", "awq") and version not in _VERSIONS:
+        unknown = f"the format {version!r} of {method or 'this quantization'} is not known"
+    signs = {sign for each in weights for name in ("symmetric", "sym") if type(sign := each.get(name)) is bool}
+    symmetric = signs.pop() if len(signs) == 1 else None
+    reordered = any(each.get("desc_act") is True or each.get("actorder") in ("group", "dynamic") for each in weights)
+    bits = frozenset(
+        b for each in weights for name in ("num_bits", "bits", "w_bit") if type(b := each.get(name)) is int
+    )
+    return Scheme(
+        method, bits, frozenset(b for each in weights for b in _blocks_of(each)), symmetric, reordered, version, unknown
+    )
+
+
+def _blocks_of(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The rows and columns that share a scale, if that is said."""
+    sizes = fields.get("weight_block_size") or fields.get("block_structure")
+    if isinstance(sizes, list) and len(sizes) == 2 and are_sizes(sizes):
+        return [(sizes[0], sizes[1])]
+    group = fields.get("group_size", fields.get("q_group_size"))
+    if type(group) is int and group < 1 << 40:
+        return [(1, max(group, 0))]
+    strategy = fields.get("strategy")
+    return [(0, 0)] if strategy == "tensor" else [(1, 0)] if strategy == "channel" else []
+
+
+def _text(value: Any) -> str:
+    return printable(value[:60]) if isinstance(value, str) else ""
+
+
+def are_sizes(values: Any) -> bool:
+    return all(type(size) is int and 0 < size < 1 << 40 for size in values)
+
+
+def parsed(text: Any, kind: type) -> Any:
+    """What a text holds as JSON, where it is of this type; else an empty one."""
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        found = None
+    return found if isinstance(found, kind) else kind()
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+
+def require(condition: bool, what: str) -> None:
+    if not condition:
+        raise Unsupported(what)
+
+
+def is_f8(dtype: DType) -> bool:
+    """True for the float8 types that codes have."""
+    return dtype.is_float and dtype.itemsize == 1 and dtype is not EXPONENTS
+
+
+def ceil_div(size: int, by: int) -> int:
+    return -(-size // by)
+
+
+def _transposed(entry: TensorEntry) -> TensorEntry:
+    return replace(entry, shape=entry.shape[::-1], stride=entry.stride[::-1])
+
+
+def _shaped(*entries: TensorEntry) -> str:
+    return ", ".join(f"{entry.dtype}{list(entry.shape)}" for entry in entries)
+
+
+def _gridded(weight: QuantizedWeight, scheme: Scheme, *, even: bool = False) -> QuantizedWeight:
+    """The weight with the sizes of its blocks, told by its scale: one number, one for each row, or a grid.
+
+    even: blocks divide a row, so that shapes tell them.
+    """
+    shape, scale = weight.shape, weight.parts["scale"]
+    if scale.dtype.name == "u8":
+        scale = replace(scale, dtype=EXPONENTS)
+    require(len(shape) >= 2 and are_sizes(shape) and shape[-1] <= MAX_WIDTH, f"a weight of shape {list(shape)[:8]}")
+    require(scale.dtype.is_float, f"a scale of type {scale.dtype}")
+    grid = scale.shape
+    if scale.numel == 1:
+        grid = (1,) * len(shape)
+    elif grid == shape[:1]:
+        grid = (shape[0], *(1,) * (len(shape) - 1))
+    fits = len(grid) == len(shape) and all(0 < n <= size for n, size in zip(grid, shape, strict=True))
+    require(fits, f"scales {_shaped(scale)} for a weight {list(shape)}")
+    block = [size if n == 1 else 1 if n == size else 0 for size, n in zip(shape, grid, strict=True)]
+    require(all(block[:-2]), f"scales {_shaped(scale)} for a weight {list(shape)}")
+    if even and not scheme.blocks and not block[-1] and shape[-1] % grid[-1] == 0:
+        block[-1] = shape[-1] // grid[-1]
+    if scheme.blocks:
+        wanted = [tuple(each or size for each, size in zip(pair, shape[-2:], strict=True)) for pair in scheme.blocks]
+        fitting = {pair for pair in wanted if tuple(map(ceil_div, shape[-2:], pair)) == grid[-2:]}
+        settled = {tuple(found or each for found, each in zip(block[-2:], pair, strict=True)) for pair in fitting}
+        said = f"not in blocks of {listed([f'{rows} × {columns}' for rows, columns in sorted(wanted)])}"
+        require(len(settled) == 1, f"scales {_shaped(scale)} for a weight {list(shape)}, {said}")
+        block[-2:] = settled.pop()
+    parts = dict(weight.parts) | {"scale": scale.reshape((prod(grid[:-1]), grid[-1]))}
+    facts = {**weight.facts, "grid": grid}
+    if (zeros := parts.get("zeros")) is not None and weight.codes == "plain":
+        fits = zeros.shape == scale.shape and zeros.dtype.kind in ("int", "float")
+        require(fits, f"zero points {_shaped(zeros)} for scales {_shaped(scale)}")
+        parts["zeros"] = zeros.reshape(parts["scale"].shape)
+    if (index := parts.get("g_idx")) is not None:
+        fits = index.shape == shape[-1:] and index.dtype.kind == "int"
+        require(fits, f"an index of groups {_shaped(index)} for a weight {list(shape)}")
+    elif weight.codes == "bits" and grid[-1] > 1:
+        require(
+            not scheme.reordered, "no index of groups, and columns that were reordered, as the configuration has it"
+        )
+    signed = scheme.symmetric is not False or "zeros" in parts or not weight.kind.startswith("int")
+    require(signed, "no zero points, and codes that are not symmetric, as the configuration has it")
+    return replace(weight, parts=parts, block=tuple(block), facts=facts)
+
+
+# The formats ---------------------------------------------------------------------------------------------------------
+
+
+def scaled(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    """Float8 or int8 codes in the weight's place, with a scale for all, for each row, group or block."""
+    codes, scale = weight.parts["codes"], weight.parts["scale"]
+    known = is_f8(codes.dtype) or (codes.dtype.name == "i8" and not weight.keys[1].endswith("_inv"))
+    require(known, f"codes of type {codes.dtype}")
+    if scale.dtype.name == "u8" and not scheme.blocks:
+        scheme = replace(scheme, blocks=frozenset({(1, 32)}))  # the microscaling formats'
+    kind = "int8" if codes.dtype.name == "i8" else "fp8"
+    return _gridded(replace(weight, codes="plain", kind=kind, shape=codes.shape), scheme)
+
+
+def _int8(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    codes, scale, layout = (weight.parts.get(role) for role in ("codes", "scale", "layout"))
+    assert codes is not None and scale is not None
+    fits = codes.dtype.name == "i8" and len(codes.shape) == 2 and scale.shape == codes.shape[:1]
+    require(fits, f"codes and SCB {_shaped(codes, scale)}")
+    plain = layout is None or (layout.numel == 1 and not any(layout.bytes()))
+    require(plain, "a weight_format that is not by rows")
+    made = replace(weight, codes="int8", kind="bitsandbytes int8", shape=codes.shape)
+    return _gridded(replace(made, parts={"codes": codes, "scale": scale}), Scheme())
+
+
+def _packed(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    """compressed-tensors: int32 words of any number of bits, or bytes of two e2m1 floats."""
+    parts, codes = dict(weight.parts), weight.parts["codes"]
+    given = parts.pop("shape", None)
+    if codes.dtype.name == "u8":
+        return _fp4(replace(weight, parts=parts))
+    require(given is not None and given.dtype.kind == "int" and 2 <= given.numel <= 8, "no weight_shape")
+    assert given is not None
+    shape = tuple(int(size) for size in given.numpy().reshape(-1))
+    fits = codes.dtype.name == "i32" and are_sizes(shape) and codes.shape[:-1] == shape[:-1]
+    fitting = {b for b in range(1, 9) if fits and ceil_div(shape[-1] * b, 32) == codes.shape[-1]}
+    fitting = fitting & scheme.bits if scheme.bits else fitting
+    require(len(fitting) == 1 and "global" not in parts, f"words {_shaped(codes)} for a weight {list(shape)[:8]}")
+    bits = fitting.pop()
+    made = replace(weight, parts=parts, codes="bits", bits=bits, kind=f"int{bits}", shape=shape)
+    made = _gridded(made, scheme, even=True)
+    rows, groups = made.parts["scale"].shape
+    zeros = parts.get("zeros")
+    fits = zeros is None or (
+        zeros.dtype.name == "i32" and zeros.shape == (ceil_div(rows * bits, 32), groups) and len(shape) == 2
+    )
+    require(fits and all(size == 1 for size in made.block[:-1] if rows > 1), f"parts {_shaped(*parts.values())}")
+    return made
+
+
+def _fp4(weight: QuantizedWeight) -> QuantizedWeight:
+    parts, codes, scale = weight.parts, weight.parts["codes"], weight.parts["scale"]
+    mx = scale.dtype is EXPONENTS or scale.dtype.name == "u8"
+    shape, size = (*codes.shape[:-1], 2 * (codes.shape or (0,))[-1]), 32 if mx else 16
+    fits = (mx or is_f8(scale.dtype)) and scale.shape == (*shape[:-1], shape[-1] // size) and shape[-1] % size == 0
+    fits = fits and parts.keys() == {"codes", "scale"} | (set() if mx else {"global"})
+    fits = fits and (mx or (parts["global"].numel == 1 and parts["global"].dtype.is_float))
+    require(fits, f"parts {_shaped(*parts.values())}")
+    made = replace(weight, codes="fp4", kind="mxfp4" if mx else "nvfp4", shape=shape)
+    return _gridded(made, Scheme(blocks=frozenset({(1, size)})))
+
+
+def _mxfp4(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    """gpt-oss: bytes of two e2m1 floats [experts, rows, groups, 16]; the weight is [experts, 32 · groups, rows]."""
+    codes, scale = weight.parts["codes"], weight.parts["scale"]
+    fits = len(codes.shape) == 4 and codes.shape[3] == 16 and scale.shape == codes.shape[:3] and codes.numel > 0
+    fits = fits and codes.dtype.name == scale.dtype.name == "u8" and codes.shape[1] * 32 <= MAX_WIDTH
+    require(fits, f"blocks and scales {_shaped(codes, scale)}")
+    (experts, rows, groups, size), (e, r, g, b) = codes.shape, codes.stride
+    codes = replace(codes, shape=(experts, groups, rows, size), stride=(e, g, r, b))
+    e, r, g = scale.stride
+    scale = replace(scale, dtype=EXPONENTS, shape=(experts, groups, rows), stride=(e, g, r))
+    made = replace(weight, codes="gpt-oss", kind="mxfp4 in groups of 32", shape=(experts, 32 * groups, rows))
+    return replace(made, parts={"codes": codes, "scale": scale})
+
+
+def _bitsandbytes(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    parts = dict(weight.parts)
+    state, codes, absmax, table = parts.pop("state"), parts["codes"], parts["absmax"], parts["map"]
+    require(state.dtype.name == "u8" and state.nbytes <= MAX_STATE, f"a state {_shaped(state)}")
+    facts = parsed(state.bytes(), dict)
+    shape, size, kind = facts.get("shape"), facts.get("blocksize"), facts.get("quant_type")
+    readable = kind in ("nf4", "fp4") and isinstance(shape, list) and 0 < len(shape) <= 8 and are_sizes([*shape, size])
+    require(readable, "a state that cannot be read")
+    blocks, nested = ceil_div(prod(shape), size), "nested_absmax" in parts
+    fits = codes.nbytes == ceil_div(prod(shape), 2) and absmax.numel == blocks and table.numel == 16
+    fits = fits and table.dtype.is_float and (absmax.dtype.name == "u8" if nested else absmax.dtype.is_float)
+    if nested:
+        outer, offset = facts.get("nested_blocksize"), facts.get("nested_offset")
+        fits = fits and "nested_map" in parts and type(offset) in (int, float) and are_sizes([outer])
+        fits = fits and parts["nested_absmax"].numel == ceil_div(blocks, outer) and parts["nested_map"].numel == 256
+    require(fits, f"parts {_shaped(*parts.values())} for a weight {shape} in blocks of {size}")
+    words = f"bitsandbytes {kind} in blocks of {size}{', nested' if nested else ''}"
+    return replace(weight, codes="bitsandbytes", kind=words, shape=tuple(shape), parts=parts, facts=facts)
+
+
+def _gptq_or_awq(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    """Words of 32 bits: GPTQ's go down the rows of [in, out], AWQ's along them. The weight is [out, in]."""
+    codes, zeros, scale = (weight.parts[role] for role in ("codes", "zeros", "scale"))
+    found = f"parts {_shaped(*weight.parts.values())}"
+    fits = all(len(each.shape) == 2 and each.numel > 0 for each in (codes, zeros, scale))
+    require(fits and codes.dtype.name == zeros.dtype.name == "i32" and zeros.shape[0] == scale.shape[0], found)
+    out, width = scale.shape[1], zeros.shape[1]
+    awq = "g_idx" not in weight.parts and codes.shape[1] * 8 == width * 8 == out
+    bits = 4 if awq else next((b for b in (2, 3, 4, 8) if b * out == width * 32 and codes.shape[1] == out), 0)
+    columns = codes.shape[0] if awq or not bits else codes.shape[0] * 32 // bits
+    require(bool(bits) and (awq or columns * bits == codes.shape[0] * 32), found)
+    method = "awq" if awq else "gptq"
+    agrees = scheme.method in ("", method) and (not scheme.version or (scheme.version == "gemm") == awq)
+    require(agrees, f"{method.upper()} by its shapes, and not by the configuration")
+    require(not scheme.bits or bits in scheme.bits, f"{bits} bits by its shapes, {sorted(scheme.bits)} as configured")
+    parts = dict(weight.parts) | {"codes": _transposed(codes), "zeros": _transposed(zeros), "scale": _transposed(scale)}
+    facts = {"symmetric": scheme.symmetric, "version": scheme.version, "stored": "" if awq else "gptq"}
+    made = replace(weight, parts=parts, codes="awq" if awq else "bits", bits=bits, facts=facts, shape=(out, columns))
+    return _gridded(replace(made, kind=f"{method.upper()} {bits} bit"), scheme, even=True)
+
+
+class QuantizedFormat(NamedTuple):
+    """A way to name the parts of a weight. All their names begin alike; these are the ends, by role.
+
+    marker: the end of the key that tells it.  weight: the end of what the weight itself is called.  methods: those of
+    configurations that have it.  weak: names of other things end so as well, unless the codes are integers or float8.
+    """
+
+    marker: str
+    weight: str
+    needs: dict[str, str]
+    may: dict[str, str]
+    methods: tuple[str, ...]
+    read: Callable[[QuantizedWeight, Scheme], QuantizedWeight]
+    weak: bool = False
+
+
+_CT = "compressed-tensors"
+_STATE = ".quant_state.bitsandbytes__"
+_BNB = {"codes": "", "absmax": ".absmax", "map": ".quant_map"}
+_NESTED = {"nested_absmax": ".nested_absmax", "nested_map": ".nested_quant_map"}
+_SCB = {"codes": ".weight", "scale": ".SCB"}
+_GPTQ = {"codes": ".qweight", "zeros": ".qzeros", "scale": ".scales"}
+_WORDS = {"shape": "_shape", "zeros": "_zero_point", "g_idx": "_g_idx", "global": "_global_scale"}
+_ROWS = {"zeros": "_zero_point", "g_idx": "_g_idx"}
+
+FORMATS: tuple[QuantizedFormat, ...] = (
+    QuantizedFormat(f"{_STATE}nf4", "", _BNB | {"state": f"{_STATE}nf4"}, _NESTED, ("bitsandbytes",), _bitsandbytes),
+    QuantizedFormat(f"{_STATE}fp4", "", _BNB | {"state": f"{_STATE}fp4"}, _NESTED, ("bitsandbytes",), _bitsandbytes),
+    QuantizedFormat(".SCB", ".weight", _SCB, {"layout": ".weight_format"}, ("bitsandbytes",), _int8),
+    QuantizedFormat(".qweight", ".weight", _GPTQ, {"g_idx": ".g_idx"}, ("gptq", "awq"), _gptq_or_awq),
+    QuantizedFormat("_blocks", "", {"codes": "_blocks", "scale": "_scales"}, {}, ("mxfp4",), _mxfp4, weak=True),
+    QuantizedFormat("_packed", "", {"codes": "_packed", "scale": "_scale"}, _WORDS, (_CT,), _packed, weak=True),
+    QuantizedFormat("_scale_inv", "", {"codes": "", "scale": "_scale_inv"}, {}, ("fp8",), scaled),
+    QuantizedFormat(
+        "_scale", "", {"codes": "", "scale": "_scale"}, _ROWS, (_CT, "fp8", "fbgemm_fp8"), scaled, weak=True
+    ),
+)
+TORCHAO = QuantizedFormat("", "", {"codes": "qdata", "scale": "scale"}, {"zeros": "zero_point"}, ("torchao",), scaled)

@@ -1,0 +1,51 @@
+"""The quantized weights of a checkpoint, by its names and by the configuration beside it: said, or refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, command, input_of
+from ckptool.checkpoint.quantized import Quantized, find_quantized, may_be_quantized
+from ckptool.checkpoint.state_dicts import StateDict
+from ckptool.errors import Unsupported, UsageError, listed, printable
+from ckptool.formats.model_folder import quantization_config
+
+
+def quantized_in(checkpoint: Checkpoint, node: Mapping[Any, Any], block_size: str = "") -> Quantized:
+    """The quantized weights of a state dict of a checkpoint. block_size: `128x128`, of those that share a scale."""
+    block = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", block_size.lower())
+    if block_size and block is None:
+        what = f"--block-size {printable(block_size)!r} is not rows and columns"
+        raise UsageError(what, "", "For example: --block-size 128x128")
+    sizes = (int(block[1]), int(block[2])) if block else None
+    return find_quantized(node, quantization_config(checkpoint), checkpoint.metadata, sizes)
+
+
+def refuse_quantized(checkpoint: Checkpoint, nodes: Sequence[Mapping[Any, Any]], done: str) -> None:
+    """Raises `Unsupported` for state dicts with quantized weights. done: to what they would be wrong, `Cast`."""
+    for node in nodes:
+        if found := quantized_in(checkpoint, node):
+            raise Unsupported(
+                f"{checkpoint.source or 'the checkpoint'} is quantized: {listed([*found.lines(), *found.problems], 3)}",
+                f"{done} without their scales, its codes would be wrong weights. Nothing was written.",
+                Advice(
+                    "Compute the weights: ",
+                    command("cast", input_of(checkpoint.source), dtype="bf16", dequantize=True, out=OUT_SAFETENSORS),
+                ),
+            )
+
+
+def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Iterator[Note]:
+    """The formats of quantized weights, and what of them is not known."""
+    for root in roots:
+        if not root.is_model or not may_be_quantized(root.node):
+            continue
+        found = quantized_in(checkpoint, root.node)
+        if found.weights:
+            fix = command("cast", FILE, dtype="bf16", dequantize=True, out=OUT)
+            yield Note("quantized", "; ".join(found.lines()), () if found.problems else fix)
+        if found.problems:
+            yield Note("quantized-unknown", listed(found.problems, 4))

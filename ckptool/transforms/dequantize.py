@@ -1,0 +1,354 @@
+"""Quantized weights as the numbers that they stand for: (codes - zero points) · scale in f32, rounded once at the end.
+
+`checkpoint.quantized_formats` has turned every format to the weight's own rows, as strided views; `CODES` has the ways
+to unpack them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.quantized import Quantized
+from ckptool.checkpoint.quantized_formats import QuantizedWeight, parsed
+from ckptool.checkpoint.state_dicts import StateDict
+from ckptool.checkpoint.tree import address, rebuild
+from ckptool.errors import Ambiguous, Conflict, Corrupt, NoMatch, Unsupported, counted, listed, printable
+from ckptool.transforms.blockwise import Numbers, TensorValues, computed_rows, computed_tensor
+
+if TYPE_CHECKING:
+    from ckptool.checkpoint.numeric import Array
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_INT8 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes has it
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds a row
+
+Reader = Callable[[TensorEntry, QuantizedWeight], Numbers]
+
+
+def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
+    """The weight itself in a floating type, computed while it is read. Reads nothing yet.
+
+    Reading raises `Corrupt` for an index outside of its table, `Conflict` and `Ambiguous` for zero points of GPTQ that
+    contradict the configuration.
+    """
+    inputs, location, shape = tuple(weight.parts.values()), weight.parts["codes"].location, weight.shape
+    if weight.codes == "bitsandbytes":
+        return computed_tensor(dtype, shape, _Bitsandbytes(weight).read, inputs, location)
+    if weight.codes == "gpt-oss":
+        rows = prod(shape[:2]) // 32, 32 * shape[2]
+        return computed_rows(dtype, rows, _GptOss(weight).rows, inputs, location).reshape(shape)
+    rows = prod(shape[:-1]), shape[-1]
+    return computed_rows(dtype, rows, _Scaled(weight).rows, inputs, location).reshape(shape)
+
+
+class _Scaled:
+    """Rows of (codes - zero points) · scale."""
+
+    __slots__ = ("codes", "middle", "offset", "weight", "zeros")
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self.weight = weight
+        codes, zeros = CODES[weight.codes]
+        self.codes = codes(weight.parts["codes"], weight)
+        self.zeros = zeros(weight.parts["zeros"], weight) if "zeros" in weight.parts else None
+        self.middle = 1 << weight.bits - 1 if weight.codes == "bits" and self.zeros is None else 0
+        self.offset: int | None = None if weight.facts.get("stored") == "gptq" else 0
+
+    def rows(self, start: int, stop: int) -> Array:
+        import numpy
+
+        if self.offset is None:
+            self.offset = _gptq_offset(self.weight)
+        with numpy.errstate(all="ignore"):
+            values: Array = self.codes(start, stop).astype(numpy.float32)
+            grid, at = self._places(start, stop)
+            if self.zeros is not None:
+                values -= self._wide(self.zeros(*grid).astype(numpy.float32)[at] + numpy.float32(self.offset))
+            elif self.middle:
+                values -= numpy.float32(self.middle)
+            values *= self._wide(self._scales(*grid)[at])
+            if self.weight.codes == "int8":
+                values *= numpy.float32(_INT8)
+        return values
+
+    def _places(self, start: int, stop: int) -> tuple[tuple[int, int], Array]:
+        """The rows of the table of scales that these rows of the weight need; and which of them each needs."""
+        import numpy
+
+        block, grid = self.weight.block[:-1], self.weight.facts["grid"][:-1]
+        places = numpy.unravel_index(numpy.arange(start, stop), self.weight.shape[:-1])
+        at = numpy.ravel_multi_index(tuple(each // size for each, size in zip(places, block, strict=True)), grid)
+        first = int(at.min())
+        return (first, int(at.max()) + 1), at - first
+
+    def _scales(self, start: int, stop: int) -> Array:
+        found = _table(self.weight.parts["scale"], start, stop)
+        whole = self.weight.parts.get("global")
+        return found if whole is None else found / TensorValues(whole).read(0, 1)
+
+    def _wide(self, table: Array) -> Array:
+        """A number for each column, of one for each group of columns."""
+        import numpy
+
+        columns, groups = self.weight.shape[-1], table.shape[-1]
+        index = self.weight.parts.get("g_idx")
+        if groups == 1:
+            return table
+        if index is not None:
+            at = TensorValues(index).read(0, columns)
+            if (at >= 0).all():  # -1: not in use, the columns are in their order
+                if at.max() >= groups:
+                    what = f"{printable(self.weight.name)}: its index of groups reaches {int(at.max())} of {groups}"
+                    raise Corrupt(what)
+                return table[:, at]
+        return numpy.repeat(table, self.weight.block[-1], axis=1)[:, :columns]
+
+
+# Codes ---------------------------------------------------------------------------------------------------------------
+
+
+def _table(entry: TensorEntry, start: int, stop: int) -> Array:
+    """Some rows of a small table, which may be seen transposed."""
+    part = entry.narrow(0, start, stop - start)
+    return TensorValues(part).read(0, part.numel).reshape(part.shape)
+
+
+def _plain(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:
+    values, width = TensorValues(entry), entry.shape[-1]
+    return lambda start, stop: values.read(start * width, stop * width).reshape(stop - start, width)
+
+
+def _small(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:
+    return lambda start, stop: _table(entry, start, stop)
+
+
+def _bits(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:
+    """Streams of bits along the rows, as unsigned numbers."""
+    words = _plain(entry, weight)
+    return lambda start, stop: unpacked(words(start, stop), weight.bits, weight.shape[-1])
+
+
+def _bits_down(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:
+    """Streams of bits down the columns of a small table: 32 rows are as many words as a number has bits."""
+
+    def rows(start: int, stop: int) -> Array:
+        first, bits = start // 32, weight.bits
+        words = _table(entry, first * bits, min(-(-stop * bits // 32), entry.shape[0]))
+        return unpacked(words.T, bits, stop - first * 32)[:, start % 32 :].T
+
+    return rows
+
+
+def unpacked(words: Array, bits: int, count: int) -> Array:
+    """The first numbers of `bits` bits in each row of int32 words, the lowest bits first, across words."""
+    import numpy
+
+    words = numpy.ascontiguousarray(words).view(numpy.uint32)
+    mask = (1 << bits) - 1
+    if 8 % bits == 0:
+        parts = words.view(numpy.uint8)[..., None] >> numpy.arange(0, 8, bits, dtype=numpy.uint8)
+        return (parts & numpy.uint8(mask)).reshape(len(words), -1)[:, :count]
+    word, shift = numpy.divmod(numpy.arange(count, dtype=numpy.uint64) * numpy.uint64(bits), numpy.uint64(32))
+    after = numpy.minimum(word + numpy.uint64(1), numpy.uint64(words.shape[1] - 1))
+    both = words[:, word].astype(numpy.uint64) | words[:, after].astype(numpy.uint64) << numpy.uint64(32)
+    return (both >> shift & numpy.uint64(mask)).astype(numpy.uint8)
+
+
+def _fp4(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:
+    raw = _plain(entry, weight)
+    return lambda start, stop: e2m1(raw(start, stop))
+
+
+def e2m1(raw: Array) -> Array:
+    """The floats of 4 bits in bytes, the low nibble first; the last dimension twice as long."""
+    import numpy
+
+    table = numpy.array([*_E2M1, *(-value for value in _E2M1)], numpy.float32)
+    return table[numpy.stack((raw & 15, raw >> 4), axis=-1)].reshape(*raw.shape[:-1], -1)
+
+
+def _awq(entry: TensorEntry, weight: QuantizedWeight, read: Reader = _plain) -> Numbers:
+    """Words of eight rows each."""
+    words = read(entry, weight)
+
+    def rows(start: int, stop: int) -> Array:
+        import numpy
+
+        packed = numpy.ascontiguousarray(words(start // 8, -(-stop // 8))).view(numpy.uint32)
+        parts = packed[:, None] >> numpy.array(_AWQ, numpy.uint32)[:, None] * 4 & 15
+        return parts.reshape(-1, packed.shape[1])[start % 8 :][: stop - start]
+
+    return rows
+
+
+CODES: dict[str, tuple[Reader, Reader]] = {
+    "plain": (_plain, _small),
+    "int8": (_plain, _small),
+    "bits": (_bits, _bits_down),
+    "fp4": (_fp4, _small),
+    "awq": (_awq, partial(_awq, read=_small)),
+}
+"""How rows of codes are read, and rows of the table of zero points."""
+
+
+def _gptq_offset(weight: QuantizedWeight) -> int:
+    """The number to add to GPTQ's stored zero points: 1 in its first version, 0 in its second.
+
+    The field that says which is wrong at times, so symmetric weights, whose zero point is known, decide it by that.
+    """
+    zeros, middle, largest = weight.parts["zeros"], 1 << weight.bits - 1, (1 << weight.bits) - 1
+    low, high, rows = largest, 0, weight.shape[0]
+    points, step = _bits_down(zeros, weight), max(32, (1 << 18) // zeros.shape[1] // 32 * 32)
+    for row in range(0, rows, step):
+        found = points(row, min(row + step, rows))
+        low, high = min(low, int(found.min())), max(high, int(found.max()))
+    name, symmetric, version = printable(weight.name), weight.facts["symmetric"], weight.facts["version"]
+    if symmetric is not False and low == high and low in (middle - 1, middle):
+        return middle - low
+    if symmetric:
+        what = f"{name}: its zero points are {low} to {high}, and the configuration calls it symmetric"
+        raise Conflict(what, "One of the two is of another checkpoint.", "Correct `sym` in quantization_config.")
+    if version == "gptq_v2":
+        return 0
+    if symmetric is None and not version:
+        what = f"{name}: nothing says whether its zero points are stored less one"
+        raise Ambiguous(what, "GPTQ's first version does that, the second does not.", "Put its config.json beside it.")
+    if high == largest:
+        what = f"{name}: a zero point of {high}, stored less one"
+        raise Ambiguous(what, f"Readers take it for {high + 1} or for 0.", "Quantize it again as gptq_v2.")
+    return 1
+
+
+# Formats of their own ------------------------------------------------------------------------------------------------
+
+
+class _GptOss:
+    """Rows of [experts · groups, 32 · rows] of gpt-oss' experts, whose last two dimensions it swaps."""
+
+    __slots__ = ("codes", "count", "scale")
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self.codes, self.scale = TensorValues(weight.parts["codes"]), TensorValues(weight.parts["scale"])
+        self.count = weight.shape[2]
+
+    def rows(self, start: int, stop: int) -> Array:
+        import numpy
+
+        first, last = start * self.count, stop * self.count
+        with numpy.errstate(all="ignore"):
+            values = e2m1(self.codes.read(first * 16, last * 16).reshape(-1, 16))
+            values *= self.scale.read(first, last)[:, None]
+        return values.reshape(stop - start, self.count, 32).transpose(0, 2, 1)
+
+
+class _Bitsandbytes:
+    """Nibbles over the flat weight, the high one first; blocks of them share the largest value."""
+
+    __slots__ = ("codes", "facts", "parts")
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self.facts = weight.facts
+        self.parts = {role: TensorValues(part) for role, part in weight.parts.items() if role != "codes"}
+        self.codes = weight.parts["codes"].row_major()
+
+    def read(self, start: int, stop: int) -> Array:
+        import numpy
+
+        raw = numpy.frombuffer(self.codes.read(start // 2, -(-stop // 2) - start // 2), numpy.uint8)
+        nibbles = numpy.stack((raw >> 4, raw & 15), axis=-1).reshape(-1)[start % 2 :][: stop - start]
+        with numpy.errstate(all="ignore"):
+            values: Array = self.parts["map"].read(0, 16)[nibbles]
+            return values * self._blocks(self._largest, self.facts["blocksize"], start, stop)
+
+    def _largest(self, start: int, stop: int) -> Array:
+        import numpy
+
+        found = self.parts["absmax"].read(start, stop)
+        if "nested_absmax" not in self.parts:
+            return found
+        scale = self._blocks(self.parts["nested_absmax"].read, self.facts["nested_blocksize"], start, stop)
+        values: Array = self.parts["nested_map"].read(0, 256)[found] * scale
+        return values + numpy.float32(self.facts["nested_offset"])
+
+    @staticmethod
+    def _blocks(read: Numbers, size: int, start: int, stop: int) -> Array:
+        """The number for each element, of one for each block of `size`."""
+        import numpy
+
+        first = start // size
+        return read(first, -(-stop // size))[numpy.arange(start, stop) // size - first]
+
+
+# The checkpoint ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """The checkpoint with weights in place of their parts; those weights, with addresses; and what was left out."""
+
+    checkpoint: Checkpoint
+    weights: tuple[tuple[str, QuantizedWeight], ...]
+    left_out: tuple[str, ...]
+
+
+def dequantize(
+    checkpoint: Checkpoint, roots: Sequence[StateDict], found: Sequence[Quantized], dtype: DType
+) -> Dequantized:
+    """Puts the weights themselves, in this type, in the places of their codes; scales and the like are left out.
+
+    found: the quantized weights of each root. Raises `Unsupported` naming everything whose layout is not known, and
+    `NoMatch` where nothing is quantized. Reads nothing.
+    """
+    where = str(checkpoint.source or "the checkpoint")
+    problems = [problem for each in found for problem in each.problems]
+    problems += [
+        f"{printable(str(key))} is a {value.kind} tensor"
+        for root in roots
+        for key, value in root.node.items()
+        if isinstance(value, Composite) and "quantized" in value.kind
+    ]
+    if problems:
+        what = f"{where}: {counted(len(problems), 'part')} cannot be dequantized: {listed(problems, 4)}"
+        raise Unsupported(what, "Their numbers alone are not the weights. Nothing was written.")
+    if not any(each.weights for each in found):
+        raise NoMatch(f"{where} has no quantized weights", "None of its names and types tells one.")
+    made: dict[tuple[Any, ...], TensorEntry] = {}
+    replaced = {
+        id(root.node): _with_weights(root.node, each, dtype, made) for root, each in zip(roots, found, strict=True)
+    }
+    names = [
+        (address((*root.base, *root.path, weight.name)), weight)
+        for root, each in zip(roots, found, strict=True)
+        for weight in each.weights
+    ]
+    left = [
+        address((*root.base, *root.path, key)) for root, each in zip(roots, found, strict=True) for key in each.left_out
+    ]
+    typed = [*parsed(checkpoint.metadata.get("tensor_names"), list), "tensor_names"]  # torchao's
+    typed = typed if any(weight.name in typed for _, weight in names) else []
+    metadata = {key: text for key, text in checkpoint.metadata.items() if key not in typed}
+    tree = rebuild(checkpoint.tree, replaced=replaced)
+    return Dequantized(replace(checkpoint, tree=tree, metadata=metadata), tuple(names), tuple(left))
+
+
+def _with_weights(
+    node: Mapping[Any, Any], found: Quantized, dtype: DType, made: dict[tuple[Any, ...], TensorEntry]
+) -> dict[Any, Any]:
+    first = {weight.keys[0]: weight for weight in found.weights}
+    gone = {key for weight in found.weights for key in weight.keys} | set(found.left_out)
+    items: dict[Any, Any] = {}
+    for key, value in node.items():
+        if key in first:
+            weight = first[key]
+            view = tuple((role, part.view) for role, part in sorted(weight.parts.items()))
+            items[weight.name] = made.setdefault(view, weight_of(weight, dtype))
+        elif key not in gone:
+            items[key] = value
+    return same_kind(node, items)

@@ -1,0 +1,223 @@
+"""`cast --dequantize`: the bits of the libraries, and nothing but those or an error."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, NoMatch, Unsupported, UsageError
+from ckptool.reports.quantization import quantized_in
+from ckptool.transforms.dequantize import weight_of
+from fixtures.surgery.make_quantized import Case
+from tests.support.errors import three_parts
+from tests.support.quantized_cases import assert_same_bits, awq, gptq, vectors, write_case
+
+BY_HAND = [
+    *(gptq(bits, reorder=reorder) for bits in (2, 3, 4, 8) for reorder in (False, True)),
+    *(gptq(bits, version=2) for bits in (3, 4)),
+    gptq(4, symmetric=True, field="gptq_v2"),  # the field lies, the zero points do not
+    gptq(4, symmetric=True, version=2, field="gptq"),
+    gptq(3, symmetric=True),
+    awq(),
+    awq(128, 64, 64),
+]
+CASES = [*vectors(), *BY_HAND]
+
+
+def dequantized(case: Case, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    out = folder / "out.safetensors"
+    ckptool.cast(write_case(folder / "in", case), out, dtype="bf16", dequantize=True, overwrite=True, **options)
+    return load_file(out)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{n} {case.name}" for n, case in enumerate(CASES)])
+def test_the_bits_of_the_libraries(case: Case, tmp_path: Path) -> None:
+    assert_same_bits(dequantized(case, tmp_path, verify=True), case.expected)
+
+
+def test_any_order_of_blocks(tmp_path: Path) -> None:
+    for case in CASES:
+        checkpoint = ckptool.open(write_case(tmp_path, case))
+        for weight in quantized_in(checkpoint, checkpoint.tree).weights:
+            entry = weight_of(weight, by_name("bf16"))
+            whole = entry.bytes()
+            assert whole == bytes(case.expected[weight.name].contiguous().reshape(-1).view(torch.uint8).numpy())
+            for start in (len(whole) // 2 | 1, 3, 0):
+                assert entry.row_major().read(start, 401) == whole[start : start + 401]
+
+
+def test_a_folder_goes_along_without_its_quantization(tmp_path: Path) -> None:
+    case = CASES[0]
+    done = ckptool.cast(write_case(tmp_path / "in", case), f"{tmp_path / 'out'}/", dtype="bf16", dequantize=True)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config == {"model_type": "llama", "torch_dtype": "bfloat16"}
+    assert any("quantization_config" in line for line in done.details)
+    assert_same_bits(load_file(tmp_path / "out/model.safetensors"), case.expected)
+
+
+def test_plan_lists_what_becomes_what(tmp_path: Path) -> None:
+    case = gptq(4)
+    file = write_case(tmp_path, case)
+    done = ckptool.cast(file, tmp_path / "out.safetensors", dtype="bf16", dequantize=True, dry_run=True)
+    assert "a.weight [64, 128] bf16 ← GPTQ 4 bit in groups of 32" in done.details
+    assert done.facts["dequantized"][0]["keys"] == ["a.qweight", "a.qzeros", "a.scales"]
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_inspect_names_the_format(tmp_path: Path) -> None:
+    notes = ckptool.inspect(write_case(tmp_path, awq())).notes
+    assert [(note.code, note.message) for note in notes] == [("quantized", "AWQ 4 bit in groups of 32, 1 weight")]
+    plain = tmp_path / "plain.safetensors"
+    save_file({"weight": torch.ones(2, 2), "logit_scale": torch.ones(())}, plain)
+    assert not ckptool.inspect(plain).notes
+
+
+def test_without_dequantize_it_is_refused(tmp_path: Path) -> None:
+    for case in CASES:
+        file = write_case(tmp_path, case)
+        with pytest.raises(Unsupported, match="is quantized") as caught:
+            ckptool.cast(file, tmp_path / "out.safetensors", dtype="bf16")
+        assert "--dequantize" in caught.value.fix
+        with pytest.raises(Unsupported, match="is quantized"):
+            ckptool.average([file, file], tmp_path / "out.safetensors")
+        three_parts(caught.value)
+    save_file({"a.weight": torch.ones(24, 96)}, tmp_path / "model.pt.safetensors")
+    with pytest.raises(Unsupported, match="is quantized"):
+        ckptool.warm_start(file, tmp_path / "model.pt.safetensors")
+    assert ckptool.warm_start(file, file).accepted
+
+
+def test_plain_float8_is_cast_as_before(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, tmp_path / "in.safetensors")
+    ckptool.cast(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bf16")
+    with pytest.raises(NoMatch, match="no quantized weights"):
+        ckptool.cast(tmp_path / "in.safetensors", tmp_path / "o.safetensors", dtype="bf16", dequantize=True)
+
+
+def test_blocks_that_shapes_leave_open(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "fp8 130")
+    open_case = case._replace(config={})
+    with pytest.raises(Unsupported, match="65 to 129 rows"):
+        dequantized(open_case, tmp_path)
+    assert_same_bits(dequantized(open_case, tmp_path, block_size="128x128"), case.expected)
+    with pytest.raises(Unsupported, match="not in blocks"):
+        dequantized(open_case, tmp_path, block_size="64x128")
+    for wrong in ("128", "0x4", "axb"):
+        with pytest.raises(UsageError, match="not rows and columns"):
+            dequantized(open_case, tmp_path, block_size=wrong)
+    # Another weight of the file may settle it: 128 rows and columns are all that both allow.
+    codes = torch.randn(16600, 258).to(torch.float8_e4m3fn)
+    scale = torch.rand(130, 3)
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scale}
+    with pytest.raises(Unsupported, match="columns"):
+        dequantized(Case("", tensors, {}, {}), tmp_path)
+
+
+def test_versions_of_gptq_that_contradict(tmp_path: Path) -> None:
+    case = gptq(4)
+    with pytest.raises(Conflict, match="symmetric"):
+        dequantized(case._replace(config={**case.config, "sym": True}), tmp_path)
+    with pytest.raises(Ambiguous, match="less one"):
+        dequantized(case._replace(config={}), tmp_path)
+    full = {**case.tensors, "a.qzeros": torch.full_like(case.tensors["a.qzeros"], -1)}
+    with pytest.raises(Ambiguous, match="for 16 or for 0"):
+        dequantized(case._replace(tensors=full), tmp_path)
+    far = {**gptq(4, reorder=True).tensors}
+    far["a.g_idx"] = far["a.g_idx"] + 1
+    with pytest.raises(CkptoolError, match="reaches 4 of 4"):
+        dequantized(case._replace(tensors=far), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "hqq"}, "'hqq' is not known"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin' of gptq"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24' of compressed-tensors"),
+        ({"quant_method": "awq"}, "is not quantized as awq does it"),
+    ],
+)
+def test_methods_that_are_not_known(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)}
+    with pytest.raises(Unsupported, match=words):
+        dequantized(Case("", tensors, config, {}), tmp_path)
+    with pytest.raises(Unsupported, match=words):
+        ckptool.cast(write_case(tmp_path, Case("", tensors, config, {})), tmp_path / "out.safetensors", dtype="f32")
+
+
+def test_scales_of_activations_are_left_out_by_name(tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+        "a.weight_scale": torch.tensor([2.0]),
+        "a.input_scale": torch.ones(1),
+        "attn.k_scale": torch.ones(()),
+        "head.logit_scale": torch.ones(()),
+    }
+    case = Case("", tensors, {}, {"a.weight": torch.full((4, 4), 2.0).bfloat16(), "head.logit_scale": torch.ones(())})
+    found = dequantized(case, tmp_path)
+    assert found.keys() == {"a.weight", "head.logit_scale"} and (found["a.weight"] == 2).all()
+    done = ckptool.cast(
+        tmp_path / "in/model.safetensors", tmp_path / "o.pt", dtype="bf16", dequantize=True, dry_run=True
+    )
+    assert "left out, of activations: a.input_scale, attn.k_scale" in done.details
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+def broken(case: Case, rng: random.Random) -> Case:
+    """The case with one thing wrong: a part missing, renamed, of another shape or type; a configuration that lies."""
+    tensors, config = dict(case.tensors), json.loads(json.dumps(case.config))
+    key = rng.choice([key for key in tensors if not key.endswith("bias")])
+    value = tensors[key]
+    kind = rng.choice(["missing", "renamed", "shape", "type", "config", "extra"])
+    if kind == "missing":
+        del tensors[key]
+    elif kind == "renamed":
+        tensors[rng.choice([f"{key}2", f"b{key}", key[:-1], key.upper()])] = tensors.pop(key)
+    elif kind == "shape":
+        # Fewer columns of codes with a scale for each row are a smaller weight, and nothing would tell.
+        axis = 0 if key == "a.weight" or not value.dim() else rng.randrange(value.dim())
+        cut = value.narrow(axis, 0, value.shape[axis] // 2) if value.dim() else value.reshape(1, 1)
+        tensors[key] = rng.choice([cut, torch.cat([value, value], axis) if value.dim() else cut, value[None]]).clone()
+    elif kind == "type":
+        tensors[key] = value.view(torch.uint8) if value.dim() else value.float()
+    elif kind == "config":
+        field = rng.choice([key for key in config if key != "sym"] or ["quant_method"])
+        config[field] = rng.choice([None, "nonsense", 5, [1, 2, 3], {"x": []}, [7, 11]])
+    else:
+        extra = rng.choice(["a.weight_scale", "a.weight_scale_inv", "a.qzeros", "b.scales", "c.weight_packed", "d.SCB"])
+        tensors.setdefault(extra, torch.randint(0, 9, (4, 4), dtype=torch.int32))
+    return Case(kind, tensors, config, case.expected)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bad_input_gives_an_error_or_the_right_values(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    refused = 0
+    for _ in range(60):
+        case = rng.choice(CASES)
+        bad = broken(case, rng)
+        out = tmp_path / "out.safetensors"
+        file = write_case(tmp_path, bad)
+        try:
+            ckptool.cast(file, out, dtype="bf16", dequantize=True)
+        except CkptoolError as error:
+            three_parts(error)
+            refused += 1
+            assert not out.exists()
+            continue
+        found = load_file(out)
+        for name, value in case.expected.items():
+            assert name not in found or torch.equal(found[name], value), (bad.name, case.name, name)
+        assert found.keys() >= case.expected.keys() or bad.name in ("missing", "renamed"), (bad.name, case.name)
+        out.unlink()
+    assert refused > 20
