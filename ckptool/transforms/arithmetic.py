@@ -22,15 +22,20 @@ Functions = Mapping[str, Callable[..., int | None]]
 
 
 class Unbound(UsageError):
-    """A name in an expression has no number."""
+    """A name in an expression has no number. name: that."""
+
+    name = ""
 
 
-def _unbound(name: str, text: str) -> Unbound:
-    return Unbound(
+def unbound(name: str, text: str) -> Unbound:
+    """The error for a name in an expression."""
+    found = Unbound(
         f"{printable(name)!r} in {printable(text)!r} has no value",
         "It is no variable of the names, not in the variables of the rules, and not in the model's configuration.",
         f"Give it: --set {printable(name)}=NUMBER",
     )
+    found.name = name
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,7 @@ def _value(node: Any, text: str, lookup: Lookup, functions: Functions) -> int:
         case ast.Name() | ast.Attribute():
             found = lookup(name := _dotted(node))
             if found is None:
-                raise _unbound(name, text)
+                raise unbound(name, text)
             return _bounded(found, text)
         case ast.UnaryOp(operand=operand):
             return -number(operand)
@@ -127,7 +132,7 @@ def _value(node: Any, text: str, lookup: Lookup, functions: Functions) -> int:
             pairs: Any = zip(args, strings, strict=True)
             result = functions[called](*(each.value if is_string else number(each) for each, is_string in pairs))
             if result is None:
-                raise _unbound(ast.unparse(node), text)
+                raise unbound(ast.unparse(node), text)
             return _bounded(result, text)
     left, right, exact = number(node.left), number(node.right), isinstance(node.op, ast.Div)
     if (exact or isinstance(node.op, (ast.FloorDiv, ast.Mod))) and (right == 0 or (exact and left % right)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -27,13 +27,18 @@ from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import Conflict, Corrupt, NoMatch, Truncated, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import megatron
 from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_whole, split
 from ckptool.formats.parts import CONSOLIDATED, MODEL_PARALLEL
+from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.join_rules import JOIN_LOOK, JoinRule, JoinRules, read_join_rules
 
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER = "distrib_optim.pt"
 _CHUNK = re.compile(r"model([0-9]{1,3})?")
+
+Numbers = Callable[[dict[str, Any]], Lookup]
+"""The numbers that names in rules stand for, by the model's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +69,24 @@ def open_by_rules(file: PathLike, path: PathLike, at: str | None = None, *, part
     return open_joined(file, read_join_rules(os.fspath(path)), at, part=part)
 
 
-def open_joined(file: PathLike, rules: JoinRules, at: str | None = None, *, part: bool = False) -> Opened:
+def open_joined(
+    file: PathLike, rules: JoinRules, at: str | None = None, *, part: bool = False, numbers: Numbers | None = None
+) -> Opened:
     """The same by rules that were read."""
     name, place = split(file)
-    found = joined(name, rules)
-    if found is None and (rules.join or rules.layers or not rules.unstack):
+    found = joined(name, rules, numbers)
+    if found is None and not rules.optional and (rules.join or rules.layers or not rules.unstack):
         what = f"{printable(name)} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
         look = Advice("See what it is: ", command("inspect", name))
         raise UsageError(what, "`unstack` is the only rule for tensors that are whole.", look)
     whole = found if found is not None else open_whole(name, part=part).checkpoint
-    return Opened(unstacked(whole, rules.unstack), at if at is not None else place, name)
+    return Opened(unstacked(whole, rules.unstack, optional=rules.optional), at if at is not None else place, name)
 
 
-def joined(path: str, rules: JoinRules) -> Checkpoint | None:
+def joined(path: str, rules: JoinRules, numbers: Numbers | None = None) -> Checkpoint | None:
     """The one model in a folder of ranks' files; None for anything else. Opens each file, and reads no tensor data.
+
+    numbers: of names in the rules; by default those of the configuration beside the files.
 
     Raises `UsageError` for tensors that no rule matches, or that do not fit theirs; `NoMatch` for a rule without
     tensors; `Truncated` for missing ranks; `Conflict` for replicas that differ, and files of two iterations.
@@ -93,7 +102,8 @@ def joined(path: str, rules: JoinRules) -> Checkpoint | None:
             source.adopt(name, each.source)
     ranks = [_rank(source, place, name, each.tree) for place, name, each in found if not name.endswith(OPTIMIZER)]
     _check_world(source, ranks)
-    model, joiner = _model(source, ranks, rules)
+    config = configuration(Checkpoint({}, "", source=source))
+    model, joiner = _model(source, ranks, rules, config.get if numbers is None else numbers(config))
     beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
     for _, name, each in found:
         if name.endswith(OPTIMIZER):
@@ -169,7 +179,7 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
 # The tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _model(folder: Folder, ranks: list[_Rank], rules: JoinRules) -> tuple[dict[str, Any], Joiner]:
+def _model(folder: Folder, ranks: list[_Rank], rules: JoinRules, lookup: Lookup) -> tuple[dict[str, Any], Joiner]:
     joiner, model = Joiner(str(folder)), dict[str, Any]()
     pieces: dict[str, list[_Piece]] = {}
     for name, rank, value in _named(ranks, rules.layers):
@@ -181,14 +191,15 @@ def _model(folder: Folder, ranks: list[_Rank], rules: JoinRules) -> tuple[dict[s
     if lacking := [printable(name) for name, rule in ruled.items() if rule is None]:
         what = f"{printable(rules.path)} has no rule for {counted(len(lacking), 'tensor')}: {listed(lacking, 4)}"
         raise UsageError(what, "Each tensor needs one, if only `replicated` or `skip`. Nothing was written.", JOIN_LOOK)
-    if idle := [rule for rule in rules.join if rule not in ruled.values()]:
+    if not rules.optional and (idle := [rule for rule in rules.join if rule not in ruled.values()]):
         raise NoMatch(f"{idle[0]} matches no tensor that no rule before it does", "Patterns match whole names.")
     world = max(rank.tensor for rank in ranks) + 1
     for name, rule in ruled.items():
         assert rule is not None
         if rule.kind == "skip":
             continue
-        fitting = _Fitting(joiner.where, name, rule, pieces[name], world)
+        like = pieces[rule.like][0].entry.shape if rule.like in pieces else ()
+        fitting = _Fitting(joiner.where, name, rule.bound(lookup), pieces[name], world, like)
         model[name] = fitting.first(joiner) if rule.kind == "first" else fitting.join(joiner)
         if name in joiner.different and rule.kind != "first":
             raise Conflict(
@@ -232,13 +243,17 @@ def _flat(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Fitting:
-    """The pieces of one tensor, and the rule that says how they fit. world: the number of tensor-parallel ranks."""
+    """The pieces of one tensor, and the rule that says how they fit. world: the number of tensor-parallel ranks.
+
+    like: the shape of the tensor that the rule names.
+    """
 
     where: str
     name: str
     rule: JoinRule
     pieces: list[_Piece]
     world: int
+    like: tuple[int, ...] = ()
 
     def first(self, joiner: Joiner) -> TensorEntry:
         return joiner.replicated(self.name, [Chunk(piece.entry, (), piece.owner) for piece in self.pieces])
@@ -249,7 +264,10 @@ class _Fitting:
         if self.rule.kind == "replicated":
             chunks = [Chunk(piece.entry, (0,) * len(piece.entry.shape), piece.owner) for piece in self.pieces]
             return joiner.tensor(self.name, shape, dtype, chunks)
-        axis = int(self.rule.kind == "row")
+        if self.rule.kind == "heads" and (same := self._ranks_of_a_head()) > 1:
+            pieces = [replace(piece, tensor=piece.tensor // same) for piece in self.pieces]
+            return replace(self, pieces=pieces, world=self.world // same).join(joiner)
+        axis = self._axis()
         sizes = {piece.tensor: piece.entry.shape[axis : axis + 1] for piece in self.pieces}
         if len(shape) <= axis:
             raise self._unfit(f"has {counted(len(shape), 'dimension')}")
@@ -259,6 +277,23 @@ class _Fitting:
         total = self._checked(axis, lengths)
         chunks = [chunk for piece in self.pieces for chunk in self._blocks(piece, axis, lengths)]
         return joiner.tensor(self.name, (*shape[:axis], total, *shape[axis + 1 :]), dtype, chunks)
+
+    def _ranks_of_a_head(self) -> int:
+        """How many ranks in a row have the same rows, since there are fewer heads than ranks."""
+        heads = self.rule.numbers["heads"]
+        if self.world > heads and self.world % heads:
+            raise self._unfit(f"is in {counted(self.world, 'rank')}, which {heads:,} heads cannot be divided over")
+        return max(1, self.world // heads)
+
+    def _axis(self) -> int:
+        """The dimension along which the pieces are divided: by `width`, that which makes the rows as long as `like`."""
+        if self.rule.kind != "width":
+            return int(self.rule.kind == "row")
+        shape = self.pieces[0].entry.shape
+        widths = {piece.tensor: sum(piece.entry.shape[-1:]) for piece in self.pieces}
+        if self.like not in [(sum(shape[-1:]),), (sum(widths.values()),)]:
+            raise self._unfit(f"is {list(shape)}, and {printable(self.rule.like)} {list(self.like)}")
+        return int(self.like != shape[-1:])
 
     def _checked(self, axis: int, lengths: list[int]) -> int:
         """The length of the whole on the axis, if the numbers of the rule say the same."""
@@ -299,7 +334,7 @@ class _Fitting:
 # Stacked layers ------------------------------------------------------------------------------------------------------
 
 
-def unstacked(checkpoint: Checkpoint, prefixes: Iterable[str]) -> Checkpoint:
+def unstacked(checkpoint: Checkpoint, prefixes: Iterable[str], *, optional: bool = False) -> Checkpoint:
     """The checkpoint with a tensor for each layer where one had all of them: `PREFIX.X` becomes `PREFIX.0.X`, …
 
     So do the optimizer's states of such tensors. Raises `NoMatch` for a prefix of none, `UsageError` for tensors of
@@ -309,7 +344,7 @@ def unstacked(checkpoint: Checkpoint, prefixes: Iterable[str]) -> Checkpoint:
     for prefix in prefixes:
         counts: dict[int, str] = {}
         tree = _unstack(tree, re.compile(re.escape(prefix) + r"\.(?![0-9]+(?:\.|$))(.+)", re.DOTALL), prefix, counts)
-        if not counts:
+        if not counts and not optional:
             what = f"no tensor of stacked layers has a name that begins with {printable(prefix)}."
             raise NoMatch(what, "unstack takes the name up to the number of the layer.")
         if len(counts) > 1:

@@ -8,17 +8,20 @@ join:                                  # patterns of whole keys; the first that 
   '*': replicated
 layers: [decoder.layers]               # a pipeline stage counts its own layers from 0
 unstack: [decoder.layers]              # one tensor for all layers becomes one for each
+
+A number may be an expression of the names in the model's configuration: `{heads: n_kv_heads or n_heads}`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint.patterns import Matcher, matcher
 from ckptool.errors import UsageError, listed, printable
+from ckptool.transforms.arithmetic import Arithmetic, Lookup, parse_arithmetic
 from ckptool.transforms.rules import MAX_RULES, yaml_node
 
 JOIN_LOOK = "A file of them: join: {'*.linear_fc1.*': glu, '*.linear_fc2.weight': row, '*': replicated}"
@@ -30,6 +33,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "glu": (),
     "qkv": ("heads", "kv_heads", "head_dim"),
     "qkv_blocks": ("heads", "kv_heads"),
+    "heads": ("heads",),
+    "width": ("like",),
     "replicated": (),
     "first": (),
     "skip": (),
@@ -40,13 +45,28 @@ _NUMBER = re.compile("[1-9][0-9]{0,11}").fullmatch
 
 @dataclass(frozen=True, slots=True)
 class JoinRule:
-    """The way in which the tensors whose names match a pattern are divided. place: where it was read."""
+    """The way in which the tensors whose names match a pattern are divided. place: where it was read.
+
+    named: numbers that are expressions, until `bound`.  like: the name of a tensor that the rule is about.
+    """
 
     pattern: str
     kind: str
     numbers: Mapping[str, int]
     place: str
     matches: Matcher
+    named: Mapping[str, Arithmetic] = field(default_factory=dict)
+    like: str = ""
+
+    def bound(self, lookup: Lookup) -> JoinRule:
+        """The rule with all of its numbers. Raises `UsageError` for a name without one."""
+        try:
+            numbers = {**self.numbers, **{key: each.value(lookup) for key, each in self.named.items()}}
+        except UsageError as error:
+            raise error.within(self.place) from None
+        if any(number < 1 for number in numbers.values()):
+            raise UsageError(f"{self} has {numbers}", "Each is a whole number above zero.", JOIN_LOOK)
+        return replace(self, numbers=numbers, named={})
 
     def __str__(self) -> str:
         return f"the rule {printable(self.pattern)!r}: {self.kind} ({self.place})"
@@ -54,12 +74,16 @@ class JoinRule:
 
 @dataclass(frozen=True, slots=True)
 class JoinRules:
-    """A file of rules. layers, unstack: prefixes of names, after which the number of a layer stands or is to stand."""
+    """A file of rules. layers, unstack: prefixes of names, after which the number of a layer stands or is to stand.
+
+    optional: rules need not match, as those for any model of a kind.
+    """
 
     path: str
     join: tuple[JoinRule, ...] = ()
     layers: tuple[str, ...] = ()
     unstack: tuple[str, ...] = ()
+    optional: bool = False
 
 
 def read_join_rules(path: str) -> JoinRules:
@@ -109,6 +133,13 @@ def _texts(node: Any, place: str) -> tuple[str, ...]:
     return tuple(_text(each, place).removesuffix(".") for each in nodes)
 
 
+def _expression(text: str, place: str) -> Arithmetic:
+    try:
+        return parse_arithmetic(text)
+    except UsageError as error:
+        raise error.within(place) from None
+
+
 def _rule(pattern: str, node: Any, place: str) -> JoinRule:
     """`PATTERN: KIND`, `PATTERN: {KIND: NUMBER}` or `PATTERN: {KIND: {NAME: NUMBER, …}}`."""
     given: Any = None
@@ -124,13 +155,18 @@ def _rule(pattern: str, node: Any, place: str) -> JoinRule:
     texts = {} if given is None else {needed[0] if len(needed) == 1 else "": given}
     if getattr(given, "id", "") == "mapping":
         texts = {key: value for key, value, _ in _pairs(given, place)}
-    numbers = {key: int(_text(value, place)) for key, value in texts.items() if _NUMBER(_text(value, place))}
-    if set(numbers) != set(needed) or len(texts) != len(needed):
+    words = {key: _text(value, place) for key, value in texts.items()}
+    numbers = {key: int(text) for key, text in words.items() if _NUMBER(text)}
+    like = words.get("like", "")
+    named = {
+        key: _expression(text, place) for key, text in words.items() if key != "like" and re.search("[^0-9]", text)
+    }
+    if {*numbers, *named, *["like"] * bool(like)} != set(needed) or len(texts) != len(needed):
         what = f"{place}: {kind} takes {listed(needed) if needed else 'no numbers'}"
         raise UsageError(what, "Each is a whole number above zero." if needed else "", JOIN_LOOK)
     if numbers.get("heads", 0) % numbers.get("kv_heads", 1):
         raise UsageError(f"{place}: heads is not a multiple of kv_heads", "Each of those serves equally many.")
     try:
-        return JoinRule(pattern, kind, numbers, place, matcher(pattern))
+        return JoinRule(pattern, kind, numbers, place, matcher(pattern), named, like)
     except UsageError as error:
         raise UsageError(f"{place}: {error.what}", "It is what stands after re:.", JOIN_LOOK) from None

@@ -21,6 +21,7 @@ from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import Translated, translate_roots
 from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
 from ckptool.transforms.translate.layouts import LayoutRules, layout_or_file
+from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
 from ckptool.verbs._save import ChangeOptions, FileChange, begin_change, save
 
@@ -71,7 +72,10 @@ def translate(
 
     def opening(file: PathLike, at: str | None) -> Opened:
         joins = translation.join is not None and not reverse
-        return open_joined(file, translation.join, at) if joins and translation.join else open_to_change(file, at)
+        if not joins or translation.join is None:
+            return open_to_change(file, at)
+        numbers = lambda config: Scope(given, translation.variables, config, {}).lookup  # noqa: E731
+        return open_joined(file, translation.join, at, numbers=numbers)
 
     change = begin_change("translate", file, out, at, options, opening)
     roots = model_state_dicts(change.part, named=change.named)

@@ -155,7 +155,7 @@ _TOGETHER = "They are put together, and one of them is missing. Nothing was writ
 def unused_rules(translation: Translation, used: Collection[str]) -> None:
     """Raises `NoMatch` for a rule that matches no key of any set of weights."""
     for rule in translation.rules:
-        if rule.place + rule.text not in used:
+        if not rule.optional and rule.place + rule.text not in used:
             where = f" ({rule.place})" if rule.place else ""
             what = f"the rule {printable(rule.text)!r}{where} matches no key, or only keys that an earlier rule takes"
             raise NoMatch(what, WHOLE_KEY, "See the keys: ckptool inspect FILE --all")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -110,8 +110,13 @@ def read_layout(path: str) -> LayoutRules:
         header = {scalar_text(key): value for key, value in node.value if scalar_text(key) in _HEADER}
     old, new = (_side(header[side], path) if side in header else LayoutSide("") for side in ("old", "new"))
     notes = tuple(scalar_text(each) for each in header["notes"].value) if "notes" in header else ()
+    translation = translation_of(node, path, _HEADER)
+    if old.has or new.has:  # for any model of the layout; that all of its keys are taken is looked at
+        rules = tuple(replace(rule, optional=True) for rule in translation.rules)
+        join = translation.join and replace(translation.join, optional=True)
+        translation = replace(translation, rules=rules, join=join)
     title, source = (scalar_text(header[each]) if each in header else "" for each in ("title", "source"))
-    return LayoutRules(name, title, source, old, new, notes, translation_of(node, path, _HEADER))
+    return LayoutRules(name, title, source, old, new, notes, translation)
 
 
 def _side(node: Any, path: str) -> LayoutSide:

@@ -276,11 +276,19 @@ def _deinterleave(op: Operation, tensors: Tensors, number: Number) -> Tensors:
 
 def _rope(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     """Queries or keys whose rotary pairs are neighbours (Meta's Llama) as two halves of each head (transformers)."""
-    return [_woven(tensors[0], 0, number(op.numbers[0]), 2, apart=True)]
+    return [_woven(tensors[0], 0, _heads(op, tensors[0], number), 2, apart=True)]
 
 
 def _unrope(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    return [_woven(tensors[0], 0, number(op.numbers[0]), 2, apart=False)]
+    return [_woven(tensors[0], 0, _heads(op, tensors[0], number), 2, apart=False)]
+
+
+def _heads(op: Operation, tensor: TensorEntry, number: Number) -> int:
+    """The number of heads, if the tensor has the rows of so many of the size that is named."""
+    heads, size = number(op.numbers[0]), [number(each) for each in op.numbers[1:]]
+    if size and tensor.shape[:1] != (heads * size[0],):
+        raise UsageError(f"{list(tensor.shape)} does not have the rows of {heads:,} heads of {size[0]:,}", UNFIT)
+    return heads
 
 
 def _woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: bool) -> TensorEntry:
@@ -471,8 +479,8 @@ KINDS: dict[str, OperationKind] = {
     "squeeze": OperationKind("squeeze AXIS", _squeeze, inverse="unsqueeze"),
     "interleave": OperationKind("interleave AXIS PARTS", _interleave, (2, 2), inverse="deinterleave"),
     "deinterleave": OperationKind("deinterleave AXIS PARTS", _deinterleave, (2, 2), inverse="interleave"),
-    "rope": OperationKind("rope HEADS", _rope, inverse="unrope"),
-    "unrope": OperationKind("unrope HEADS", _unrope, inverse="rope"),
+    "rope": OperationKind("rope HEADS [SIZE]", _rope, (1, 2), inverse="unrope"),
+    "unrope": OperationKind("unrope HEADS [SIZE]", _unrope, (1, 2), inverse="rope"),
     "split": OperationKind("split AXIS [[SIZE, …]]", _split, lists=(0, 1), inverse="cat", each=False),
     "cat": OperationKind("cat AXIS [[SIZE, …]]", _cat, lists=(0, 1), inverse="split", each=False),
     "stack": OperationKind("stack AXIS [over VARIABLE]", _stack, inverse="unstack", each=False, over=True),

@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.errors import UsageError, listed, printable
-from ckptool.transforms.arithmetic import Arithmetic, Functions, Lookup
+from ckptool.transforms.arithmetic import Arithmetic, Functions, Lookup, Unbound, unbound
 from ckptool.transforms.key_names import Groups, parse_name
 from ckptool.transforms.translate.operations import Number
 
@@ -41,6 +41,8 @@ class Scope:
                 self._pending.append(name)
                 try:
                     self._found[name] = self.variables[name].value(self.lookup, self._functions)
+                except Unbound as error:  # of what the variable is computed of: the variable itself can be set
+                    raise error if error.name in self.variables else unbound(name, self.variables[name].text) from None
                 finally:
                     self._pending.pop()
             return self._found[name]

@@ -34,7 +34,10 @@ _CHAIN = re.compile(r"(?<!\\)\s:\s+")
 
 @dataclass(frozen=True)
 class TranslationRule:
-    """A rule. `expression`: one with re:, which has a single name on each side.  `reverses`: it was turned round."""
+    """A rule. `expression`: one with re:, which has a single name on each side.  `reverses`: it was turned round.
+
+    optional: it need not match, as the rules for any model of a kind.
+    """
 
     text: str
     place: str
@@ -43,6 +46,7 @@ class TranslationRule:
     chain: tuple[Operation, ...] = ()
     expression: Rule | None = None
     reverses: bool = False
+    optional: bool = False
 
     @cached_property
     def over(self) -> frozenset[str]:

@@ -1,0 +1,103 @@
+"""Layouts of language models and of diffusers that ship, between the real libraries (`make engines`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptool
+from tests.engines.layout_cases import Side, close, pretrained_side, prove, randomised, same_weights, torch_side
+from tests.support.llama_meta import META, MetaLlama, write_ranks
+
+pytestmark = pytest.mark.engines
+
+WORDS = torch.randint(0, META["vocab_size"], (2, 7), generator=torch.Generator().manual_seed(2))
+
+
+def logits(model: Any) -> list[torch.Tensor]:
+    return [model(WORDS).logits]
+
+
+# Meta's Llama --------------------------------------------------------------------------------------------------------
+
+
+def hf_llama(kv_heads: int = 2, tied: bool = False, **more: Any) -> Side:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=META["vocab_size"], hidden_size=META["dim"], num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=kv_heads, intermediate_size=META["hidden"], rms_norm_eps=META["norm_eps"],
+        rope_theta=META["rope_theta"], tie_word_embeddings=tied, **more,
+    )  # fmt: skip
+    return pretrained_side(LlamaForCausalLM, config, logits)
+
+
+def meta_llama(kv_heads: int = 2, tied: bool = False) -> Side:
+    side = torch_side(lambda: MetaLlama(kv_heads, tied), lambda model: [model(WORDS)], "meta/consolidated.00.pth")
+
+    def prepare(path: Path) -> None:
+        about = {"dim": META["dim"], "n_heads": 4, "n_layers": 2, "vocab_size": -1}
+        about |= {} if kv_heads == 4 else {"n_kv_heads": kv_heads}
+        (path.parent / "params.json").write_text(json.dumps(about))
+
+    def write(path: Path) -> None:
+        side.write(path)
+        prepare(path)
+
+    return Side(write, side.run, prepare, side.name)
+
+
+@pytest.mark.parametrize(("kv_heads", "tied"), [(2, False), (4, False), (1, True)])
+def test_llama(kv_heads: int, tied: bool, tmp_path: Path) -> None:
+    prove("llama-meta", meta_llama(kv_heads, tied), hf_llama(kv_heads, tied), tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize("by_width", [True, False])  # of the embeddings: Llama 1 and 2, or 3
+def test_ranks_of_llama(ranks: int, kv_heads: int, by_width: bool, tmp_path: Path) -> None:
+    meta, hf = meta_llama(kv_heads), hf_llama(kv_heads)
+    whole = tmp_path / "whole.pth"
+    (tmp_path / "ranks").mkdir()
+    meta.write(whole)
+    write_ranks(torch.load(whole), tmp_path / "ranks", ranks, kv_heads, by_width)
+    ckptool.translate(tmp_path / "ranks", out=f"{tmp_path}/hf/", rules_file="llama-meta")
+    hf.prepare(tmp_path / "hf" / "model.safetensors")
+    close(meta.run(whole), hf.run(tmp_path / "hf" / "model.safetensors"))
+    ckptool.translate(f"{tmp_path}/hf", out=tmp_path / "consolidated.00.pth", rules_file="llama-meta", reverse=True)
+    assert same_weights(whole, tmp_path / "consolidated.00.pth")
+
+
+# Experts, apart and stacked ------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": META["vocab_size"], "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 24, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def stacked(side: Side, kind: Any, config: Any) -> Side:
+    """The same as transformers writes it when it is not told to keep to the original format."""
+
+    def write(path: Path) -> None:
+        randomised(kind(config)).save_pretrained(path.parent, save_original_format=False)
+
+    return Side(write, side.run, side.prepare, side.name)
+
+
+@pytest.mark.parametrize("experts", [3, 11])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe"])
+def test_experts(family: str, experts: int, tmp_path: Path) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES, moe_intermediate_size=8, shared_expert_intermediate_size=12, num_experts=experts,
+        num_local_experts=experts, mlp_only_layers=[0] if family.startswith("Qwen") else None,
+    )  # fmt: skip
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    apart = pretrained_side(kind, config, logits)
+    layout = "mixtral-stacked" if family == "Mixtral" else "qwen-moe-stacked"
+    prove(layout, apart, stacked(apart, kind, config), tmp_path)
