@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.inspect import inspect as inspect
     from ckptool.verbs.inspect_run import inspect_run as inspect_run
     from ckptool.verbs.load import load as load
+    from ckptool.verbs.lora_merge import lora_merge as lora_merge
     from ckptool.verbs.open import open as open
     from ckptool.verbs.prove import prove as prove
     from ckptool.verbs.prune import prune as prune
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public names that are not commands -> the module that has each. A command `a-b` is `a_b` in `verbs/a_b.py`.
+# Public names that are not commands -> the module that has each. Commands `a-b` and `a b` are `a_b` in `verbs/a_b.py`.
 _HOMES = {
     "Checkpoint": "checkpoint",
     "CkptoolError": "errors",
@@ -99,9 +100,9 @@ def __getattr__(name: str) -> "Any":
 
 def _verbs() -> dict[str, str]:
     """Every command's function, and its module."""
-    from ckptool.checkpoint.commands import VERBS
+    from ckptool.checkpoint.commands import VERBS, function_name
 
-    names = [verb.replace("-", "_") for verb in VERBS]
+    names = [function_name(verb) for verb in VERBS]
     return {name: f"verbs.{name}" for name in names}
 
 

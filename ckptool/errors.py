@@ -290,14 +290,14 @@ NAMES = {
 }
 SHELL = frozenset("--help --init --json --schema --skip-refused --version".split())  # what only a shell needs
 VALUED = frozenset(
-    "-o -d --out --dir --against --at --atol --block-size --drop --dtype --ema --error --exclude --fill-from --form"
-    " --from --ignore --jobs --kills --like --map --min-loaded --on-mismatch --only --optimizer-as --prefix --processes"
-    " --ranks --rename --resize --rest --resume --rtol --rules --seed --set --shard-dim --shard-size --slice --steps"
-    " --suggest --tensor --ties --to --variant --weights --write-digest".split()
+    "-o -d --out --dir --against --at --atol --block-size --config --drop --dtype --ema --error --exclude --fill-from"
+    " --form --from --ignore --jobs --kills --like --map --min-loaded --on-mismatch --only --optimizer-as --prefix"
+    " --processes --ranks --rename --resize --rest --resume --rtol --rules --scale --seed --set --shard-dim"
+    " --shard-size --slice --steps --suggest --tensor --ties --to --variant --weights --write-digest".split()
 )
 _SEVERAL = frozenset({"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--resize", "--set"})
 _NUMBERS = frozenset(
-    "--atol --ema --jobs --kills --min-loaded --processes --ranks --rtol --seed --shard-dim --steps".split()
+    "--atol --ema --jobs --kills --min-loaded --processes --ranks --rtol --scale --seed --shard-dim --steps".split()
 )
 _DEVICE = re.compile(r"'?(cpu|cuda|mps|xpu|meta|DEVICE)\b")
 

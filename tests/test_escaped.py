@@ -195,6 +195,7 @@ COMMAND_LINES = {
     "bundle": ("bundle -o OUT.pt a=FILE b=OTHER",),
     "unbundle": ("unbundle FILE -d OUT.d", "unbundle FILE -d OUT.d -n"),
     "average": ("average FILE OTHER -o OUT.pt", "average FILE FILE -o OUT.pt -n"),
+    "lora merge": ("lora merge FILE OTHER -n", "lora merge OTHER FILE -n", "lora merge FILE FILE -n"),
     "bake": ("bake FILE -n",),
     "warm-start": ("warm-start FILE --against OTHER", "warm-start OTHER --against FILE --json"),
     "spec": ("spec FILE -o OUT.spec.json", "spec FILE"),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckptool.cli import COMMANDS as COMMANDS_OF_THE_PROGRAM
 from tests.support.files import saved, weights
@@ -102,6 +103,7 @@ VERBS = {
     "bundle": "bundle -o i.pt a=in.pt b=other.pt",
     "unbundle": "unbundle in.pt -d members",
     "average": "average in.pt in.pt -o j.pt",
+    "lora merge": "lora merge in.pt lora.safetensors -o n.pt",
     "bake": "bake other.pt -o k.pt",
     "warm-start": "warm-start in.pt --against model.py:build",
     "spec": "spec model.py:build -o m.spec.json",
@@ -122,6 +124,8 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = torch.nn.Linear(2, 2)
     saved({"model": {f"module.{k}": v for k, v in model.state_dict().items()}, "epoch": 1}, folder / "in.pt")
     saved(model.state_dict(), folder / "other.pt")
+    halves = {f"lora_unet_module.lora_{half}.weight": torch.ones(2, 2) for half in ("down", "up")}
+    save_file(halves, folder / "lora.safetensors")
     (folder / "rules.yaml").write_text("- 'module.* => m.*'\n")
     (folder / "run.yaml").write_text(
         "run: runs/new\ndata: {name: blobs}\nmodels: {main: {name: mlp}}\ntrain: {steps: 2}\n"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint.commands import function_name
 from ckptool.cli import COMMANDS, main
 from ckptool.errors import NAMES, VALUED, CkptoolError, in_python
 from ckptool.verbs import _save
@@ -39,7 +40,7 @@ SHELL_ONLY = {
 
 
 def arguments_of(command: str) -> set[str]:
-    function = getattr(ckptool, command.replace("-", "_"))
+    function = getattr(ckptool, function_name(command))
     known = inspect.signature(function).parameters
     more = re.search(r"Unpack\[(\w+)\]", str(known["options"].annotation)) if "options" in known else None
     return {

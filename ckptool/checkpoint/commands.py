@@ -32,7 +32,8 @@ class Verb(NamedTuple):
     address: Use | None = None
 
 
-# Every verb, in the order of the help: its command, `ckptool.NAME` and `verbs/NAME.py` follow from its line here.
+# Every verb, in the order of the help: its command, `ckptool.NAME` and `verbs/NAME.py` follow from its line here. Two
+# words are typed as two, and are one to the parser.
 VERBS = {
     "inspect": Verb("look", Use.TAKES),
     "show": Verb("look", Use.TAKES),
@@ -54,6 +55,7 @@ VERBS = {
     "bundle": Verb("combine", Use.TAKES),
     "unbundle": Verb("combine", Use.TAKES),
     "average": Verb("combine", Use.TAKES),
+    "lora merge": Verb("combine", Use.TAKES),
     "warm-start": Verb("use", Use.TAKES),
     "spec": Verb("use", Use.TAKES),
     "train": Verb("use"),
@@ -63,6 +65,17 @@ VERBS = {
 }
 
 _FLAGS = {"out": "-o", "dir": "-d"}
+
+
+def function_name(verb: str) -> str:
+    """The name of a verb's function and module."""
+    return verb.replace("-", "_").replace(" ", "_")
+
+
+def with_verb(words: Sequence[str]) -> list[str]:
+    """The words of a command line with a verb of two as one word."""
+    joined = " ".join(words[:2])
+    return [joined, *words[2:]] if joined in VERBS else list(words)
 
 
 class Slot(str):
@@ -121,7 +134,7 @@ def command(verb: str, *arguments: str, **options: str | bool | Sequence[str]) -
 
     True is a flag; an option with several values is repeated; `False` and "" are left out.
     """
-    words = ["ckptool", verb, *map(as_argument, arguments)]
+    words = ["ckptool", *verb.split(), *map(as_argument, arguments)]
     for name, value in sorted(options.items(), key=lambda item: item[0] == "out"):  # the output stands last
         flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
         if value is True:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
+from ckptool.checkpoint.adapter_keys import adapter_detail
 from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, input_of
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
@@ -292,7 +293,7 @@ def _found(tree: Any, base: Path) -> Iterator[StateDict]:
         elif is_optimizer(node):
             yield StateDict(path, node, OPTIMIZER, optimizer_detail(node), base=base)
         elif isinstance(node, dict) and _is_weights(base + path, node):
-            yield StateDict(path, node, _kind_at(base + path), base=base)
+            yield StateDict(path, node, _kind_at(base + path), adapter_detail(node), base=base)
             stack += [((*path, key), value) for key, value in node.items() if is_optimizer(value)]  # torchtitan's
         else:
             stack += reversed([((*path, key), value) for key, value in _containers(node)])

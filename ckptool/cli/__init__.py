@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckptool.checkpoint.commands import VERBS
+from ckptool.checkpoint.commands import VERBS, function_name, with_verb
 from ckptool.checkpoint.workers import stop
 from ckptool.cli.output import LostAnswer, failed_silently, in_words, say, style_of, tell, unknown_command
 from ckptool.errors import CkptoolError, printable
@@ -58,9 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], done: list[Json]) -> int:
-    if words[:1] and not words[0].startswith("-") and words[0] not in COMMANDS:
-        raise unknown_command(words[0], COMMANDS)
-    named = words[:1] if words[:1] and words[0] in COMMANDS else list(COMMANDS)  # one, where it is clear which
+    words = with_verb(words)
+    below = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]  # `lora` is the first word of some
+    if below and (not words[1:] or words[1] in HELP):
+        named, words = below, words[1:]
+    elif words[:1] and not words[0].startswith("-") and words[0] not in COMMANDS:
+        raise unknown_command(" ".join(words[: 2 if below else 1]), COMMANDS)
+    else:
+        named = words[:1] if words[:1] and words[0] in COMMANDS else list(COMMANDS)  # one, where it is clear which
     lists = not words or words[0] in (*HELP, "--version")  # no command runs
     answers: Any = parser(named, bare=lists)(args=words, prog_name="ckptool", standalone_mode=False)
     return answers if isinstance(answers, int) else _print(answers, done)
@@ -95,7 +100,7 @@ def epilog(examples: Iterable[tuple[str, str]]) -> str:
 
 def function_of(command: str) -> Any:
     """The function of a command, whose signature declares its options."""
-    return getattr(import_module(f"ckptool.cli.{VERBS[command].group}"), command.replace("-", "_"))
+    return getattr(import_module(f"ckptool.cli.{VERBS[command].group}"), function_name(command))
 
 
 def _adjusted(app: typer.Typer) -> Any:

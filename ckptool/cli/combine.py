@@ -216,6 +216,46 @@ def average(
     return write_each("average", files[-1:], target, write, "For example: -o mean.pt")
 
 
+@examples(
+    ("ckptool lora merge model.pt adapter -o merged.safetensors", "a PEFT folder"),
+    ("ckptool lora merge model.pt style.safetensors --scale 0.8 -o styled.pt", "kohya"),
+)
+@partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
+def lora_merge(
+    base: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE", help="The weights that it is for, or FILE#ADDRESS for a part of one.", show_default=False
+        ),
+    ],
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADAPTER", help="A LoRA, LoHa or LoKr: PEFT's folder, a file, or FILE#ADDRESS.", show_default=False
+        ),
+    ],
+    target: OutputOptions,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", metavar="FILE.json", help="Its adapter_config.json, if that is not beside it."),
+    ] = None,
+    scale: Annotated[float, typer.Option("--scale", metavar="X", help="Multiply its changes by this.")] = 1.0,
+    at: At = None,
+    part: Part = False,
+) -> Answers:
+    """Merge an adapter into its base, with the bits of PEFT's merge_and_unload. Every key is used, or exit 1."""
+    from ckptool.verbs.lora_merge import lora_merge
+
+    if target.folder is not None or target.in_place:
+        given = "a folder" if target.folder is not None else "--in-place"
+        raise UsageError(f"lora merge writes one new file, and was given {given}", "", "For example: -o merged.pt")
+
+    def write(_: str, **output: Any) -> Any:
+        return lora_merge(base, adapter, config=config, scale=scale, at=at, part=part, **output)
+
+    return write_each("lora merge", [base], target, write, "For example: -o merged.safetensors")
+
+
 def _numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]

@@ -137,6 +137,16 @@ def _described(place: str, names: Iterable[str], tree: dict[Any, Any], dequantiz
     return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
+def config_beside(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
+    """The configuration of this name beside a checkpoint's file, or in its folder; None where there is none to read."""
+    if checkpoint.source is None:
+        return None
+    path = checkpoint.source.path
+    folder = path if isinstance(checkpoint.source, Folder) else os.path.dirname(path)
+    found = json_or_none(os.path.join(folder, name), MAX_CONFIG)
+    return found if isinstance(found, dict) else None
+
+
 def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:
     """The library that loads the weights; empty for a configuration of none that is known."""
     config, adapter = configs.get(CONFIG, {}), configs.get(ADAPTER, {})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
+from ckptool.checkpoint.adapter_keys import adapter_detail
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, command
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object, Set
@@ -24,6 +25,7 @@ from ckptool.checkpoint.state_dicts import (
 )
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, find, walk
 from ckptool.errors import counted, form, listed, printable
+from ckptool.formats.model_folder import ADAPTER, config_beside
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes, uses_of
 from ckptool.reports.quantization import quantized_notes
 
@@ -192,6 +194,7 @@ def _notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...], rows: list[Tens
         yield replace(note, fix=()) if checkpoint.extras or (checkpoint.part and checkpoint.part.index) else note
     yield from _use_notes(checkpoint)
     yield from _waste_notes(rows)
+    yield from _adapter_notes(checkpoint, roots)
     yield from _optimizer_notes(roots)
     yield from quantized_notes(checkpoint, roots)
     if not any(root.is_model for root in roots):
@@ -212,6 +215,14 @@ def _use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
             "unsafe-global", f"loading it with pickle would {listed(would)} (first at {first}); ckptool does not"
         )
     yield from custom_notes(checkpoint)
+
+
+def _adapter_notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...]) -> Iterator[Note]:
+    """The model that an adapter is for, as PEFT's configuration beside it says."""
+    if any(root.is_model and adapter_detail(root.node) for root in roots):
+        trained_on = (config_beside(checkpoint, ADAPTER) or {}).get("base_model_name_or_path")
+        whose = f", trained on {printable(str(trained_on))[:200]}" if trained_on else ""
+        yield Note("adapter", f"an adapter{whose}: changes to a model's weights, which lora merge adds to them")
 
 
 _WOULD = ((CALLED, "call"), (MADE, "make"), (NAMED, "import"))

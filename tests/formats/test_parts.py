@@ -63,6 +63,7 @@ TAKES = (
     ("convert", ("-o", "out.pt", "--weights-only")),
     ("convert", ("-o", "out.safetensors", "--all")),
     ("average", ("{file}", "-o", "out.pt")),
+    ("lora merge", ("{file}", "-o", "out.pt")),
     ("warm-start", ("--against", "whole.pt", "-o", "out.pt")),
     ("warm-start", ("--against", "{file}")),
     ("spec", ("-o", "out.json")),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch import nn
 
 from ckptool.cli import main
@@ -37,6 +38,7 @@ PLAIN = {
     "bundle": "a=m.pt b=n.pt -o out.pt",
     "unbundle": "g.pt -d out",
     "average": "m.pt n.pt -o out.pt",
+    "lora merge": "m.pt lora.safetensors -o out.pt",
     "bake": "m.pt -o out.pt",
     "warm-start": "m.pt --against n.pt -o out.pt",
     "spec": "m.pt -o out.json",
@@ -53,6 +55,8 @@ def make_small_files(folder: Path) -> None:
     torch.save({"sd": state, "epoch": 3}, folder / "m.pt")
     torch.save({"sd": {key: value + 1 for key, value in state.items()}, "epoch": 4}, folder / "n.pt")
     torch.save({"G": nn.Linear(3, 2).state_dict(), "D": nn.Linear(2, 1).state_dict(), "epoch": 3}, folder / "g.pt")
+    halves = {"lora_unet_a.lora_down.weight": torch.ones(1, 3), "lora_unet_a.lora_up.weight": torch.ones(2, 1)}
+    save_file(halves, folder / "lora.safetensors")
     (folder / "there").mkdir()
     shutil.copy(folder / "m.pt", folder / "there" / "one.pt")
     (folder / "text.txt").write_text("some words\n")

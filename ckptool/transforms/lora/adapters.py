@@ -71,7 +71,8 @@ class Delta:
     say nothing.  module: its name, for kohya with underscores for dots.
     factors: by role: `A` and `B` (or `mid`), `hada_w1_a`, `lokr_w1`, …, `diff`.  rank: 0 where there is none.
     alpha: as it was stored; None: the scale is 1.  scale: what the product is multiplied with.
-    embedding: A is [rank, vocabulary], B [dim, rank].  depth: see `AdapterKey`.
+    embedding: A is [rank, vocabulary], B [dim, rank].  depth: see `AdapterKey`.  twice: it is added twice, as PEFT does
+    with MultiheadAttention's out_proj, in training and in merging.
     magnitude: DoRA's, of any shape.  bias: what is added to the bias.
     bias_scale: what that is multiplied with.  keys: those of the adapter that it is made of.
     """
@@ -89,6 +90,7 @@ class Delta:
     bias: TensorEntry | None = None
     bias_scale: float = 1.0
     keys: tuple[str, ...] = ()
+    twice: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,6 +232,7 @@ class _Reader:
             found.get(bias),
             scale if bias == "B.bias" else 1.0,
             tuple(parts.values()),
+            any(".base_layer.out_proj." in key for key in parts.values()),
         )
 
     def _rank(self, method: str, factors: Mapping[str, TensorEntry], where: str) -> int:

@@ -1,0 +1,226 @@
+"""A weight with an adapter's change, computed row by row in PEFT's order of operations, and so with its bits:
+
+    linear, convolution           W + as_adapter(product · scale), one rounding; out_proj of attention: twice
+    embedding, in_proj, experts   W + as_W(as_adapter(product · scale))
+    DoRA                          (magnitude / norm) · (W + …), the norm over the input's axes, summed in f64
+
+Source: peft/tuners/lora/{layer,variants,dora}.py; for kohya's names lycoris/modules (the norm plus f32's epsilon).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.adapter_keys import LORA
+from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.checkpoint.numeric import numbers
+from ckptool.errors import LimitExceeded
+from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows, computed_tensor, in_type
+from ckptool.transforms.lora.adapters import Delta
+from ckptool.transforms.lora.products import Pair, Product, lora_factors, product, product_rows, transposed
+
+if TYPE_CHECKING:
+    from ckptool.checkpoint.numeric import Array
+
+MAX_WIDTH = 1 << 22  # elements of one row of a weight that is changed
+
+
+class Change:
+    """The change of one weight. misfit: the shape that it is for, where that is not the weight's; else None.
+
+    parameter: one of `target_parameters`, which may be experts, [experts, out, in] or [experts, in, out].
+    peft: magnitudes are of the output and norms without an epsilon, as PEFT has them; else as LyCORIS.
+    is_conv1d: tells whether a square weight is [in, out].
+    """
+
+    def __init__(
+        self,
+        delta: Delta,
+        weight: TensorEntry,
+        multiplier: float,
+        parameter: bool,
+        peft: bool,
+        is_conv1d: Callable[[], bool],
+    ) -> None:
+        self.delta, self.weight, self.scale, self.parameter = delta, weight, delta.scale * multiplier, parameter
+        self.misfit: tuple[int, ...] | None = None
+        self.transposed = False
+        self.matrix = weight.shape[0] if weight.shape else 1, prod(weight.shape[1:])
+        if delta.method == LORA:
+            self.rows = self._lora(is_conv1d)
+        else:
+            shape, self.rows = product_rows(delta.method, delta.factors)
+            self.misfit = shape if shape != self.matrix else None
+        if self.matrix[1] > MAX_WIDTH:
+            what = f"a weight of {list(weight.shape)} has rows of {self.matrix[1]:,} elements"
+            raise LimitExceeded(what, f"At most {MAX_WIDTH:,} are computed at once.")
+        self.kept = delta.factors["B"].dtype if delta.method == LORA else by_name("f32")
+        self.epsilon = 0.0 if peft else 2**-23
+        self.axis = 0
+        if (magnitude := delta.magnitude) is not None:
+            self.axis = int(self.transposed) if peft else int(magnitude.shape[:1] != weight.shape[:1])
+            if len(weight.shape) < 2 or parameter or magnitude.numel != weight.shape[self.axis]:
+                self.misfit = magnitude.shape
+
+    def _lora(self, is_conv1d: Callable[[], bool]) -> Numbers:
+        up, down = lora_factors(self.delta.factors)
+        shape = self.weight.shape
+        if self.parameter and len(shape) == 3:
+            return self._experts(up, down, is_conv1d)
+        wanted = up.shape[0], down.shape[1]
+        if up.shape[1] != down.shape[0]:
+            self.misfit = self.delta.factors["B"].shape
+        elif len(shape) == 2 and wanted == shape[::-1]:
+            self.transposed = self.delta.embedding or wanted != shape or is_conv1d()
+        elif wanted != self.matrix or self.delta.embedding or not self._has_kernel(shape[2:]):
+            self.misfit = (up.shape[0], *self.delta.factors["A"].shape[1:])
+        if self.transposed:
+            up, down = transposed(down), transposed(up)
+        return product(up, down).rows
+
+    def _has_kernel(self, kernel: tuple[int, ...]) -> bool:
+        core = self.delta.factors.get("mid", self.delta.factors["A"])
+        given = core.shape[2:]
+        return given == kernel or prod(given) == prod(kernel) == 1
+
+    def _experts(self, up: TensorEntry, down: TensorEntry, is_conv1d: Callable[[], bool]) -> Numbers:
+        """A [experts · rank, in], B [out, rank · experts]: the first rank by rank, the second expert by expert."""
+        experts, height, width = self.weight.shape
+        wanted = up.shape[0], down.shape[1]
+        rank = self.delta.rank // experts
+        if wanted not in ((height, width), (width, height)) or rank * experts != self.delta.rank:
+            self.misfit = (*self.weight.shape[:1], *wanted)
+        self.transposed = is_conv1d() if height == width else wanted != (height, width)
+        self.matrix = experts * height, width
+
+        def pair(number: int) -> Pair:
+            left = replace(
+                up, shape=(up.shape[0], rank), stride=(up.stride[0], up.stride[1] * experts),
+                offset=up.offset + number * up.stride[1],
+            )  # fmt: skip
+            right = down.narrow(0, number * rank, rank)
+            return (transposed(right), transposed(left)) if self.transposed else (left, right)
+
+        return Product(height, pair).rows
+
+    def applied(self, as_weight: bool) -> TensorEntry:
+        """The weight with the change. as_weight: PEFT rounds the change to the weight's type before it is added."""
+        weight, magnitude = self.weight, self.delta.magnitude
+        inputs = [weight, *self.delta.factors.values(), *([] if magnitude is None else [magnitude])]
+        sums = _Sums(self, as_weight or self.parameter or (self.delta.embedding and magnitude is None))
+        rows = sums.rows if magnitude is None else _Decomposed(sums, magnitude).rows
+        return like(weight, computed_rows(weight.dtype, self.matrix, rows, inputs).reshape(weight.shape))
+
+
+class _Sums:
+    """The rows of the weight plus the change, as numbers."""
+
+    __slots__ = ("change", "rounds", "weight")
+
+    def __init__(self, change: Change, as_weight: bool) -> None:
+        self.change, self.weight = change, TensorValues(change.weight.reshape(change.matrix))
+        self.rounds = [change.kept, *([change.weight.dtype] if as_weight else [])]
+
+    @property
+    def dtype(self) -> DType:
+        """The type of the sum, as torch promotes it."""
+        return promoted(self.change.weight.dtype, self.rounds[-1])
+
+    def rows(self, start: int, stop: int) -> Array:
+        import numpy
+
+        with numpy.errstate(all="ignore"):
+            made = self.change.rows(start, stop)
+            if self.change.parameter and len(self.change.weight.shape) == 3:
+                made = through(made, self.change.kept)  # there PEFT multiplies in the adapter's type
+            made = made * made.dtype.type(self.change.scale)
+            for dtype in self.rounds:
+                made = through(made, dtype)
+            total: Array = self.weight.rows(start, stop)
+            if self.change.delta.twice:
+                own = self.change.weight.dtype
+                total = through(total + through(made, own), own)
+            return total + made
+
+
+class _Decomposed:
+    """The rows of weights decomposed into magnitude and direction (DoRA)."""
+
+    def __init__(self, sums: _Sums, magnitude: TensorEntry) -> None:
+        self.sums, self.magnitude = sums, magnitude
+        self.dtype = promoted(sums.dtype, magnitude.dtype)
+        self._factor: Array | None = None  # of all columns
+
+    def rows(self, start: int, stop: int) -> Array:
+        import numpy
+
+        with numpy.errstate(all="ignore"):
+            total = through(self.sums.rows(start, stop), self.sums.dtype)
+            if self.sums.change.axis == 0:
+                factor = self._factors(_squares(total).sum(1), start, stop)[:, None]
+            else:
+                factor = self._of_columns()
+            return through(factor * total, self.dtype)
+
+    def _of_columns(self) -> Array:
+        """The factor of each column: of one pass over all rows."""
+        import numpy
+
+        if self._factor is None:
+            (height, width), count = self.sums.change.matrix, self.magnitude.numel
+            step, squares = max(1, ROWS // width), numpy.zeros(count)
+            for start in range(0, height, step):
+                total = through(self.sums.rows(start, min(start + step, height)), self.sums.dtype)
+                squares += _squares(total).sum(0).reshape(count, -1).sum(1)
+            self._factor = numpy.repeat(self._factors(squares, 0, count), width // count)[None, :]
+        return self._factor
+
+    def _factors(self, squares: Array, start: int, stop: int) -> Array:
+        import numpy
+
+        values = TensorValues(self.magnitude).read(start, stop)
+        norm: Array = numpy.sqrt(squares).astype("f8" if self.sums.dtype.name == "f64" else "f4")
+        norm = through(numpy.add(norm, self.sums.change.epsilon, dtype=norm.dtype), self.sums.dtype)
+        return through(values / norm, self.dtype)
+
+
+def _squares(values: Array) -> Array:
+    import numpy
+
+    return numpy.square(values, dtype=numpy.float64)
+
+
+def promoted(first: DType, second: DType) -> DType:
+    """The type of the sum of two floating tensors, as torch promotes them."""
+    if first is second:
+        return first
+    return by_name("f64" if "f64" in (first.name, second.name) else "f32")
+
+
+def through(values: Array, dtype: DType) -> Array:
+    """Numbers rounded to a type, as f32 again; those of at least 32 bits stay as they are."""
+    import numpy
+
+    if dtype.itemsize >= values.dtype.itemsize or dtype.name == "f64":
+        return values
+    return numbers(numpy.frombuffer(in_type(values, dtype), numpy.uint8), dtype).reshape(values.shape)
+
+
+def as_type(entry: TensorEntry, like_this: TensorEntry) -> TensorEntry:
+    """A tensor in the type of another, with its flags."""
+    if entry.dtype is like_this.dtype:
+        return like(like_this, entry)
+    values = TensorValues(entry)
+    return like(like_this, computed_tensor(like_this.dtype, entry.shape, values.read, (entry,)))
+
+
+def like(weight: TensorEntry, entry: TensorEntry) -> TensorEntry:
+    """The values of `entry` as a tensor of the weight's place: its device, and whether it is a parameter."""
+    flags = weight.flags._replace(conj=entry.flags.conj, neg=entry.flags.neg)
+    location = weight.location
+    storage = entry.storage if entry.location == location else replace(entry.storage, location=location)
+    return replace(entry, flags=flags, storage=storage)

@@ -1,0 +1,94 @@
+"""Where an adapter's changes go: the names of a base, also under another prefix, and kohya's without their dots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckptool.errors import Conflict, counted, listed, printable
+
+_SAMPLES = 3  # of an adapter's names, from which the prefixes are taken that all of them are then tried with
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The difference between an adapter's names and the base's: `removed` in front of the one, `added` to the other."""
+
+    removed: str = ""
+    added: str = ""
+
+    def of(self, name: str) -> str | None:
+        """The name in the base; None for one that does not begin so."""
+        return self.added + name[len(self.removed) :] if name.startswith(self.removed) else None
+
+    def __str__(self) -> str:
+        sides = [f"{printable(side)!r}" if side else "no prefix" for side in (self.removed, self.added)]
+        return f"the adapter's names begin with {sides[0]}, the base's with {sides[1]}"
+
+
+class Places:
+    """The names of a base. underscored: as kohya spells modules, `a.b_c.weight` as `a_b_c.weight`."""
+
+    def __init__(self, names: Iterable[str], *, underscored: bool = False) -> None:
+        self.separator = "_" if underscored else "."
+        self.names: dict[str, list[str]] = {}
+        for name in names:
+            self.names.setdefault(_underscored(name) if underscored else name, []).append(name)
+
+    def prefix(self, wanted: Sequence[Sequence[str]]) -> Prefix:
+        """The prefix under which most of the wanted names are found, each by any of its spellings.
+
+        Raises `Conflict` where two find equally many.
+        """
+        hits: Counter[Prefix] = Counter({Prefix(): self._hits(wanted, Prefix())})
+        if hits[Prefix()] < len(wanted):
+            step = max(1, len(wanted) // _SAMPLES)
+            for spellings in wanted[::step]:
+                for prefix in self._candidates(spellings):
+                    if prefix not in hits:
+                        hits[prefix] = self._hits(wanted, prefix)
+        most = max(hits.values())
+        best = [prefix for prefix, count in hits.items() if count == most]
+        if not most or best[0] == Prefix():
+            return Prefix()
+        shortest = min(len(prefix.removed) for prefix in best)  # `a.b` for `b` says no more than `a` for nothing
+        best = [prefix for prefix in best if len(prefix.removed) == shortest]
+        if len(best) > 1:
+            places = listed([printable(prefix.added) for prefix in best])
+            what = f"the adapter's names are in the base {counted(len(best), 'time')}: under {places}"
+            raise Conflict(what, "Which of them is meant cannot be told.", "Name the part: BASE#ADDRESS")
+        return best[0]
+
+    def key(self, name: str, prefix: Prefix) -> str | None:
+        """The base's name for an adapter's; None where there is none. Raises `Conflict` where there are two."""
+        found = self.names.get(prefix.of(name) or "", [])
+        if len(found) > 1:
+            what = f"{printable(name)} is {listed([printable(each) for each in found])}"
+            raise Conflict(what, "Without their dots these names are the same.", "")
+        return found[0] if found else None
+
+    def _hits(self, wanted: Sequence[Sequence[str]], prefix: Prefix) -> int:
+        return sum(any((prefix.of(name) or "") in self.names for name in spellings) for spellings in wanted)
+
+    def _candidates(self, spellings: Sequence[str]) -> Iterable[Prefix]:
+        for name in spellings:
+            module = name.rpartition(".")[0]
+            cuts = [0]
+            if self.separator == ".":
+                cuts += [place + 1 for place, letter in enumerate(module) if letter == "."][:8]
+            for cut in cuts:
+                rest = name[cut:]
+                found = [
+                    Prefix(name[:cut], each[: -len(rest)])
+                    for each in self.names
+                    if each.endswith(rest) and (len(each) == len(rest) or each[-len(rest) - 1] == self.separator)
+                ]
+                yield from found
+                if found:
+                    break
+
+
+def _underscored(name: str) -> str:
+    module, dot, leaf = name.rpartition(".")
+    return module.replace(".", "_") + dot + leaf

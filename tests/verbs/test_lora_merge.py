@@ -1,0 +1,204 @@
+"""`lora merge`: where an adapter's changes go, and what is refused. That the values are PEFT's is shown by
+`tests/engines/test_lora.py`, and by small ones of its own in `fixtures/surgery/lora`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported
+from tests.support.cli import Run
+
+Tensors = dict[str, torch.Tensor]
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "some/model"}
+
+
+def base_weights() -> Tensors:
+    torch.manual_seed(0)
+    names = {"model.embed_tokens": (7, 6), "model.layers.0.q": (6, 6), "model.layers.0.up": (8, 6), "lm_head": (7, 6)}
+    return {f"{name}.weight": torch.randn(shape) for name, shape in names.items()}
+
+
+def halves(module: str, out: int, inputs: int, rank: int = 2) -> Tensors:
+    torch.manual_seed(len(module))
+    return {f"{module}.lora_A.weight": torch.randn(rank, inputs), f"{module}.lora_B.weight": torch.randn(out, rank)}
+
+
+def peft(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    save_file(
+        {f"base_model.model.{key}": value for key, value in tensors.items()}, folder / "adapter_model.safetensors"
+    )
+    return folder
+
+
+def saved(tensors: Tensors, path: Path, **metadata: str) -> Path:
+    save_file(tensors, path, metadata=metadata or None)
+    return path
+
+
+def merged(tmp_path: Path, base: Tensors, adapter: Path, **options: Any) -> Tensors:
+    ckptool.lora_merge(saved(base, tmp_path / "base.safetensors"), adapter, tmp_path / "out.safetensors", **options)
+    return load_file(tmp_path / "out.safetensors")
+
+
+def refused(tmp_path: Path, base: Tensors, adapter: Path, kind: type[CkptoolError], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        merged(tmp_path, base, adapter)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def change(tensors: Tensors, module: str, scale: float = 2.0) -> torch.Tensor:
+    return tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"] * scale
+
+
+def test_only_what_the_adapter_is_for_is_changed(tmp_path: Path, run: Run) -> None:
+    base, tensors = base_weights(), halves("model.layers.0.up", 8, 6)
+    adapter = peft(tmp_path / "adapter", tensors)
+    found = merged(tmp_path, base, adapter, scale=0.5)
+    key = "model.layers.0.up.weight"
+    assert torch.equal(found[key], base[key] + change(tensors, "model.layers.0.up", 1.0))
+    assert all(torch.equal(found[name], base[name]) for name in base if name != key)
+    done = run("lora", "merge", tmp_path / "base.safetensors", adapter, "-o", tmp_path / "two.pt", "-n", "--json")
+    facts = json.loads(done.out)["facts"]
+    assert (done.code, facts["changed"], facts["keys"], facts["base_model"]) == (0, [key], 2, "some/model")
+    text = run("inspect", adapter).out
+    assert "LoRA adapter, PEFT names, rank 2, of 1 module (up)" in text and "trained on some/model" in text
+
+
+@pytest.mark.parametrize("prefix", ["module.", "language_model.", ""])
+def test_the_base_may_have_another_prefix(prefix: str, tmp_path: Path) -> None:
+    base = {f"{prefix}{key.removeprefix('model.')}": value for key, value in base_weights().items()}
+    adapter = peft(tmp_path / "adapter", tensors := halves("model.layers.0.up", 8, 6))
+    found = merged(tmp_path, base, adapter)
+    key = f"{prefix}layers.0.up.weight"
+    assert torch.equal(found[key], base[key] + change(tensors, "model.layers.0.up"))
+
+
+def test_a_prefix_that_could_be_two_is_refused(tmp_path: Path) -> None:
+    base = {f"{tower}.layers.0.up.weight": torch.randn(8, 6) for tower in ("text", "vision")}
+    adapter = peft(tmp_path / "adapter", halves("layers.0.up", 8, 6))
+    refused(tmp_path, base, adapter, Conflict, "2 times: under text., vision.")
+
+
+@pytest.mark.parametrize("wrong", ["model.layers.0.upp", "model.layers.9.up", "up"])
+def test_a_misspelt_key_ends_with_1_and_writes_nothing(wrong: str, tmp_path: Path, run: Run) -> None:
+    tensors = halves("model.layers.0.q", 6, 6) | halves(wrong, 8, 6)
+    adapter, base = peft(tmp_path / "adapter", tensors), saved(base_weights(), tmp_path / "base.safetensors")
+    done = run("lora", "merge", base, adapter, "-o", tmp_path / "out.pt")
+    assert done.code == 1 and "2 of 4 keys" in done.err and f"{wrong}.lora_A" in done.err, done
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_half_or_a_target_that_is_missing_is_named(tmp_path: Path) -> None:
+    tensors = halves("model.layers.0.q", 6, 6) | halves("model.layers.0.up", 8, 6)
+    adapter = peft(tmp_path / "adapter", {key: v for key, v in tensors.items() if "up.lora_A" not in key})
+    refused(tmp_path, base_weights(), adapter, NoMatch, "model.layers.0.up has .*lora_B.weight alone")
+    adapter = peft(tmp_path / "adapter", halves("model.layers.0.q", 6, 6), target_modules=["q", "up"])
+    refused(tmp_path, base_weights(), adapter, NoMatch, "nothing for 1 module .*: model.layers.0.up.weight")
+
+
+def test_an_adapter_for_another_base_is_named_by_its_shapes(tmp_path: Path) -> None:
+    adapter = peft(tmp_path / "adapter", halves("model.layers.0.up", 8, 5))
+    refused(tmp_path, base_weights(), adapter, Conflict, r"is for \[8, 5\], and .* is \[8, 6\]")
+    adapter = peft(tmp_path / "adapter", {"lm_head.weight": torch.ones(9, 6), **halves("model.layers.0.up", 8, 6)})
+    refused(tmp_path, base_weights(), adapter, Conflict, r"is for \[9, 6\], and .* is \[7, 6\]")
+
+
+def test_a_quantized_base_is_named(tmp_path: Path) -> None:
+    adapter = peft(tmp_path / "adapter", halves("model.layers.0.up", 8, 6))
+    base = base_weights()
+    packed = {"model.layers.0.up.weight": torch.zeros(48, 1, dtype=torch.uint8)}
+    refused(tmp_path, base | packed, adapter, Unsupported, "quantized")
+    scaled = {"model.layers.0.up.weight_scale_inv": torch.ones(1, 1)}
+    refused(tmp_path, base | scaled, adapter, Unsupported, "quantized")
+    del base["model.layers.0.up.weight"]
+    gptq = {"model.layers.0.up.qweight": torch.zeros(1, 8, dtype=torch.int32)}
+    refused(tmp_path, base | gptq, adapter, Unsupported, "quantized")
+
+
+def test_ties_stay_or_are_refused(tmp_path: Path) -> None:
+    base = base_weights()
+    base["lm_head.weight"] = base["model.embed_tokens.weight"]
+    torch.save(base, tmp_path / "base.pt")
+    embedding = {"model.embed_tokens.lora_embedding_A": torch.randn(2, 7)}
+    embedding["model.embed_tokens.lora_embedding_B"] = torch.randn(6, 2)
+    adapter = peft(tmp_path / "adapter", embedding)
+    with pytest.raises(Conflict, match="which is tied to lm_head"):
+        ckptool.lora_merge(tmp_path / "base.pt", adapter, tmp_path / "out.pt")
+    ckptool.lora_merge(
+        tmp_path / "base.pt", peft(tmp_path / "b", halves("model.layers.0.up", 8, 6)), tmp_path / "out.pt"
+    )
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
+    del base["lm_head.weight"]
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    refused(tmp_path, base, adapter, Conflict, "tied to the head, by config.json")
+    found = merged(tmp_path, base, peft(tmp_path / "adapter", embedding, ensure_weight_tying=True))
+    key = "model.embed_tokens"
+    delta = (embedding[f"{key}.lora_embedding_B"] @ embedding[f"{key}.lora_embedding_A"]).T * 2
+    assert torch.equal(found[f"{key}.weight"], base[f"{key}.weight"] + delta)
+
+
+def test_whole_modules_are_replaced_or_new(tmp_path: Path) -> None:
+    base, tensors = base_weights(), halves("model.layers.0.up", 8, 6)
+    head = {"lm_head.weight": torch.randn(7, 6, dtype=torch.bfloat16), "score.weight": torch.randn(2, 6)}
+    adapter = peft(tmp_path / "adapter", tensors | head, modules_to_save=["score", "lm_head"])
+    found = merged(tmp_path, base, adapter)
+    assert torch.equal(found["lm_head.weight"], head["lm_head.weight"].float())
+    assert torch.equal(found["score.weight"], head["score.weight"]) and list(found)[-1:] != [] and len(found) == 5
+    adapter = peft(tmp_path / "adapter", tensors | head, modules_to_save=["lm_head"])
+    (tmp_path / "out.safetensors").unlink()
+    refused(tmp_path, base, adapter, NoMatch, r"1 of 4 keys .*: base_model\.model\.score\.weight")
+
+
+def test_kohya_names_are_matched_with_those_of_the_base(tmp_path: Path) -> None:
+    base = {
+        "model.diffusion_model.down_blocks.0.to_q.weight": torch.randn(8, 6),
+        "first_stage.x.weight": torch.ones(2, 2),
+    }
+    halves_of = {"lora_down.weight": torch.randn(2, 6), "lora_up.weight": torch.randn(8, 2), "alpha": torch.tensor(1.0)}
+    file = saved({f"lora_unet_down_blocks_0_to_q.{key}": v for key, v in halves_of.items()}, tmp_path / "a.safetensors")
+    key = "model.diffusion_model.down_blocks.0.to_q.weight"
+    expected = base[key] + halves_of["lora_up.weight"] @ halves_of["lora_down.weight"] * 0.5
+    assert torch.equal(merged(tmp_path, base, file)[key], expected)
+    (tmp_path / "out.safetensors").unlink()
+    twice = base | {"model.diffusion_model.down.blocks_0.to_q.weight": torch.randn(8, 6)}
+    refused(tmp_path, twice, file, Conflict, "Without their dots these names are the same")
+
+
+def test_shards_are_merged_into_shards(tmp_path: Path) -> None:
+    ckptool.convert(saved(base_weights(), tmp_path / "b.safetensors"), tmp_path / "base/", shard_size="100B")
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
+    adapter = peft(tmp_path / "adapter", tensors := halves("model.layers.0.up", 8, 6))
+    ckptool.lora_merge(tmp_path / "base", adapter, f"{tmp_path / 'out'}/")
+    assert (tmp_path / "out" / "config.json").exists()
+    found = ckptool.load(tmp_path / "out")["model.layers.0.up.weight"]
+    assert torch.equal(found, base_weights()["model.layers.0.up.weight"] + change(tensors, "model.layers.0.up"))
+
+
+def test_an_adapter_at_an_address_and_a_configuration_elsewhere(tmp_path: Path) -> None:
+    tensors = halves("model.layers.0.up", 8, 6)
+    torch.save({"lora": {f"base_model.model.{key}": v for key, v in tensors.items()}, "step": 3}, tmp_path / "run.pt")
+    (tmp_path / "its.json").write_text(json.dumps(CONFIG))
+    base = base_weights()
+    found = merged(tmp_path, base, Path(f"{tmp_path / 'run.pt'}#lora"), config=tmp_path / "its.json")
+    key = "model.layers.0.up.weight"
+    assert torch.equal(found[key], base[key] + change(tensors, "model.layers.0.up"))
+    with pytest.raises(CkptoolError, match="does not say its alpha"):
+        ckptool.lora_merge(tmp_path / "base.safetensors", f"{tmp_path / 'run.pt'}#lora", tmp_path / "o.pt")
+
+
+def test_pissa_is_noted(tmp_path: Path) -> None:
+    adapter = peft(tmp_path / "adapter", halves("model.layers.0.up", 8, 6), init_lora_weights="pissa_niter_4")
+    done = ckptool.lora_merge(
+        saved(base_weights(), tmp_path / "b.safetensors"), adapter, tmp_path / "o.pt", dry_run=True
+    )
+    assert [note.code for note in done.notes] == ["changed-base"]
