@@ -18,6 +18,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES
 from ckptool.checkpoint.files import Folder, Source, json_or_none
+from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.parts import names_in
@@ -90,13 +91,17 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
 
 
 def configuration(part: Checkpoint) -> dict[str, Any]:
-    """The numbers of a model's configuration: of config.json beside its weights, of Meta's params.json, or of
-    nanoGPT's `model_args` in the file itself; an empty one where there is none that can be read."""
+    """The numbers of a model's configuration: of config.json beside its weights, of Meta's params.json, or in
+    the file itself: nanoGPT's `model_args`, Megatron's `args`. Empty where there is none that can be read."""
     for place in _places(part):
         for name in (CONFIG, PARAMS):
             if name in names_in(place) and (found := _json(place, name)):
                 return found
-    inside = part.tree.get("model_args") if isinstance(part.tree, dict) else None
+    tree = part.tree if isinstance(part.tree, dict) else {}
+    if isinstance(ranks := tree.get("ranks"), dict):  # what each of them saved beside its weights
+        tree = next((each for each in ranks.values() if isinstance(each, dict)), tree)
+    inside = tree.get("model_args", tree.get("args"))
+    inside = inside.attributes if isinstance(inside, Object) else inside
     return inside if isinstance(inside, dict) else {}
 
 

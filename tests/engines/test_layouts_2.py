@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckptool
 from tests.engines.layout_cases import Side, close, pretrained_side, prove, randomised, same_weights, torch_side
@@ -101,3 +104,43 @@ def test_experts(family: str, experts: int, tmp_path: Path) -> None:
     apart = pretrained_side(kind, config, logits)
     layout = "mixtral-stacked" if family == "Mixtral" else "qwen-moe-stacked"
     prove(layout, apart, stacked(apart, kind, config), tmp_path)
+
+
+# Megatron-core -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of a Llama by Megatron-core's own GPTModel, and its logits."""
+    out = tmp_path_factory.mktemp("megatron")
+    subprocess.run([sys.executable, "-m", "fixtures.surgery.make_megatron_llama", str(out)], check=True, timeout=300)
+    return out
+
+
+@pytest.mark.parametrize(("saved", "layout"), [("torch_dist", "llama-megatron-stacked"), ("ranks", "llama-megatron")])
+@pytest.mark.parametrize("vocab", [37, 40])
+def test_llama_of_megatron(megatron: Path, saved: str, layout: str, vocab: int, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, rms_norm_eps=1e-5, rope_theta=500.0,
+    )  # fmt: skip
+    expected = load_file(megatron / "logits.safetensors")
+    side = pretrained_side(LlamaForCausalLM, config, lambda model: [model(expected["words"]).logits[..., :37]])
+    out = tmp_path / "hf" / "model.safetensors"
+    out.parent.mkdir()
+    given = [f"vocab={vocab}"] * (vocab != 40)
+    ckptool.translate(megatron / saved, out=out, rules_file=layout, set=given)
+    side.prepare(out)
+    close([expected["logits"]], side.run(out))
+    back, again = tmp_path / "back.safetensors", tmp_path / "again.safetensors"
+    given = [f"padded={vocab + 3}"]
+    ckptool.translate(out, out=back, rules_file=layout, set=given, reverse=True)
+    assert load_file(back)["embedding.word_embeddings.weight"].shape == (vocab + 3, 32)
+    ckptool.translate(back, out=again, rules_file=layout, set=["heads=4", f"vocab={vocab}"])
+    assert same_weights(out, again)
+    if vocab == 40:
+        ckptool.translate(out, out=back, rules_file=layout, reverse=True, overwrite=True)
+        whole = ckptool.load(megatron / "torch_dist")["model"] if saved == "torch_dist" else load_file(back)
+        assert all(torch.equal(load_file(back)[name], value) for name, value in whole.items())

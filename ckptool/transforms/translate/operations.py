@@ -35,6 +35,7 @@ class Operation:
     """One operation of a rule: `split 0 [h, kv]`, with its numbers, its lists of numbers and its other words.
 
     over: the variable whose numbers it puts together or takes apart.  parts: of how many names, where that counts.
+    of: the size that the dimension has before it, with which it can be undone.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Operation:
     over: str = ""
     words: str = ""
     parts: int = 0
+    of: Arithmetic | None = None
 
     @property
     def kind(self) -> OperationKind:
@@ -64,7 +66,7 @@ class Operation:
         lists = [" from ".join(lists)] if self.name == "reshape" else lists
         if self.name == "slice":
             lists = [":".join("" if value.text == _END else value.text for value in self.lists[0])]
-        over = [f"over {self.over}"] if self.over else []
+        over = [f"over {self.over}"] if self.over else [f"of {self.of.text}"] if self.of else []
         return " ".join(
             [self.name, *(value.text for value in self.numbers), *lists, *over, *filter(None, [self.words])]
         )
@@ -74,7 +76,7 @@ class Operation:
 class OperationKind:
     """A kind of operation. numbers, lists: how many it takes, at least and at most.  inverse: its name, or a function.
 
-    each: it acts on each tensor by itself.  over: it may be `over` a variable.
+    each: it acts on each tensor by itself.  over: it may be `over` a variable.  of: it may be `of` a size.
     """
 
     usage: str
@@ -85,6 +87,7 @@ class OperationKind:
     each: bool = True
     over: bool = False
     free: bool = False  # other words
+    of: bool = False
 
 
 def parse_operation(text: str) -> Operation:
@@ -94,9 +97,11 @@ def parse_operation(text: str) -> Operation:
         what = f"unknown operation {printable(name)!r}" if name else "no operation after the colon"
         raise UsageError(what, f"Available: {', '.join(KINDS)}.", "For example: 'a => b : transpose'")
     kind = KINDS[name]
-    over, rest = "", list[str]()
+    over, of, rest = "", None, list[str]()
     if kind.over and words[-2:-1] == ["over"] and re.fullmatch(r"\w+", words[-1]):
         over, words = words[-1], words[:-2]
+    if kind.of and words[-2:-1] == ["of"]:
+        of, words = parse_arithmetic(words[-1]), words[:-2]
     if kind.free:
         first = 0 if not kind.lists[1] else sum(word.startswith("[") for word in words[:1])
         words, rest = words[:first], words[first:]
@@ -111,7 +116,7 @@ def parse_operation(text: str) -> Operation:
         or kind.free != bool(rest)
     ):
         raise UsageError(f"{printable(text)!r} is not how {name} is written", f"It is written: {kind.usage}")
-    parsed = Operation(name, tuple(map(parse_arithmetic, numbers)), lists, over, " ".join(rest))
+    parsed = Operation(name, tuple(map(parse_arithmetic, numbers)), lists, over, " ".join(rest), of=of)
     if name == "cast":
         parse_dtype(parsed.words)
     return parsed
@@ -386,7 +391,7 @@ def _unstack(op: Operation, tensors: Tensors, number: Number) -> Tensors:
 def _slice(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     (tensor,) = tensors
     axis = _axis(tensor, op.numbers[0], number)
-    size, (begin, end) = tensor.shape[axis], op.lists[0]
+    size, (begin, end) = _size_before(op, tensor, axis, number), op.lists[0]
     start, stop = number(begin), size if end.text == _END else number(end)
     start, stop = (start + size * (start < 0), stop + size * (stop < 0))
     if not 0 <= start <= stop <= size:
@@ -394,10 +399,31 @@ def _slice(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     return [tensor.narrow(axis, start, stop - start)]
 
 
+def _size_before(op: Operation, tensor: TensorEntry, axis: int, number: Number) -> int:
+    """The size of a dimension, if it is that which the operation names."""
+    size = tensor.shape[axis]
+    if op.of is not None and number(op.of) != size:
+        raise UsageError(f"{list(tensor.shape)} is not of the size that `{op}` names, {number(op.of):,}", UNFIT)
+    return size
+
+
+def _unslice(op: Operation) -> Operation | None:
+    begin, end = op.lists[0]
+    if op.of is None or begin.text != "0" or end.text == _END:
+        return None
+    return replace(op, name="pad", numbers=(*op.numbers, op.of), lists=(), of=end)
+
+
+def _unpad(op: Operation) -> Operation | None:
+    if op.of is None:
+        return None
+    return replace(op, name="slice", numbers=op.numbers[:1], lists=((parse_arithmetic("0"), op.of),), of=op.numbers[1])
+
+
 def _pad(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     (tensor,) = tensors
     axis, wanted = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
-    more = wanted - tensor.shape[axis]
+    more = wanted - _size_before(op, tensor, axis, number)
     if more < 0:
         raise UsageError(f"{tensor.shape[axis]:,} cannot be padded to {wanted:,}, which is less", UNFIT)
     shape = (*tensor.shape[:axis], more, *tensor.shape[axis + 1 :])
@@ -453,6 +479,8 @@ def _add(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     if not tensor.dtype.is_float:
         raise UsageError(f"{tensor!r} is of no floating type", UNFIT)
     by, values = number(op.numbers[0]), TensorValues(tensor)
+    if not by:
+        return [tensor]
     return [computed_tensor(tensor.dtype, tensor.shape, lambda start, stop: values.read(start, stop) + by, tensors)]
 
 
@@ -461,6 +489,10 @@ def _cast(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     if conversion(tensor.dtype, dtype) is None:
         raise UsageError(f"{tensor!r} cannot be cast to {dtype}", UNFIT)
     return [converted(tensor, dtype)]
+
+
+def _subtract(op: Operation) -> Operation:
+    return replace(op, numbers=(parse_arithmetic(f"-({op.numbers[0].text})"),))
 
 
 KINDS: dict[str, OperationKind] = {
@@ -485,19 +517,21 @@ KINDS: dict[str, OperationKind] = {
     "cat": OperationKind("cat AXIS [[SIZE, …]]", _cat, lists=(0, 1), inverse="split", each=False),
     "stack": OperationKind("stack AXIS [over VARIABLE]", _stack, inverse="unstack", each=False, over=True),
     "unstack": OperationKind("unstack AXIS [over VARIABLE]", _unstack, inverse="stack", each=False, over=True),
-    "slice": OperationKind("slice AXIS BEGIN:END", _slice, lists=(1, 1)),
-    "pad": OperationKind("pad AXIS SIZE", _pad, (2, 2)),
+    "slice": OperationKind("slice AXIS BEGIN:END [of SIZE]", _slice, lists=(1, 1), inverse=_unslice, of=True),
+    "pad": OperationKind("pad AXIS SIZE [of SIZE]", _pad, (2, 2), inverse=_unpad, of=True),
     "repeat": OperationKind("repeat AXIS TIMES", _repeat, (2, 2), inverse="unrepeat"),
     "unrepeat": OperationKind("unrepeat AXIS TIMES", _unrepeat, (2, 2), inverse="repeat"),
-    "add": OperationKind("add NUMBER", _add),
+    "add": OperationKind("add NUMBER", _add, inverse=_subtract),
     "cast": OperationKind("cast DTYPE", _cast, (0, 0), free=True),
 }
 
 
 def losses(op: Operation, before: Tensors, after: Tensors) -> str:
     """Why `--reverse` would not give these tensors back; empty where it would."""
-    if op.inverse() is None:
+    if op.inverse() is None or op.name == "slice":
         return "" if [each.layout for each in before] == [each.layout for each in after] else f"{op} cannot be undone"
+    if op.name == "add" and before != after:
+        return f"{op} rounds, so the way back may differ in the last bit"
     if op.name == "cat" and not op.lists:
         axis = _axis(before[0], op.numbers[0], lambda axis: axis.value(lambda name: None))
         sizes = [tensor.shape[axis] for tensor in before]

@@ -52,7 +52,7 @@ class Scope:
         value: Any = self.config
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        return value if type(value) is int else None
+        return int(value) if isinstance(value, int) else None
 
     @property
     def _functions(self) -> Functions:
