@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.quantized_formats import (
     FORMATS,
     TORCHAO,
@@ -20,7 +20,6 @@ from ckptool.checkpoint.quantized_formats import (
     QuantizedWeight,
     Scheme,
     are_sizes,
-    ceil_div,
     is_f8,
     parsed,
     scheme_of,
@@ -89,7 +88,11 @@ def find_quantized(
             except CkptoolError as error:
                 problem = f"{printable(name)}: {error.what}"
         found.problems += [problem] if problem else []
-    _settle_blocks(found)
+    found.problems += [
+        f"{printable(str(key))} is a {value.kind} tensor"
+        for key, value in tree.items()
+        if isinstance(value, Composite) and "quantized" in value.kind and (found or scheme.method)
+    ]
     if found or scheme.method or _is_scaled(tree):
         _add_leftovers(tree, taken, found)
     return found
@@ -145,26 +148,6 @@ def _named(tree: Mapping[Any, Any], metadata: Mapping[str, Any], problems: list[
 
 def _there(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
     return {role: key for role, key in keys.items() if isinstance(tree.get(key), TensorEntry)}
-
-
-def _settle_blocks(found: Quantized) -> None:
-    """Fills in the sizes of blocks that shapes leave open, where all weights together leave one size."""
-    for axis in (-2, -1):
-        unsettled = [weight for weight in found.weights if weight.block and not weight.block[axis]]
-        spans = [(weight.shape[axis], weight.facts["grid"][axis]) for weight in unsettled]
-        least = max((ceil_div(size, n) for size, n in spans), default=0)
-        most = min((ceil_div(size, n - 1) - 1 for size, n in spans), default=0)
-        if least != most:
-            found.weights = [weight for weight in found.weights if weight not in unsettled]
-            found.problems += [
-                f"{printable(weight.name)} {list(weight.shape)} has {list(weight.facts['grid'])} scales, for blocks of "
-                f"{least} to {most} {'rows' if axis == -2 else 'columns'}, and no configuration says which"
-                for weight in unsettled
-            ]
-        for number, weight in enumerate(found.weights):
-            if weight in unsettled:
-                block = (*weight.block[:-2], *((least, weight.block[-1]) if axis == -2 else (weight.block[-2], least)))
-                found.weights[number] = replace(weight, block=block)
 
 
 def _is_scaled(tree: Mapping[Any, Any]) -> bool:

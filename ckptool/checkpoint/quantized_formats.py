@@ -20,7 +20,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.errors import Unsupported, listed, printable
 
-MAX_WIDTH = 1 << 22  # elements of a row
+MAX_WIDTH = 1 << 20  # elements of a row
 MAX_STATE = 1 << 16  # bytes of bitsandbytes' JSON
 EXPONENTS = by_name("f8_e8m0fnu")  # the powers of two that scales of bytes are
 
@@ -30,8 +30,8 @@ class QuantizedWeight:
     """A weight that several tensors stand for.
 
     name: what the weight itself is called.  parts: by role.  keys: of all of them in the state dict, that of the codes
-    first.  codes: how the codes are packed (see `transforms.dequantize`).  kind: of the format, for people.  shape: of
-    the weight.  block: the sizes of what shares a scale, along each dimension; 0 where shapes leave it open.
+    first.  codes: how the codes are packed (see `transforms.dequantize`).  kind: of the format, for people.
+    grid, block: how many scales there are along each dimension, and the size of what shares one.
     facts: what else the arithmetic needs.
     """
 
@@ -41,6 +41,7 @@ class QuantizedWeight:
     codes: str = ""
     kind: str = ""
     shape: tuple[int, ...] = ()
+    grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
     bits: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -48,31 +49,34 @@ class QuantizedWeight:
     @property
     def words(self) -> str:
         """The format, for people: `fp8 in 128 × 128 blocks`."""
-        *rows, columns = self.block or (1,)
-        if self.block in ((), self.shape):
-            return self.kind + (" with a scale for each tensor" if self.block else "")
-        if all(size == 1 for size in rows):
-            each = "with a scale for each channel" if columns == self.shape[-1] else f"in groups of {columns}"
-            return f"{self.kind} {each}"
-        return f"{self.kind} in {rows[-1]} × {columns} blocks"
+        *rows, columns = self.block or (0,)
+        if not rows:
+            return self.kind
+        if self.block == self.shape:
+            return f"{self.kind} with a scale for each tensor"
+        if any(size != 1 for size in rows):
+            return f"{self.kind} in {rows[-1]} × {columns} blocks"
+        each = columns == self.shape[-1]
+        return f"{self.kind} with a scale for each channel" if each else f"{self.kind} in groups of {columns}"
 
 
 # The configuration ---------------------------------------------------------------------------------------------------
 
-_COMPRESSED = (
-    "dense float-quantized int-quantized naive-quantized pack-quantized mixed-precision nvfp4-pack-quantized "
-    "mxfp4-pack-quantized mxfp8-quantized"
-).split()
-_VERSIONS = ("", "gptq", "gptq_v2", "gemm")
+_CT = "compressed-tensors"
+_KNOWN = {
+    _CT: "dense float-quantized int-quantized naive-quantized pack-quantized mixed-precision nvfp4-pack-quantized "
+    "mxfp4-pack-quantized mxfp8-quantized".split(),
+    "gptq": ["gptq", "gptq_v2"],
+    "awq": ["gemm"],
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """The facts of a configuration that shapes may leave open; empty where it does not say.
 
-    blocks: (rows, columns) that share a scale, where 0 is all of them.
-    symmetric: None where it is not said.  reordered: columns are in no order of groups.  version: of GPTQ's and AWQ's
-    files.  unknown: why it is not known here.
+    blocks: (rows, columns) that share a scale, where 0 is all of them.  symmetric: None where it is not said.
+    reordered: columns are in no order of groups.  forms: names of the file's format.  unknown: why it is not known.
     """
 
     method: str = ""
@@ -80,44 +84,43 @@ class Scheme:
     blocks: frozenset[tuple[int, int]] = frozenset()
     symmetric: bool | None = None
     reordered: bool = False
-    version: str = ""
+    forms: tuple[str, ...] = ()
     unknown: str = ""
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme:
-    """The facts of a `quantization_config`, or of AutoGPTQ's and AutoAWQ's own files, which name no method."""
+    """The facts of a `quantization_config`."""
     method = _text(config.get("quant_method"))
     groups = config.get("config_groups")  # of compressed-tensors
-    schemes = [each for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
-    weights = [each["weights"] for each in schemes if isinstance(each.get("weights"), dict)]
-    if not config.get("dynamic"):  # GPTQModel: others by module
-        weights.append(config)
-    formats = [text for each in (config, *schemes) if (text := _text(each.get("format")))]
-    version = _text(config.get("checkpoint_format") or config.get("version")).lower()
-    unknown = ""
+    nodes = [
+        each for each in (config, *(groups.values() if isinstance(groups, dict) else ())) if isinstance(each, dict)
+    ]
+    names = ["checkpoint_format", "format", *(["version"] if method == "awq" else [])]
+    forms = tuple(text.lower() for node in nodes for name in names if (text := _text(node.get(name))))
+    strange = [form for form in forms if form not in _KNOWN.get(method, forms)]
+    unknown = f"the format {strange[0]!r} of {method} is not known" if strange else ""
     if method and not any(method in each.methods for each in (*FORMATS, TORCHAO)):
         unknown = f"the quantization method {method!r} is not known"
-    elif method == _CT and (others := [each for each in formats if each not in _COMPRESSED]):
-        unknown = f"the format {others[0]!r} of compressed-tensors is not known"
-    elif method in ("", "gptq", "awq") and version not in _VERSIONS:
-        unknown = f"the format {version!r} of {method or 'this quantization'} is not known"
-    signs = {sign for each in weights for name in ("symmetric", "sym") if type(sign := each.get(name)) is bool}
-    symmetric = signs.pop() if len(signs) == 1 else None
-    reordered = any(each.get("desc_act") is True or each.get("actorder") in ("group", "dynamic") for each in weights)
-    bits = frozenset(
-        b for each in weights for name in ("num_bits", "bits", "w_bit") if type(b := each.get(name)) is int
-    )
+    nodes += [node["weights"] for node in nodes if isinstance(node.get("weights"), dict)]
+    nodes = [] if config.get("dynamic") else nodes  # GPTQModel: other facts by module
+    bits = (node.get(name) for node in nodes for name in ("num_bits", "bits"))
+    signs = {sign for node in nodes for name in ("symmetric", "sym") if type(sign := node.get(name)) is bool}
     return Scheme(
-        method, bits, frozenset(b for each in weights for b in _blocks_of(each)), symmetric, reordered, version, unknown
+        method,
+        frozenset(number for number in bits if type(number) is int),
+        frozenset(block for node in nodes for block in _blocks_of(node)),
+        signs.pop() if len(signs) == 1 else None,
+        any(node.get("desc_act") is True or node.get("actorder") in ("group", "dynamic") for node in nodes),
+        forms,
+        unknown,
     )
 
 
 def _blocks_of(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
     """The rows and columns that share a scale, if that is said."""
-    sizes = fields.get("weight_block_size") or fields.get("block_structure")
+    sizes, group = fields.get("weight_block_size") or fields.get("block_structure"), fields.get("group_size")
     if isinstance(sizes, list) and len(sizes) == 2 and are_sizes(sizes):
         return [(sizes[0], sizes[1])]
-    group = fields.get("group_size", fields.get("q_group_size"))
     if type(group) is int and group < 1 << 40:
         return [(1, max(group, 0))]
     strategy = fields.get("strategy")
@@ -172,44 +175,45 @@ def _gridded(weight: QuantizedWeight, scheme: Scheme, *, even: bool = False) -> 
     even: blocks divide a row, so that shapes tell them.
     """
     shape, scale = weight.shape, weight.parts["scale"]
-    if scale.dtype.name == "u8":
-        scale = replace(scale, dtype=EXPONENTS)
-    require(len(shape) >= 2 and are_sizes(shape) and shape[-1] <= MAX_WIDTH, f"a weight of shape {list(shape)[:8]}")
-    require(scale.dtype.is_float, f"a scale of type {scale.dtype}")
-    grid = scale.shape
-    if scale.numel == 1:
-        grid = (1,) * len(shape)
-    elif grid == shape[:1]:
-        grid = (shape[0], *(1,) * (len(shape) - 1))
-    fits = len(grid) == len(shape) and all(0 < n <= size for n, size in zip(grid, shape, strict=True))
-    require(fits, f"scales {_shaped(scale)} for a weight {list(shape)}")
-    block = [size if n == 1 else 1 if n == size else 0 for size, n in zip(shape, grid, strict=True)]
-    require(all(block[:-2]), f"scales {_shaped(scale)} for a weight {list(shape)}")
-    if even and not scheme.blocks and not block[-1] and shape[-1] % grid[-1] == 0:
-        block[-1] = shape[-1] // grid[-1]
-    if scheme.blocks:
-        wanted = [tuple(each or size for each, size in zip(pair, shape[-2:], strict=True)) for pair in scheme.blocks]
-        fitting = {pair for pair in wanted if tuple(map(ceil_div, shape[-2:], pair)) == grid[-2:]}
-        settled = {tuple(found or each for found, each in zip(block[-2:], pair, strict=True)) for pair in fitting}
-        said = f"not in blocks of {listed([f'{rows} × {columns}' for rows, columns in sorted(wanted)])}"
-        require(len(settled) == 1, f"scales {_shaped(scale)} for a weight {list(shape)}, {said}")
-        block[-2:] = settled.pop()
+    scale = replace(scale, dtype=EXPONENTS) if scale.dtype.name == "u8" else scale
+    found = f"scales {_shaped(scale)} for a weight {list(shape)[:8]}"
+    require(len(shape) >= 2 and are_sizes(shape) and shape[-1] <= MAX_WIDTH and scale.dtype.is_float, found)
+    grid = (*scale.shape, *(1,) * (len(shape) - 1)) if scale.shape == shape[:1] else scale.shape
+    grid = (1,) * len(shape) if scale.numel == 1 else grid
+    require(len(grid) == len(shape) and all(0 < n <= size for n, size in zip(grid, shape, strict=True)), found)
+    require(all(n in (1, size) for n, size in zip(grid[:-2], shape, strict=False)), found)
+    sizes = [(size, n, even and axis == len(shape) - 1) for axis, (size, n) in enumerate(zip(shape, grid, strict=True))]
+    wanted = scheme.blocks or {tuple(_own_block(*each) for each in sizes[-2:])}
+    wanted = {tuple(size or whole for size, whole in zip(pair, shape[-2:], strict=True)) for pair in wanted}
+    fitting = {pair for pair in wanted if tuple(map(ceil_div, shape[-2:], pair)) == grid[-2:]}
+    block = {
+        tuple(
+            ceil_div(size, n) if n in (1, size) else each for each, (size, n, _) in zip(pair, sizes[-2:], strict=True)
+        )
+        for pair in fitting
+    }
+    require(len(block) == 1, f"{found}, not in blocks of {listed([f'{r} × {c}' for r, c in sorted(wanted)])}")
     parts = dict(weight.parts) | {"scale": scale.reshape((prod(grid[:-1]), grid[-1]))}
-    facts = {**weight.facts, "grid": grid}
     if (zeros := parts.get("zeros")) is not None and weight.codes == "plain":
         fits = zeros.shape == scale.shape and zeros.dtype.kind in ("int", "float")
-        require(fits, f"zero points {_shaped(zeros)} for scales {_shaped(scale)}")
+        require(fits, f"zero points {_shaped(zeros)}, {found}")
         parts["zeros"] = zeros.reshape(parts["scale"].shape)
-    if (index := parts.get("g_idx")) is not None:
-        fits = index.shape == shape[-1:] and index.dtype.kind == "int"
-        require(fits, f"an index of groups {_shaped(index)} for a weight {list(shape)}")
-    elif weight.codes == "bits" and grid[-1] > 1:
-        require(
-            not scheme.reordered, "no index of groups, and columns that were reordered, as the configuration has it"
-        )
-    signed = scheme.symmetric is not False or "zeros" in parts or not weight.kind.startswith("int")
-    require(signed, "no zero points, and codes that are not symmetric, as the configuration has it")
-    return replace(weight, parts=parts, block=tuple(block), facts=facts)
+    index = parts.get("g_idx")
+    require(index is None or (index.shape == shape[-1:] and index.dtype.kind == "int"), f"{found}, another g_idx")
+    missing = scheme.reordered and index is None and weight.codes == "bits" and grid[-1] > 1
+    require(not missing, "no g_idx, and columns that were reordered, as the configuration has it")
+    missing = scheme.symmetric is False and "zeros" not in parts and weight.kind.startswith("int")
+    require(not missing, "no zero points, and codes that are not symmetric, as the configuration has it")
+    lead = (ceil_div(size, n) for size, n, _ in sizes[:-2])
+    return replace(weight, parts=parts, grid=grid, block=(*lead, *block.pop()))
+
+
+def _own_block(size: int, count: int, even: bool) -> int:
+    """The size of so many blocks of a dimension, the last of which may be cut unless they are even."""
+    least, most = ceil_div(size, count), size if count == 1 else ceil_div(size, count - 1) - 1
+    told = count in (1, size) or least == most or (even and size % count == 0)
+    require(told, f"{count} scales for {size}, blocks of {least} to {most}: name it, as in --block-size 128x128")
+    return least
 
 
 # The formats ---------------------------------------------------------------------------------------------------------
@@ -320,11 +324,10 @@ def _gptq_or_awq(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     columns = codes.shape[0] if awq or not bits else codes.shape[0] * 32 // bits
     require(bool(bits) and (awq or columns * bits == codes.shape[0] * 32), found)
     method = "awq" if awq else "gptq"
-    agrees = scheme.method in ("", method) and (not scheme.version or (scheme.version == "gemm") == awq)
-    require(agrees, f"{method.upper()} by its shapes, and not by the configuration")
+    require(scheme.method in ("", method), f"{method.upper()} by its shapes, and not by the configuration")
     require(not scheme.bits or bits in scheme.bits, f"{bits} bits by its shapes, {sorted(scheme.bits)} as configured")
     parts = dict(weight.parts) | {"codes": _transposed(codes), "zeros": _transposed(zeros), "scale": _transposed(scale)}
-    facts = {"symmetric": scheme.symmetric, "version": scheme.version, "stored": "" if awq else "gptq"}
+    facts = {"symmetric": scheme.symmetric, "forms": scheme.forms, "stored": "" if awq else "gptq"}
     made = replace(weight, parts=parts, codes="awq" if awq else "bits", bits=bits, facts=facts, shape=(out, columns))
     return _gridded(replace(made, kind=f"{method.upper()} {bits} bit"), scheme, even=True)
 
@@ -345,7 +348,6 @@ class QuantizedFormat(NamedTuple):
     weak: bool = False
 
 
-_CT = "compressed-tensors"
 _STATE = ".quant_state.bitsandbytes__"
 _BNB = {"codes": "", "absmax": ".absmax", "map": ".quant_map"}
 _NESTED = {"nested_absmax": ".nested_absmax", "nested_map": ".nested_quant_map"}

@@ -240,20 +240,14 @@ def _with_dtype(node: Any, dtype: str) -> Any:
 # The quantization of the configuration -------------------------------------------------------------------------------
 
 QUANTIZATION = ("quantization_config", "compression_config")  # the second is an old name of compressed-tensors'
-_ALONE = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ
 
 
 def quantization_config(part: Checkpoint) -> dict[str, Any]:
     """The quantization of the configuration beside a checkpoint; empty where that says nothing of one."""
-    for place in _places(part):
-        names = names_in(place)
-        nodes = [_json(place, CONFIG)] if CONFIG in names else []
-        nodes += [node for node in (nodes[0].values() if nodes else ()) if isinstance(node, dict)]  # text_config
-        found = [node[key] for node in nodes for key in QUANTIZATION if isinstance(node.get(key), dict)]
-        found += [_json(place, name) for name in _ALONE if name in names]
-        if found or nodes:
-            return found[0] if found else {}
-    return {}
+    config = configuration(part)
+    nodes = [config, *(node for node in config.values() if isinstance(node, dict))]  # text_config
+    found = [node[key] for node in nodes for key in QUANTIZATION if isinstance(node.get(key), dict)]
+    return found[0] if found else {}
 
 
 def _without_quantization(files: dict[str, Data]) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.quantized import Quantized
@@ -20,6 +20,7 @@ from ckptool.checkpoint.quantized_formats import QuantizedWeight, parsed
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.errors import Ambiguous, Conflict, Corrupt, NoMatch, Unsupported, counted, listed, printable
+from ckptool.reports.quantization import quantized_in
 from ckptool.transforms.blockwise import Numbers, TensorValues, computed_rows, computed_tensor
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
     """
     inputs, location, shape = tuple(weight.parts.values()), weight.parts["codes"].location, weight.shape
     if weight.codes == "bitsandbytes":
-        return computed_tensor(dtype, shape, _Bitsandbytes(weight).read, inputs, location)
+        return computed_tensor(dtype, shape, _bitsandbytes(weight), inputs, location)
     if weight.codes == "gpt-oss":
         rows = prod(shape[:2]) // 32, 32 * shape[2]
-        return computed_rows(dtype, rows, _GptOss(weight).rows, inputs, location).reshape(shape)
+        return computed_rows(dtype, rows, _gpt_oss(weight), inputs, location).reshape(shape)
     rows = prod(shape[:-1]), shape[-1]
     return computed_rows(dtype, rows, _Scaled(weight).rows, inputs, location).reshape(shape)
 
@@ -82,7 +83,7 @@ class _Scaled:
         """The rows of the table of scales that these rows of the weight need; and which of them each needs."""
         import numpy
 
-        block, grid = self.weight.block[:-1], self.weight.facts["grid"][:-1]
+        block, grid = self.weight.block[:-1], self.weight.grid[:-1]
         places = numpy.unravel_index(numpy.arange(start, stop), self.weight.shape[:-1])
         at = numpy.ravel_multi_index(tuple(each // size for each, size in zip(places, block, strict=True)), grid)
         first = int(at.min())
@@ -209,15 +210,15 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
     for row in range(0, rows, step):
         found = points(row, min(row + step, rows))
         low, high = min(low, int(found.min())), max(high, int(found.max()))
-    name, symmetric, version = printable(weight.name), weight.facts["symmetric"], weight.facts["version"]
+    name, symmetric, forms = printable(weight.name), weight.facts["symmetric"], weight.facts["forms"]
     if symmetric is not False and low == high and low in (middle - 1, middle):
         return middle - low
     if symmetric:
         what = f"{name}: its zero points are {low} to {high}, and the configuration calls it symmetric"
         raise Conflict(what, "One of the two is of another checkpoint.", "Correct `sym` in quantization_config.")
-    if version == "gptq_v2":
+    if "gptq_v2" in forms:
         return 0
-    if symmetric is None and not version:
+    if symmetric is None and not forms:
         what = f"{name}: nothing says whether its zero points are stored less one"
         raise Ambiguous(what, "GPTQ's first version does that, the second does not.", "Put its config.json beside it.")
     if high == largest:
@@ -229,61 +230,54 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
 # Formats of their own ------------------------------------------------------------------------------------------------
 
 
-class _GptOss:
+def _gpt_oss(weight: QuantizedWeight) -> Numbers:
     """Rows of [experts · groups, 32 · rows] of gpt-oss' experts, whose last two dimensions it swaps."""
+    codes, scale, count = TensorValues(weight.parts["codes"]), TensorValues(weight.parts["scale"]), weight.shape[2]
 
-    __slots__ = ("codes", "count", "scale")
-
-    def __init__(self, weight: QuantizedWeight) -> None:
-        self.codes, self.scale = TensorValues(weight.parts["codes"]), TensorValues(weight.parts["scale"])
-        self.count = weight.shape[2]
-
-    def rows(self, start: int, stop: int) -> Array:
+    def rows(start: int, stop: int) -> Array:
         import numpy
 
-        first, last = start * self.count, stop * self.count
+        first, last = start * count, stop * count
         with numpy.errstate(all="ignore"):
-            values = e2m1(self.codes.read(first * 16, last * 16).reshape(-1, 16))
-            values *= self.scale.read(first, last)[:, None]
-        return values.reshape(stop - start, self.count, 32).transpose(0, 2, 1)
+            values = e2m1(codes.read(first * 16, last * 16).reshape(-1, 16)) * scale.read(first, last)[:, None]
+        return values.reshape(stop - start, count, 32).transpose(0, 2, 1)
+
+    return rows
 
 
-class _Bitsandbytes:
+def _bitsandbytes(weight: QuantizedWeight) -> Numbers:
     """Nibbles over the flat weight, the high one first; blocks of them share the largest value."""
+    parts, facts = {role: TensorValues(part) for role, part in weight.parts.items()}, weight.facts
+    codes = weight.parts["codes"].row_major()
 
-    __slots__ = ("codes", "facts", "parts")
-
-    def __init__(self, weight: QuantizedWeight) -> None:
-        self.facts = weight.facts
-        self.parts = {role: TensorValues(part) for role, part in weight.parts.items() if role != "codes"}
-        self.codes = weight.parts["codes"].row_major()
-
-    def read(self, start: int, stop: int) -> Array:
+    def largest(start: int, stop: int) -> Array:
         import numpy
 
-        raw = numpy.frombuffer(self.codes.read(start // 2, -(-stop // 2) - start // 2), numpy.uint8)
+        found = parts["absmax"].read(start, stop)
+        if "nested_absmax" not in parts:
+            return found
+        scale = _of_blocks(parts["nested_absmax"].read, facts["nested_blocksize"], start, stop)
+        values: Array = parts["nested_map"].read(0, 256)[found] * scale
+        return values + numpy.float32(facts["nested_offset"])
+
+    def read(start: int, stop: int) -> Array:
+        import numpy
+
+        raw = numpy.frombuffer(codes.read(start // 2, -(-stop // 2) - start // 2), numpy.uint8)
         nibbles = numpy.stack((raw >> 4, raw & 15), axis=-1).reshape(-1)[start % 2 :][: stop - start]
         with numpy.errstate(all="ignore"):
-            values: Array = self.parts["map"].read(0, 16)[nibbles]
-            return values * self._blocks(self._largest, self.facts["blocksize"], start, stop)
+            values: Array = parts["map"].read(0, 16)[nibbles] * _of_blocks(largest, facts["blocksize"], start, stop)
+        return values
 
-    def _largest(self, start: int, stop: int) -> Array:
-        import numpy
+    return read
 
-        found = self.parts["absmax"].read(start, stop)
-        if "nested_absmax" not in self.parts:
-            return found
-        scale = self._blocks(self.parts["nested_absmax"].read, self.facts["nested_blocksize"], start, stop)
-        values: Array = self.parts["nested_map"].read(0, 256)[found] * scale
-        return values + numpy.float32(self.facts["nested_offset"])
 
-    @staticmethod
-    def _blocks(read: Numbers, size: int, start: int, stop: int) -> Array:
-        """The number for each element, of one for each block of `size`."""
-        import numpy
+def _of_blocks(read: Numbers, size: int, start: int, stop: int) -> Array:
+    """The number for each element, of one for each block of `size`."""
+    import numpy
 
-        first = start // size
-        return read(first, -(-stop // size))[numpy.arange(start, stop) // size - first]
+    first = start // size
+    return read(first, -(-stop // size))[numpy.arange(start, stop) // size - first]
 
 
 # The checkpoint ------------------------------------------------------------------------------------------------------
@@ -298,55 +292,41 @@ class Dequantized:
     left_out: tuple[str, ...]
 
 
-def dequantize(
-    checkpoint: Checkpoint, roots: Sequence[StateDict], found: Sequence[Quantized], dtype: DType
-) -> Dequantized:
+def dequantize(checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType, block_size: str = "") -> Dequantized:
     """Puts the weights themselves, in this type, in the places of their codes; scales and the like are left out.
 
-    found: the quantized weights of each root. Raises `Unsupported` naming everything whose layout is not known, and
-    `NoMatch` where nothing is quantized. Reads nothing.
+    block_size: as in `quantized_in`. Raises `Unsupported` naming everything whose layout is not known, and `NoMatch`
+    where nothing is quantized. Reads nothing.
     """
+    found = [(root, quantized_in(checkpoint, root.node, block_size)) for root in roots]
     where = str(checkpoint.source or "the checkpoint")
-    problems = [problem for each in found for problem in each.problems]
-    problems += [
-        f"{printable(str(key))} is a {value.kind} tensor"
-        for root in roots
-        for key, value in root.node.items()
-        if isinstance(value, Composite) and "quantized" in value.kind
-    ]
-    if problems:
+    if problems := [problem for _, each in found for problem in each.problems]:
         what = f"{where}: {counted(len(problems), 'part')} cannot be dequantized: {listed(problems, 4)}"
-        raise Unsupported(what, "Their numbers alone are not the weights. Nothing was written.")
-    if not any(each.weights for each in found):
+        raise Unsupported(what, "Codes that are not understood are no weights. Nothing was written.")
+    weights = [
+        (address((*root.base, *root.path, weight.name)), weight) for root, each in found for weight in each.weights
+    ]
+    if not weights:
         raise NoMatch(f"{where} has no quantized weights", "None of its names and types tells one.")
     made: dict[tuple[Any, ...], TensorEntry] = {}
-    replaced = {
-        id(root.node): _with_weights(root.node, each, dtype, made) for root, each in zip(roots, found, strict=True)
-    }
-    names = [
-        (address((*root.base, *root.path, weight.name)), weight)
-        for root, each in zip(roots, found, strict=True)
-        for weight in each.weights
-    ]
-    left = [
-        address((*root.base, *root.path, key)) for root, each in zip(roots, found, strict=True) for key in each.left_out
-    ]
-    typed = [*parsed(checkpoint.metadata.get("tensor_names"), list), "tensor_names"]  # torchao's
-    typed = typed if any(weight.name in typed for _, weight in names) else []
+    replaced = {id(root.node): _with_weights(root.node, each, dtype, made) for root, each in found}
+    left_out = [address((*root.base, *root.path, key)) for root, each in found for key in each.left_out]
+    typed = {*parsed(checkpoint.metadata.get("tensor_names"), list), "tensor_names"}  # torchao's
+    typed = typed if any(weight.name in typed for _, weight in weights) else set()
     metadata = {key: text for key, text in checkpoint.metadata.items() if key not in typed}
     tree = rebuild(checkpoint.tree, replaced=replaced)
-    return Dequantized(replace(checkpoint, tree=tree, metadata=metadata), tuple(names), tuple(left))
+    return Dequantized(replace(checkpoint, tree=tree, metadata=metadata), tuple(weights), tuple(left_out))
 
 
 def _with_weights(
     node: Mapping[Any, Any], found: Quantized, dtype: DType, made: dict[tuple[Any, ...], TensorEntry]
 ) -> dict[Any, Any]:
+    """The state dict with weights in the places of their codes. made: by views of their parts; ties stay."""
     first = {weight.keys[0]: weight for weight in found.weights}
     gone = {key for weight in found.weights for key in weight.keys} | set(found.left_out)
     items: dict[Any, Any] = {}
     for key, value in node.items():
-        if key in first:
-            weight = first[key]
+        if (weight := first.get(key)) is not None:
             view = tuple((role, part.view) for role, part in sorted(weight.parts.items()))
             items[weight.name] = made.setdefault(view, weight_of(weight, dtype))
         elif key not in gone:

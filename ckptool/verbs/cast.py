@@ -12,11 +12,11 @@ from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, counted, listed, printable
 from ckptool.formats.model_folder import model_folder
 from ckptool.formats.opening import PathLike
-from ckptool.reports.quantization import quantized_in, refuse_quantized
+from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
-from ckptool.transforms import dequantize as transform
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import Dequantized
+from ckptool.transforms.dequantize import dequantize as dequantized
 from ckptool.verbs._save import ChangeOptions, Output, begin_change
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def cast(
     part, roots = change.part, model_state_dicts(change.part, named=change.named)
     weights: Dequantized | None = None
     if dequantize:
-        quantized = [quantized_in(part, root.node, block_size) for root in roots]
-        weights = transform.dequantize(part, roots, quantized, target)
+        weights = dequantized(part, roots, target, block_size)
         part, roots = weights.checkpoint, model_state_dicts(weights.checkpoint, named=change.named)
     else:
         refuse_quantized(part, [root.node for root in roots], "Cast")
