@@ -59,9 +59,8 @@ def translate(
         raise UsageError(f"unknown --rest {printable(rest)!r}", f"Available: {', '.join(REST)}.")
     own = [rule for text in several(rules) for rule in parse_translation_rule(text)]
     layout = None if rules_file is None else layout_or_file(rules_file)
-    translation = (
-        replace(layout.translation, rules=(*own, *layout.translation.rules)) if layout else Translation((*own,))
-    )
+    translation = layout.translation if layout else Translation(())
+    translation = replace(translation, rules=(*own, *translation.rules), complete=translation.complete and not own)
     if not translation.rules and translation.join is None:
         raise UsageError(
             "translate was given no rule",
@@ -80,12 +79,13 @@ def translate(
     change = begin_change("translate", file, out, at, options, opening)
     roots = model_state_dicts(change.part, named=change.named)
     if layout is not None:
-        turned = {layout.direction(root.node, reverse) for root in roots}
-        if len(turned) > 1:
-            what = f"some sets of weights are of {layout.old.name}, others of {layout.new.name}"
+        layout = replace(layout, translation=translation)
+        sides = {layout.side_of(root.node, reverse) for root in roots}
+        if len(sides) > 1:
+            what = f"the sets of weights are of several sides of {layout.name}"
             raise Conflict(what, "One translation goes one way.", "Name one of them: --at ADDRESS")
-        reverse = turned.pop()
-    if reverse:
+        translation, reverse = layout.rules_for(*sides), sides != {0}
+    elif reverse:
         translation = translation.reversed()
     config = configuration(change.part) or configuration(change.original)
     done = translate_roots(change.part, roots, translation, given=given, config=config, rest=rest)

@@ -20,6 +20,7 @@ from ckptool.transforms.translate.apply import (
     plan_steps,
     unused_rules,
 )
+from ckptool.transforms.translate.completeness import refuse_gaps
 from ckptool.transforms.translate.moments import translated_optimizer
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation
@@ -52,6 +53,8 @@ def translate_roots(
     scopes = [Scope(given, translation.variables, config, root.node) for root in roots]
     plans = [plan_steps(translation, root.node, scope) for root, scope in zip(roots, scopes, strict=True)]
     unused_rules(translation, {name for plan in plans for name in plan.used})
+    for plan in plans if translation.complete else ():
+        refuse_gaps(plan.steps, translation.rules)
     done = [
         carry_out(translation, plan, root.node, scope, rest)
         for plan, root, scope in zip(plans, roots, scopes, strict=True)

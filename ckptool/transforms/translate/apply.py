@@ -10,6 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed, printable
+from ckptool.reports.compare import same_bytes
 from ckptool.transforms.key_names import Groups
 from ckptool.transforms.rules import WHOLE_KEY
 from ckptool.transforms.translate.operations import Tensors, losses, zeros
@@ -76,9 +77,9 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
     Raises `Conflict` for a step of which a key is missing.
     """
     ranges = scope.ranges(translation.ranges)
-    plan = RootPlan([], [], [], _unfilled(translation, node), set())
+    plan = RootPlan([], [], _tied(translation, node), _unfilled(translation, node), set())
     found: dict[Any, Step] = {}
-    for key in (key for key in node if type(key) is str and key not in plan.unfilled):
+    for key in (key for key in node if type(key) is str and key not in (*plan.unfilled, *plan.dropped)):
         dropping = next((each for each in translation.drop if each.matches(key)), None)
         if dropping is not None:
             plan.dropped.append(key)
@@ -155,7 +156,7 @@ _TOGETHER = "They are put together, and one of them is missing. Nothing was writ
 def unused_rules(translation: Translation, used: Collection[str]) -> None:
     """Raises `NoMatch` for a rule that matches no key of any set of weights."""
     for rule in translation.rules:
-        if not rule.optional and rule.place + rule.text not in used:
+        if not rule.group and rule.place + rule.text not in used:
             where = f" ({rule.place})" if rule.place else ""
             what = f"the rule {printable(rule.text)!r}{where} matches no key, or only keys that an earlier rule takes"
             raise NoMatch(what, WHOLE_KEY, "See the keys: ckptool inspect FILE --all")
@@ -202,6 +203,7 @@ def carry_out(
                 _refuse_second(owners, key, "a key that no rule takes", key)
             items[key] = value
     filled = _filled(translation, node, items, scope)
+    items |= {name: items[other] for name, other in translation.ties if other in items and name not in items}
     dropped = [*plan.dropped, *(plan.rest if rest == DROP else [])]
     kept = plan.rest if rest == KEEP else []
     return TranslatedRoot(items, tuple(plan.steps), tuple(dropped), tuple(kept), tuple(filled), tuple(plan.unfilled))
@@ -289,6 +291,21 @@ def finished(entry: TensorEntry, inputs: Sequence[TensorEntry]) -> TensorEntry:
     if isinstance(data, FileRange) and all(each.crc is None for storage in storages for each in storage.below()):
         return entry.with_values(data).with_flags(flags)
     return entry.with_values(Computed(data.length, data.read, storages)).with_flags(flags)
+
+
+def _tied(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
+    """The keys that are left out, being second names of tensors. Raises `Conflict` for one with values of its own."""
+    names = [(name, other) for name, other in translation.tied if name in node and other in node]
+    for name, other in names:
+        one, first = node[name], node[other]
+        tensors = isinstance(one, TensorEntry) and isinstance(first, TensorEntry)
+        if one is first or (tensors and one.view == first.view):
+            continue
+        alike = tensors and (one.dtype, one.shape) == (first.dtype, first.shape)
+        if not alike or not same_bytes(one.row_major(), first.row_major()):
+            what = f"{printable(name)} is not {printable(other)}: they are tied in the other layout"
+            raise Conflict(what, "One of the two would be lost. Nothing was written.", "Leave it out first: --drop")
+    return [name for name, _ in names]
 
 
 # Zeros ---------------------------------------------------------------------------------------------------------------

@@ -5,14 +5,17 @@ layout: names of the two sides, `old` and `new`, and by which keys a set of weig
 title: timm ViT ↔ transformers ViT
 source: where the facts are from
 old: {name: timm, has: [blocks.0.attn.qkv.weight], refuse: {'*.q_norm.*': normalised queries have no place there}}
-new: {name: transformers, has: [vit.embeddings.cls_token]}
+new: {name: transformers, base: vit., has: [vit.embeddings.cls_token]}
 notes: [what the new side's configuration needs]
 rules: [...]
+
+`has`, `lacks` and `refuse` also take equations of sizes, with = or !=: "size('NAME', 0) = 3 * size('NAME', 1)".
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,11 +23,15 @@ from importlib import resources
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.patterns import Matcher, matcher
-from ckptool.errors import Conflict, UsageError, listed, printable
-from ckptool.transforms.key_names import parse_name
+from ckptool.checkpoint.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.state_dicts import without_wrappers
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, listed, printable
+from ckptool.transforms.arithmetic import Unbound, parse_arithmetic
+from ckptool.transforms.key_names import KeyName, parse_name
 from ckptool.transforms.rules import MAX_RULES, scalar_text, yaml_node
-from ckptool.transforms.translate.translation import LOOK, Translation, translation_of
+from ckptool.transforms.translate.scope import Scope
+from ckptool.transforms.translate.translation import FUNCTIONS, LOOK, Translation, dropped, translation_of
 
 FOLDER = "layouts"
 _HEADER = ("title", "source", "old", "new", "notes")
@@ -32,35 +39,62 @@ _HEADER = ("title", "source", "old", "new", "notes")
 
 @dataclass(frozen=True, slots=True)
 class LayoutSide:
-    """One side of a layout. has: names of which each matches a key.  lacks: names that match none.
+    """One side of a layout. has: names of which each matches a key, and equations.  lacks: those that do not hold.
 
-    refuse: patterns of keys that the rules have no place for, and why.
+    refuse: patterns of keys, and equations, that the rules have no place for, and why.  base: a prefix that the names
+    may all be without: those of a model without its head.
     """
 
     name: str
     has: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
-    refuse: tuple[tuple[Matcher, str, str], ...] = ()
+    refuse: tuple[tuple[str, str], ...] = ()
+    base: str = ""
 
     def is_of(self, node: Mapping[Any, Any]) -> bool:
         """True for a set of weights with the names of this side."""
         return (
             bool(self.has)
-            and all(_matches(name, node) for name in self.has)
-            and not any(_matches(name, node) for name in self.lacks)
+            and all(_holds(each, node) for each in self.has)
+            and not any(_holds(each, node) for each in self.lacks)
         )
 
     def check(self, node: Mapping[Any, Any]) -> None:
-        """Raises `Conflict` for a key that the rules have no place for."""
-        for matches, pattern, why in self.refuse:
-            if found := [printable(key) for key in node if type(key) is str and matches(key)]:
-                what = f"{listed(found, 2)}: {why}"
+        """Raises `Conflict` for what the rules have no place for."""
+        for pattern, why in self.refuse:
+            matches = matcher(pattern)
+            found = [printable(key) for key in node if type(key) is str and matches(key)]
+            if found or (_EQUATION.fullmatch(pattern) and _holds(pattern, node)):
+                what = f"{listed(found, 2) or printable(pattern)}: {why}"
                 raise Conflict(what, f"The layout refuses {printable(pattern)}. Nothing was written.")
 
+    @property
+    def bare(self) -> LayoutSide:
+        """The side of a model without its head."""
+        has, lacks = (tuple(map(self._without_base, each)) for each in (self.has, self.lacks))
+        return replace(
+            self, has=has, lacks=lacks, refuse=tuple((self._without_base(each), y) for each, y in self.refuse)
+        )
 
-def _matches(name: str, node: Mapping[Any, Any]) -> bool:
-    """True where a key has the name. `NAME [3]`: and is a tensor of so many dimensions."""
-    name, _, rank = name.partition(" [")
+    def _without_base(self, text: str) -> str:
+        return text.replace(f"'{self.base}", "'") if _EQUATION.fullmatch(text) else text.removeprefix(self.base)
+
+
+_EQUATION = re.compile(r"(.+) (!?=) (.+)")
+
+
+def _holds(text: str, node: Mapping[Any, Any]) -> bool:
+    """True where a key has the name, or the equation of sizes holds. `NAME [3]`: and has so many dimensions."""
+    if (equation := _EQUATION.fullmatch(text)) is not None:
+        scope = Scope({}, {}, {}, node)
+        try:
+            left, right = (
+                parse_arithmetic(side, FUNCTIONS).value(scope.lookup, scope.functions) for side in equation.group(1, 3)
+            )
+        except Unbound:
+            return False
+        return (left == right) == (equation[2] == "=")
+    name, _, rank = text.partition(" [")
     pattern = parse_name(name).pattern(())
     keys = [name] if name in node else [key for key in node if type(key) is str and pattern.fullmatch(key)]
     wanted = int(rank.rstrip("]") or 0) if rank else None
@@ -82,23 +116,55 @@ class LayoutRules:
     notes: tuple[str, ...]
     translation: Translation
 
-    def direction(self, node: Mapping[Any, Any], back: bool) -> bool:
-        """True if a set of weights is to be translated back. back: that was asked for.
+    def side_of(self, node: Mapping[Any, Any], back: bool) -> int:
+        """The place in `sides` of that which a set of weights is of. back: it is not to be the first.
 
-        Raises `Conflict` for weights of neither side, or of that which it would become.
+        Raises `NoMatch` for weights of neither side, or of that which they would become, `Conflict` for those that the
+        rules have no place for.
         """
         if not self.old.has and not self.new.has:
-            return back
-        found = [side for side in (self.old, self.new) if side.is_of(node)]
-        if not found or (back and self.new not in found):
-            side = self.new if back else self.old
-            lacking = next((name for name in side.has if not _matches(name, node)), "")
-            without = f": there is no {printable(lacking)}" if lacking else ""
-            what = f"the weights are not of the layout {self.name}{without}"
-            raise Conflict(what, f"{side.name} weights have {listed(list(side.has), 4)}. Nothing was written.")
-        turned = back or self.old not in found
-        (self.new if turned else self.old).check(node)
-        return turned
+            return int(back)
+        found = [number for number, side in enumerate(self.sides) if number >= back and side.is_of(node)]
+        if not found:
+            raise self._not_of(node, self.sides[back])
+        self.sides[found[0]].check(node)
+        return found[0]
+
+    def rules_for(self, side: int) -> Translation:
+        """The rules for weights of a side, by its place in `sides`."""
+        rules = self.translation.reversed() if side else self.translation
+        return without_base(rules, self.new.base) if side > 1 else rules
+
+    @property
+    def sides(self) -> list[LayoutSide]:
+        """The old side, the new one, and that without its head."""
+        return [self.old, self.new, *([self.new.bare] if self.new.base else [])]
+
+    def _not_of(self, node: Mapping[Any, Any], side: LayoutSide) -> CkptoolError:
+        """The error for weights of another layout, or of this one below a wrapper."""
+        bare = {without_wrappers(key): value for key, value in node.items() if type(key) is str}
+        if bare.keys() != node.keys() and any(each.is_of(bare) for each in self.sides):
+            what, why = "the keys begin with what a wrapper adds", "Without that they are of the layout."
+            return Conflict(what, why, Advice("Remove it first: ", command("strip-module", FILE, out=OUT)))
+        lacking = next((each for each in side.has if not _holds(each, node)), "")
+        without = f": there is no {printable(lacking)}" if lacking else ""
+        what = f"the weights are not of the layout {self.name}{without}"
+        return NoMatch(what, f"{side.name} weights have {listed(list(side.has), 4)}. Nothing was written.")
+
+
+def without_base(rules: Translation, base: str) -> Translation:
+    """Rules whose old names begin with this prefix or, where they have another one, are as they were, without it."""
+
+    def bare(name: KeyName) -> KeyName:
+        return parse_name(name.text.removeprefix(base))
+
+    return replace(
+        rules,
+        rules=tuple(replace(rule, old=tuple(map(bare, rule.old))) for rule in rules.rules),
+        drop=tuple(dropped(each.pattern.removeprefix(base), each.place) for each in rules.drop),
+        unfill=tuple(replace(fill, name=bare(fill.name)) for fill in rules.unfill),
+        tied=tuple((name.removeprefix(base), other.removeprefix(base)) for name, other in rules.tied),
+    )
 
 
 def read_layout(path: str) -> LayoutRules:
@@ -111,10 +177,9 @@ def read_layout(path: str) -> LayoutRules:
     old, new = (_side(header[side], path) if side in header else LayoutSide("") for side in ("old", "new"))
     notes = tuple(scalar_text(each) for each in header["notes"].value) if "notes" in header else ()
     translation = translation_of(node, path, _HEADER)
-    if old.has or new.has:  # for any model of the layout; that all of its keys are taken is looked at
-        rules = tuple(replace(rule, optional=True) for rule in translation.rules)
+    if old.has or new.has:
         join = translation.join and replace(translation.join, optional=True)
-        translation = replace(translation, rules=rules, join=join)
+        translation = replace(translation, join=join, complete=True)
     title, source = (scalar_text(header[each]) if each in header else "" for each in ("title", "source"))
     return LayoutRules(name, title, source, old, new, notes, translation)
 
@@ -128,12 +193,11 @@ def _side(node: Any, path: str) -> LayoutSide:
         has, lacks = (
             tuple(scalar_text(each) for each in parts[name].value) if name in parts else () for name in ("has", "lacks")
         )
-        return LayoutSide(
-            scalar_text(parts["name"]), has, lacks, tuple((matcher(key), key, why) for key, why in refuse)
-        )
+        base = scalar_text(parts["base"]) if "base" in parts else ""
+        return LayoutSide(scalar_text(parts["name"]), has, lacks, tuple(refuse), base)
     except (KeyError, TypeError, ValueError, AttributeError):
         where = f"{printable(path)}, line {node.start_mark.line + 1}"
-        raise UsageError(f"{where}: a side has name, has, lacks and refuse", "", LOOK) from None
+        raise UsageError(f"{where}: a side has name, has, lacks, refuse and base", "", LOOK) from None
 
 
 @cache
@@ -158,4 +222,4 @@ def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
 def layouts_of(node: Mapping[Any, Any]) -> list[tuple[LayoutRules, bool]]:
     """The layouts whose names a set of weights has, and whether it is the new side of each."""
     layouts = map(read_layout, shipped().values())
-    return [(each, side is each.new) for each in layouts for side in (each.old, each.new) if side.is_of(node)]
+    return [(each, side is not each.old) for each in layouts for side in each.sides if side.is_of(node)]

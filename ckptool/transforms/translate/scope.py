@@ -40,7 +40,7 @@ class Scope:
             if name not in self._found:
                 self._pending.append(name)
                 try:
-                    self._found[name] = self.variables[name].value(self.lookup, self._functions)
+                    self._found[name] = self.variables[name].value(self.lookup, self.functions)
                 except Unbound as error:  # of what the variable is computed of: the variable itself can be set
                     raise error if error.name in self.variables else unbound(name, self.variables[name].text) from None
                 finally:
@@ -55,7 +55,7 @@ class Scope:
         return int(value) if isinstance(value, int) else None
 
     @property
-    def _functions(self) -> Functions:
+    def functions(self) -> Functions:
         return {"size": self._size, "count": self._count}
 
     def _size(self, name: Any, axis: Any) -> int | None:
@@ -73,7 +73,7 @@ class Scope:
 
     def ranges(self, ranges: Mapping[str, Arithmetic]) -> dict[str, int]:
         """How many values each variable with a range has, as far as that is known."""
-        return {name: min(1 << 16, max(0, size.value(self.lookup, self._functions))) for name, size in ranges.items()}
+        return {name: min(1 << 16, max(0, size.value(self.lookup, self.functions))) for name, size in ranges.items()}
 
     def number(self, groups: Groups) -> Number:
         """What evaluates expressions where the variables of names stand for these texts."""

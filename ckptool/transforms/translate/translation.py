@@ -6,7 +6,9 @@ rules:                                   # the first that matches a key counts
 variables: {heads: num_attention_heads}  # by --set, else of these, else of config.json beside the file
 ranges: {l: layers_per_block}            # how many values a variable has, where arithmetic in names has to be solved
 drop: ['*.rotary_emb.inv_freq']          # keys that are left out
+tied: {lm_head.weight: wte.weight}       # second names of the old side's tensors, which the new side's files leave out
 fill: ['h.{n}.ln.bias => zeros [d0] like h.{n}.ln.weight']   # tensors that only the new side has
+optional: ['head.{p} => classifier.{p}', [RULE, RULE]]       # rules that may match nothing; in a list, all or none
 
 Reversed, the sides are exchanged and the inverse operations come in inverse order.
 """
@@ -36,7 +38,7 @@ _CHAIN = re.compile(r"(?<!\\)\s:\s+")
 class TranslationRule:
     """A rule. `expression`: one with re:, which has a single name on each side.  `reverses`: it was turned round.
 
-    optional: it need not match, as the rules for any model of a kind.
+    group: the number of the optional rules with which it matches, or none of them does; 0 where it has to match.
     """
 
     text: str
@@ -46,7 +48,7 @@ class TranslationRule:
     chain: tuple[Operation, ...] = ()
     expression: Rule | None = None
     reverses: bool = False
-    optional: bool = False
+    group: int = 0
 
     @cached_property
     def over(self) -> frozenset[str]:
@@ -112,7 +114,9 @@ class Dropped:
 class Translation:
     """Rules, and what goes with them. drop: of the old side.  drop_new: of the new one, when it is reversed.
 
-    not_reversed: lines on what `--reverse` cannot restore.
+    tied: names of the old side for tensors that it has under other names: left out, and made again on the way back.
+    tied_new: such names of the new side, whose files may lack them: left out on the way back.
+    complete: what the rules have names for has to be there, for each block alike.
     """
 
     rules: tuple[TranslationRule, ...]
@@ -123,13 +127,17 @@ class Translation:
     fill: tuple[ZeroFill, ...] = ()
     unfill: tuple[ZeroFill, ...] = ()
     join: JoinRules | None = None
+    tied: tuple[tuple[str, str], ...] = ()
+    tied_new: tuple[tuple[str, str], ...] = ()
+    ties: tuple[tuple[str, str], ...] = ()
+    complete: bool = False
 
     def reversed(self) -> Translation:
         """The translation back. Raises `UsageError` for a rule that cannot be undone."""
         back = replace(
             self, rules=tuple(rule.reversed() for rule in self.rules), drop=self.drop_new, drop_new=self.drop
         )
-        return replace(back, fill=(), unfill=self.fill, join=None)
+        return replace(back, fill=(), unfill=self.fill, tied=self.tied_new, ties=self.tied, join=None)
 
 
 # Rules ---------------------------------------------------------------------------------------------------------------
@@ -235,7 +243,8 @@ def translation_of(node: Any, path: str, other: Sequence[str] = ()) -> Translati
     parts = {name: _SECTIONS[name](value, path) for name, value in sections.items() if name in _SECTIONS}
     join = {name: value for name, value in sections.items() if name in JOIN_SECTIONS}
     parts |= {"join": join_sections(join, path)} if join else {}
-    return Translation(**{"rules": (), **parts})
+    parts["rules"] = (*parts.get("rules", ()), *parts.pop("optional", ()))
+    return Translation(**parts)
 
 
 def _line(node: Any, path: str) -> str:
@@ -259,6 +268,14 @@ def _rules(node: Any, path: str) -> tuple[TranslationRule, ...]:
     return tuple(rule for each in _items(node, path, "sequence") for rule in _rule(each, path))
 
 
+def _optional(node: Any, path: str) -> tuple[TranslationRule, ...]:
+    found: list[list[TranslationRule]] = []
+    for each in _items(node, path, "sequence"):
+        is_group = getattr(each, "id", "") == "sequence"
+        found += [list(_rules(each, path))] if is_group else [[rule] for rule in _rule(each, path)]
+    return tuple(replace(rule, group=group) for group, rules in enumerate(found, start=1) for rule in rules)
+
+
 def _expressions(functions: tuple[str, ...]) -> Callable[[Any, str], dict[str, Arithmetic]]:
     def read(node: Any, path: str) -> dict[str, Arithmetic]:
         found = {}
@@ -274,7 +291,16 @@ def _expressions(functions: tuple[str, ...]) -> Callable[[Any, str], dict[str, A
 
 def _patterns(node: Any, path: str) -> tuple[Dropped, ...]:
     texts = [(scalar_text(each), _line(each, path)) for each in _items(node, path, "sequence")]
-    return tuple(Dropped(text, place, matcher(text)) for text, place in texts)
+    return tuple(dropped(text, place) for text, place in texts)
+
+
+def dropped(pattern: str, place: str) -> Dropped:
+    """A pattern of keys that are left out. Raises `UsageError` for an invalid expression."""
+    return Dropped(pattern, place, matcher(pattern))
+
+
+def _ties(node: Any, path: str) -> tuple[tuple[str, str], ...]:
+    return tuple((scalar_text(name), scalar_text(other)) for name, other in _items(node, path, "mapping"))
 
 
 _FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
@@ -299,10 +325,13 @@ def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
 
 _SECTIONS: dict[str, Callable[[Any, str], Any]] = {
     "rules": _rules,
+    "optional": _optional,
     "variables": _expressions(FUNCTIONS),
     "ranges": _expressions(FUNCTIONS),
     "drop": _patterns,
     "drop_new": _patterns,
+    "tied": _ties,
+    "tied_new": _ties,
     "fill": _fills,
 }
 
