@@ -64,14 +64,17 @@ def torch_side(
     return Side(write, run, name=name)
 
 
-def pretrained_side(kind: Any, config: Any, forward: Callable[[Any], Sequence[torch.Tensor]]) -> Side:
-    """A model of transformers: a folder that `from_pretrained` loads with nothing missing, unexpected or mismatched."""
+def pretrained_side(kind: Any, config: Any, forward: Callable[[Any], Sequence[torch.Tensor]], **options: Any) -> Side:
+    """A model of transformers: a folder that `from_pretrained` loads with nothing missing, unexpected or mismatched.
+
+    options: of the model.
+    """
 
     def write(path: Path) -> None:
-        randomised(kind(config)).save_pretrained(path.parent)
+        randomised(kind(config, **options)).save_pretrained(path.parent)
 
     def run(path: Path) -> Sequence[torch.Tensor]:
-        model, said = kind.from_pretrained(path.parent, output_loading_info=True, attn_implementation="eager")
+        model, said = kind.from_pretrained(path.parent, output_loading_info=True, **options)
         assert not any(said.values()), said
         with torch.no_grad():
             return list(forward(model.eval()))
@@ -79,9 +82,12 @@ def pretrained_side(kind: Any, config: Any, forward: Callable[[Any], Sequence[to
     return Side(write, run, lambda path: config.save_pretrained(path.parent), "hf/model.safetensors")
 
 
-def prove(layout: str, old: Side, new: Side, tmp_path: Path, **options: Any) -> None:
+def prove(layout: str, old: Side, new: Side, tmp_path: Path, base: str = "", **options: Any) -> None:
     """Both ways, each from a random model that its own library wrote: the other one gives the same outputs, and the
-    way back the same bytes; the direction is told by the weights.  options: of `translate`."""
+    way back the same bytes; the direction is told by the weights.
+
+    base: a prefix that the library leaves out, which loads with it as well.  options: of `translate`.
+    """
     for here, there, back in ((old, new, False), (new, old, True)):
         folder = tmp_path / ("back" if back else "forth")
         first, second, third = (
@@ -95,7 +101,7 @@ def prove(layout: str, old: Side, new: Side, tmp_path: Path, **options: Any) -> 
         close(here.run(first), there.run(second))
         ckptool.translate(second, out=third, rules_file=layout, reverse=not back, **options)
         here.prepare(third)
-        assert same_weights(first, third), f"{layout}: not the same weights again"
+        assert same_weights(first, third, base), f"{layout}: not the same weights again"
         close(here.run(first), here.run(third), 0.0)
 
 
@@ -109,9 +115,10 @@ def close(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], most: floa
         assert difference <= most * max(1.0, a.abs().max().item()), difference
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    """True for the same names, types, shapes and bytes, in whatever order."""
-    first, second = (ckptool.load(path) for path in (one, other))
+def same_weights(one: Path, other: Path, base: str = "") -> bool:
+    """True for the same names (without the base), types, shapes and bytes, in whatever order."""
+    loaded = [ckptool.load(path) for path in (one, other)]
+    first, second = ({name.removeprefix(base): value for name, value in each.items()} for each in loaded)
     return first.keys() == second.keys() and all(
         first[key].dtype == second[key].dtype and torch.equal(first[key], second[key]) for key in first
     )
