@@ -283,6 +283,7 @@ NAMES = {
     "-d": "folder",
     "--dir": "folder",
     "-n": "dry_run",
+    "--lambda": "scale",
     "--map": "moves",
     "--rules": "rules_file",
     "--from": "from_folder",
@@ -290,14 +291,18 @@ NAMES = {
 }
 SHELL = frozenset("--help --init --json --schema --skip-refused --version".split())  # what only a shell needs
 VALUED = frozenset(
-    "-o -d --out --dir --against --at --atol --block-size --config --drop --dtype --ema --error --exclude --fill-from"
-    " --form --from --ignore --jobs --kills --like --map --min-loaded --on-mismatch --only --optimizer-as --prefix"
-    " --processes --ranks --rename --resize --rest --resume --rtol --rules --scale --seed --set --shard-dim"
-    " --shard-size --slice --steps --suggest --tensor --ties --to --variant --weights --write-digest".split()
+    "-o -d --out --dir --against --at --atol --base --block-size --config --definition --density --drop --dtype --ema"
+    " --error --exclude --fill-from --form --from --ignore --jobs --kills --lambda --like --map --method --min-loaded"
+    " --on-mismatch --only --optimizer-as --prefix --processes --ranks --rename --resize --rest --resume --rtol --rules"
+    " --scale --seed --set --shard-dim --shard-size --slice --steps --suggest --t --tensor --ties --to --variant"
+    " --weight --weights --write-digest".split()
 )
-_SEVERAL = frozenset({"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--resize", "--set"})
+_SEVERAL = frozenset(
+    {"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--resize", "--set", "--weight"}
+)
 _NUMBERS = frozenset(
-    "--atol --ema --jobs --kills --min-loaded --processes --ranks --rtol --scale --seed --shard-dim --steps".split()
+    "--atol --density --ema --jobs --kills --lambda --min-loaded --processes --ranks --rtol --scale --seed --shard-dim"
+    " --steps --t".split()
 )
 _DEVICE = re.compile(r"'?(cpu|cuda|mps|xpu|meta|DEVICE)\b")
 

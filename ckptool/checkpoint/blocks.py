@@ -185,11 +185,13 @@ class Prefetcher:
 class BlockReader(Generic[T]):
     """Reads tensors of one length side by side, in blocks; checks whole storages on the way. `unchecked`: the others.
 
-    work: what is made of a block, given the bytes of each source, which are others afterwards. It runs in the thread
-    that reads.
+    work: what is made of a block, given the bytes of each source, which are others afterwards, and its place. It runs
+    in the thread that reads.
     """
 
-    def __init__(self, entries: Sequence[TensorEntry], ahead: Prefetcher, work: Callable[[list[Array]], T]) -> None:
+    def __init__(
+        self, entries: Sequence[TensorEntry], ahead: Prefetcher, work: Callable[[list[Array], int], T]
+    ) -> None:
         self.ahead, self.work = ahead, work
         self.next: BlockReader[Any] | None = None
         self.sources = [_Source(entry) for entry in entries]
@@ -219,7 +221,7 @@ class BlockReader(Generic[T]):
     def read(self, place: int, arrays: list[Array]) -> T:
         for source, array in zip(self.sources, arrays, strict=True):
             source.read(place, array.data)
-        return self.work(arrays)
+        return self.work(arrays, place)
 
 
 class _Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from functools import partial
 from typing import Annotated, Any
 
@@ -175,9 +176,23 @@ def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict
     yield Answer(report)
 
 
+class Method(str, Enum):
+    mean = "mean"
+    task_arithmetic = "task-arithmetic"
+    slerp = "slerp"
+    ties = "ties"
+    dare = "dare"
+
+
+class Definition(str, Enum):
+    mergekit = "mergekit"
+    peft = "peft"
+
+
 @examples(
     ("ckptool average a.pt b.pt c.pt -o mean.pt", "a model soup"),
     ("ckptool average a.pt b.pt --ema 0.99 -o ema.pt", "later files count more"),
+    ("ckptool average a.pt b.pt --method ties --base c.pt -o ties.pt", "what two fine-tuned models learned"),
 )
 @partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
 def average(
@@ -193,17 +208,43 @@ def average(
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="W,W,…", help="Weight of each file: 0.5,0.3,0.2.")
     ] = None,
+    weight: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--weight", metavar="PATTERN=W,W", help="Weights for some keys: 'layers.0.*=0.3,0.7'. Repeatable."
+        ),
+    ] = None,
     ema: Annotated[
         float | None,
         typer.Option("--ema", metavar="DECAY", help="An exponential moving average over the files in order."),
     ] = None,
+    method: Annotated[Method, typer.Option("--method", help="How the files are merged.")] = Method.mean,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="FILE", help="The model whose differences task-arithmetic, ties and dare add."),
+    ] = None,
+    density: Annotated[
+        str | None,
+        typer.Option("--density", metavar="D", help="Share of the differences that ties and dare keep (0.5)."),
+    ] = None,
+    scale: Annotated[
+        float | None, typer.Option("--lambda", metavar="X", help="Scale of the sum of the differences (1).")
+    ] = None,
+    t: Annotated[
+        float | None, typer.Option("--t", metavar="T", help="For slerp: 0 is the first file, 1 the second (0.5).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of what dare keeps (0).")] = None,
+    definition: Annotated[
+        Definition | None, typer.Option("--definition", help="Whose ties and dare: mergekit's, or peft's.")
+    ] = None,
     at: At = None,
     part: Part = False,
 ) -> Answers:
-    """Average the weights of several checkpoints, in bounded memory. Counters are the last file's."""
+    """Average the weights of several checkpoints, or merge models, in bounded memory. Counters are the last file's."""
     from ckptool.verbs.average import average
 
-    shares = _numbers(weights) if weights is not None else None
+    shares = _numbers("--weights", weights)
+    kept = _numbers("--density", density)
     if target.folder is not None or target.in_place:
         given = "a folder" if target.folder is not None else "--in-place"
         raise UsageError(
@@ -211,7 +252,22 @@ def average(
         )
 
     def write(_: str, **output: Any) -> Any:
-        return average(files, weights=shares, ema=ema, at=at, part=part, **output)
+        return average(
+            files,
+            weights=shares,
+            weight=weight or (),
+            ema=ema,
+            method=method.value,
+            base=base,
+            density=kept,
+            scale=scale,
+            t=t,
+            seed=seed,
+            definition=definition.value if definition is not None else None,
+            at=at,
+            part=part,
+            **output,
+        )
 
     return write_each("average", files[-1:], target, write, "For example: -o mean.pt")
 
@@ -256,10 +312,10 @@ def lora_merge(
     return write_each("lora merge", [base], target, write, "For example: -o merged.safetensors")
 
 
-def _numbers(text: str) -> list[float]:
+def _numbers(flag: str, text: str | None) -> list[float] | None:
     try:
-        return [float(part) for part in text.split(",")]
+        return None if text is None else [float(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(
-            f"--weights {printable(text)!r} is not a list of numbers", "", "For example: --weights 0.5,0.3,0.2"
+            f"{flag} {printable(text or '')!r} is not a list of numbers", "", f"For example: {flag} 0.5,0.3,0.2"
         ) from None

@@ -1,24 +1,26 @@
-"""The weighted mean of several sets of weights, computed in bounded memory while it is written.
+"""The weighted mean of several sets of weights, or another way to merge them, in bounded memory while it is written.
 
-Sums are kept in f64, those of 8- and 16-bit floats in f32, and rounded once at the end as torch rounds. Counters and
-booleans have no mean: they are the last file's.
+Sums of a mean are kept in f64, those of 8- and 16-bit floats in f32, and rounded once at the end as torch rounds.
+Counters and booleans have no mean: they are the last file's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, Computed, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.blocks import BlockReader, Prefetcher
+from ckptool.checkpoint.blocks import BlockReader, Prefetcher, fill
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, numbers, resolve, scratch
+from ckptool.checkpoint.patterns import selected
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.transforms.casting import rounded
+from ckptool.transforms.merging import METHODS, Mean, Merge
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array
@@ -35,11 +37,13 @@ class Averaged:
     kept: tuple[tuple[str, str], ...]
 
 
-def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -> list[float]:
+def weights_of(count: int, weights: Sequence[float] | None, ema: float | None, how: Merge | None = None) -> list[float]:
     """The share of each file: equal ones, those given, or those of an exponential moving average in order.
 
     Raises `UsageError` for a number of weights that is not that of the files, or a decay outside of 0 to 1.
     """
+    if weights is None and ema is None and how is not None and how.has_base:
+        return [1.0] * count
     if weights is not None and ema is not None:
         raise UsageError("weights and an exponential average were both asked for", "They are mutually exclusive.")
     if ema is not None:
@@ -54,15 +58,46 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -
             f"{counted(len(weights), 'weight was', 'weights were')} given for {count} files",
             "Each file has one, in the same order.",
         )
+    if how is not None and how.method == "slerp" and not (min(weights) >= 0 and sum(weights) > 0):
+        raise UsageError(
+            "slerp was given weights that are negative, or 0 in all", "The second one's share is the place."
+        )
     return list(weights)
 
 
-def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: Sequence[float]) -> Averaged:
-    """The mean of state dicts with the same keys, shapes and types. Reads nothing yet.
+def weights_by_key(keys: Iterable[str], texts: Sequence[str], count: int, how: Merge) -> dict[str, list[float]]:
+    """The weights of the keys that a text `PATTERN=W,W` gives others; the first that matches decides.
 
+    Raises `UsageError` for a text of another form, `NoMatch` for a pattern that matches no key.
+    """
+    found: dict[str, list[float]] = {}
+    every = list(keys) if texts else []
+    for text in reversed(texts):
+        pattern, _, numbers = text.rpartition("=")
+        try:
+            shares = weights_of(count, [float(number) for number in numbers.split(",")], None, how)
+        except ValueError:
+            pattern = ""
+        if not pattern:
+            example = "For example: --weight 'layers.0.*=0.3,0.7'"
+            raise UsageError(f"--weight {printable(text)!r} is not of the form PATTERN=W,W", "", example)
+        found |= dict.fromkeys(selected(every, [pattern]), shares)
+    return found
+
+
+def average(
+    nodes: Sequence[Mapping[Any, Any]],
+    names: Sequence[str],
+    weights: Sequence[float],
+    how: Merge | None = None,
+    by_key: Mapping[str, Sequence[float]] | None = None,
+) -> Averaged:
+    """State dicts with the same keys, shapes and types, merged; without `how`, their mean. Reads nothing yet.
+
+    nodes: where `how` has a base, that is the first.  by_key: the weights of keys that have others.
     Raises `Conflict` naming what they do not agree in, `Unsupported` for tensors that have no plain values.
     """
-    last = nodes[-1]
+    last, merge = nodes[-1], how or Merge()
     if problems := [
         line
         for node, name in zip(nodes[:-1], names, strict=False)
@@ -73,6 +108,9 @@ def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: S
             "The mean of different models is not a model. Nothing was written.",
             Advice("See all of it: ", command("diff", names[0], names[-1])),
         )
+    # The name of a tensor that has several, whatever order they are in.
+    named = sorted(((str(key), value) for key, value in last.items()), key=lambda item: item[0], reverse=True)
+    first = {value.view: name for name, value in named if isinstance(value, TensorEntry)}
     made: dict[tuple[Any, ...], TensorEntry] = {}
     again: dict[int, TensorEntry] = {}
     tree = same_kind(last, {})
@@ -90,7 +128,8 @@ def average(nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], weights: S
             entries = [node[key] for node in nodes]
             view = tuple(entry.view for entry in entries)
             if view not in made:
-                made[view] = _mean(entries, weights, ahead)
+                method = METHODS[merge.method](merge, (by_key or {}).get(str(key), weights), first[value.view])
+                made[view] = _merged(entries, method, ahead)
             if id(value) not in again:  # what is one object stays one
                 again[id(value)] = replace(made[view], flags=value.flags._replace(conj=False, neg=False))
             tree[key] = again[id(value)]
@@ -112,24 +151,24 @@ def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, ot
     return found
 
 
-def _mean(entries: Sequence[TensorEntry], weights: Sequence[float], ahead: Prefetcher) -> TensorEntry:
+def _merged(entries: Sequence[TensorEntry], method: Mean, ahead: Prefetcher) -> TensorEntry:
     first = entries[0]
     if first.dtype.numpy is None and first.dtype.name != "c32":
         raise Unsupported(f"tensors of dtype {first.dtype} cannot be averaged", "Their values are packed.")
-    reader = _Mean(entries, weights, ahead)
+    reader = _Merged(entries, method, ahead)
     storage = Storage(Computed(first.nbytes, reader.read, reader.sources.unchecked), entries[-1].location)
     return TensorEntry(storage, first.dtype, first.shape, row_major_strides(first.shape))
 
 
-class _Mean:
-    """The bytes of the mean, made block by block."""
+class _Merged:
+    """The bytes of the result, made block by block."""
 
-    __slots__ = ("dtype", "kinds", "sources", "weights", "wide")
+    __slots__ = ("dtype", "kinds", "method", "prepared", "sources", "work_type")
 
-    def __init__(self, entries: Sequence[TensorEntry], weights: Sequence[float], ahead: Prefetcher) -> None:
-        self.kinds, self.weights = [(entry.dtype, entry.flags) for entry in entries], weights
+    def __init__(self, entries: Sequence[TensorEntry], method: Mean, ahead: Prefetcher) -> None:
+        self.kinds, self.method, self.prepared = [(entry.dtype, entry.flags) for entry in entries], method, False
         self.dtype = by_name(_COMPONENTS.get(entries[0].dtype.name, entries[0].dtype.name))
-        self.wide = "f8" if self.dtype.itemsize >= 4 else "f4"
+        self.work_type = method.work_type(self.dtype.itemsize)
         self.sources = BlockReader(entries, ahead, self._block)
 
     def read(self, offset: int, length: int) -> bytes:
@@ -139,24 +178,42 @@ class _Mean:
         data = made[0] if len(made) == 1 else b"".join(made)
         return data if (begin, len(data)) == (offset, length) else data[offset - begin : end - begin]
 
-    def _block(self, blocks: list[Array]) -> bytes:
-        """The mean of one block, in pieces that stay in the processor's cache."""
-        size, mean = CHUNK * self.dtype.itemsize, bytearray(len(blocks[0]))
-        for start in range(0, len(mean), size):
-            mean[start : start + size] = self._mean([block[start : start + size] for block in blocks]).view("u1").data
-        return bytes(mean)
-
-    def _mean(self, pieces: list[Array]) -> Array:
+    def _block(self, blocks: list[Array], place: int) -> bytes:
+        """The result of one block, in pieces that stay in the processor's cache."""
         import numpy
 
-        count = len(pieces[0]) // self.dtype.itemsize
-        total = scratch("mean total", self.wide, count)
+        size, merged = CHUNK * self.dtype.itemsize, bytearray(len(blocks[0]))
         with numpy.errstate(all="ignore"):
-            for number, (raw, (dtype, flags), weight) in enumerate(zip(pieces, self.kinds, self.weights, strict=True)):
-                # Widened first: numpy multiplies half as fast while it converts.
-                term = scratch("mean term", self.wide, count) if number else total
-                numpy.copyto(term, numbers(resolve(raw, dtype, flags), self.dtype, "mean values"))
-                numpy.multiply(term, weight, out=term)
-                if number:
-                    numpy.add(total, term, out=total)
-            return rounded(total, self.dtype) if self.dtype.name != "f64" else total
+            if not self.prepared:
+                self.method.prepare(self._passes, self.sources.length // self.dtype.itemsize)
+                self.prepared = True
+            for start in range(0, len(merged), size):
+                pieces = [block[start : start + size] for block in blocks]
+                piece = self._piece(pieces, (place + start) // self.dtype.itemsize)
+                merged[start : start + size] = piece.view("u1").data
+        return bytes(merged)
+
+    def _piece(self, pieces: list[Array], start: int) -> Array:
+        total = self.method.merged(lambda number, name: self._numbers(pieces[number], number, name), start)
+        return rounded(total, self.dtype) if self.dtype.name != "f64" else total
+
+    def _numbers(self, raw: Array, number: int, name: str) -> Array:
+        """The elements of a piece of one source, widened first: numpy multiplies half as fast while it converts."""
+        import numpy
+
+        dtype, flags = self.kinds[number]
+        values = scratch(name, self.work_type, len(raw) // self.dtype.itemsize)
+        numpy.copyto(values, numbers(resolve(raw, dtype, flags), self.dtype, "merge values"))
+        return values
+
+    def _passes(self, chosen: Sequence[int]) -> Iterator[list[Array]]:
+        """All elements of some sources, side by side."""
+        data = [self.sources.sources[number].data for number in chosen]
+        size = CHUNK * self.dtype.itemsize
+        for place in range(0, self.sources.length, size):
+            pieces: list[Array] = []
+            for number, each in zip(chosen, data, strict=True):
+                raw = scratch("merge raw", "u1", min(size, self.sources.length - place))
+                fill(each, place, raw.data)
+                pieces.append(self._numbers(raw, number, f"merge source {len(pieces)}"))
+            yield pieces

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Note
+from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import StateDict, is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
@@ -18,6 +19,7 @@ from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around
+from ckptool.transforms.merging import Merge, merge_of
 from ckptool.verbs._save import SaveOptions, output_of, save, written
 
 if TYPE_CHECKING:
@@ -29,7 +31,15 @@ def average(
     out: PathLike | None = None,
     *,
     weights: Sequence[float] | None = None,
+    weight: str | Sequence[str] = (),
     ema: float | None = None,
+    method: str = "mean",
+    base: PathLike | None = None,
+    density: float | Sequence[float] | None = None,
+    scale: float | None = None,
+    t: float | None = None,
+    seed: int | None = None,
+    definition: str | None = None,
     at: str | None = None,
     part: bool = False,
     **options: Unpack[SaveOptions],
@@ -37,22 +47,39 @@ def average(
     """Writes the mean of one set of weights over several files: equal shares, `weights`, or a moving average (`ema`).
 
     The files are read side by side, in pieces. Counters and booleans are the last file's, and named.
+    weight: other weights for some names, as `PATTERN=W,W`.  method: `mean`; `slerp` between two files, at `t`, 0 to 1;
+    or `task-arithmetic`, `ties` or `dare`, which add differences from the file `base`, times `scale`.  density: the
+    share of them, of all files or of each, that ties and dare keep.  seed: of the random choice of dare.  definition:
+    whose ties and dare, `mergekit` or `peft`.
     at: the part of each file.  part: take also files that are only a part of a checkpoint (the same shard of each).
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
     """
-    if isinstance(files, (str, bytes)) or len(files) < 2:
-        raise UsageError("average needs at least two files", "", "For example: ckptool average a.pt b.pt -o mean.pt")
+    count = 0 if isinstance(files, (str, bytes)) else len(files)
+    given = {
+        "base": base,
+        "density": density,
+        "scale": scale,
+        "t": t,
+        "seed": seed,
+        "definition": definition,
+        "ema": ema,
+    }
+    how = merge_of(method, count, given)
     output = output_of("average", out, options)
     if output.in_place:
         raise UsageError("average writes a new file", "It has several inputs.", "For example: -o mean.pt")
-    shares = means.weights_of(len(files), weights, ema)
-    opened = [open_whole(file, at, part=part) for file in files]
+    if t is not None and weights is not None:
+        raise UsageError("--t and --weights were both given", "They are mutually exclusive.")
+    shares = means.weights_of(count, weights if t is None else [1 - t, t], ema, how)
+    opened = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + list(files)]
     roots = [one_state_dict(each.checkpoint, each.at) for each in opened]
     names = [each.path for each in opened]
     for each, (root, _) in zip(opened, roots, strict=True):
         refuse_placeholders(each.checkpoint, root.node.items())
         refuse_quantized(each.checkpoint, [root.node], "Averaged")
-    found = means.average([_without_training(root) for root, _ in roots], names, shares)
+    nodes = [_without_training(root) for root, _ in roots]
+    by_key = means.weights_by_key(map(str, nodes[-1]), several(weight), count, how)
+    found = means.average(nodes, names, shares, how, by_key)
     last = opened[-1].checkpoint
     pairs = [(each.checkpoint, root) for each, (root, _) in zip(opened, roots, strict=True)]
     mark = marks.recovered_in_parts((checkpoint.metadata, root.path) for checkpoint, root in pairs)
@@ -63,17 +90,23 @@ def average(
     behind = list(
         dict.fromkeys(name for checkpoint, root in pairs for name in (*_training(root), *around(checkpoint, root)))
     )
-    details = [*_details(found, names, shares), *(f"left behind: {printable(name)}" for name in behind)]
+    paths = names[len(names) - count :]
+    lines = [*how.settings, *map(printable, several(weight))]
+    details = [*_details(found, paths, shares, lines), *(f"left behind: {printable(name)}" for name in behind)]
     facts = {
-        "files": [printable(name) for name in names],
+        "files": [printable(name) for name in paths],
         "weights": shares,
+        "weight": several(weight),
+        "method": how.method,
+        "settings": list(how.settings),
+        "base": printable(names[0]) if how.has_base else None,
         "averaged": found.averaged,
         "kept": dict(found.kept),
         "left_behind": behind,
     }
-    return written(
-        output, last, saved, _summary(found, roots), facts=facts, details=details, notes=_unequal(sum(shares))
-    )
+    summary = _summary(found, roots, how, count)
+    notes = [] if how.has_base else _unequal(sum(shares))
+    return written(output, last, saved, summary, facts=facts, details=details, notes=notes)
 
 
 def _training(root: StateDict) -> list[str]:
@@ -88,14 +121,18 @@ def _without_training(root: StateDict) -> dict[Any, Any]:
     return OrderedDict(items, root.node.attributes) if isinstance(root.node, OrderedDict) else items
 
 
-def _summary(found: means.Averaged, roots: Sequence[tuple[StateDict, str]]) -> str:
+def _summary(found: means.Averaged, roots: Sequence[tuple[StateDict, str]], how: Merge, count: int) -> str:
     of = f" of {printable(roots[-1][0].address)}" if roots[-1][0].address else ""
     remark = next((f" ({remark})" for _, remark in roots if remark), "")
-    return f"the mean of {counted(len(roots), 'file')}: {counted(found.averaged, 'tensor')}{of}{remark}"
+    merged = "the mean" if how.method == "mean" else f"the {how.method} merge"
+    return f"{merged} of {counted(count, 'file')}: {counted(found.averaged, 'tensor')}{of}{remark}"
 
 
-def _details(found: means.Averaged, names: Sequence[str], shares: Sequence[float]) -> Iterator[str]:
+def _details(
+    found: means.Averaged, names: Sequence[str], shares: Sequence[float], settings: Sequence[str]
+) -> Iterator[str]:
     yield from [f"{share:.6g} × {printable(name)}" for share, name in zip(shares, names, strict=True)][:8]
+    yield from settings
     if found.kept:
         kept = listed([f"{printable(name)} ({why})" for name, why in found.kept], 4)
         yield f"from {printable(names[-1])} as they are: {kept}"

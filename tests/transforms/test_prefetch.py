@@ -38,7 +38,7 @@ def damaged(folder: Path, length: int) -> TensorEntry:
     return found
 
 
-def copies(blocks: list[Any]) -> list[bytes]:
+def copies(blocks: list[Any], place: int) -> list[bytes]:
     return [block.tobytes() for block in blocks]
 
 
@@ -75,7 +75,7 @@ def test_two_that_share_a_reader_do_not_disturb_each_other(tmp_path: Path) -> No
 
 
 def test_what_is_changed_in_a_block_stays_there(tmp_path: Path) -> None:
-    def negative(blocks: list[Any]) -> bytes:
+    def negative(blocks: list[Any], place: int) -> bytes:
         numpy.negative(blocks[0], out=blocks[0])
         return bytes(blocks[0])
 

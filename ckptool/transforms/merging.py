@@ -1,0 +1,351 @@
+"""The ways to merge models: what becomes of a piece of one tensor, given the same piece of each model.
+
+`mean` and `slerp` add up weighted tensors; `task-arithmetic`, `ties` and `dare` weighted differences from a base, of
+which TIES (arXiv:2306.01708) keeps the largest and DARE (arXiv:2311.03099) random ones. Where mergekit and peft define
+them otherwise (`definition`), each is available:
+
+    ties  mergekit  the sign that most of the weighted differences have, divided by the sum of the agreeing weights
+          peft      the sign that most of the differences have, divided by the number of those that agree
+    dare  mergekit  what is kept is scaled to the sum of magnitudes that there was
+          peft      what is kept is divided by the density, as in the paper
+
+Differences are computed in f32 (in f64 for f64), where mergekit has the type of the tensors, and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ckptool.checkpoint.numeric import scratch
+from ckptool.errors import UsageError, counted, printable
+
+if TYPE_CHECKING:
+    from ckptool.checkpoint.numeric import Array
+
+PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
+_DIGIT = 16  # bits of a pattern that are counted in one pass
+
+Read = Callable[[int, str], "Array"]
+"""`(number, name)`: the piece of this source as numbers, in the scratch array called `name`."""
+Passes = Callable[[Sequence[int]], Iterator[list["Array"]]]
+"""All of these sources side by side, front to back, a piece at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """How models are merged. densities: of each file's differences, the share that is kept.  scale: of their sum."""
+
+    method: str = "mean"
+    densities: tuple[float, ...] = ()
+    scale: float = 1.0
+    seed: int = 0
+    definition: str = "mergekit"
+
+    @property
+    def has_base(self) -> bool:
+        return issubclass(METHODS[self.method], Deltas)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The options that count for its method, as text."""
+        density = ", ".join(f"{density:g}" for density in self.densities)
+        every = {"scale": f"lambda {self.scale:g}", "density": f"density {density}"}
+        every |= {"definition": f"as {self.definition} defines it", "seed": f"seed {self.seed}"}
+        return tuple(text for name, text in every.items() if name in METHODS[self.method].takes)
+
+
+class Mean:
+    """The weighted sum. The sources are all files."""
+
+    __slots__ = ("how", "name", "weights")
+    takes: ClassVar[tuple[str, ...]] = ("ema",)
+
+    def __init__(self, how: Merge, weights: Sequence[float], name: str) -> None:
+        self.how, self.weights, self.name = how, weights, name
+
+    @staticmethod
+    def work_type(itemsize: int) -> str:
+        """The type of all numbers, for tensors of elements of this size."""
+        return "f8" if itemsize >= 4 else "f4"
+
+    def prepare(self, passes: Passes, count: int) -> None:
+        """Reads what has to be known of the whole tensor, of `count` numbers, before the first piece."""
+
+    def merged(self, read: Read, start: int) -> Array:
+        """The piece of the result from element `start`."""
+        import numpy
+
+        total = read(0, "merge total")
+        numpy.multiply(total, self.weights[0], out=total)
+        for number, weight in enumerate(self.weights[1:], 1):
+            term = read(number, "merge term")
+            numpy.multiply(term, weight, out=term)
+            numpy.add(total, term, out=total)
+        return total
+
+
+class Slerp(Mean):
+    """The point between two tensors on the arc, at the share that the second has of the weights."""
+
+    __slots__ = ()
+    takes = ("t",)
+
+    def prepare(self, passes: Passes, count: int) -> None:
+        import numpy
+
+        sums = [0.0, 0.0, 0.0]
+        for x, y in passes((0, 1)):
+            for number, (a, b) in enumerate(((x, x), (y, y), (x, y))):
+                sums[number] += float(numpy.add.reduce(numpy.multiply(a, b, dtype=numpy.float64)))
+        norms = [math.sqrt(total) if math.sqrt(total) > 1e-8 else 1.0 for total in sums[:2]]
+        near = sums[2] / norms[0] / norms[1]
+        t = self.weights[1] / sum(self.weights)
+        self.weights = [1 - t, t]
+        if abs(near) <= PARALLEL:
+            angle = math.acos(near)
+            # To as many digits as all mathematical libraries agree in.
+            self.weights = [round(math.sin(part * angle) / math.sin(angle), 12) for part in (1 - t, t)]
+
+
+class Deltas(Mean):
+    """The base, and the weighted sum of the differences of the files from it. The first source is the base."""
+
+    __slots__ = ()
+    takes: ClassVar[tuple[str, ...]] = ("base", "scale")
+
+    @staticmethod
+    def work_type(itemsize: int) -> str:
+        return "f8" if itemsize > 4 else "f4"
+
+    def merged(self, read: Read, start: int) -> Array:
+        import numpy
+
+        base = read(0, "merge base")
+        mixed = self.mixed(lambda number: self._kept(read, base, number, start), base)
+        numpy.multiply(mixed, base.dtype.type(self.how.scale), out=mixed)
+        return numpy.add(base, mixed, out=mixed)
+
+    def _kept(self, read: Read, base: Array, number: int, start: int) -> Array:
+        import numpy
+
+        delta = read(number + 1, "merge delta")
+        return self.kept(numpy.subtract(delta, base, out=delta), number, start)
+
+    def kept(self, delta: Array, number: int, start: int) -> Array:
+        """The differences of a file with zeros for those that are left out."""
+        return delta
+
+    def mixed(self, delta: Callable[[int], Array], base: Array) -> Array:
+        """One difference for each element; like `base`, those of the files."""
+        import numpy
+
+        total = _zeros("merge total", base)
+        for number, weight in enumerate(self.weights):
+            term = delta(number)
+            numpy.multiply(term, base.dtype.type(weight), out=term)
+            numpy.add(total, term, out=total)
+        return total
+
+    def density(self, number: int) -> float:
+        return self.how.densities[number % len(self.how.densities)]
+
+    def deltas(self, passes: Passes, number: int) -> Iterator[Array]:
+        """All differences of a file, front to back."""
+        import numpy
+
+        for base, values in passes((0, number + 1)):
+            yield numpy.subtract(values, base, out=values)
+
+
+class TiesMerge(Deltas):
+    """Of each file the largest differences; of those, the ones whose sign is elected.
+
+    cuts: of each file the bit pattern of the smallest magnitude that is kept, and the last place where it is.
+    """
+
+    __slots__ = ("cuts",)
+    takes = ("base", "scale", "density", "definition")
+
+    def prepare(self, passes: Passes, count: int) -> None:
+        self.cuts = []
+        for number in range(len(self.weights)):
+            keep = max(1, int(self.density(number) * count))
+            patterns = partial(self._patterns, passes, number)
+            self.cuts.append(_cut(patterns, keep) if keep < count else (0, count))
+
+    def _patterns(self, passes: Passes, number: int) -> Iterator[Array]:
+        return map(_magnitudes, self.deltas(passes, number))
+
+    def kept(self, delta: Array, number: int, start: int) -> Array:
+        import numpy
+
+        smallest, last = self.cuts[number]
+        patterns = _magnitudes(delta)
+        keep = patterns > smallest
+        also = min(len(patterns), max(0, last + 1 - start))
+        keep[:also] |= patterns[:also] == smallest
+        numpy.multiply(delta, keep, out=delta)
+        return delta
+
+    def mixed(self, delta: Callable[[int], Array], base: Array) -> Array:
+        import numpy
+
+        by_weight, kind, count = self.how.definition == "mergekit", base.dtype.str, len(base)
+        votes = _zeros("merge total", base)
+        sums = [_zeros(f"merge {side}", base) for side in ("above", "below")]
+        shares = [_zeros(f"merge share {side}", base) for side in ("above", "below")]
+        weighted, term = scratch("merge weighted", kind, count), scratch("merge term", kind, count)
+        mask = scratch("merge mask", "?", count)
+        for number, weight in enumerate(map(base.dtype.type, self.weights)):
+            difference = delta(number)
+            numpy.multiply(difference, weight, out=weighted)
+            vote = weighted if by_weight else difference
+            numpy.add(votes, vote, out=votes)
+            for side, agrees in enumerate((numpy.greater, numpy.less)):
+                agrees(vote, 0, out=mask)
+                numpy.add(sums[side], numpy.multiply(weighted, mask, out=term), out=sums[side])
+                numpy.add(shares[side], numpy.multiply(mask, weight if by_weight else 1, out=term), out=shares[side])
+        below = ~(votes >= 0)
+        for above, other in zip((sums[0], shares[0]), (sums[1], shares[1]), strict=True):
+            numpy.copyto(above, other, where=below)
+        numpy.copyto(shares[0], 1, where=shares[0] == 0)
+        numpy.divide(sums[0], shares[0], out=sums[0])
+        numpy.copyto(sums[0], votes, where=votes != votes)  # what is NaN in one file is in the result
+        return sums[0]
+
+
+class DareMerge(Deltas):
+    """Of each file random differences, the same for a name whatever stands beside it, scaled up for the others."""
+
+    __slots__ = ("factors",)
+    takes = ("base", "scale", "density", "definition", "seed")
+
+    def prepare(self, passes: Passes, count: int) -> None:
+        self.factors = [1.0] * len(self.weights)
+        if self.how.definition != "mergekit":
+            return
+        for number in (number for number in range(len(self.weights)) if self.density(number) < 1):
+            place, before, after = 0, 0.0, 0.0
+            for delta in self.deltas(passes, number):
+                sizes = abs(delta)
+                before += float(sizes.sum(dtype="f8"))
+                after += float(sizes[self._chosen(number, place, len(delta))].sum(dtype="f8"))
+                place += len(delta)
+            self.factors[number] = before / after if before >= 1e-7 and after >= 1e-7 else 1.0
+
+    def kept(self, delta: Array, number: int, start: int) -> Array:
+        import numpy
+
+        if self.density(number) == 1:
+            return delta
+        numpy.multiply(delta, self._chosen(number, start, len(delta)), out=delta)
+        if self.how.definition == "mergekit":
+            numpy.multiply(delta, delta.dtype.type(self.factors[number]), out=delta)
+        else:
+            numpy.divide(delta, delta.dtype.type(self.density(number)), out=delta)
+        return delta
+
+    def _chosen(self, number: int, start: int, count: int) -> Array:
+        """True for the elements that are kept: random bits of the counter that is the place (Philox, 32 bits each)."""
+        import hashlib
+
+        import numpy
+
+        words = f"{self.how.seed}\0{number}\0{self.name}".encode("utf-8", "surrogatepass")
+        key = int.from_bytes(hashlib.sha256(words).digest()[:16], "little")
+        counter, skip = divmod(start, 8)
+        random = numpy.random.Philox(key=key, counter=counter).random_raw(-(-(skip + count) // 2))
+        drawn = random.astype("<u8", copy=False).view("<u4")[skip : skip + count]
+        chosen: Array = drawn < numpy.uint32(min(round(self.density(number) * 2**32), 2**32 - 1))
+        return chosen
+
+
+METHODS = {"mean": Mean, "task-arithmetic": Deltas, "slerp": Slerp, "ties": TiesMerge, "dare": DareMerge}
+DEFINITIONS = ("mergekit", "peft")
+
+
+def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
+    """The way to merge so many files. Raises `UsageError` for what does not go together, or is out of range.
+
+    given: `base`, `density`, `scale`, `t`, `seed`, `definition` and `ema`, None where the user gave none.
+    """
+    if method not in METHODS:
+        raise UsageError(f"unknown --method {printable(method)!r}", f"Available: {', '.join(METHODS)}.")
+    takes = METHODS[method].takes
+    for name, value in given.items():
+        if value is not None and name not in takes:
+            those = " and ".join(known for known, kind in METHODS.items() if name in kind.takes)
+            raise UsageError(f"--method {method} does not take {_flag(name)}", f"It is for {those}.")
+    if "base" in takes and given["base"] is None:
+        raise UsageError(f"--method {method} needs --base", "It merges differences from one.", "Add --base FILE")
+    if method == "slerp" and files != 2:
+        raise UsageError(f"--method slerp was given {counted(files, 'file')}", "An arc is between two.")
+    if files < 2 - ("base" in takes):
+        raise UsageError("average needs at least two files", "", "For example: ckptool average a.pt b.pt -o mean.pt")
+    definition = given["definition"] or DEFINITIONS[0]
+    if definition not in DEFINITIONS:
+        raise UsageError(f"unknown --definition {printable(definition)!r}", f"Available: {', '.join(DEFINITIONS)}.")
+    scale, t = (1.0 if given[name] is None else given[name] for name in ("scale", "t"))
+    if not math.isfinite(scale) or not 0 <= t <= 1:
+        what = f"--lambda {scale} is not a number" if not math.isfinite(scale) else f"--t {t} is not from 0 to 1"
+        raise UsageError(what, "", "For example: --lambda 0.7, --t 0.5")
+    return Merge(method, _densities(given["density"], files), scale, given["seed"] or 0, definition)
+
+
+def _flag(name: str) -> str:
+    return "--lambda" if name == "scale" else f"--{name}"
+
+
+def _densities(given: float | Sequence[float] | None, files: int) -> tuple[float, ...]:
+    found = (0.5,) if given is None else (given,) if isinstance(given, (int, float)) else tuple(given)
+    if len(found) not in (1, files):
+        raise UsageError(
+            f"{counted(len(found), 'density', 'densities')} for {counted(files, 'file')}", "One, or as many."
+        )
+    if wrong := [density for density in found if not 0 < density <= 1]:
+        what = f"a density of {wrong[0]} is not above 0 and at most 1"
+        raise UsageError(what, "It is the share of the differences that is kept.", "For example: --density 0.5")
+    return found
+
+
+def _zeros(name: str, like: Array) -> Array:
+    memory = scratch(name, like.dtype.str, len(like))
+    memory.fill(0)
+    return memory
+
+
+def _magnitudes(delta: Array) -> Array:
+    """Whole numbers in the order of the magnitudes: the bit patterns without their signs. NaN is the largest."""
+    patterns = delta.view(f"u{delta.itemsize}")
+    magnitudes: Array = patterns & patterns.dtype.type((1 << (8 * delta.itemsize - 1)) - 1)
+    return magnitudes
+
+
+def _cut(passes: Callable[[], Iterator[Array]], keep: int) -> tuple[int, int]:
+    """The smallest of the `keep` largest patterns, and the last place where an equal one is kept.
+
+    It is found digit by digit from the top, in a pass for each; of equal ones, the first are kept.
+    """
+    import numpy
+
+    found, left, width = 0, keep, 8 * next(passes()).itemsize
+    for shift in range(width - _DIGIT, -1, -_DIGIT):
+        counts = numpy.zeros(1 << _DIGIT, numpy.int64)
+        for patterns in passes():
+            above = patterns if shift + _DIGIT == width else patterns[patterns >> (shift + _DIGIT) == found]
+            digits = (above >> shift).astype(numpy.int64) & ((1 << _DIGIT) - 1)
+            counts += numpy.bincount(digits, minlength=1 << _DIGIT)
+        larger = counts[::-1].cumsum()[::-1] - counts  # those with a larger digit
+        digit = int(numpy.flatnonzero(larger < left)[0])
+        found, left = found << _DIGIT | digit, left - int(larger[digit])
+    place = 0
+    for patterns in passes():
+        equal = numpy.flatnonzero(patterns == found)
+        if len(equal) >= left:
+            return found, place + int(equal[left - 1])
+        left, place = left - len(equal), place + len(patterns)
+    return found, place

@@ -1,0 +1,287 @@
+"""`average --method`: what the formulas of mergekit, peft and the papers give, written down here in torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import Conflict, NoMatch, UsageError
+from tests.support.cli import Run
+from tests.support.files import load, saved
+from tests.support.memory import peak_of
+
+Tensors = list[torch.Tensor]
+
+
+# The formulas ---------------------------------------------------------------------------------------------------------
+
+
+def largest(delta: torch.Tensor, density: float) -> torch.Tensor:
+    """All but the largest differences set to zero; of equal ones the first are kept."""
+    order = torch.argsort(delta.abs().flatten(), descending=True, stable=True)[: max(1, int(density * delta.numel()))]
+    return torch.where(
+        torch.zeros(delta.numel(), dtype=torch.bool).index_fill(0, order, True).view(delta.shape), delta, 0
+    )
+
+
+def task_arithmetic(base: torch.Tensor, files: Tensors, weights: list[float], scale: float) -> torch.Tensor:
+    return base + sum((file - base) * weight for file, weight in zip(files, weights, strict=True)) * scale
+
+
+def ties_of_mergekit(base: torch.Tensor, files: Tensors, weights: list[float], density: float, scale: float) -> Any:
+    weighted = torch.stack([largest(file - base, density) * w for file, w in zip(files, weights, strict=True)])
+    elected = torch.where(weighted.sum(0) >= 0, 1.0, -1.0)
+    agree = (weighted.sign() == elected).to(base.dtype)
+    divisor = sum(agree[number] * weight for number, weight in enumerate(weights))
+    return base + (weighted * agree).sum(0) / torch.where(divisor == 0, 1, divisor) * scale
+
+
+def ties_of_peft(base: torch.Tensor, files: Tensors, weights: list[float], density: float, scale: float) -> Any:
+    deltas = torch.stack([largest(file - base, density) for file in files])
+    agree = (deltas.sign() == torch.where(deltas.sum(0) >= 0, 1.0, -1.0)).to(base.dtype)
+    weighted = torch.stack([delta * weight for delta, weight in zip(deltas, weights, strict=True)])
+    return base + (weighted * agree).sum(0) / agree.sum(0).clamp(min=1) * scale
+
+
+def slerp(t: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a, b = a.double(), b.double()
+    near = float((a / a.norm() * (b / b.norm())).sum()) if float(a.norm()) and float(b.norm()) else 0.0
+    if abs(near) > 0.9995:
+        return (1 - t) * a + t * b
+    angle = torch.tensor(near, dtype=torch.float64).acos()
+    return (torch.sin((1 - t) * angle) * a + torch.sin(t * angle) * b) / torch.sin(angle)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def models(folder: Path, count: int, dtype: torch.dtype = torch.float32, shape: Any = (70, 1001)) -> tuple[Any, Any]:
+    """A base and files that were trained from it, with a counter that has no mean."""
+    torch.manual_seed(len(str(dtype)) + count)
+    base = torch.randn(shape)
+    tensors = [base.to(dtype), *((base + torch.randn(shape) / 10).to(dtype) for _ in range(count))]
+    trees = [{"layer.weight": tensor, "steps": torch.tensor(n)} for n, tensor in enumerate(tensors)]
+    return tensors, [saved(tree, folder / f"{number}.pt") for number, tree in enumerate(trees)]
+
+
+def merged(paths: list[Path], out: Path, **options: Any) -> torch.Tensor:
+    base = {} if options["method"] == "slerp" else {"base": paths[0]}
+    ckptool.average(paths[1:], out, **base, **options)
+    found = load(out)
+    assert int(found["steps"]) == len(paths) - 1
+    tensor: torch.Tensor = found["layer.weight"]
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_differences_are_merged_as_the_formulas_say(tmp_path: Path, dtype: torch.dtype, count: int) -> None:
+    tensors, paths = models(tmp_path, count, dtype)
+    base, *files = [tensor.to(torch.float64 if dtype == torch.float64 else torch.float32) for tensor in tensors]
+    weights = [0.7, 0.4, -0.3][:count]
+    found = merged(paths, tmp_path / "a.pt", method="task-arithmetic", weights=weights, scale=0.8)
+    assert torch.equal(found, task_arithmetic(base, files, weights, 0.8).to(dtype))
+    assert torch.equal(
+        merged(paths, tmp_path / "b.pt", method="task-arithmetic"), (base + sum(f - base for f in files)).to(dtype)
+    )
+    for density in (0.2, 0.5, 1.0, 1e-9):
+        options: Any = {"method": "ties", "weights": weights, "scale": 0.8, "density": density, "overwrite": True}
+        found = merged(paths, tmp_path / "c.pt", **options)
+        assert torch.equal(found, ties_of_mergekit(base, files, weights, density, 0.8).to(dtype))
+        found = merged(paths, tmp_path / "c.pt", **options, definition="peft")
+        assert torch.equal(found, ties_of_peft(base, files, weights, density, 0.8).to(dtype))
+
+
+def test_the_largest_are_exact_and_equal_ones_are_kept_from_the_front(tmp_path: Path) -> None:
+    """Few values in many places: the cut goes through equal ones, far behind the first piece that is read."""
+    torch.manual_seed(0)
+    base = torch.zeros(300_001)
+    file = torch.randint(-3, 4, base.shape).float()
+    paths = [saved({"w.weight": tensor}, tmp_path / f"{n}.pt") for n, tensor in enumerate((base, file))]
+    for density in (0.1, 0.3, 0.5, 0.9, 0.99999):
+        ckptool.average(paths[1:], tmp_path / "o.pt", method="ties", base=paths[0], density=density, overwrite=True)
+        assert torch.equal(load(tmp_path / "o.pt")["w.weight"], largest(file, density))
+
+
+def test_dare(tmp_path: Path) -> None:
+    tensors, paths = models(tmp_path, 2)
+    base, *files = tensors
+    one = merged(paths[:2], tmp_path / "a.pt", method="dare", density=0.25, definition="peft")
+    kept = one != base
+    assert abs(kept.double().mean().item() - 0.25) < 0.01
+    assert torch.allclose(one[kept], (base + (files[0] - base) / 0.25)[kept], atol=1e-6)
+    both = merged(paths, tmp_path / "b.pt", method="dare", density=[0.25, 1.0], definition="peft", weights=[1, 0.5])
+    assert torch.allclose(both, one + (files[1] - base) * 0.5, atol=1e-6)
+    scaled = merged(paths[:2], tmp_path / "c.pt", method="dare", density=0.25)  # mergekit: to the old sum of magnitudes
+    delta = files[0] - base
+    factor = delta.abs().double().sum() / delta[kept].abs().double().sum()
+    assert torch.equal(scaled != base, kept) and torch.allclose(scaled[kept], (base + delta * factor)[kept], atol=1e-6)
+    again = merged(paths[:2], tmp_path / "d.pt", method="dare", density=0.25, seed=1)
+    assert not torch.equal(again != base, kept)
+
+
+def test_what_dare_keeps_depends_on_seed_name_and_place_alone(tmp_path: Path) -> None:
+    """Not on the order of keys, what else is there, the container, the shape, or the machine."""
+    torch.manual_seed(0)
+    w, x = torch.zeros(200_003), torch.randn(9)
+    states = [{"a.w": w, "b.w": w.clone(), "x.w": x}, {"x.w": x, "b.w": w + 1, "a.w": w + 1}]
+    base, file = (saved(state, tmp_path / f"{n}.pt") for n, state in enumerate(states))
+    options: Any = {"method": "dare", "density": 0.5, "definition": "peft"}
+    ckptool.average([file], tmp_path / "all.pt", base=base, **options)
+    found = load(tmp_path / "all.pt")
+    assert not torch.equal(found["a.w"], found["b.w"]) and torch.equal(found["x.w"], x)
+    for n, state in enumerate(states):
+        ckptool.convert(saved({"a.w": state["a.w"]}, tmp_path / "one.pt"), tmp_path / f"{n}.safetensors")
+        (tmp_path / "one.pt").unlink()
+    ckptool.average(
+        [tmp_path / "1.safetensors"], tmp_path / "one.safetensors", base=tmp_path / "0.safetensors", **options
+    )
+    assert torch.equal(load(tmp_path / "one.safetensors")["a.w"], found["a.w"])
+    assert "".join("01"[bool(value)] for value in found["a.w"][:48].tolist()) == EXPECTED
+    assert "".join("01"[bool(value)] for value in found["a.w"][-48:].tolist()) == EXPECTED_END
+
+
+EXPECTED = "100110010101011110110110100000100111111011000110"
+EXPECTED_END = "001100000100011110011011101100101011100011111001"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_slerp(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors, paths = models(tmp_path, 1, dtype)
+    other = torch.randn(tensors[0].shape).to(dtype)
+    saved({"layer.weight": other, "steps": torch.tensor(1)}, paths[1])
+    for t in (0.0, 0.3, 0.5, 1.0):
+        ckptool.average(paths, tmp_path / "s.pt", method="slerp", t=t, overwrite=True)
+        wanted = slerp(t, tensors[0], other)
+        error = (load(tmp_path / "s.pt")["layer.weight"].double() - wanted).abs().max()
+        assert error <= max(4 * torch.finfo(dtype).eps, 2e-12) * wanted.abs().max()
+    ckptool.average(paths, tmp_path / "a.pt", method="slerp")
+    ckptool.average(paths, tmp_path / "b.pt", method="slerp", weights=[1, 3])
+    ckptool.average(paths, tmp_path / "c.pt", method="slerp", t=0.1, weight="layer.*=0.5,1.5")
+    assert torch.equal(load(tmp_path / "b.pt")["layer.weight"], load(tmp_path / "c.pt")["layer.weight"])
+    assert not torch.equal(load(tmp_path / "a.pt")["layer.weight"], load(tmp_path / "b.pt")["layer.weight"])
+
+
+def test_slerp_of_parallel_opposite_and_empty_vectors(tmp_path: Path) -> None:
+    a = torch.randn(50)
+    state = {
+        "near.w": a,
+        "far.w": a,
+        "none.w": torch.zeros(50),
+        "empty.w": torch.zeros(0, 3),
+        "zero.w": torch.tensor(2.0),
+    }
+    other = {"near.w": a * 3, "far.w": -a, "none.w": a, "empty.w": torch.zeros(0, 3), "zero.w": torch.tensor(4.0)}
+    paths = [saved(state, tmp_path / "a.pt"), saved(other, tmp_path / "b.pt")]
+    ckptool.average(paths, tmp_path / "s.pt", method="slerp", t=0.25)
+    found = load(tmp_path / "s.pt")
+    for name in state:
+        assert torch.allclose(found[name].double(), slerp(0.25, state[name], other[name]), atol=1e-6), name
+
+
+def test_weights_by_pattern(tmp_path: Path, run: Run) -> None:
+    trees = [{"layers.0.w": torch.full((2,), value), "layers.1.w": torch.full((2,), value)} for value in (1.0, 2.0)]
+    paths = [saved(tree, tmp_path / f"{number}.pt") for number, tree in enumerate(trees)]
+    done = run(
+        "average",
+        *paths,
+        "-o",
+        tmp_path / "m.pt",
+        "--weight",
+        "layers.0.*=0.25,0.75",
+        "--weight",
+        "*.0.w=0,1",
+        "--json",
+    )
+    assert done.code == 0, done
+    found = load(tmp_path / "m.pt")
+    assert found["layers.0.w"].tolist() == [1.75] * 2 and found["layers.1.w"].tolist() == [1.5] * 2
+    assert json.loads(done.out)["facts"]["weight"] == ["layers.0.*=0.25,0.75", "*.0.w=0,1"]
+    with pytest.raises(NoMatch, match="nothing"):
+        ckptool.average(paths, tmp_path / "n.pt", weight="nothing*=1,0")
+    for text in ("layers.*", "layers.*=a,b", "=1,2", "layers.*=1", "layers.*=1,nan"):
+        with pytest.raises(UsageError):
+            ckptool.average(paths, tmp_path / "n.pt", weight=[text])
+    assert not (tmp_path / "n.pt").exists()
+
+
+def test_ties_between_names_and_values_that_are_not_finite(tmp_path: Path) -> None:
+    base = {"a.w": torch.zeros(4)}
+    base["b.w"] = base["a.w"]
+    files = [{"a.w": torch.tensor([1.0, float("nan"), -2.0, float("inf")])}, {"a.w": torch.ones(4)}]
+    for file in files:
+        file["b.w"] = file["a.w"]
+    paths = [saved(tree, tmp_path / f"{number}.pt") for number, tree in enumerate([base, *files])]
+    for method in ("ties", "dare", "task-arithmetic"):
+        options = {} if method == "task-arithmetic" else {"density": 1.0}
+        ckptool.average(paths[1:], tmp_path / f"{method}.pt", method=method, base=paths[0], **options)
+        found = load(tmp_path / f"{method}.pt")
+        assert found["a.w"].data_ptr() == found["b.w"].data_ptr()
+        assert found["a.w"][1].isnan() and found["a.w"][3].isinf() and found["a.w"][0].isfinite()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "ties"}, "method ties needs base"),
+        ({"method": "guess"}, "unknown method='guess'"),
+        ({"method": "mean", "base": "0.pt"}, "does not take base"),
+        ({"method": "slerp", "density": 0.5}, "does not take density"),
+        ({"method": "task-arithmetic", "base": "0.pt", "seed": 1}, "does not take seed"),
+        ({"method": "dare", "base": "0.pt", "ema": 0.5}, "does not take ema"),
+        ({"method": "dare", "base": "0.pt", "density": 0.0}, "a density of 0.0 is not above 0"),
+        ({"method": "ties", "base": "0.pt", "density": 1.5}, "a density of 1.5"),
+        ({"method": "ties", "base": "0.pt", "density": float("nan")}, "a density of nan"),
+        ({"method": "ties", "base": "0.pt", "density": [0.1, 0.2, 0.3]}, "3 densities for 2 files"),
+        ({"method": "ties", "base": "0.pt", "scale": float("inf")}, "scale=inf is not a number|is not a number"),
+        ({"method": "ties", "base": "0.pt", "weights": [float("nan"), 1]}, "weights"),
+        ({"method": "ties", "base": "0.pt", "definition": "mine"}, "unknown definition='mine'"),
+        ({"method": "slerp", "t": 1.5}, "is not from 0 to 1"),
+        ({"method": "slerp", "t": 0.5, "weights": [1, 1]}, "both given"),
+        ({"method": "slerp", "weights": [-1, 2]}, "negative"),
+        ({"method": "slerp", "files": 3}, "slerp.* was given 3 files"),
+        ({"method": "ties", "base": "0.pt", "files": 0}, "at least two files"),
+    ],
+)
+def test_requests_that_make_no_sense(tmp_path: Path, options: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, paths = models(tmp_path, 2, shape=(3,))
+    monkeypatch.chdir(tmp_path)
+    files = (paths * 2)[: options.pop("files", 2)]
+    with pytest.raises(UsageError, match=f"(?s){words}"):
+        ckptool.average(files, tmp_path / "out.pt", **options)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_base_that_does_not_fit_is_refused_by_name(tmp_path: Path, run: Run) -> None:
+    _, paths = models(tmp_path, 2, shape=(3,))
+    saved({"layer.weight": torch.zeros(4), "steps": torch.tensor(0)}, paths[0])
+    with pytest.raises(Conflict, match=r"layer.weight is \[4\] in .*0.pt, \[3\] in"):
+        ckptool.average(paths[1:], tmp_path / "out.pt", method="ties", base=paths[0])
+    done = run("average", *paths[1:], "--method", "ties", "--base", tmp_path / "no.pt", "-o", tmp_path / "out.pt")
+    assert done.code == 2 and "no.pt" in done.err and not (tmp_path / "out.pt").exists()
+
+
+def test_the_command_says_how_it_merged(tmp_path: Path, run: Run) -> None:
+    _, paths = models(tmp_path, 2, shape=(3,))
+    options = ["--method", "dare", "--base", paths[0], "--density", "0.5,0.7", "--lambda", "0.9", "--seed", "7"]
+    done = run("average", *paths[1:], *options, "-o", tmp_path / "out.pt")
+    assert done.code == 0, done
+    assert "the dare merge of 2 files: 1 tensor → " in done.out
+    for words in ("density 0.5, 0.7", "lambda 0.9", "seed 7", "as mergekit defines it", f"1 × {paths[1]}"):
+        assert words in done.out, done.out
+
+
+PROGRAM = """
+ckptool.average(["1.pt", "2.pt"], "out.pt", base="0.pt", method=sys.argv[1], density=0.3)
+"""
+
+
+@pytest.mark.parametrize("method", ["ties", "dare"])
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, method: str) -> None:
+    models(tmp_path, 2, shape=(15_000_000,))
+    assert peak_of(PROGRAM, tmp_path, method) < 80_000_000
