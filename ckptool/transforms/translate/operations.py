@@ -250,7 +250,8 @@ def _unflatten(op: Operation, tensors: Tensors, number: Number) -> Tensors:
 
 def _flatten(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     (tensor,) = tensors
-    axis, shape, count = _axis(tensor, op.numbers[0], number), tensor.shape, len(op.lists[0])
+    shape, count = tensor.shape, len(op.lists[0])
+    axis = _axis(tensor, op.numbers[0], number, 1 - count)  # of the tensor after it, as that before `unflatten`
     found = shape[axis : axis + count]
     if list(found) != _sizes(op.lists[0], number, prod(found), prod):
         raise UsageError(f"{list(found)} of {list(shape)} is not {op}", UNFIT)
