@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from ckptool.cli import COMMANDS, function_of, main
@@ -41,15 +40,6 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"a.weight_g": torch.ones(2, 1), "a.weight_v": torch.ones(2, 3), "a.bias": torch.ones(2)},
         tmp_path / "normed.pt",
     )
-    halves = {"fc.lora_A.weight": torch.ones(2, 128), "fc.lora_B.weight": torch.ones(10, 2)}
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
-    save_file(
-        {f"base_model.model.{key}": value for key, value in halves.items()},
-        tmp_path / "adapter" / "adapter_model.safetensors",
-    )
-    names = {"fc.lora_A.weight": "lora_unet_fc.lora_down.weight", "fc.lora_B.weight": "lora_unet_fc.lora_up.weight"}
-    save_file({names[key]: value for key, value in halves.items()}, tmp_path / "style.safetensors")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:-5000])
     (tmp_path / "net.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)

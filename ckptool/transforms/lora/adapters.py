@@ -138,7 +138,13 @@ def read_adapter(
             raise Unsupported(
                 f"{name}: {printable(str(key))} is no tensor of plain numbers", "An adapter has no others."
             )
-    keys = adapter_keys(node, PEFT if "peft_type" in fields else None)
+    unused = [key for key in node if ".original_module." in key and fields.get("modules_to_save")]
+    if unused:
+        message = (
+            f"{listed([printable(key) for key in unused], 3)}: PEFT's copy of what modules_to_save replaced, not used"
+        )
+        notes = (*notes, Note("original-module", message))
+    keys = adapter_keys((key for key in node if key not in unused), PEFT if "peft_type" in fields else None)
     groups: dict[tuple[str, str, int], dict[str, str]] = {}
     for key, found in keys.items():
         parts = groups.setdefault((found.component, found.module, found.depth), {}) if found.role else {}
@@ -146,9 +152,9 @@ def read_adapter(
             what = f"{name} has {printable(found.module)} twice: {printable(parts[found.role])} and {printable(key)}"
             raise Conflict(what, "Several adapters in one file cannot be told apart.")
         parts[found.role] = key
-    if not any(is_factor(role) for parts in groups.values() for role in parts):
+    if not any(role != "alpha" for parts in groups.values() for role in parts):
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", "It is no adapter of a kind that is known here.")
-    schemes = list(dict.fromkeys(found.scheme for found in keys.values() if is_factor(found.role)))
+    schemes = list(dict.fromkeys(found.scheme for found in keys.values() if found.role))
     if len(schemes) > 1:
         raise Conflict(f"{name} mixes the names of {listed(schemes)}", "How its numbers are scaled cannot be told.")
     reader = _Reader(node, name, keys, schemes[0], config, _of_components(metadata or {}))

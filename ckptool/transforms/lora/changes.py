@@ -2,7 +2,7 @@
 
     linear, convolution           W + as_adapter(product · scale), one rounding; out_proj of attention: twice
     embedding, in_proj, experts   W + as_W(as_adapter(product · scale))
-    DoRA                          (magnitude / norm) · (W + …), the norm over the input's axes, summed in f64
+    DoRA                          (magnitude / norm) · (W + product · scale), the norm over the input's axes, in f64
 
 Source: peft/tuners/lora/{layer,variants,dora}.py; for kohya's names lycoris/modules (the norm plus f32's epsilon).
 """
@@ -59,6 +59,7 @@ class Change:
             what = f"a weight of {list(weight.shape)} has rows of {self.matrix[1]:,} elements"
             raise LimitExceeded(what, f"At most {MAX_WIDTH:,} are computed at once.")
         self.kept = delta.factors["B"].dtype if delta.method == LORA else by_name("f32")
+        self.weights = TensorValues(weight.reshape(self.matrix))
         self.epsilon = 0.0 if peft else 2**-23
         self.axis = 0
         if (magnitude := delta.magnitude) is not None:
@@ -109,96 +110,70 @@ class Change:
 
     def applied(self, as_weight: bool) -> TensorEntry:
         """The weight with the change. as_weight: PEFT rounds the change to the weight's type before it is added."""
-        weight, magnitude = self.weight, self.delta.magnitude
-        inputs = [weight, *self.delta.factors.values(), *([] if magnitude is None else [magnitude])]
-        sums = _Sums(self, as_weight or self.parameter or (self.delta.embedding and magnitude is None))
-        rows = sums.rows if magnitude is None else _Decomposed(sums, magnitude).rows
+        delta, weight = self.delta, self.weight
+        as_weight = as_weight or self.parameter or delta.embedding
+        self.rounds = [self.kept, *([weight.dtype] if as_weight else [])]
+        inputs = [weight, *delta.factors.values(), *([] if delta.magnitude is None else [delta.magnitude])]
+        rows = self._sums if delta.magnitude is None else _Decomposed(self, delta.magnitude).rows
         return like(weight, computed_rows(weight.dtype, self.matrix, rows, inputs).reshape(weight.shape))
 
-
-class _Sums:
-    """The rows of the weight plus the change, as numbers."""
-
-    __slots__ = ("change", "rounds", "weight")
-
-    def __init__(self, change: Change, as_weight: bool) -> None:
-        self.change, self.weight = change, TensorValues(change.weight.reshape(change.matrix))
-        self.rounds = [change.kept, *([change.weight.dtype] if as_weight else [])]
-
-    @property
-    def dtype(self) -> DType:
-        """The type of the sum, as torch promotes it."""
-        return promoted(self.change.weight.dtype, self.rounds[-1])
-
-    def rows(self, start: int, stop: int) -> Array:
+    def _sums(self, start: int, stop: int) -> Array:
+        """Rows of the weight with the change, rounded where PEFT rounds, but for the last time."""
         import numpy
 
         with numpy.errstate(all="ignore"):
-            made = self.change.rows(start, stop)
-            if self.change.parameter and len(self.change.weight.shape) == 3:
-                made = through(made, self.change.kept)  # there PEFT multiplies in the adapter's type
-            made = made * made.dtype.type(self.change.scale)
+            made, total = self.rows(start, stop), self.weights.rows(start, stop)
+            if self.parameter and len(self.weight.shape) == 3:
+                made = through(made, self.kept)  # there PEFT multiplies in the adapter's type
+            made = made * made.dtype.type(self.scale)
             for dtype in self.rounds:
                 made = through(made, dtype)
-            total: Array = self.weight.rows(start, stop)
-            if self.change.delta.twice:
-                own = self.change.weight.dtype
-                total = through(total + through(made, own), own)
-            return total + made
+            if self.delta.twice:
+                total = through(total + through(made, self.weight.dtype), self.weight.dtype)
+            added: Array = total + made
+            return added
 
 
 class _Decomposed:
-    """The rows of weights decomposed into magnitude and direction (DoRA)."""
+    """The rows of weights decomposed into magnitude and direction (DoRA), in f64: a norm has no order to keep."""
 
-    def __init__(self, sums: _Sums, magnitude: TensorEntry) -> None:
-        self.sums, self.magnitude = sums, magnitude
-        self.dtype = promoted(sums.dtype, magnitude.dtype)
+    def __init__(self, change: Change, magnitude: TensorEntry) -> None:
+        self.change, self.magnitude = change, magnitude
         self._factor: Array | None = None  # of all columns
 
     def rows(self, start: int, stop: int) -> Array:
         import numpy
 
         with numpy.errstate(all="ignore"):
-            total = through(self.sums.rows(start, stop), self.sums.dtype)
-            if self.sums.change.axis == 0:
-                factor = self._factors(_squares(total).sum(1), start, stop)[:, None]
-            else:
-                factor = self._of_columns()
-            return through(factor * total, self.dtype)
+            total = self._total(start, stop)
+            if self.change.axis == 1:
+                return self._of_columns() * total
+            return self._factors(numpy.square(total).sum(1), start, stop)[:, None] * total
+
+    def _total(self, start: int, stop: int) -> Array:
+        import numpy
+
+        change = self.change
+        return change.weights.rows(start, stop) + change.rows(start, stop).astype(numpy.float64) * change.scale
 
     def _of_columns(self) -> Array:
         """The factor of each column: of one pass over all rows."""
         import numpy
 
         if self._factor is None:
-            (height, width), count = self.sums.change.matrix, self.magnitude.numel
+            (height, width), count = self.change.matrix, self.magnitude.numel
             step, squares = max(1, ROWS // width), numpy.zeros(count)
             for start in range(0, height, step):
-                total = through(self.sums.rows(start, min(start + step, height)), self.sums.dtype)
-                squares += _squares(total).sum(0).reshape(count, -1).sum(1)
+                total = numpy.square(self._total(start, min(start + step, height))).sum(0)
+                squares += total.reshape(count, -1).sum(1)
             self._factor = numpy.repeat(self._factors(squares, 0, count), width // count)[None, :]
         return self._factor
 
     def _factors(self, squares: Array, start: int, stop: int) -> Array:
         import numpy
 
-        values = TensorValues(self.magnitude).read(start, stop)
-        norm: Array = numpy.sqrt(squares).astype("f8" if self.sums.dtype.name == "f64" else "f4")
-        norm = through(numpy.add(norm, self.sums.change.epsilon, dtype=norm.dtype), self.sums.dtype)
-        return through(values / norm, self.dtype)
-
-
-def _squares(values: Array) -> Array:
-    import numpy
-
-    return numpy.square(values, dtype=numpy.float64)
-
-
-def promoted(first: DType, second: DType) -> DType:
-    """The type of the sum of two floating tensors, as torch promotes them."""
-    if first is second:
-        return first
-    return by_name("f64" if "f64" in (first.name, second.name) else "f32")
+        values: Array = TensorValues(self.magnitude).read(start, stop)
+        return values / (numpy.sqrt(squares) + self.change.epsilon)
 
 
 def through(values: Array, dtype: DType) -> Array:

@@ -117,7 +117,7 @@ class _Merge:
             raise Unsupported(
                 f"{self.base_name} is quantized, and {self.name} cannot be added to packed values",
                 "Its weights are stored as integers with scales. Nothing was written.",
-                "Dequantize it first.",
+                _dequantize(self.base_name),
             )
         count = sum(len(delta.keys) for delta in self.adapter.deltas) + len(self.adapter.whole)
         raise NoMatch(
@@ -235,7 +235,7 @@ class _Merge:
             raise Unsupported(
                 f"{self.base_name}: {printable(key)} is quantized, or of no floating type",
                 "An adapter is added to plain weights. Nothing was written.",
-                "Dequantize it first.",
+                _dequantize(self.base_name),
             )
         return value
 
@@ -299,6 +299,10 @@ class _Merge:
             what = f"{self.name}: {printable(key)} of {self.base_name} is square, [out, in] or [in, out]"
             raise Unsupported(what, "No other experts of the adapter tell which.")
         return votes.pop()
+
+
+def _dequantize(name: str) -> Advice:
+    return Advice("Dequantize it first: ", command("cast", name, dequantize=True, out=OUT))
 
 
 def _leaf(key: str) -> str:

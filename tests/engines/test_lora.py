@@ -1,0 +1,244 @@
+"""`lora merge` against the libraries that make adapters (`make engines`): PEFT's `merge_and_unload` bit for bit, norms
+(DoRA) and bf16 experts at most twice as far from the f64 result; LyCORIS and diffusers by what models compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ckptool
+
+pytestmark = pytest.mark.engines
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+PAIRS = [(F32, F32), (BF16, BF16), (BF16, F32), (F32, BF16), (F16, F16), (F16, F32), (F64, F32)]
+Tensors = dict[str, torch.Tensor]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(3, 40, 24))
+        self.down = nn.Parameter(torch.randn(3, 24, 20))
+
+
+def model() -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    layers = {
+        "emb": nn.Embedding(11, 8),
+        "lin": nn.Linear(8, 12),
+        "square": nn.Linear(12, 12, bias=False),
+        "conv1d": Conv1D(24, 12),
+        "square1d": Conv1D(12, 12),
+        "conv1": nn.Conv2d(4, 6, 1),
+        "conv3": nn.Conv2d(4, 6, 3),
+        "audio": nn.Conv1d(4, 6, 3),
+        "video": nn.Conv3d(2, 4, 2),
+        "mha": nn.MultiheadAttention(8, 2),
+        "experts": Experts(),
+        "head": nn.Linear(8, 3),
+    }
+    return nn.ModuleDict(layers)
+
+
+TARGETS = {
+    "linear": ["lin", "square"],
+    "Conv1D": ["conv1d", "square1d"],
+    "embedding": ["emb"],
+    "convolutions": ["conv1", "conv3", "audio", "video"],
+    "attention": ["mha"],
+    "experts": [],
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rank 64, rsLoRA": {"r": 64, "use_rslora": True},
+    "patterns": {"rank_pattern": {"lin": 8, r"^conv\d": 5}, "alpha_pattern": {"conv3|emb": 3}},
+    "DoRA": {"use_dora": True},
+    "bias of the layers": {"bias": "lora_only"},
+    "all biases and a head": {"bias": "all", "modules_to_save": ["head"]},
+    "bias of B": {"lora_bias": True},
+}
+# What PEFT itself refuses, or where a layer has no bias.
+NOT = {
+    ("attention", "DoRA"),
+    ("attention", "bias of B"),
+    ("embedding", "bias of B"),
+    ("linear", "bias of B"),
+    ("experts", "DoRA"),
+    ("experts", "bias of B"),
+    ("experts", "bias of the layers"),
+}
+CASES = [(layers, way) for layers in TARGETS for way in WAYS if (layers, way) not in NOT]
+
+
+def trained(layers: str, way: str, weights: torch.dtype, adapters: torch.dtype) -> tuple[Any, Tensors]:
+    """A model with an adapter of random values, and the state dict of its base."""
+    import peft
+
+    torch.manual_seed(0)
+    base = model()
+    for parameter in base.parameters():
+        parameter.data = torch.randn_like(parameter).to(weights)
+    before = {key: value.clone() for key, value in base.state_dict().items()}
+    parameters = ["experts.gate_up", "experts.down"] if layers == "experts" else None
+    options = {"r": 4, "lora_alpha": 7, **WAYS[way]}
+    config = peft.LoraConfig(target_modules=TARGETS[layers], target_parameters=parameters, **options)
+    wrapped = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name or parameter.requires_grad:
+            values = torch.randn(parameter.shape) / 2
+            values = values.abs() + 0.5 if "magnitude" in name else values
+            parameter.data = values.to(adapters if "lora_" in name else weights)
+    return wrapped, before
+
+
+def merged_by_us(folder: Path, base: Tensors) -> Tensors:
+    save_file(base, folder / "base.safetensors")
+    ckptool.lora_merge(folder / "base.safetensors", folder, folder / "out.safetensors", overwrite=True)
+    return load_file(folder / "out.safetensors")
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " and ".join(str(each)[6:] for each in pair))
+@pytest.mark.parametrize(("layers", "way"), CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_bits_are_those_of_peft(layers: str, way: str, pair: tuple[Any, Any], tmp_path: Path) -> None:
+    wrapped, base = trained(layers, way, *pair)
+    wrapped.save_pretrained(tmp_path)
+    ours = merged_by_us(tmp_path, base)
+    exact = None
+    # Experts are multiplied in the adapter's type, with instructions that add products of bf16 in pairs.
+    if way == "DoRA" or (layers == "experts" and pair[1] in (BF16, F16)):
+        wide, _ = trained(layers, way, *pair)
+        exact = wide.double().merge_and_unload().state_dict()
+    theirs = wrapped.merge_and_unload().state_dict()
+    assert ours.keys() == theirs.keys() and any(not torch.equal(ours[key], base[key]) for key in base)
+    for key, value in theirs.items():
+        assert ours[key].dtype == value.dtype, key
+        if exact is None:
+            assert torch.equal(ours[key], value), (key, (ours[key].double() - value.double()).abs().max())
+        else:
+            assert error(ours[key], exact[key]) <= 2 * error(value, exact[key]), key
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).abs().max())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_a_llama_gives_the_outputs_that_it_was_trained_for(tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=24, tie_word_embeddings=False)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base", max_shard_size="10KB")
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    adapter = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear", modules_to_save=["lm_head"]))
+    for name, parameter in adapter.named_parameters():
+        parameter.data = torch.randn_like(parameter) / 4 if "lora_" in name else parameter.data
+    adapter.save_pretrained(tmp_path / "adapter")
+    ckptool.lora_merge(tmp_path / "base", tmp_path / "adapter", f"{tmp_path / 'out'}/")
+    found, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    words = torch.arange(12).reshape(2, 6)
+    assert (found.eval()(words).logits - adapter.eval()(words).logits).abs().max() < 1e-5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3)
+        self.point = nn.Conv2d(8, 6, 1)
+        self.fc_in = nn.Linear(6, 12)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.fc_in(self.point(self.conv(x)).mean((2, 3)))
+
+
+LYCORIS: dict[str, dict[str, Any]] = {
+    "lora": {"algo": "lora"},
+    "locon with a core": {"algo": "lora", "use_tucker": True},
+    "lora, DoRA": {"algo": "lora", "dora_wd": True},
+    "lora, DoRA by inputs": {"algo": "lora", "dora_wd": True, "wd_on_output": False},
+    "loha": {"algo": "loha"},
+    "loha with a core": {"algo": "loha", "use_tucker": True},
+    "lokr": {"algo": "lokr", "factor": 2},
+    "lokr, both factored": {"algo": "lokr", "factor": 3, "decompose_both": True},
+    "lokr with a core": {"algo": "lokr", "factor": 2, "use_tucker": True},
+    "lokr, whole": {"algo": "lokr", "full_matrix": True},
+    "full": {"algo": "full"},
+}
+
+
+@pytest.mark.parametrize("algorithm", LYCORIS)
+@pytest.mark.filterwarnings("ignore")
+def test_what_lycoris_computes(algorithm: str, tmp_path: Path) -> None:
+    from lycoris import LycorisNetwork, create_lycoris
+
+    torch.manual_seed(0)
+    net = Net().double()
+    base = {key: value.clone() for key, value in net.state_dict().items()}
+    LycorisNetwork.apply_preset({"target_module": ["Linear", "Conv2d"]})
+    options = {"linear_dim": 2, "linear_alpha": 1.0, "conv_dim": 2, "conv_alpha": 1.0, **LYCORIS[algorithm]}
+    wrapper = create_lycoris(net, 1.0, **options)
+    wrapper.apply_to()
+    wrapper.double()
+    for name, parameter in wrapper.named_parameters():
+        parameter.data = (
+            parameter.data + torch.randn_like(parameter) / 4 if "dora" not in name else parameter.data * 1.3
+        )
+    save_file({key: value.contiguous() for key, value in wrapper.state_dict().items()}, tmp_path / "a.safetensors")
+    x = torch.randn(2, 4, 6, 6, dtype=F64)
+    expected = net.eval()(x)
+    save_file(base, tmp_path / "base.safetensors")
+    ckptool.lora_merge(tmp_path / "base.safetensors", tmp_path / "a.safetensors", tmp_path / "out.safetensors")
+    merged = Net().double().eval()
+    merged.load_state_dict(load_file(tmp_path / "out.safetensors"))
+    assert (merged(x) - expected).abs().max() < 1e-5 and (merged(x) - reloaded(base)(x)).abs().max() > 1e-2
+
+
+def reloaded(base: Tensors) -> nn.Module:
+    net = Net().double().eval()
+    net.load_state_dict(base)
+    return net
+
+
+@pytest.mark.parametrize("alpha", [4, 9])
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_diffusers_is_fused_as_it_does(alpha: int, tmp_path: Path) -> None:
+    import peft
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+    from diffusers.utils import convert_state_dict_to_diffusers
+
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16,
+        norm_num_groups=4,
+        attention_head_dim=4,
+    )
+    unet.save_pretrained(tmp_path / "unet")
+    targets = ["to_q", "to_out.0", "conv1", "proj_in"]
+    unet.add_adapter(peft.LoraConfig(r=4, lora_alpha=alpha, target_modules=targets))
+    for name, parameter in unet.named_parameters():
+        parameter.data = torch.randn_like(parameter) / 4 if "lora_" in name else parameter.data
+    layers = convert_state_dict_to_diffusers(peft.get_peft_model_state_dict(unet))
+    metadata = {"unet_lora_adapter_metadata": unet.peft_config["default"].to_dict()} if alpha != 4 else {}
+    StableDiffusionPipeline.save_lora_weights(tmp_path / "lora", unet_lora_layers=layers, **metadata)
+    ckptool.lora_merge(
+        tmp_path / "unet", tmp_path / "lora" / "pytorch_lora_weights.safetensors", tmp_path / "out.safetensors"
+    )
+    unet.fuse_lora()
+    theirs = {key.replace(".base_layer", ""): v for key, v in unet.state_dict().items() if "lora_" not in key}
+    ours = load_file(tmp_path / "out.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
