@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies
 from torch.nn import functional
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
@@ -84,6 +85,22 @@ def test_images_and_kernels_are_resized_along_the_axes_that_differ(mode: str, ol
     assert torch.equal(
         resized_values(last, (5, *new, 3), mode), resized_values(kernel, (5, 3, *new), mode).permute(0, 2, 3, 1)
     )
+
+
+@given(
+    strategies.tuples(*[strategies.integers(1, 12)] * 4),
+    strategies.sampled_from(["bicubic", "bilinear"]),
+    strategies.booleans(),
+    strategies.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    strategies.integers(0, 2**31),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_random_grids_are_torchs(sides: Any, mode: str, antialias: bool, dtype: torch.dtype, seed: int) -> None:
+    old, new = sides[:2], sides[2:]
+    tensor = torch.randn(1, *old, 3, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    how = f"{mode}(from={old[0]}x{old[1]}, to={new[0]}x{new[1]}{', antialias' * antialias})"
+    found = resized_values(tensor.reshape(1, -1, 3), (1, math.prod(new), 3), how)
+    assert_close(found, tensor, lambda image: interpolated(image, new, mode, antialias))
 
 
 def test_any_part_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
