@@ -72,7 +72,9 @@ def find_quantized(
     """
     scheme = scheme_of(config)
     scheme = replace(scheme, blocks=frozenset({block})) if block else scheme
-    found, taken = Quantized(problems=[scheme.unknown] if scheme.unknown else []), dict[str, str]()
+    found, taken = Quantized(), dict[str, str]()
+    if scheme.unknown and any(_are_codes(value) and value.dtype.itemsize < 8 for value in tree.values()):
+        found.problems.append(scheme.unknown)
     for name, format_, keys, own in _named(tree, metadata, found.problems):
         problem = ""
         if twice := [key for key in keys.values() if taken.setdefault(key, name) != name]:
@@ -81,6 +83,8 @@ def find_quantized(
             problem = f"{printable(name)} is there as well as {printable(keys['codes'])}"
         elif scheme.method and scheme.method not in format_.methods:
             problem = f"{printable(name)} is not quantized as {scheme.method} does it"
+        elif any(tree[key].nbytes > tree[key].storage.nbytes for key in keys.values()):
+            problem = f"{printable(name)} is made of views that repeat their values"
         else:
             parts = {role: tree[key] for role, key in keys.items()}
             try:

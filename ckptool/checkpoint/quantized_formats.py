@@ -305,7 +305,7 @@ def _bitsandbytes(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     fits = fits and table.dtype.is_float and (absmax.dtype.name == "u8" if nested else absmax.dtype.is_float)
     if nested:
         outer, offset = facts.get("nested_blocksize"), facts.get("nested_offset")
-        fits = fits and "nested_map" in parts and type(offset) in (int, float) and are_sizes([outer])
+        fits = fits and "nested_map" in parts and type(offset) is float and are_sizes([outer])
         fits = fits and parts["nested_absmax"].numel == ceil_div(blocks, outer) and parts["nested_map"].numel == 256
     require(fits, f"parts {_shaped(*parts.values())} for a weight {shape} in blocks of {size}")
     words = f"bitsandbytes {kind} in blocks of {size}{', nested' if nested else ''}"

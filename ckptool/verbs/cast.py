@@ -68,7 +68,9 @@ def cast(
         *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped),
     )
     summary, facts = _summary(plan), _facts(plan)
-    if weights:
+    if weights and beside:
+        if beside.changes and not result.details:
+            details += ("config.json beside it still names the quantization; a folder (-o DIR/) gets one without it",)
         count = counted(len(weights.weights), "quantized weight")
         summary = f"{count} computed as {target.name}" + (f"; {summary}" if plan.tensors else "")
         facts |= _dequantized_facts(weights)

@@ -63,6 +63,55 @@ def test_a_folder_goes_along_without_its_quantization(tmp_path: Path) -> None:
     assert_same_bits(load_file(tmp_path / "out/model.safetensors"), case.expected)
 
 
+def test_one_file_leaves_the_configuration_to_its_user(tmp_path: Path) -> None:
+    file = write_case(tmp_path, gptq(4))
+    for out in (tmp_path / "out.pt", None):
+        done = ckptool.cast(file, out, dtype="bf16", dequantize=True, in_place=out is None)
+        assert any("config.json beside it still" in line for line in done.details)
+    assert load_file(file).keys() == {"a.weight"}
+    assert torch.equal(torch.load(tmp_path / "out.pt")["a.weight"], load_file(file)["a.weight"])
+
+
+def test_every_set_of_weights_and_its_ties(tmp_path: Path) -> None:
+    codes, scale = torch.randn(4, 4).to(torch.float8_e4m3fn), torch.tensor([3.0])
+    model = {"a.weight": codes, "a.weight_scale": scale, "b.weight": codes, "b.weight_scale": scale}
+    saved = {"model": model, "ema": {"a.weight": codes.clone(), "a.weight_scale": scale.clone()}, "step": 3}
+    torch.save(saved, tmp_path / "in.pt")
+    ckptool.cast(tmp_path / "in.pt", tmp_path / "out.pt", dtype="bf16", dequantize=True)
+    found, weight = torch.load(tmp_path / "out.pt"), (codes.float() * 3).bfloat16()
+    assert found["step"] == 3 and found["model"].keys() == {"a.weight", "b.weight"}
+    assert all(torch.equal(value, weight) for key in ("model", "ema") for value in found[key].values())
+    assert found["model"]["a.weight"].data_ptr() == found["model"]["b.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["Float8Tensor", "Int4Tensor"])
+def test_torchao_by_the_type_in_the_metadata(kind: str, tmp_path: Path) -> None:
+    codes, scale = torch.randn(6, 8).to(torch.float8_e4m3fn), torch.rand(6, 1)
+    fields = {"_type": kind, "_data": {"block_size": [1, 8]}, "_tensor_data_names": ["qdata", "scale"]}
+    metadata = {
+        "tensor_names": '["a.weight", "a.bias"]',
+        "a.weight": json.dumps(fields),
+        "a.bias": '{"_type": "Tensor"}',
+    }
+    tensors = {"a._weight_qdata": codes, "a._weight_scale": scale, "a.bias": torch.ones(6).bfloat16()}
+    save_file(tensors, tmp_path / "in.safetensors", metadata={**metadata, "format": "pt"})
+    out = tmp_path / "out.safetensors"
+    if kind == "Int4Tensor":
+        with pytest.raises(Unsupported, match="torchao's Int4Tensor"):
+            ckptool.cast(tmp_path / "in.safetensors", out, dtype="bf16", dequantize=True)
+        return
+    ckptool.cast(tmp_path / "in.safetensors", out, dtype="bf16", dequantize=True)
+    assert torch.equal(load_file(out)["a.weight"], (codes.float() * scale).bfloat16())
+    assert not {"tensor_names", "a.weight"} & ckptool.open(out).metadata.keys()
+
+
+def test_views_that_repeat_are_not_written_out(tmp_path: Path) -> None:
+    weight = torch.ones(1, 1).to(torch.float8_e4m3fn).expand(1 << 20, 1 << 20)
+    torch.save({"a.weight": weight, "a.weight_scale": torch.ones(1)}, tmp_path / "in.pt")
+    with pytest.raises(Unsupported, match="repeat"):
+        ckptool.cast(tmp_path / "in.pt", tmp_path / "out.pt", dtype="bf16", dequantize=True)
+
+
 def test_plan_lists_what_becomes_what(tmp_path: Path) -> None:
     case = gptq(4)
     file = write_case(tmp_path, case)
