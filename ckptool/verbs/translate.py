@@ -84,7 +84,7 @@ def translate(
         if len(sides) > 1:
             what = f"the sets of weights are of several sides of {layout.name}"
             raise Conflict(what, "One translation goes one way.", "Name one of them: --at ADDRESS")
-        translation, reverse = layout.rules_for(*sides), sides != {0}
+        translation, reverse = layout.rules_for(*sides), layout.sides[sides.pop()][1]
     elif reverse:
         translation = translation.reversed()
     config = configuration(change.part) or configuration(change.original)

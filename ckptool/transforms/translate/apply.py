@@ -84,7 +84,7 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
         if dropping is not None:
             plan.dropped.append(key)
             plan.used.add(dropping.place + dropping.pattern)
-        elif not _place(translation, key, scope, ranges, found, plan):
+        elif not _place(translation, key, node, scope, ranges, found, plan):
             plan.rest.append(key)
     for step in plan.steps:
         _refuse_incomplete(step)
@@ -92,7 +92,13 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
 
 
 def _place(
-    translation: Translation, key: str, scope: Scope, ranges: Mapping[str, int], found: dict[Any, Step], plan: RootPlan
+    translation: Translation,
+    key: str,
+    node: Mapping[Any, Any],
+    scope: Scope,
+    ranges: Mapping[str, int],
+    found: dict[Any, Step],
+    plan: RootPlan,
 ) -> bool:
     """Puts a key into the step of the first rule that matches it; False where none does."""
     for rule in translation.rules:
@@ -106,10 +112,10 @@ def _place(
         for number, pattern in enumerate(rule.patterns):
             try:
                 groups = pattern.match(key, scope.lookup, ranges)
+                if groups is None or (rule.beside[0] and rule.beside[0].fill(groups, scope.lookup) not in node):
+                    continue
             except UsageError as error:
                 raise rule.within(error) from None
-            if groups is None:
-                continue
             overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over))
             shared = {group: text for group, text in groups.items() if group[2:] not in rule.over}
             place = (id(rule), *sorted(shared.items()))

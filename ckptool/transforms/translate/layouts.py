@@ -42,7 +42,7 @@ class LayoutSide:
     """One side of a layout. has: names of which each matches a key, and equations.  lacks: those that do not hold.
 
     refuse: patterns of keys, and equations, that the rules have no place for, and why.  base: a prefix that the names
-    may all be without: those of a model without its head.
+    may all be without: those of a model without its head, or in a file of its own.
     """
 
     name: str
@@ -70,7 +70,7 @@ class LayoutSide:
 
     @property
     def bare(self) -> LayoutSide:
-        """The side of a model without its head."""
+        """The side with its names without the base."""
         has, lacks = (tuple(map(self._without_base, each)) for each in (self.has, self.lacks))
         return replace(
             self, has=has, lacks=lacks, refuse=tuple((self._without_base(each), y) for each, y in self.refuse)
@@ -124,26 +124,29 @@ class LayoutRules:
         """
         if not self.old.has and not self.new.has:
             return int(back)
-        found = [number for number, side in enumerate(self.sides) if number >= back and side.is_of(node)]
+        sides = enumerate(self.sides)
+        found = [(number, side) for number, (side, turned) in sides if turned >= back and side.is_of(node)]
         if not found:
-            raise self._not_of(node, self.sides[back])
-        self.sides[found[0]].check(node)
-        return found[0]
+            raise self._not_of(node, self.sides[back][0])
+        found[0][1].check(node)
+        return found[0][0]
 
     def rules_for(self, side: int) -> Translation:
         """The rules for weights of a side, by its place in `sides`."""
-        rules = self.translation.reversed() if side else self.translation
-        return without_base(rules, self.new.base) if side > 1 else rules
+        turned = self.sides[side][1]
+        rules = self.translation.reversed() if turned else self.translation
+        return without_base(rules, (self.new if turned else self.old).base) if side > 1 else rules
 
     @property
-    def sides(self) -> list[LayoutSide]:
-        """The old side, the new one, and that without its head."""
-        return [self.old, self.new, *([self.new.bare] if self.new.base else [])]
+    def sides(self) -> list[tuple[LayoutSide, bool]]:
+        """The old side, the new one, and those that have a base without it; True for those of the new."""
+        both = [(self.old, False), (self.new, True)]
+        return both + [(side.bare, turned) for side, turned in both if side.base]
 
     def _not_of(self, node: Mapping[Any, Any], side: LayoutSide) -> CkptoolError:
         """The error for weights of another layout, or of this one below a wrapper."""
         bare = {without_wrappers(key): value for key, value in node.items() if type(key) is str}
-        if bare.keys() != node.keys() and any(each.is_of(bare) for each in self.sides):
+        if bare.keys() != node.keys() and any(side.is_of(bare) for side, _ in self.sides):
             what, why = "the keys begin with what a wrapper adds", "Without that they are of the layout."
             return Conflict(what, why, Advice("Remove it first: ", command("strip-module", FILE, out=OUT)))
         lacking = next((each for each in side.has if not _holds(each, node)), "")
@@ -222,4 +225,4 @@ def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
 def layouts_of(node: Mapping[Any, Any]) -> list[tuple[LayoutRules, bool]]:
     """The layouts whose names a set of weights has, and whether it is the new side of each."""
     layouts = map(read_layout, shipped().values())
-    return [(each, side is not each.old) for each in layouts for side in each.sides if side.is_of(node)]
+    return [(each, turned) for each in layouts for side, turned in each.sides if side.is_of(node)]

@@ -10,7 +10,8 @@ tied: {lm_head.weight: wte.weight}       # second names of the old side's tensor
 fill: ['h.{n}.ln.bias => zeros [d0] like h.{n}.ln.weight']   # tensors that only the new side has
 optional: ['head.{p} => classifier.{p}', [RULE, RULE]]       # rules that may match nothing; in a list, all or none
 
-Reversed, the sides are exchanged and the inverse operations come in inverse order.
+Reversed, the sides are exchanged and the inverse operations come in inverse order. `NAME beside KEY`, behind the new
+names, tells which of several rules is meant on the way back: the first whose KEY is there, too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ckptool.transforms.translate.operations import Operation, parse_operation
 
 LOOK = "A file of them: rules: ['blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0']"
 FUNCTIONS = ("size", "count")
+_BESIDE = re.compile(r"\s+beside\s+")
 _CHAIN = re.compile(r"(?<!\\)\s:\s+")
 
 
@@ -39,6 +41,7 @@ class TranslationRule:
     """A rule. `expression`: one with re:, which has a single name on each side.  `reverses`: it was turned round.
 
     group: the number of the optional rules with which it matches, or none of them does; 0 where it has to match.
+    beside: a key that has to be there as well, on the old side and on the new one.
     """
 
     text: str
@@ -49,6 +52,7 @@ class TranslationRule:
     expression: Rule | None = None
     reverses: bool = False
     group: int = 0
+    beside: tuple[KeyName | None, KeyName | None] = (None, None)
 
     @cached_property
     def over(self) -> frozenset[str]:
@@ -68,7 +72,8 @@ class TranslationRule:
             lost = next((str(op) for op in self.chain if op.inverse() is None), "re:")
             raise self.error(f"it cannot be reversed: {lost} cannot be undone", "Write the rule for the way back.")
         chain = tuple(op for op in inverse if op is not None)
-        return checked(replace(self, old=self.new, new=self.old, chain=chain, reverses=not self.reverses))
+        turned = replace(self, old=self.new, new=self.old, chain=chain, beside=self.beside[::-1])
+        return checked(replace(turned, reverses=not self.reverses))
 
     def error(self, what: str, why: str = "", fix: str = "") -> UsageError:
         """An error that points at the rule."""
@@ -149,6 +154,7 @@ def parse_translation_rule(text: str, place: str = "") -> list[TranslationRule]:
     Raises `UsageError` for one that cannot work, with its place.
     """
     before, *chain = _CHAIN.split(text.strip(), maxsplit=1)
+    before, *beside = _BESIDE.split(before, maxsplit=1)
     old, new = sides(before, place)
     try:
         operations = tuple(parse_operation(each) for each in (chain[0].split("|") if chain else ()))
@@ -156,10 +162,13 @@ def parse_translation_rule(text: str, place: str = "") -> list[TranslationRule]:
             rule = parse_rule(before, place)
             return [checked(TranslationRule(text, place, (), (parse_name(new),), operations, rule))]
         names = [[parse_name(name) for name in split_names(side)] for side in (old, new)]
+        more = (None, parse_name(beside[0]) if beside else None)
         if len(names[0]) == len(names[1]) > 1 and all(op.kind.each for op in operations):
             pairs = zip(*names, strict=True)
-            return [checked(TranslationRule(text, place, (one,), (other,), operations)) for one, other in pairs]
-        return [checked(TranslationRule(text, place, tuple(names[0]), tuple(names[1]), operations))]
+            rules = [TranslationRule(text, place, (one,), (other,), operations, beside=more) for one, other in pairs]
+        else:
+            rules = [TranslationRule(text, place, tuple(names[0]), tuple(names[1]), operations, beside=more)]
+        return [checked(rule) for rule in rules]
     except UsageError as error:
         raise (
             error
