@@ -6,12 +6,16 @@ is the same.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
@@ -19,7 +23,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.formats import read
 from ckptool.verbs.save import save
 from fixtures.sparse import make_sparse
-from tests.support.memory import LIMIT, READING, REWRITING, peak
+from tests.support.memory import LIMIT, READING, REWRITING, peak, peak_of
 
 EACH = 2_000
 
@@ -117,3 +121,37 @@ def test_in_place_at_any_size(nbytes: int, tmp_path: Path) -> None:
     if nbytes < 10 << 30:  # mapping more than there is memory may be refused
         state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
         assert list(state) == list(after) and state["layer49.weight"][-1] == 0
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.soak)])
+def test_an_adapter_is_merged_into_a_large_base(times: int, tmp_path: Path) -> None:
+    """Half of the base is copied; of the rest some is read in rows, some in columns, and some twice (DoRA)."""
+    shapes = {"emb": (100_000, 256 * times), "q": (8192, 2048 * times), "kv": (2048 * times, 4096)}
+    sizes = {f"{name}.weight": shape for name, shape in shapes.items()} | {"rest": (75_000_000 * times,)}
+    header, at = {}, 0
+    for name, shape in sizes.items():
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + 2 * prod(shape)]}
+        at += 2 * prod(shape)
+    raw = json.dumps(header).encode()
+    with (tmp_path / "base.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + at)  # its values are holes
+    rank, before = 16, "base_model.model"
+    adapter = {
+        f"{before}.emb.lora_embedding_A": torch.ones(rank, 100_000),
+        f"{before}.emb.lora_embedding_B": torch.ones(256 * times, rank),
+        f"{before}.q.lora_A.weight": torch.ones(rank, 2048 * times),
+        f"{before}.q.lora_B.weight": torch.ones(8192, rank),
+        f"{before}.kv.lora_A.weight": torch.ones(rank, 2048 * times),
+        f"{before}.kv.lora_B.weight": torch.ones(4096, rank),
+        f"{before}.kv.lora_magnitude_vector": torch.ones(4096),
+    }
+    (tmp_path / "adapter").mkdir()
+    save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 1}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    found = peak_of("ckptool.lora_merge('base.safetensors', 'adapter', 'out.safetensors')", tmp_path)
+    assert found <= LIMIT, f"{found:,}"
+    with safe_open(tmp_path / "out.safetensors", "pt") as out:
+        assert (out.get_slice("emb.weight")[-2:] == 1).all() and (out.get_slice("q.weight")[-2:] == 1).all()
+        assert torch.allclose(out.get_slice("kv.weight")[-2:].float(), torch.tensor((2048 * times) ** -0.5), rtol=1e-2)

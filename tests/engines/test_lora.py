@@ -12,89 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptool
+from fixtures.surgery.make_lora import BF16, CASES, F16, F32, F64, LYCORIS, Net, Tensors, trained, with_lycoris
 
 pytestmark = pytest.mark.engines
-F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 PAIRS = [(F32, F32), (BF16, BF16), (BF16, F32), (F32, BF16), (F16, F16), (F16, F32), (F64, F32)]
-Tensors = dict[str, torch.Tensor]
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.randn(3, 40, 24))
-        self.down = nn.Parameter(torch.randn(3, 24, 20))
-
-
-def model() -> nn.Module:
-    from transformers.pytorch_utils import Conv1D
-
-    layers = {
-        "emb": nn.Embedding(11, 8),
-        "lin": nn.Linear(8, 12),
-        "square": nn.Linear(12, 12, bias=False),
-        "conv1d": Conv1D(24, 12),
-        "square1d": Conv1D(12, 12),
-        "conv1": nn.Conv2d(4, 6, 1),
-        "conv3": nn.Conv2d(4, 6, 3),
-        "audio": nn.Conv1d(4, 6, 3),
-        "video": nn.Conv3d(2, 4, 2),
-        "mha": nn.MultiheadAttention(8, 2),
-        "experts": Experts(),
-        "head": nn.Linear(8, 3),
-    }
-    return nn.ModuleDict(layers)
-
-
-TARGETS = {
-    "linear": ["lin", "square"],
-    "Conv1D": ["conv1d", "square1d"],
-    "embedding": ["emb"],
-    "convolutions": ["conv1", "conv3", "audio", "video"],
-    "attention": ["mha"],
-    "experts": [],
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "rank 64, rsLoRA": {"r": 64, "use_rslora": True},
-    "patterns": {"rank_pattern": {"lin": 8, r"^conv\d": 5}, "alpha_pattern": {"conv3|emb": 3}},
-    "DoRA": {"use_dora": True},
-    "bias of the layers": {"bias": "lora_only"},
-    "all biases and a head": {"bias": "all", "modules_to_save": ["head"]},
-    "bias of B": {"lora_bias": True},
-}
-# What PEFT itself refuses, or where a layer has no bias.
-NOT = {
-    ("attention", "DoRA"),
-    ("attention", "bias of B"),
-    ("embedding", "bias of B"),
-    ("linear", "bias of B"),
-    ("experts", "DoRA"),
-    ("experts", "bias of B"),
-    ("experts", "bias of the layers"),
-}
-CASES = [(layers, way) for layers in TARGETS for way in WAYS if (layers, way) not in NOT]
-
-
-def trained(layers: str, way: str, weights: torch.dtype, adapters: torch.dtype) -> tuple[Any, Tensors]:
-    """A model with an adapter of random values, and the state dict of its base."""
-    import peft
-
-    torch.manual_seed(0)
-    base = model()
-    for parameter in base.parameters():
-        parameter.data = torch.randn_like(parameter).to(weights)
-    before = {key: value.clone() for key, value in base.state_dict().items()}
-    parameters = ["experts.gate_up", "experts.down"] if layers == "experts" else None
-    options = {"r": 4, "lora_alpha": 7, **WAYS[way]}
-    config = peft.LoraConfig(target_modules=TARGETS[layers], target_parameters=parameters, **options)
-    wrapped = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name or parameter.requires_grad:
-            values = torch.randn(parameter.shape) / 2
-            values = values.abs() + 0.5 if "magnitude" in name else values
-            parameter.data = values.to(adapters if "lora_" in name else weights)
-    return wrapped, before
 
 
 def merged_by_us(folder: Path, base: Tensors) -> Tensors:
@@ -150,63 +71,21 @@ def test_an_adapter_of_a_llama_gives_the_outputs_that_it_was_trained_for(tmp_pat
     assert (found.eval()(words).logits - adapter.eval()(words).logits).abs().max() < 1e-5
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 8, 3)
-        self.point = nn.Conv2d(8, 6, 1)
-        self.fc_in = nn.Linear(6, 12)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.fc_in(self.point(self.conv(x)).mean((2, 3)))
-
-
-LYCORIS: dict[str, dict[str, Any]] = {
-    "lora": {"algo": "lora"},
-    "locon with a core": {"algo": "lora", "use_tucker": True},
-    "lora, DoRA": {"algo": "lora", "dora_wd": True},
-    "lora, DoRA by inputs": {"algo": "lora", "dora_wd": True, "wd_on_output": False},
-    "loha": {"algo": "loha"},
-    "loha with a core": {"algo": "loha", "use_tucker": True},
-    "lokr": {"algo": "lokr", "factor": 2},
-    "lokr, both factored": {"algo": "lokr", "factor": 3, "decompose_both": True},
-    "lokr with a core": {"algo": "lokr", "factor": 2, "use_tucker": True},
-    "lokr, whole": {"algo": "lokr", "full_matrix": True},
-    "full": {"algo": "full"},
-}
-
-
 @pytest.mark.parametrize("algorithm", LYCORIS)
 @pytest.mark.filterwarnings("ignore")
 def test_what_lycoris_computes(algorithm: str, tmp_path: Path) -> None:
-    from lycoris import LycorisNetwork, create_lycoris
-
-    torch.manual_seed(0)
-    net = Net().double()
-    base = {key: value.clone() for key, value in net.state_dict().items()}
-    LycorisNetwork.apply_preset({"target_module": ["Linear", "Conv2d"]})
-    options = {"linear_dim": 2, "linear_alpha": 1.0, "conv_dim": 2, "conv_alpha": 1.0, **LYCORIS[algorithm]}
-    wrapper = create_lycoris(net, 1.0, **options)
-    wrapper.apply_to()
-    wrapper.double()
-    for name, parameter in wrapper.named_parameters():
-        parameter.data = (
-            parameter.data + torch.randn_like(parameter) / 4 if "dora" not in name else parameter.data * 1.3
-        )
-    save_file({key: value.contiguous() for key, value in wrapper.state_dict().items()}, tmp_path / "a.safetensors")
-    x = torch.randn(2, 4, 6, 6, dtype=F64)
-    expected = net.eval()(x)
+    base, adapter, x, expected = with_lycoris(algorithm)
+    save_file(adapter, tmp_path / "a.safetensors")
     save_file(base, tmp_path / "base.safetensors")
     ckptool.lora_merge(tmp_path / "base.safetensors", tmp_path / "a.safetensors", tmp_path / "out.safetensors")
-    merged = Net().double().eval()
-    merged.load_state_dict(load_file(tmp_path / "out.safetensors"))
+    merged = reloaded(load_file(tmp_path / "out.safetensors"))
     assert (merged(x) - expected).abs().max() < 1e-5 and (merged(x) - reloaded(base)(x)).abs().max() > 1e-2
 
 
 def reloaded(base: Tensors) -> nn.Module:
-    net = Net().double().eval()
+    net = Net()
     net.load_state_dict(base)
-    return net
+    return net.double().eval()
 
 
 @pytest.mark.parametrize("alpha", [4, 9])

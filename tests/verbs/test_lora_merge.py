@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported
+from fixtures.surgery.make_lora import Net
 from tests.support.cli import Run
 
 Tensors = dict[str, torch.Tensor]
@@ -202,3 +203,33 @@ def test_pissa_is_noted(tmp_path: Path) -> None:
         saved(base_weights(), tmp_path / "b.safetensors"), adapter, tmp_path / "o.pt", dry_run=True
     )
     assert [note.code for note in done.notes] == ["changed-base"]
+
+
+# Values -------------------------------------------------------------------------------------------------------------
+
+SURGERY = Path(__file__).parents[2] / "fixtures" / "surgery" / "lora"
+FOLDERS = sorted(path.name for path in SURGERY.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if "lycoris" not in name])
+def test_the_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    base = SURGERY / f"base-{'bfloat16' if 'bf16' in name else 'float32'}.safetensors"
+    done = ckptool.lora_merge(base, SURGERY / name, tmp_path / "out.safetensors", verify=True)
+    files = tmp_path / "out.safetensors", SURGERY / name / "expected.safetensors", base
+    ours, theirs, before = map(load_file, files)
+    assert theirs.keys() == {*done.facts["changed"], *done.facts["replaced"]} and ours.keys() == before.keys()
+    for key, value in ours.items():
+        if "dora" in name:
+            assert torch.allclose(value, theirs.get(key, before[key]), rtol=3e-7, atol=1e-7), key
+        else:
+            assert torch.equal(value, theirs.get(key, before[key])), key
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if "lycoris" in name])
+def test_a_merged_adapter_of_lycoris_computes_what_lycoris_does(name: str, tmp_path: Path) -> None:
+    adapter = SURGERY / name / "adapter.safetensors"
+    ckptool.lora_merge(SURGERY / "base-net.safetensors", adapter, tmp_path / "out.safetensors")
+    net = Net()
+    net.load_state_dict(load_file(tmp_path / "out.safetensors"))
+    expected = load_file(SURGERY / name / "expected.safetensors")
+    assert (net.double()(expected["x"]) - expected["y"]).abs().max() < 1e-5
