@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.diff import diff as diff
     from ckptool.verbs.doctor import doctor as doctor
     from ckptool.verbs.edit import edit as edit
+    from ckptool.verbs.find_rules import find_rules as find_rules
     from ckptool.verbs.inspect import inspect as inspect
     from ckptool.verbs.inspect_run import inspect_run as inspect_run
     from ckptool.verbs.load import load as load
@@ -67,6 +68,7 @@ _HOMES = {
     "Note": "checkpoint",
     "Storage": "checkpoint",
     "TensorEntry": "checkpoint",
+    "find_rules": "verbs.find_rules",
     "inspect_run": "verbs.inspect_run",
     "load": "verbs.load",
     "load_into": "verbs._live",

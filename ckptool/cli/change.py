@@ -90,6 +90,7 @@ def rename(
 @examples(
     ("ckptool translate vit.pt --rules vit-timm -n -o hf.pt", "a layout that ships: preview it"),
     ("ckptool translate vit.pt '*qkv.* => *{q,k,v}.* : split 0' --rest keep -o o.pt", "your own rules"),
+    ("ckptool translate --find a.pt b.pt -o rules.yaml", "the rules between two checkpoints"),
 )
 @writes
 def translate(
@@ -127,11 +128,16 @@ def translate(
         str | None,
         typer.Option("--shard-size", metavar="SIZE", help="Write a folder of files of at most this size: 5GB."),
     ] = None,
+    find: Annotated[
+        bool, typer.Option("--find", help="Of two files A B: find the rules that make B of A; -o writes them.")
+    ] = False,
 ) -> Answers:
     """Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another."""
     from ckptool.verbs.translate import translate
 
-    files, given = _files_and_rules("translate", words, rules is not None)
+    files, given = _files_and_rules("translate", words, rules is not None or find)
+    if find:
+        return _found_rules(files, given, target)
     function = with_options(
         translate,
         rules=given,
@@ -143,6 +149,19 @@ def translate(
         shard_size=shard_size,
     )
     return write_each("translate", files, target, function)
+
+
+def _found_rules(files: Sequence[str], rules: Sequence[str], target: OutputOptions) -> Answers:
+    from ckptool.verbs.find_rules import find_rules
+
+    if len(files) != 2 or rules or target.folder or target.in_place:
+        raise UsageError(
+            "translate --find takes two checkpoints and no rules",
+            "It finds the rules that make the second of the first.",
+            "For example: ckptool translate --find a.pt b.pt -o rules.yaml",
+        )
+    report = find_rules(files[0], files[1], target.out, overwrite=target.overwrite, dry_run=target.dry_run)
+    return Answers([Answer(report, exit_code=0 if report.complete else 1)], target.as_json)
 
 
 def _files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:

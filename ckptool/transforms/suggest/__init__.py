@@ -50,18 +50,27 @@ def suggest(
     whole = Counter(ours.values()) == Counter(theirs.values()) and (
         2 * len(ours) >= len(source) and 2 * len(theirs) >= len(target)
     )
-    search = Search(Side(ours), Side(theirs))
-    accept_same_spelling(search)
-    Moves(search).run()
-    if max(len(search.source.shapes), len(search.target.shapes)) <= MOST:
-        Structure(search, whole).run()
-        note_fused(search)
+    search = search_pairs(ours, theirs, whole)
+    note_fused(search)
     writer = _Writer(search, source, target, placed)
     certain = writer.written(search.certain, {}, certain=True)
     kept = {pair.source: pair.target for pair in search.certain}
     ways = [one for pairs in _joined(search)[:MOST_WAYS] for one in writer.written(pairs, kept, certain=False)]
     notes = [Suggestion((), 0, 0, False, note) for note in search.notes]
     return [*certain, *sorted(ways, key=lambda one: -one.agree), *notes]
+
+
+def search_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], whole: bool) -> Search:
+    """The search for pairs by names and shapes (or whatever says that two can be the same), done.
+
+    whole: both are most of their sides, so that a shape that only one of each has says something.
+    """
+    search = Search(Side(dict(ours)), Side(dict(theirs)))
+    accept_same_spelling(search)
+    Moves(search).run()
+    if max(len(search.source.shapes), len(search.target.shapes)) <= MOST:
+        Structure(search, whole).run()
+    return search
 
 
 def _joined(search: Search) -> list[list[Pair]]:
@@ -363,7 +372,7 @@ def _cuts(key: str, name: str, leaf: tuple[int, int] | None) -> Iterator[tuple[s
         ours, theirs, ends = key.split("."), name.split("."), ["*", "*"]
         if leaf is not None:
             ours, theirs = key[: leaf[0] - 1].split("."), name[: leaf[1] - 1].split(".")
-            ends = [f"*.{_escaped(key[leaf[0] :])}", f"*.{_escaped(name[leaf[1] :])}"]
+            ends = [f"*.{escaped(key[leaf[0] :])}", f"*.{escaped(name[leaf[1] :])}"]
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(ours), reversed(theirs), strict=False))
         for length in range(sum(1 for _ in alike), 0, -1):
             old, new = ("".join(f"{part}." for part in parts[:-length]) for parts in (ours, theirs))
@@ -405,14 +414,13 @@ def _sides(old: str, new: str, numbered: Numbered, free: frozenset[int]) -> tupl
     for place in sorted({*numbered.values(), *free}):
         parts["".join(ours[: 2 * place + 1]).count(".")] = place
     variables = {place: f"{{{name}}}" for place, name in zip(sorted(parts.values()), _VARIABLES, strict=False)}
-    left = [variables.get(at // 2, piece) if at % 2 else _escaped(piece) for at, piece in enumerate(ours)]
+    left = [variables.get(at // 2, piece) if at % 2 else escaped(piece) for at, piece in enumerate(ours)]
     right = [
-        variables.get(numbered.get(at // 2, -1), piece) if at % 2 else _escaped(piece)
-        for at, piece in enumerate(theirs)
+        variables.get(numbered.get(at // 2, -1), piece) if at % 2 else escaped(piece) for at, piece in enumerate(theirs)
     ]
     return "".join(left), "".join(right)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """A literal text in a rule: with a backslash before what would mean something."""
-    return re.sub(r"([\\*{])", r"\\\1", text).replace("=>", "=\\>")
+    return re.sub(r"([\\*{,]|\s(?=:\s))", r"\\\1", text).replace("=>", "=\\>")

@@ -13,7 +13,7 @@ from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted,
 from ckptool.reports.compare import same_bytes
 from ckptool.transforms.key_names import Groups
 from ckptool.transforms.rules import WHOLE_KEY
-from ckptool.transforms.translate.operations import Tensors, losses, zeros
+from ckptool.transforms.translate.operations import Number, Operation, Tensors, losses, zeros
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, TranslationRule
 
@@ -242,7 +242,7 @@ def results_of(
             raise UsageError(f"{printable(key)} is no plain tensor ({kind})", "Its values cannot be moved.")
     inputs = [node[key] for key in step.keys]
     step.shapes = tuple(each.shape for each in inputs)
-    tensors, step.lost = _after_chain(step, values, scope)
+    tensors, step.lost = after_chain(rule.chain, values, scope.number(step.groups))
     for overs, entries in tensors.items():
         groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
         names = [step.outputs[0]] if rule.expression else [name.fill(groups, scope.lookup) for name in rule.new]
@@ -253,11 +253,13 @@ def results_of(
             yield name, made[same]
 
 
-def _after_chain(step: Step, values: Mapping[Overs, Tensors], scope: Scope) -> tuple[dict[Overs, Tensors], str]:
+def after_chain(
+    chain: Sequence[Operation], values: Mapping[Overs, Tensors], number: Number
+) -> tuple[dict[Overs, Tensors], str]:
     """The tensors after all operations of a rule, and what undoing them would lose."""
-    number, lost = scope.number(step.groups), ""
+    lost = ""
     state = {overs: [resolved(each) for each in tensors] for overs, tensors in values.items()}
-    for op in step.rule.chain:
+    for op in chain:
         after: dict[Overs, Tensors] = {}
         if op.over and op.name == "stack":
             gathered: dict[Overs, list[Tensors]] = {}

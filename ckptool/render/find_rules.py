@@ -1,0 +1,75 @@
+"""Rules between two checkpoints as text, as JSON, and as the file that `translate --rules` takes."""
+
+from __future__ import annotations
+
+import os
+
+from ckptool.checkpoint.registry import provides
+from ckptool.errors import counted, listed, printable
+from ckptool.render.json import Json, fields_json, notes_json
+from ckptool.render.style import PLAIN, Style, notes_text
+from ckptool.reports.find_rules import FoundRule, FoundRules
+
+SHOWN = 6
+
+
+@provides("text", FoundRules)
+def find_rules_text(found: FoundRules, *, style: Style = PLAIN) -> str:
+    """The proof, the rules with what each makes, and what is left over on either side."""
+    paint = style.green if found.by_value == found.total else style.yellow
+    lines = [f"{style.bold(printable(found.old))} → {style.bold(printable(found.new))}: {paint(_proof(found))}"]
+    for rule in found.rules:
+        lines += [f"  {style.cyan(printable(rule.text))}", f"    {_evidence(rule)}"]
+    lines += [f"  {text}" for text in _left_over(found)]
+    if found.output:
+        lines.append(f"{'would write' if found.dry_run else 'wrote'} {printable(found.output)}")
+    notes = notes_text(found.notes, style)
+    return "\n".join([*lines, *([notes] if notes else [])]) + "\n"
+
+
+def _proof(found: FoundRules) -> str:
+    texts = [f"{found.by_value:,} of {found.total:,} by value"]
+    texts += [f"{len(found.by_name):,} by name and shape"] if found.by_name else []
+    return ", ".join([*texts, *([f"{len(found.missing):,} not made"] if found.missing else [])])
+
+
+def _evidence(rule: FoundRule) -> str:
+    texts = [f"{rule.by_value:,} of {counted(rule.tensors, 'tensor')} by value"]
+    if rule.by_value < rule.tensors:
+        texts.append(f"{rule.tensors - rule.by_value:,} by name and shape only: the values differ")
+    if rule.alike:
+        texts.append(f"{rule.alike:,} with the values of others as well, told apart by names or their order: check it")
+    return "; ".join(texts)
+
+
+def _left_over(found: FoundRules) -> list[str]:
+    named = (("not made", found.missing), ("dropped", found.dropped), ("values differ", found.by_name))
+    return [f"{what}: {listed([printable(name) for name in names], SHOWN)}" for what, names in named if names]
+
+
+@provides("json", FoundRules)
+def find_rules_json(found: FoundRules) -> Json:
+    """`ckptool.find-rules/1`: each rule with its counts, and every name that is left over."""
+    return {
+        "schema": "ckptool.find-rules/1",
+        **fields_json(found, "old new total by_value complete"),
+        "rules": [fields_json(rule) for rule in found.rules],
+        **fields_json(found, "by_name missing dropped drop output dry_run"),
+        "notes": notes_json(found.notes),
+    }
+
+
+def find_rules_file(found: FoundRules) -> str:
+    """The rules as a YAML file, with the evidence as comments."""
+    names = " → ".join(printable(os.path.basename(name)) for name in (found.old, found.new))
+    lines = [f"# {names}: {_proof(found)}.", *(f"# {text}" for text in _left_over(found)), "rules:"]
+    for rule in found.rules:
+        lines += [f"# {_evidence(rule)}", _item(rule.text)]
+    lines += ["drop:", *map(_item, found.drop)] if found.drop else []
+    return "\n".join(lines) + "\n"
+
+
+def _item(text: str) -> str:
+    import yaml
+
+    return yaml.safe_dump([text], default_style="'", width=1 << 30, allow_unicode=False).strip()

@@ -1,0 +1,193 @@
+"""`translate --find`: the rules between two checkpoints, found by value; applied, they give the same bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+
+import ckptool
+from ckptool.render.find_rules import find_rules_json, find_rules_text
+from tests.support.cli import Run
+
+Weights = dict[str, numpy.ndarray]
+Pair = tuple[Weights, Weights]
+D, HEADS, KV, HD = 32, 4, 2, 8
+
+
+def random(*shape: int) -> numpy.ndarray:
+    return RNG.standard_normal(shape).astype(numpy.float32)
+
+
+RNG = numpy.random.default_rng(12)
+
+
+def vit() -> Pair:
+    a, b = Weights(), Weights()
+    a["pos_embed"] = b["vit.position_embeddings"] = random(1, 17, D)
+    a["patch.proj.weight"] = b["vit.patch.weight"] = random(D, 3, 8, 8)
+    a["patch.proj.bias"] = b["vit.patch.bias"] = numpy.zeros(D, "f4")
+    for i in range(3):
+        for part, bias in (("weight", D), ("bias", 0)):
+            three = [random(D, D) if bias else numpy.zeros(D, "f4") for _ in range(3)]
+            a[f"blocks.{i}.attn.qkv.{part}"] = numpy.concatenate(three)
+            for name, value in zip(("query", "key", "value"), three, strict=True):
+                b[f"vit.layer.{i}.attention.{name}.{part}"] = value
+        for old, new in (("mlp.fc1", "intermediate.dense"), ("mlp.fc2", "output.dense")):
+            a[f"blocks.{i}.{old}.weight"] = b[f"vit.layer.{i}.{new}.weight"] = random(D, D)
+            a[f"blocks.{i}.{old}.bias"] = b[f"vit.layer.{i}.{new}.bias"] = numpy.zeros(D, "f4")
+        for old, new in (("norm1", "layernorm_before"), ("norm2", "layernorm_after")):
+            a[f"blocks.{i}.{old}.weight"] = b[f"vit.layer.{i}.{new}.weight"] = numpy.ones(D, "f4")
+            a[f"blocks.{i}.{old}.bias"] = b[f"vit.layer.{i}.{new}.bias"] = numpy.zeros(D, "f4")
+    return a, b
+
+
+def gpt2() -> Pair:
+    a, b = Weights(), Weights()
+    a["wte.weight"] = b["wte.weight"] = random(64, D)
+    for i in range(3):
+        sizes = {"attn.c_attn": (3 * D, D), "attn.c_proj": (D, D), "mlp.c_fc": (4 * D, D), "mlp.c_proj": (D, 4 * D)}
+        for name, shape in sizes.items():
+            a[f"h.{i}.{name}.weight"] = random(*shape)
+            b[f"h.{i}.{name}.weight"] = a[f"h.{i}.{name}.weight"].T.copy()
+            a[f"h.{i}.{name}.bias"] = b[f"h.{i}.{name}.bias"] = random(shape[0])
+        a[f"h.{i}.ln_1.weight"] = b[f"h.{i}.ln_1.weight"] = numpy.ones(D, "f4")
+    return a, b
+
+
+def halves(weight: numpy.ndarray, heads: int) -> numpy.ndarray:
+    return weight.reshape(heads, -1, 2, D).swapaxes(1, 2).reshape(-1, D)
+
+
+def llama() -> Pair:
+    a, b = Weights(), Weights()
+    a["tok_embeddings.weight"] = b["model.embed_tokens.weight"] = random(64, D)
+    for i in range(3):
+        for old, new, rows, heads in (("wq", "q", HEADS, HEADS), ("wk", "k", KV, KV), ("wv", "v", KV, 0)):
+            value = a[f"layers.{i}.attention.{old}.weight"] = random(rows * HD, D)
+            b[f"model.layers.{i}.self_attn.{new}_proj.weight"] = halves(value, heads) if heads else value
+        a[f"layers.{i}.ffn_norm.weight"] = b[f"model.layers.{i}.post_attention_layernorm.weight"] = random(D)
+    return a, b
+
+
+def mixtral() -> Pair:
+    a, b = Weights(), Weights()
+    for i in range(2):
+        w = {n: [random(48, D) if n != 2 else random(D, 48) for _ in range(11)] for n in (1, 2, 3)}
+        for e in range(11):
+            for n in (1, 2, 3):
+                a[f"layers.{i}.block_sparse_moe.experts.{e}.w{n}.weight"] = w[n][e]
+        both = [numpy.concatenate(pair) for pair in zip(w[1], w[3], strict=True)]
+        b[f"layers.{i}.mlp.experts.gate_up_proj"] = numpy.stack(both)
+        b[f"layers.{i}.mlp.experts.down_proj"] = numpy.stack(w[2])
+        a[f"layers.{i}.block_sparse_moe.gate.weight"] = b[f"layers.{i}.mlp.gate.weight"] = random(11, D)
+    return a, b
+
+
+def megatron() -> Pair:
+    """Layers stacked; q, k and v in turns of groups, gate and up in one."""
+    a, b = Weights(), Weights()
+    fused, gates, norms = [], [], []
+    for i in range(3):
+        q, k, v = random(HEADS * HD, D), random(KV * HD, D), random(KV * HD, D)
+        groups = [each.reshape(KV, -1, HD, D) for each in (q, k, v)]
+        fused.append(numpy.concatenate(groups, 1).reshape(-1, D))
+        gates.append(random(2 * 48, D))
+        norms.append(random(D))
+        for name, value in (("self_attn.q", q), ("self_attn.k", k), ("self_attn.v", v)):
+            b[f"model.layers.{i}.{name}_proj.weight"] = value
+        b[f"model.layers.{i}.mlp.gate_proj.weight"], b[f"model.layers.{i}.mlp.up_proj.weight"] = numpy.split(
+            gates[-1], 2
+        )
+        b[f"model.layers.{i}.input_layernorm.weight"] = norms[-1]
+    a["decoder.layers.self_attention.linear_qkv.weight"] = numpy.stack(fused)
+    a["decoder.layers.mlp.linear_fc1.weight"] = numpy.stack(gates)
+    a["decoder.layers.self_attention.linear_qkv.layer_norm_weight"] = numpy.stack(norms)
+    return a, b
+
+
+def gpt_oss() -> Pair:
+    """Gate and up in alternate columns, transposed and stacked; projections as 1 x 1 convolutions; unequal parts."""
+    a, b = Weights(), Weights()
+    for i in range(2):
+        experts = [(random(24, D), random(24, D)) for _ in range(3)]
+        b[f"l.{i}.experts.gate_up"] = numpy.stack([numpy.stack(two, 1).reshape(-1, D).T for two in experts])
+        for e, (gate, up) in enumerate(experts):
+            a[f"l.{i}.experts.{e}.gate.weight"], a[f"l.{i}.experts.{e}.up.weight"] = gate, up
+        a[f"l.{i}.to_q.weight"] = random(D, D)
+        b[f"l.{i}.q.weight"] = a[f"l.{i}.to_q.weight"][:, :, None, None]
+        b[f"l.{i}.x.weight"] = random(D, 32)
+        a[f"l.{i}.x1.weight"], a[f"l.{i}.x2.weight"] = numpy.split(b[f"l.{i}.x.weight"], [8], 1)
+    return a, b
+
+
+PAIRS: dict[str, tuple[Callable[[], Pair], int]] = {
+    "vit": (vit, 8),
+    "gpt2": (gpt2, 5),
+    "llama": (llama, 5),
+    "mixtral": (mixtral, 3),
+    "megatron": (megatron, 3),
+    "gpt-oss": (gpt_oss, 3),
+}
+
+
+def written(folder: Path, *sides: Weights) -> list[str]:
+    names = []
+    for name, side in zip("ab", sides, strict=True):
+        names.append(str(folder / f"{name}.safetensors"))
+        ckptool.save({key: numpy.ascontiguousarray(value) for key, value in side.items()}, names[-1], overwrite=True)
+    return names
+
+
+def same(one: str, other: str) -> bool:
+    return ckptool.diff(one, other).same
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("back", [False, True])
+def test_rules_of_a_layout_are_found_and_reproduce_the_bytes(name: str, back: bool, tmp_path: Path) -> None:
+    make, rules = PAIRS[name]
+    sides = make()
+    old, new = written(tmp_path, *(sides[::-1] if back else sides))
+    out = tmp_path / "rules.yaml"
+    found = ckptool.find_rules(old, new, out)
+    total = len(sides[0] if back else sides[1])
+    assert (found.by_value, found.total, found.missing, found.dropped, found.notes) == (total, total, (), (), ())
+    assert len(found.rules) <= rules
+    ckptool.translate(old, out=tmp_path / "c.safetensors", rules_file=out)
+    assert same(str(tmp_path / "c.safetensors"), new)
+    assert out.read_text().startswith(f"# a.safetensors → b.safetensors: {total} of {total} by value.\n")
+
+
+def test_values_that_differ_are_marked_and_what_is_not_made_is_listed(tmp_path: Path) -> None:
+    a, b = vit()
+    b["vit.layer.1.intermediate.dense.weight"] = random(D, D)
+    b["extra.weight"], a["old.rotary.0.inv_freq"], a["old.rotary.1.inv_freq"] = random(5), random(4), random(4)
+    old, new = written(tmp_path, a, b)
+    found = ckptool.find_rules(old, new)
+    assert found.by_name == ("vit.layer.1.intermediate.dense.weight",) and found.missing == ("extra.weight",)
+    assert found.drop == ("old.rotary.*.inv_freq",) and found.by_value == found.total - 2
+    rule = next(rule for rule in found.rules if "fc1" in rule.text)
+    assert rule.text == "blocks.{n}.mlp.fc1.* => vit.layer.{n}.intermediate.dense.*"
+    assert (rule.tensors, rule.by_value) == (6, 5)
+    text = find_rules_text(found)
+    assert f"{found.by_value} of {found.total} by value, 1 by name and shape, 1 not made" in text
+    assert "5 of 6 tensors by value; 1 by name and shape only: the values differ" in text
+    assert "not made: extra.weight" in text and find_rules_json(found)["missing"] == ["extra.weight"]
+
+
+def test_command_writes_rules_and_exits_1_if_a_tensor_is_not_made(run: Run, tmp_path: Path) -> None:
+    a, b = gpt2()
+    old, new = written(tmp_path, a, b)
+    out = tmp_path / "rules.yaml"
+    done = run("translate", "--find", old, new, "-o", str(out), "-n")
+    assert done.code == 0 and not out.exists() and "would write" in done.out
+    done = run("translate", "--find", old, new, "-o", str(out), "--json")
+    assert done.code == 0 and json.loads(done.out)["by_value"] == len(b) and out.exists()
+    assert run("translate", "--find", old, new, "-o", str(out)).code == 2
+    written(tmp_path, a, {**b, "extra": random(3)})
+    assert run("translate", "--find", old, new, "-o", str(out), "-f").code == 1
+    assert run("translate", "--find", old).code == 2
