@@ -156,10 +156,13 @@ def unpacked(words: Array, bits: int, count: int) -> Array:
     if 8 % bits == 0:
         parts = words.view(numpy.uint8)[..., None] >> numpy.arange(0, 8, bits, dtype=numpy.uint8)
         return (parts & numpy.uint8(mask)).reshape(len(words), -1)[:, :count]
-    word, shift = numpy.divmod(numpy.arange(count, dtype=numpy.uint64) * numpy.uint64(bits), numpy.uint64(32))
-    after = numpy.minimum(word + numpy.uint64(1), numpy.uint64(words.shape[1] - 1))
-    both = words[:, word].astype(numpy.uint64) | words[:, after].astype(numpy.uint64) << numpy.uint64(32)
-    return (both >> shift & numpy.uint64(mask)).astype(numpy.uint8)
+    word, shift = numpy.divmod(numpy.arange(count) * bits, 32)
+    both = words[:, numpy.minimum(word + 1, words.shape[1] - 1)].astype(numpy.uint64)
+    both <<= 32
+    both |= words[:, word]
+    both >>= shift.astype(numpy.uint64)
+    both &= mask
+    return both.astype(numpy.uint8)
 
 
 def _fp4(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:

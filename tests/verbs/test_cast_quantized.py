@@ -18,6 +18,7 @@ from ckptool.reports.quantization import quantized_in
 from ckptool.transforms.dequantize import weight_of
 from fixtures.surgery.make_quantized import Case
 from tests.support.errors import three_parts
+from tests.support.memory import LIMIT, peak_of
 from tests.support.quantized_cases import assert_same_bits, awq, gptq, vectors, write_case
 
 BY_HAND = [
@@ -218,7 +219,36 @@ def test_scales_of_activations_are_left_out_by_name(tmp_path: Path) -> None:
     assert "left out, of activations: a.input_scale, attn.k_scale" in done.details
 
 
+def test_memory_does_not_grow_with_the_weight(tmp_path: Path) -> None:
+    columns, rows = 8192, 6144  # 100 MB of bf16, packed along the other dimension
+    shapes = {"a.qweight": (columns // 8, rows), "a.qzeros": (64, rows // 8), "a.scales": (64, rows)}
+    tensors = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
+    tensors["a.scales"] = tensors["a.scales"].half()
+    write_case(tmp_path, Case("", tensors, gptq(4).config | {"group_size": 128}, {}))
+    del tensors
+    program = "ckptool.cast('model.safetensors', 'out.safetensors', dtype='bf16', dequantize=True)"
+    assert peak_of(program, tmp_path) <= LIMIT
+
+
 # Bad input -----------------------------------------------------------------------------------------------------------
+
+
+def test_states_and_shapes_that_lie(tmp_path: Path) -> None:
+    packed = next(case for case in CASES if case.name.startswith("pack 4"))
+    four = next(case for case in CASES if case.name == "bnb nf4 True 96")
+    name = "a.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(four.tensors[name].tolist()))
+    for shape in ([1 << 39, 1 << 39], [24, -1], [24, 0], [24] * 7, []):
+        tensors = packed.tensors | {"a.weight_shape": torch.tensor(shape, dtype=torch.int64)}
+        with pytest.raises(Unsupported):
+            dequantized(packed._replace(tensors=tensors), tmp_path)
+    lies = [{"shape": [1 << 39] * 8}, {"shape": None}, {"blocksize": 0}, {"blocksize": "64"}, {"blocksize": 10**400}]
+    lies += [{"nested_offset": "0"}, {"nested_offset": 10**400}, {"nested_blocksize": -1}, {"quant_type": "int4"}]
+    texts = [json.dumps(state | lie) for lie in lies] + ["", "[]", "nonsense", "[" * 9_000, " " * 70_000]
+    for text in texts:
+        tensors = four.tensors | {name: torch.tensor(list(text.encode()), dtype=torch.uint8)}
+        with pytest.raises(Unsupported):
+            dequantized(four._replace(tensors=tensors), tmp_path)
 
 
 def broken(case: Case, rng: random.Random) -> Case:
