@@ -75,7 +75,7 @@ def find_quantized(
     found, taken = Quantized(), dict[str, str]()
     if scheme.unknown and any(_are_codes(value) and value.dtype.itemsize < 8 for value in tree.values()):
         found.problems.append(scheme.unknown)
-    for name, format_, keys, own in _named(tree, metadata, found.problems):
+    for name, format_, keys, own in _named(tree, metadata, found.problems, taken):
         problem = ""
         if twice := [key for key in keys.values() if taken.setdefault(key, name) != name]:
             problem = f"{printable(twice[0])} belongs to two weights"
@@ -92,11 +92,6 @@ def find_quantized(
             except CkptoolError as error:
                 problem = f"{printable(name)}: {error.what}"
         found.problems += [problem] if problem else []
-    found.problems += [
-        f"{printable(str(key))} is a {value.kind} tensor"
-        for key, value in tree.items()
-        if isinstance(value, Composite) and "quantized" in value.kind and (found or scheme.method)
-    ]
     if found or scheme.method or _is_scaled(tree):
         _add_leftovers(tree, taken, found)
     return found
@@ -119,8 +114,10 @@ Named = tuple[str, QuantizedFormat, dict[str, str], Scheme | None]
 """What a weight is called, its format, its keys by role, and facts of its own in place of the configuration's."""
 
 
-def _named(tree: Mapping[Any, Any], metadata: Mapping[str, Any], problems: list[str]) -> Iterator[Named]:
-    """The weights that names tell."""
+def _named(
+    tree: Mapping[Any, Any], metadata: Mapping[str, Any], problems: list[str], taken: dict[str, str]
+) -> Iterator[Named]:
+    """The weights that names tell. taken: gets the keys of what lacks a part."""
     for key in tree:
         if type(key) is not str or not key.endswith(_MARKERS):
             continue
@@ -131,6 +128,7 @@ def _named(tree: Mapping[Any, Any], metadata: Mapping[str, Any], problems: list[
         keys = _there(tree, {role: base + end for role, end in (format_.needs | format_.may).items()})
         if missing := [base + end for role, end in format_.needs.items() if role not in keys]:
             problems.append(f"{printable(key)} is there, {printable(missing[0])} is not")
+            taken |= dict.fromkeys(keys.values(), "")
         else:
             yield base + format_.weight, format_, keys, None
     for name in parsed(metadata.get("tensor_names"), list):
@@ -148,6 +146,7 @@ def _named(tree: Mapping[Any, Any], metadata: Mapping[str, Any], problems: list[
         else:
             what = printable(str(kind)[:60])
             problems.append(f"{printable(name)} is torchao's {what}, or parts of one, of a layout that is not known")
+            taken |= dict.fromkeys(keys.values(), "")
 
 
 def _there(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
@@ -168,14 +167,14 @@ def _add_leftovers(tree: Mapping[Any, Any], taken: Mapping[str, str], found: Qua
     """Adds scales of activations; and the parts of weights, and codes, that belong to nothing that is known."""
     names = {name for weight in found.weights for name in (weight.name, weight.keys[0])}
     for key, value in tree.items():
+        if isinstance(value, Composite) and "quantized" in value.kind:
+            found.problems.append(f"{printable(str(key))} is a {value.kind} tensor")
         if type(key) is not str or key in taken or not isinstance(value, TensorEntry):
             continue
+        begins = (key[: end.start()] in names for end in re.finditer("[._]", key[:1000]))
         if _ACTIVATION.search(key):
             found.left_out.append(key)
-        elif _PART.search(key) or (
-            not key.endswith("bias") and any(key[: end.start()] in names for end in re.finditer("[._]", key))
-        ):
-            if not any(printable(key) in problem for problem in found.problems):
-                found.problems.append(f"{printable(key)} belongs to no weight that is there")
+        elif _PART.search(key) or (not key.endswith("bias") and any(begins)):
+            found.problems.append(f"{printable(key)} belongs to no weight that is there")
         elif is_f8(value.dtype) or (_are_codes(value) and re.search(r"(?:^|\.)weight$|_proj$", key)):
             found.problems.append(f"{printable(key)} is of type {value.dtype}, and has no scale that is known")

@@ -231,14 +231,12 @@ def scaled(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
 
 
 def _int8(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
-    codes, scale, layout = (weight.parts.get(role) for role in ("codes", "scale", "layout"))
-    assert codes is not None and scale is not None
+    codes, scale, layout = weight.parts["codes"], weight.parts["scale"], weight.parts.get("layout")
     fits = codes.dtype.name == "i8" and len(codes.shape) == 2 and scale.shape == codes.shape[:1]
-    require(fits, f"codes and SCB {_shaped(codes, scale)}")
-    plain = layout is None or (layout.numel == 1 and not any(layout.bytes()))
-    require(plain, "a weight_format that is not by rows")
-    made = replace(weight, codes="int8", kind="bitsandbytes int8", shape=codes.shape)
-    return _gridded(replace(made, parts={"codes": codes, "scale": scale}), Scheme())
+    fits = fits and (layout is None or (layout.numel == 1 and not any(layout.bytes())))  # 0: by rows
+    require(fits, f"codes, SCB and weight_format {_shaped(*weight.parts.values())}")
+    made = scaled(replace(weight, parts={"codes": codes, "scale": scale}), Scheme())
+    return replace(made, codes="int8", kind="bitsandbytes int8")
 
 
 def _packed(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
