@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Composite, Computed, Storage, TensorEntry, row_major_strides
@@ -189,31 +190,28 @@ class _Merged:
                 self.prepared = True
             for start in range(0, len(merged), size):
                 pieces = [block[start : start + size] for block in blocks]
-                piece = self._piece(pieces, (place + start) // self.dtype.itemsize)
+                read = partial(self._numbers, pieces)
+                total = self.method.merged(read, (place + start) // self.dtype.itemsize)
+                piece = rounded(total, self.dtype) if self.dtype.name != "f64" else total
                 merged[start : start + size] = piece.view("u1").data
         return bytes(merged)
 
-    def _piece(self, pieces: list[Array], start: int) -> Array:
-        total = self.method.merged(lambda number, name: self._numbers(pieces[number], number, name), start)
-        return rounded(total, self.dtype) if self.dtype.name != "f64" else total
-
-    def _numbers(self, raw: Array, number: int, name: str) -> Array:
+    def _numbers(self, pieces: Sequence[Array] | Mapping[int, Array], number: int, name: str) -> Array:
         """The elements of a piece of one source, widened first: numpy multiplies half as fast while it converts."""
         import numpy
 
-        dtype, flags = self.kinds[number]
+        raw, (dtype, flags) = pieces[number], self.kinds[number]
         values = scratch(name, self.work_type, len(raw) // self.dtype.itemsize)
         numpy.copyto(values, numbers(resolve(raw, dtype, flags), self.dtype, "merge values"))
         return values
 
     def _passes(self, chosen: Sequence[int]) -> Iterator[list[Array]]:
         """All elements of some sources, side by side."""
-        data = [self.sources.sources[number].data for number in chosen]
         size = CHUNK * self.dtype.itemsize
         for place in range(0, self.sources.length, size):
-            pieces: list[Array] = []
-            for number, each in zip(chosen, data, strict=True):
+            values: list[Array] = []
+            for number in chosen:
                 raw = scratch("merge raw", "u1", min(size, self.sources.length - place))
-                fill(each, place, raw.data)
-                pieces.append(self._numbers(raw, number, f"merge source {len(pieces)}"))
-            yield pieces
+                fill(self.sources.sources[number].data, place, raw.data)
+                values.append(self._numbers({number: raw}, number, f"merge source {len(values)}"))
+            yield values

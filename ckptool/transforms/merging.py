@@ -276,40 +276,33 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     if method not in METHODS:
         raise UsageError(f"unknown --method {printable(method)!r}", f"Available: {', '.join(METHODS)}.")
     takes = METHODS[method].takes
-    for name, value in given.items():
-        if value is not None and name not in takes:
-            those = " and ".join(known for known, kind in METHODS.items() if name in kind.takes)
-            raise UsageError(f"--method {method} does not take {_flag(name)}", f"It is for {those}.")
-    if "base" in takes and given["base"] is None:
-        raise UsageError(f"--method {method} needs --base", "It merges differences from one.", "Add --base FILE")
-    if method == "slerp" and files != 2:
-        raise UsageError(f"--method slerp was given {counted(files, 'file')}", "An arc is between two.")
-    if files < 2 - ("base" in takes):
-        raise UsageError("average needs at least two files", "", "For example: ckptool average a.pt b.pt -o mean.pt")
-    definition = given["definition"] or DEFINITIONS[0]
-    if definition not in DEFINITIONS:
-        raise UsageError(f"unknown --definition {printable(definition)!r}", f"Available: {', '.join(DEFINITIONS)}.")
-    scale, t = (1.0 if given[name] is None else given[name] for name in ("scale", "t"))
-    if not math.isfinite(scale) or not 0 <= t <= 1:
-        what = f"--lambda {scale} is not a number" if not math.isfinite(scale) else f"--t {t} is not from 0 to 1"
-        raise UsageError(what, "", "For example: --lambda 0.7, --t 0.5")
-    return Merge(method, _densities(given["density"], files), scale, given["seed"] or 0, definition)
-
-
-def _flag(name: str) -> str:
-    return "--lambda" if name == "scale" else f"--{name}"
-
-
-def _densities(given: float | Sequence[float] | None, files: int) -> tuple[float, ...]:
-    found = (0.5,) if given is None else (given,) if isinstance(given, (int, float)) else tuple(given)
-    if len(found) not in (1, files):
-        raise UsageError(
-            f"{counted(len(found), 'density', 'densities')} for {counted(files, 'file')}", "One, or as many."
-        )
-    if wrong := [density for density in found if not 0 < density <= 1]:
-        what = f"a density of {wrong[0]} is not above 0 and at most 1"
-        raise UsageError(what, "It is the share of the differences that is kept.", "For example: --density 0.5")
-    return found
+    defaults: dict[str, Any] = {"density": 0.5, "scale": 1.0, "t": 0.5, "seed": 0, "definition": DEFINITIONS[0]}
+    known = defaults | {name: value for name, value in given.items() if value is not None}
+    definition, scale, t, density = (known[name] for name in ("definition", "scale", "t", "density"))
+    densities = (density,) if isinstance(density, (int, float)) else tuple(density)
+    shown = ",".join(f"{each:g}" for each in densities)
+    checks = [
+        ("base" in takes and "base" not in known, f"--method {method} needs --base", "It merges differences from it."),
+        (method == "slerp" and files != 2, f"--method slerp was given {counted(files, 'file')}", "It takes two."),
+        (files < 2 - ("base" in takes), "average needs at least two files", "With --base, one."),
+        (
+            definition not in DEFINITIONS,
+            f"unknown --definition {printable(definition)!r}",
+            f"Known: {' '.join(DEFINITIONS)}.",
+        ),
+        (not math.isfinite(scale), f"--lambda {scale} is not a finite number", ""),
+        (not 0 <= t <= 1, f"--t {t} is not from 0 to 1", "0 is the first file, 1 the second."),
+        (len(densities) not in (1, files), f"--density gives {counted(len(densities), 'value')}", "One, or one each."),
+        (not all(0 < each <= 1 for each in densities), f"--density {shown} is not above 0 and at most 1", ""),
+    ]
+    for name in (name for name, value in given.items() if value is not None and name not in takes):
+        those = " and ".join(other for other, kind in METHODS.items() if name in kind.takes)
+        flag = "lambda" if name == "scale" else name
+        checks.append((True, f"--method {method} does not take --{flag}", f"It is for {those}."))
+    for wrong, what, why in checks:
+        if wrong:
+            raise UsageError(what, why, "See ckptool average --help")
+    return Merge(method, densities, scale, known["seed"], definition)
 
 
 def _zeros(name: str, like: Array) -> Array:
