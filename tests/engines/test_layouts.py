@@ -11,8 +11,8 @@ import torch
 
 import ckptool
 from ckptool.errors import Conflict
-from tests.engines.layout_cases import Side, close, pretrained_side, prove, torch_side
-from tests.support.nanogpt import GPT
+from tests.engines.layout_cases import Side, close, pretrained_side, prove, randomised, torch_side
+from tests.support.nanogpt import GPT, configure_optimizers
 
 pytestmark = pytest.mark.engines
 
@@ -189,3 +189,110 @@ def test_the_masks_of_attention_are_left_out(tmp_path: Path) -> None:
     state = {key: value for key, value in ckptool.load(tmp_path / "old.pt").items() if not key.endswith(".attn.bias")}
     torch.save(state, tmp_path / "without.pt")
     close(nanogpt().run(tmp_path / "without.pt"), hf_gpt2().run(tmp_path / "hf/model.safetensors"))
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Steps of the optimizer with gradients that the parameters themselves give, the same under any names."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        logits = model(TOKENS)
+        logits = getattr(logits, "logits", logits)
+        (logits.log_softmax(-1)[..., step].mean() + logits.square().mean()).backward()
+        optimizer.step()
+
+
+def trained_nanogpt(path: Path, bias: bool = True) -> tuple[GPT, torch.optim.Optimizer]:
+    """A run's `ckpt.pt`, as nanoGPT's train.py writes it, and what is in it."""
+    model = randomised(GPT(**ARGS, bias=bias)).train()
+    optimizer = configure_optimizers(model)
+    trained(model, optimizer, 3)
+    checkpoint = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "model_args": {**ARGS, "bias": bias, "dropout": 0.0},
+        "iter_num": 3,
+        "best_val_loss": torch.tensor(1.5),
+        "config": {"learning_rate": 0.01},
+    }
+    torch.save(checkpoint, path)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_next_step_of_nanogpt_and_transformers_is_the_same(bias: bool, tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    model, optimizer = trained_nanogpt(tmp_path / "ckpt.pt", bias)
+    ckptool.translate(tmp_path / "ckpt.pt", out=tmp_path / "hf.pt", rules_file="gpt2-nanogpt")
+    found = torch.load(tmp_path / "hf.pt", weights_only=True)
+    assert found["iter_num"] == 3 and found["model_args"]["bias"] == bias
+    other = GPT2LMHeadModel(gpt2_config()).train()
+    for module in other.modules():
+        module.p = 0.0 if isinstance(module, torch.nn.Dropout) else getattr(module, "p", None)
+    other.load_state_dict({**found["model"], "lm_head.weight": found["model"]["transformer.wte.weight"]})
+    for name, parameter in other.named_parameters():
+        parameter.requires_grad_(bias or not name.endswith(".bias"))  # nanoGPT has none then
+    theirs = configure_optimizers(other)
+    theirs.load_state_dict(found["optimizer"])
+    close([model(TOKENS)], [other(TOKENS).logits])
+    trained(model, optimizer, 2), trained(other, theirs, 2)
+    close([model(TOKENS)], [other(TOKENS).logits])
+
+    # The way back: what transformers went on with.
+    state = {name: value for name, value in other.state_dict().items() if name != "lm_head.weight"}
+    torch.save({**found, "model": state, "optimizer": theirs.state_dict()}, tmp_path / "hf2.pt")
+    ckptool.translate(tmp_path / "hf2.pt", out=tmp_path / "back.pt", rules_file="gpt2-nanogpt", reverse=True)
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    again = GPT(**ARGS, bias=bias)
+    again.load_state_dict(back["model"])
+    assert back["model"]["lm_head.weight"].data_ptr() == back["model"]["transformer.wte.weight"].data_ptr()
+    resumed = configure_optimizers(again)
+    resumed.load_state_dict(back["optimizer"])
+    trained(other, theirs, 2), trained(again, resumed, 2)
+    close([other(TOKENS).logits], [again(TOKENS)])
+
+
+def test_a_whole_run_of_nanogpt_comes_back_the_same(tmp_path: Path) -> None:
+    trained_nanogpt(tmp_path / "ckpt.pt")
+    ckptool.translate(tmp_path / "ckpt.pt", out=tmp_path / "hf.pt", rules_file="gpt2-nanogpt")
+    ckptool.translate(tmp_path / "hf.pt", out=tmp_path / "back.pt", rules_file="gpt2-nanogpt")
+    one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("ckpt.pt", "back.pt"))
+    assert str(one["model"]) == str(other["model"]) and str(one["optimizer"]["state"]) == str(
+        other["optimizer"]["state"]
+    )
+
+
+def test_biases_that_are_not_zero_stay(tmp_path: Path) -> None:
+    hf_gpt2().write(tmp_path / "model.safetensors")
+    ckptool.translate(tmp_path / "model.safetensors", out=tmp_path / "old.pt", rules_file="gpt2-nanogpt")
+    assert "transformer.h.0.ln_1.bias" in ckptool.load(tmp_path / "old.pt")
+
+
+def test_a_file_of_the_hub(tmp_path: Path) -> None:
+    """The names of `gpt2` on the Hub begin without `transformer.`, and its masks are in the file."""
+    from safetensors.torch import load_file, save_file
+
+    hf_gpt2().write(tmp_path / "model.safetensors")
+    state = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): value for name, value in state.items()}
+    masks = {f"h.{n}.attn.bias": torch.ones(8, 8).tril().view(1, 1, 8, 8) for n in range(2)}
+    save_file({**bare, **masks}, tmp_path / "hub.safetensors")
+    ckptool.translate(tmp_path / "hub.safetensors", out=tmp_path / "old.pt", rules_file="gpt2-nanogpt")
+    close(hf_gpt2().run(tmp_path / "model.safetensors"), nanogpt().run(tmp_path / "old.pt"))
+
+
+def test_a_compiled_nanogpt_is_told_to_strip_first(tmp_path: Path) -> None:
+    model = randomised(GPT(**ARGS, bias=True))
+    torch.save({"model": {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}}, tmp_path / "c.pt")
+    with pytest.raises(Conflict) as error:
+        ckptool.translate(tmp_path / "c.pt", out=tmp_path / "hf.pt", rules_file="gpt2-nanogpt")
+    assert "strip-module" in str(error.value.fix)
+    ckptool.strip_module(tmp_path / "c.pt", tmp_path / "s.pt")
+    ckptool.translate(tmp_path / "s.pt", out=tmp_path / "hf.pt", rules_file="gpt2-nanogpt")
+
+
+def test_an_untied_head_is_refused(tmp_path: Path) -> None:
+    state = randomised(GPT(**ARGS, bias=True)).state_dict()
+    torch.save({**state, "lm_head.weight": state["lm_head.weight"] + 1}, tmp_path / "u.pt")
+    with pytest.raises(Conflict, match=r"is not transformer.wte.weight"):
+        ckptool.translate(tmp_path / "u.pt", out=tmp_path / "hf.pt", rules_file="gpt2-nanogpt")

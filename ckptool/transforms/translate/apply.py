@@ -312,7 +312,7 @@ def _tied(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
         alike = tensors and (one.dtype, one.shape) == (first.dtype, first.shape)
         if not alike or not same_bytes(one.row_major(), first.row_major()):
             what = f"{printable(name)} is not {printable(other)}: they are tied in the other layout"
-            raise Conflict(what, "One of the two would be lost. Nothing was written.", "Leave it out first: --drop")
+            raise Conflict(what, "One of the two would be lost. Nothing was written.")
     return [name for name, _ in names]
 
 
