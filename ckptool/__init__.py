@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.find_rules import find_rules as find_rules
     from ckptool.verbs.inspect import inspect as inspect
     from ckptool.verbs.inspect_run import inspect_run as inspect_run
+    from ckptool.verbs.layouts import layouts as layouts
     from ckptool.verbs.load import load as load
     from ckptool.verbs.lora_merge import lora_merge as lora_merge
     from ckptool.verbs.open import open as open
@@ -70,6 +71,7 @@ _HOMES = {
     "TensorEntry": "checkpoint",
     "find_rules": "verbs.find_rules",
     "inspect_run": "verbs.inspect_run",
+    "layouts": "verbs.layouts",
     "load": "verbs.load",
     "load_into": "verbs._live",
     "open": "verbs.open",

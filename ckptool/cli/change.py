@@ -94,16 +94,16 @@ def rename(
 )
 @writes
 def translate(
+    target: ChangeOutputOptions,
     words: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="FILE|RULE",
             help="Checkpoints, and rules 'OLD[, OLD] => NEW[, NEW] : OPERATION | OPERATION' for whole keys:"
             " {q,k,v} is several names; transpose, split, cat, stack, rope, … are in docs/translate.md.",
             show_default=False,
         ),
-    ],
-    target: ChangeOutputOptions,
+    ] = None,
     rules: Annotated[
         str | None,
         typer.Option("--rules", metavar="FILE.yaml|LAYOUT", help="More rules, from a file; or a layout that ships."),
@@ -118,6 +118,7 @@ def translate(
     rest: Annotated[
         str, typer.Option("--rest", metavar="WHAT", help="Keys that no rule takes: refuse, keep or drop them.")
     ] = "refuse",
+    shipped: Annotated[bool, typer.Option("--list", help="List the layouts that ship, and how they are told.")] = False,
     like: Annotated[
         str | None,
         typer.Option(
@@ -133,8 +134,13 @@ def translate(
     ] = False,
 ) -> Answers:
     """Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another."""
+    from ckptool.verbs.layouts import layouts
     from ckptool.verbs.translate import translate
 
+    if shipped:
+        return Answers([Answer(layouts())], target.as_json)
+    if not words:
+        raise UsageError("translate was given no file", "", "See the layouts that ship: ckptool translate --list")
     files, given = _files_and_rules("translate", words, rules is not None or find)
     if find:
         return _found_rules(files, given, target)

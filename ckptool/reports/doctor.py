@@ -17,7 +17,7 @@ from ckptool.formats.parts import CODE as PART
 from ckptool.formats.parts import MEMBERS
 from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
 from ckptool.reports.findings import Finding, Stage, in_order
-from ckptool.reports.fit import LOAD_MODEL, Way, best_root, find_way, mains, of_layout, of_target
+from ckptool.reports.fit import LOAD_MODEL, TranslationTo, Way, best_root, find_way, mains, of_layout, of_target
 from ckptool.reports.fixes import Chain
 from ckptool.reports.inspect import Listing, engine_of
 from ckptool.reports.scan import ScannedFile
@@ -147,10 +147,11 @@ def of_checkpoint(
     file: str,
     values: Values,
     against: Target | None = None,
+    translation: TranslationTo = lambda weights, model: None,
 ) -> Diagnosis:
     """The reasons why an opened checkpoint does not load. found: its listing.  values: those `weights_only` refuses.
 
-    against: the model that it is for.
+    against: the model that it is for.  translation: what makes weights of another layout the model's.
     """
     chosen = best_root(mains(found), against) if against is not None else None
     taken = _taken_alone(found, chosen, values)
@@ -161,7 +162,7 @@ def of_checkpoint(
         *_of_notes(found.notes, way),
         *(_of_modules(found) if way is None or way.unwraps else ()),
         *of_layout(found, chosen, against is None, taken, values.dropped if taken is None and not values.lossy else ()),
-        *(of_target(chosen, against, way) if chosen is not None and against is not None and way is not None else ()),
+        *(of_target(chosen, against, way, translation) if chosen is not None and against and way is not None else ()),
     ]
     if found.part is not None:
         findings = _of_a_part(findings, found.part)

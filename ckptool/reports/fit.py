@@ -5,7 +5,7 @@ Fitting is what stock `load_state_dict(strict=True)` would say.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -377,9 +377,19 @@ def _prefixes(names: Sequence[str], longer: Sequence[str]) -> list[str]:
 # The rest ------------------------------------------------------------------------------------------------------------
 
 
-def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
-    """The steps of a way, and what does not fit after them."""
+TranslationTo = Callable[[Mapping[Any, Any], Mapping[str, Any]], tuple[str, Command] | None]
+"""The command that makes weights those of a model of another layout, and why; None where there is none."""
+
+
+def of_target(root: StateDict, target: Target, way: Way, translation: TranslationTo) -> Iterator[Finding]:
+    """The steps of a way, and what does not fit after them. translation: what makes weights of another layout fit."""
     yield from way.steps
+    weights = {name: root.node[key] for name, key in way.fit.names.items()}
+    if not way.fit.is_exact and (found := translation(weights, target.tensors)) is not None:
+        what, translate = found
+        advice = "Then look again: the layouts may differ in more than tensors."
+        yield Finding("layout", printable(what), _OTHER_KEYS, commands=(translate,), advice=advice, stage=Stage.MODEL)
+        return
     odd = set(not_tensors(root))  # which have a finding of their own
     missing = [name for name in way.fit.missing if not (name in way.fit.names and way.fit.names[name] in odd)]
     extra = [name for name in way.fit.extra if way.fit.names[name] not in odd]

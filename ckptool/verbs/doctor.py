@@ -13,6 +13,7 @@ from ckptool.reports.inspect import Listing, listing
 from ckptool.training import is_run
 from ckptool.transforms.flatten import lost_tensors
 from ckptool.transforms.weights_only import weights_only
+from ckptool.verbs.layouts import translation_to
 from ckptool.verbs.scan import scan
 from ckptool.verbs.spec import find_target
 
@@ -34,7 +35,7 @@ def doctor(file: PathLike | None = None, *, against: PathLike | None = None, err
         opened = open_file(path)
         checkpoint, path = opened.taken, opened.path
         found = listing(checkpoint)
-        return of_checkpoint(checkpoint, found, path, _values(checkpoint, found), target)
+        return of_checkpoint(checkpoint, found, path, _values(checkpoint, found), target, translation_to)
     except FileProblem as problem:
         if not os.path.islink(path):
             raise

@@ -11,18 +11,20 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.quantized import may_be_quantized
-from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
+from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
 from ckptool.errors import UsageError, printable
 from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.output import check_target, replace_file
+from ckptool.reports.fixes import Chain
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.targets import PARAMETER, Target
-from ckptool.reports.warm_start import LoadReport
+from ckptool.reports.warm_start import LoadReport, Suggestion
 from ckptool.transforms.optimizer_state import as_state_dict, carried
 from ckptool.transforms.warm_start import filled
 from ckptool.transforms.warm_start_plan import WarmStartPlan, match_options, plan_warm_start
 from ckptool.verbs._save import Output, SaveOptions, output_of, save
+from ckptool.verbs.layouts import translation_to
 from ckptool.verbs.spec import find_target
 
 if TYPE_CHECKING:
@@ -78,6 +80,8 @@ def warm_start(
     if not may_be_quantized(dict.fromkeys(expected.name for expected in target.unique)):
         refuse_quantized(opened.checkpoint, [root.node], "Loaded")
     plan = plan_warm_start(root, opened.path, target, wanted, remark)
+    if plan.report.missing or plan.report.mismatched:
+        plan = replace(plan, report=_with_translation(plan.report, root, target))
     if suggest is not None and _has_rules(plan.report):
         check_target(suggest, overwrite=output.overwrite)
     names = _parameters(target)
@@ -86,6 +90,20 @@ def warm_start(
     if out is not None and report.accepted:
         report = _write(opened.checkpoint, root, target, plan, report, moved, output)
     return report if suggest is None else _with_rules_file(report, suggest, output)
+
+
+def _with_translation(report: LoadReport, root: StateDict, target: Target) -> LoadReport:
+    """The report with the command that makes the weights those of the model's layout, where they are of another."""
+    found = translation_to({without_wrappers(k): v for k, v in root.node.items() if type(k) is str}, target.tensors)
+    if found is None:
+        return report
+    why, translate = found
+    fix = str(Chain(report.source, report.root).fill(translate))
+    refused = tuple(
+        replace(each, fix=f"Translate it first: {fix}") if each.code in ("nothing-loaded", "shape-mismatch") else each
+        for each in report.refused
+    )
+    return replace(report, suggestions=(Suggestion((), 0, 0, True, f"{why}: {fix}"),), refused=refused)
 
 
 def _parameters(target: Target) -> list[str]:

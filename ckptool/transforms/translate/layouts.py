@@ -22,7 +22,6 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import without_wrappers
@@ -98,9 +97,7 @@ def _holds(text: str, node: Mapping[Any, Any]) -> bool:
     pattern = parse_name(name).pattern(())
     keys = [name] if name in node else [key for key in node if type(key) is str and pattern.fullmatch(key)]
     wanted = int(rank.rstrip("]") or 0) if rank else None
-    return any(
-        wanted is None or (isinstance(node[key], TensorEntry) and len(node[key].shape) == wanted) for key in keys
-    )
+    return any(wanted is None or len(getattr(node[key], "shape", None) or ()) == wanted for key in keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +215,7 @@ def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
         return read_layout(shipped()[given])
     if not os.path.lexists(given) and os.sep not in given and "." not in given:
         what = f"{printable(given)!r} is neither a file nor a layout that ships"
-        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.")
+        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
     return read_layout(given)
 
 
@@ -226,3 +223,14 @@ def layouts_of(node: Mapping[Any, Any]) -> list[tuple[LayoutRules, bool]]:
     """The layouts whose names a set of weights has, and whether it is the new side of each."""
     layouts = map(read_layout, shipped().values())
     return [(each, turned) for each in layouts for side, turned in each.sides if side.is_of(node)]
+
+
+def layout_between(node: Mapping[Any, Any], model: Mapping[Any, Any]) -> tuple[LayoutRules, bool] | None:
+    """The layout of which weights are of one side and a model of the other, and whether the weights' is the new one.
+
+    model: its names, of whatever has a shape.
+    """
+    for layout, turned in layouts_of(node):
+        if any(side.is_of(model) for side, other in layout.sides if turned != other):
+            return layout, turned
+    return None

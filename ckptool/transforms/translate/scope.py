@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.errors import UsageError, listed, printable
 from ckptool.transforms.arithmetic import Arithmetic, Functions, Lookup, Unbound, unbound
@@ -59,8 +58,7 @@ class Scope:
         return {"size": self._size, "count": self._count}
 
     def _size(self, name: Any, axis: Any) -> int | None:
-        tensor = self.node.get(name)
-        shape = tensor.shape if isinstance(tensor, TensorEntry) else ()
+        shape = getattr(self.node.get(name), "shape", None) or ()
         return shape[axis] if type(axis) is int and -len(shape) <= axis < len(shape) else None
 
     def _count(self, name: Any) -> int | None:

@@ -1,0 +1,45 @@
+"""Renders the list of layouts as text and JSON."""
+
+from __future__ import annotations
+
+from ckptool.checkpoint.registry import provides
+from ckptool.errors import counted, printable
+from ckptool.render.json import Json, fields_json
+from ckptool.render.style import PLAIN, Style
+from ckptool.reports.layouts import LayoutList, ShippedSide
+
+
+@provides("text", LayoutList)
+def layouts_text(found: LayoutList, *, style: Style = PLAIN) -> str:
+    """Each layout with its sides, how they are told, and what the rules refuse or need."""
+    lines = []
+    for layout in found.layouts:
+        lines.append(f"{style.bold(layout.name)}: {printable(layout.title)}")
+        lines += [style.fit(f"  {line}") for side in (layout.old, layout.new) for line in _side(side)]
+        if layout.variables:
+            names = ", ".join(map(printable, layout.variables))
+            lines.append(style.fit(f"  of the configuration, or --set: {names}"))
+        lines += [style.fit(f"  {printable(note)}") for note in layout.notes]
+    lines.append(style.dim(f"{counted(len(found.layouts), 'layout')}: ckptool translate FILE --rules NAME -o OUT"))
+    return "\n".join(lines) + "\n"
+
+
+def _side(side: ShippedSide) -> list[str]:
+    told = ", ".join(map(printable, side.has))
+    without = f", without {', '.join(map(printable, side.lacks))}" if side.lacks else ""
+    refused = dict.fromkeys(f"  refused: {printable(why)}" for _, why in side.refused)
+    return [f"{printable(side.name)}: {told}{without}", *refused]
+
+
+@provides("json", LayoutList)
+def layouts_json(found: LayoutList) -> Json:
+    """`ckptool.layouts/1`: every layout that ships."""
+    layouts = [
+        {**fields_json(each), **{name: _side_json(getattr(each, name)) for name in ("old", "new")}}
+        for each in found.layouts
+    ]
+    return {"schema": "ckptool.layouts/1", "layouts": layouts}
+
+
+def _side_json(side: ShippedSide) -> Json:
+    return {**fields_json(side), "refused": [{"what": what, "why": why} for what, why in side.refused]}

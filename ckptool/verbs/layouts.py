@@ -1,0 +1,35 @@
+"""The layouts that ship: `translate --list`, and those that the weights of a file need to become a model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptool.checkpoint.commands import FILE, OUT, Command, command
+from ckptool.reports.layouts import LayoutList, ShippedLayout, ShippedSide
+from ckptool.transforms.translate import layouts as found
+
+
+def layouts() -> LayoutList:
+    """The layouts that ship, between whose sides `translate(rules_file=NAME)` goes."""
+    return LayoutList(tuple(_layout(name, path) for name, path in found.shipped().items()))
+
+
+def _layout(name: str, path: str) -> ShippedLayout:
+    rules = found.read_layout(path)
+    old, new = (ShippedSide(side.name, side.has, side.lacks, side.refuse) for side in (rules.old, rules.new))
+    return ShippedLayout(
+        name, rules.title, rules.source, old, new, tuple(rules.translation.variables), rules.notes, path
+    )
+
+
+def translation_to(weights: Mapping[Any, Any], model: Mapping[str, Any]) -> tuple[str, Command] | None:
+    """The command that makes weights of one side of a layout those of a model of the other, and why; None where there
+    is no such layout."""
+    between = found.layout_between(weights, model)
+    if between is None:
+        return None
+    layout, turned = between
+    names = (layout.old.name, layout.new.name) if not turned else (layout.new.name, layout.old.name)
+    why = f"names and shapes are those of {names[0]}, and the model has those of {names[1]} ({layout.title})"
+    return why, command("translate", FILE, rules=layout.name, out=OUT)
