@@ -27,7 +27,7 @@ from ckptool.checkpoint.quantized_formats import (
 from ckptool.errors import CkptoolError, counted, printable
 
 _MARKERS = tuple(each.marker for each in FORMATS)
-_TORCHAO = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
+_TORCHAO = {"Float8Tensor": 2, "Int8Tensor": 2, "IntxUnpackedToInt8Tensor": 3}  # and their parts
 _ACTIVATION = re.compile(
     r"(?:^|[._])(?:input|output|activation|[qkv]|[qkv]_proj|prob|kv_cache)_"
     r"(?:scale|zero_point|global_scale|scale_ub|scale_inv|g_idx)$"
@@ -140,7 +140,9 @@ def _named(
         ends = TORCHAO.needs | TORCHAO.may
         keys = _there(tree, {role: f"{module}._{last}_{end}" for role, end in ends.items()})
         sizes = data.get("block_size") if isinstance(data, dict) else None
-        known = kind in _TORCHAO and {"codes", "scale"} <= keys.keys()
+        parts = fields.get("_tensor_data_names")  # all that the weight has
+        count = len(parts) if isinstance(parts, list) else _TORCHAO.get(str(kind))
+        known = kind in _TORCHAO and {"codes", "scale"} <= keys.keys() and len(keys) == count
         if known and isinstance(sizes, list) and len(sizes) == len(tree[keys["codes"]].shape) == 2 and are_sizes(sizes):
             yield name, TORCHAO, keys, Scheme(blocks=frozenset({(sizes[0], sizes[1])}))
         else:

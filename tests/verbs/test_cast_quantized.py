@@ -85,25 +85,53 @@ def test_every_set_of_weights_and_its_ties(tmp_path: Path) -> None:
     assert found["model"]["a.weight"].data_ptr() == found["model"]["b.weight"].data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["Float8Tensor", "Int4Tensor"])
-def test_torchao_by_the_type_in_the_metadata(kind: str, tmp_path: Path) -> None:
-    codes, scale = torch.randn(6, 8).to(torch.float8_e4m3fn), torch.rand(6, 1)
-    fields = {"_type": kind, "_data": {"block_size": [1, 8]}, "_tensor_data_names": ["qdata", "scale"]}
+def torchao(folder: Path, kind: str, **parts: torch.Tensor) -> Path:
+    """A file of torchao's with one weight in blocks of 1 × 4, whose parts are those."""
+    fields = {"_type": kind, "_data": {"block_size": [1, 4]}, "_tensor_data_names": list(parts)}
     metadata = {
         "tensor_names": '["a.weight", "a.bias"]',
         "a.weight": json.dumps(fields),
         "a.bias": '{"_type": "Tensor"}',
     }
-    tensors = {"a._weight_qdata": codes, "a._weight_scale": scale, "a.bias": torch.ones(6).bfloat16()}
-    save_file(tensors, tmp_path / "in.safetensors", metadata={**metadata, "format": "pt"})
-    out = tmp_path / "out.safetensors"
-    if kind == "Int4Tensor":
-        with pytest.raises(Unsupported, match="torchao's Int4Tensor"):
-            ckptool.cast(tmp_path / "in.safetensors", out, dtype="bf16", dequantize=True)
-        return
-    ckptool.cast(tmp_path / "in.safetensors", out, dtype="bf16", dequantize=True)
-    assert torch.equal(load_file(out)["a.weight"], (codes.float() * scale).bfloat16())
-    assert not {"tensor_names", "a.weight"} & ckptool.open(out).metadata.keys()
+    tensors = {f"a._weight_{name}": value for name, value in parts.items()} | {"a.bias": torch.ones(6).bfloat16()}
+    save_file(tensors, folder / "in.safetensors", metadata={**metadata, "format": "pt"})
+    return folder / "in.safetensors"
+
+
+def test_torchao_by_the_type_in_the_metadata(tmp_path: Path) -> None:
+    codes, scale, zeros = torch.randint(-8, 8, (6, 8)).char(), torch.rand(6, 2), torch.randint(-8, 8, (6, 2)).char()
+    wide, points = (each.float().repeat_interleave(4, 1) for each in (scale, zeros))
+    floats, out = codes.to(torch.float8_e4m3fn), tmp_path / "out.safetensors"
+
+    def weight(kind: str, **parts: torch.Tensor) -> torch.Tensor:
+        ckptool.cast(torchao(tmp_path, kind, **parts), out, dtype="f32", dequantize=True, overwrite=True)
+        assert not {"tensor_names", "a.weight"} & ckptool.open(out).metadata.keys()
+        return load_file(out)["a.weight"]
+
+    assert torch.equal(weight("Float8Tensor", qdata=floats, scale=scale), floats.float() * wide)
+    assert torch.equal(weight("Int8Tensor", qdata=codes, scale=scale), codes * wide)
+    found = weight("IntxUnpackedToInt8Tensor", qdata=codes, scale=scale, zero_point=zeros)
+    assert torch.equal(found, (codes - points) * wide)
+    with pytest.raises(Unsupported, match="torchao's Int4Tensor"):
+        weight("Int4Tensor", qdata=codes, scale=scale)
+    with pytest.raises(Unsupported, match="torchao's Float8Tensor"):
+        weight("Float8Tensor", qdata=floats, scale=scale, act_pre_scale=scale.clone())
+
+
+def test_columns_in_another_order_of_groups(tmp_path: Path) -> None:
+    """Old files of compressed-tensors: a group for each column."""
+    case = next(case for case in CASES if case.name == "pack 4 group True")
+    raw = case.tensors["a.weight_packed"].view(torch.uint8)
+    columns = torch.stack((raw & 15, raw >> 4), -1).flatten(1)[:, torch.arange(95, -1, -1)]
+    packed = (columns[:, 0::2] | columns[:, 1::2] << 4).contiguous().view(torch.int32)
+    index = torch.arange(95, -1, -1, dtype=torch.int32) // 32
+    config = json.loads(json.dumps(case.config))
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    turned = Case("", case.tensors | {"a.weight_packed": packed, "a.weight_g_idx": index}, config, {})
+    assert torch.equal(dequantized(turned, tmp_path)["a.weight"].flip(1), case.expected["a.weight"])
+    del turned.tensors["a.weight_g_idx"]
+    with pytest.raises(Unsupported, match="reordered"):
+        dequantized(turned, tmp_path)
 
 
 def test_views_that_repeat_are_not_written_out(tmp_path: Path) -> None:

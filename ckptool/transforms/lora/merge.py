@@ -302,7 +302,7 @@ class _Merge:
 
 
 def _dequantize(name: str) -> Advice:
-    return Advice("Dequantize it first: ", command("cast", name, dequantize=True, out=OUT))
+    return Advice("Dequantize it first: ", command("cast", name, dtype="bf16", dequantize=True, out=OUT))
 
 
 def _leaf(key: str) -> str:
