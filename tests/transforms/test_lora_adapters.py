@@ -81,7 +81,6 @@ def test_scales() -> None:
         (pair("unet.q") | {"unet.q.alpha": entry(fill=math.nan)}, None, "its scale is nan"),
         (pair("unet.q") | pair("base_model.model.q"), None, "mixes the names"),
         ({"weight": entry(2)}, None, "has no LoRA"),
-        ({"unet.q.lora_A.weight": entry(2, 6), "unet.q.lora_B.weight": entry(4, 3)}, None, "no rank in common"),
     ],
 )
 def test_what_is_no_whole_adapter_is_named(node: Any, config: Any, message: str) -> None:

@@ -113,6 +113,13 @@ def test_an_adapter_for_another_base_is_named_by_its_shapes(tmp_path: Path) -> N
     refused(tmp_path, base_weights(), adapter, Conflict, r"is for \[9, 6\], and .* is \[7, 6\]")
 
 
+def test_factors_that_do_not_fit_each_other_are_named(tmp_path: Path) -> None:
+    halves_of = {"lora_A.weight": torch.ones(2, 6), "lora_B.weight": torch.ones(8, 3)}
+    wrong = {f"unet.model.layers.0.up.{key}": value for key, value in halves_of.items()}
+    file = saved(wrong, tmp_path / "a.safetensors")
+    refused(tmp_path, base_weights(), file, Conflict, r"up: its factors of shape \[8, 3\] and \[2, 6\] do not fit")
+
+
 def test_a_quantized_base_is_named(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "adapter", halves("model.layers.0.up", 8, 6))
     base = base_weights()

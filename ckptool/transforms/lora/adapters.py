@@ -118,6 +118,11 @@ class Adapter:
         """The name of the model that it was trained on, if it says."""
         return str(self.config.get("base_model_name_or_path") or "")
 
+    def names(self, field: str) -> list[str]:
+        """A list of names in the configuration; empty where there is none, or a pattern in its place."""
+        listed = self.config.get(field)
+        return [name for name in listed if isinstance(name, str) and name] if isinstance(listed, list) else []
+
 
 def read_adapter(
     node: Mapping[Any, Any],
@@ -242,16 +247,13 @@ class _Reader:
         )
 
     def _rank(self, method: str, factors: Mapping[str, TensorEntry], where: str) -> int:
-        if flat := [role for role, entry in factors.items() if is_factor(role) and len(entry.shape) < 2]:
-            raise Conflict(f"{where}: {listed(flat)} is no matrix", "It was saved without its values, or cut.")
+        if odd := [role for role, entry in factors.items() if not entry.dtype.is_float or not _is_matrix(role, entry)]:
+            raise Conflict(f"{where}: {listed(odd)} is no matrix of floats", "It was saved without its values, or cut.")
         rank = next((factors[role].shape[0] for role in _RANKED[method] if role in factors), 0)
         if rank == 0 and method in (LORA, LOHA):
             raise Conflict(f"{where} has rank 0", "It was saved without its values, as sharded training does.")
         if rank > MAX_RANK:
             raise LimitExceeded(f"{where} has rank {rank:,}", f"At most {MAX_RANK:,} are read.")
-        if method == LORA and factors["B"].shape[1] != rank:
-            shapes = f"{list(factors['A'].shape)} and {list(factors['B'].shape)}"
-            raise Conflict(f"{where}: its halves of shape {shapes} have no rank in common", "Nothing was written.")
         return rank
 
     def _scale(
@@ -294,6 +296,10 @@ class _Reader:
         if entry.numel != 1:
             raise Conflict(f"{self.name}: {printable(key)} is of shape {list(entry.shape)}", "An alpha is one number.")
         return _finite(float(TensorValues(entry).read(0, 1)[0]), f"{self.name}: {printable(key)}")
+
+
+def _is_matrix(role: str, entry: TensorEntry) -> bool:
+    return len(entry.shape) > 1 or not is_factor(role)
 
 
 def _finite(value: float, where: str) -> float:

@@ -73,9 +73,7 @@ class Change:
         if self.parameter and len(shape) == 3:
             return self._experts(up, down, is_conv1d)
         wanted = up.shape[0], down.shape[1]
-        if up.shape[1] != down.shape[0]:
-            self.misfit = self.delta.factors["B"].shape
-        elif len(shape) == 2 and wanted == shape[::-1]:
+        if len(shape) == 2 and wanted == shape[::-1]:
             self.transposed = self.delta.embedding or wanted != shape or is_conv1d()
         elif wanted != self.matrix or self.delta.embedding or not self._has_kernel(shape[2:]):
             self.misfit = (up.shape[0], *self.delta.factors["A"].shape[1:])

@@ -135,10 +135,9 @@ class _Merge:
     def _refuse_missing(self) -> None:
         """Raises `NoMatch` where PEFT's configuration lists modules that the adapter has nothing for."""
         config, fields = self.adapter.config, ("exclude_modules", "layers_to_transform", "layers_pattern")
-        targets = config.get("target_modules")
-        if not isinstance(targets, list) or any(config.get(field) for field in fields):
+        if any(config.get(field) for field in fields):
             return
-        ends = tuple(f".{target}" for target in targets if isinstance(target, str) and target)
+        ends = tuple(f".{target}" for target in self.adapter.names("target_modules"))
         added = self.prefixes["base_model.model."].added if "base_model.model." in self.prefixes else ""
         done = {*self.changed, *self.added}
         missing = [
@@ -191,10 +190,10 @@ class _Merge:
     def _replace(self, whole: Whole) -> None:
         key = self._find(whole.component, [whole.name])
         if key is None:
-            saved = self.adapter.config.get("modules_to_save") or ()
+            saved = self.adapter.names("modules_to_save")
             module = f".{whole.name.rpartition('.')[0]}."
             name = self.prefixes[whole.component].of(whole.name) or whole.name
-            if any(isinstance(each, str) and f".{each}." in module for each in saved) and name not in self.tree:
+            if any(f".{each}." in module for each in saved) and name not in self.tree:
                 self.tree[name] = whole.entry
                 self.added.append(name)
             else:
@@ -241,9 +240,11 @@ class _Merge:
 
     def _with_change(self, key: str, weight: TensorEntry, delta: Delta) -> TensorEntry:
         peft = self.adapter.scheme == PEFT
-        change = Change(
-            delta, weight, self.multiplier, delta in self.parameters, peft, lambda: self.is_conv1d(key, delta)
-        )
+        parameter = delta in self.parameters
+        try:
+            change = Change(delta, weight, self.multiplier, parameter, peft, lambda: self.is_conv1d(key, delta))
+        except Conflict as error:
+            raise error.within(f"{self.name}: {printable(delta.module)}") from None
         if change.misfit:
             self._refuse_shape(key, delta.module, change.misfit)
         return change.applied(key.endswith("in_proj_weight"))
@@ -318,7 +319,7 @@ def _parameters_of(adapter: Adapter) -> Iterator[tuple[Delta, list[str]]]:
 
     PEFT wraps a module once for each parameter, in the order of its list: the first is the innermost.
     """
-    targets = [each for each in adapter.config.get("target_parameters") or () if isinstance(each, str)]
+    targets = adapter.names("target_parameters")
     modules: dict[str, list[Delta]] = {}
     for delta in adapter.deltas:
         modules.setdefault(delta.module, []).append(delta)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import LOHA, LOKR, LORA
 from ckptool.checkpoint.dtypes import by_name
+from ckptool.errors import Conflict
 from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows
 
 if TYPE_CHECKING:
@@ -61,8 +62,15 @@ class Product:
 
 
 def product(left: TensorEntry, right: TensorEntry) -> Product:
-    """One product of two matrices."""
+    """One product of two matrices. Raises `Conflict` for two that have no product."""
+    if left.shape[1] != right.shape[0]:
+        raise _misfit(left, right)
     return Product(left.shape[0], lambda _: (left, right))
+
+
+def _misfit(first: TensorEntry, second: TensorEntry) -> Conflict:
+    what = f"its factors of shape {list(first.shape)} and {list(second.shape)} do not fit each other"
+    return Conflict(what, "The adapter is damaged. Nothing was written.")
 
 
 def _product(left: TensorValues, right: TensorValues, first: int, last: int) -> Array:
@@ -113,6 +121,8 @@ def lora_factors(factors: dict[str, TensorEntry]) -> Pair:
 
 def _with_core(core: TensorEntry, down: TensorEntry) -> TensorEntry:
     """`core` [p, q, kernel…] times `down` [q, in]: [p, in × kernel]."""
+    if core.shape[1] != down.shape[0]:
+        raise _misfit(core, down)
     kernel = prod(core.shape[2:])
     values = TensorValues(core)
 
@@ -137,6 +147,8 @@ def product_rows(method: str, factors: dict[str, TensorEntry]) -> tuple[tuple[in
     if method == LOHA:
         sides = [_hadamard_side(factors, number) for number in "12"]
         shape = sides[0][0].shape[0], sides[0][1].shape[1]
+        if shape != (sides[1][0].shape[0], sides[1][1].shape[1]):
+            raise _misfit(factors["hada_w1_b"], factors["hada_w2_b"])
         first, second = (product(*pair).rows for pair in sides)
         return shape, lambda start, stop: first(start, stop) * second(start, stop)
     if method == LOKR:
