@@ -22,9 +22,10 @@ Functions = Mapping[str, Callable[..., int | None]]
 
 
 class Unbound(UsageError):
-    """A name in an expression has no number. name: that."""
+    """A name in an expression has no number. name: that.  of_rules: it is a variable of the rules."""
 
     name = ""
+    of_rules = False
 
 
 def unbound(name: str, text: str) -> Unbound:
@@ -142,13 +143,14 @@ def _value(node: Any, text: str, lookup: Lookup, functions: Functions) -> int:
 
 
 def _first(nodes: list[Any], text: str, lookup: Lookup, functions: Functions) -> int:
-    """The value of the first alternative that has one."""
-    for node in nodes[:-1]:
+    """The value of the first alternative that has one. The error names what can be set, where something of it can."""
+    errors = []
+    for node in nodes:
         try:
             return _value(node, text, lookup, functions)
-        except Unbound:
-            continue
-    return _value(nodes[-1], text, lookup, functions)
+        except Unbound as error:
+            errors.append(error)
+    raise next((error for error in errors if error.of_rules), errors[-1])
 
 
 def _bounded(value: int, text: str) -> int:

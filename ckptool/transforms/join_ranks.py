@@ -24,11 +24,23 @@ from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, address
-from ckptool.errors import Conflict, Corrupt, NoMatch, Truncated, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import (
+    Conflict,
+    Corrupt,
+    NoMatch,
+    OnlyAPart,
+    Truncated,
+    Unsupported,
+    UsageError,
+    counted,
+    listed,
+    printable,
+    quoted,
+)
 from ckptool.formats import megatron
 from ckptool.formats.boxes import Chunk, Joiner
 from ckptool.formats.model_folder import configuration
-from ckptool.formats.opening import Opened, PathLike, open_whole, split
+from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.parts import CONSOLIDATED, MODEL_PARALLEL
 from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.join_rules import JOIN_LOOK, JoinRule, JoinRules, read_join_rules
@@ -79,8 +91,20 @@ def open_joined(
         what = f"{printable(name)} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
         look = Advice("See what it is: ", command("inspect", name))
         raise UsageError(what, "`unstack` is the only rule for tensors that are whole.", look)
-    whole = found if found is not None else open_whole(name, part=part).checkpoint
+    whole = found if found is not None else _whole(name, rules, part)
     return Opened(unstacked(whole, rules.unstack, optional=rules.optional), at if at is not None else place, name)
+
+
+def _whole(name: str, rules: JoinRules, part: bool) -> Checkpoint:
+    """The checkpoint that is not in ranks' files. Raises `OnlyAPart` for one of those by itself."""
+    if not rules.optional:
+        return open_whole(name, part=part).checkpoint
+    found = open_to_change(name).checkpoint
+    if found.part is not None:
+        what = f"{printable(name)} is only a part of a checkpoint: {found.part.label}"
+        folder = quoted(os.path.dirname(name) or ".")
+        raise OnlyAPart(what, "The rules join the files of all ranks.", f"Name the folder of all of them: {folder}")
+    return found
 
 
 def joined(path: str, rules: JoinRules, numbers: Numbers | None = None) -> Checkpoint | None:
@@ -292,7 +316,8 @@ class _Fitting:
         shape = self.pieces[0].entry.shape
         widths = {piece.tensor: sum(piece.entry.shape[-1:]) for piece in self.pieces}
         if self.like not in [(sum(shape[-1:]),), (sum(widths.values()),)]:
-            raise self._unfit(f"is {list(shape)}, and {printable(self.rule.like)} {list(self.like)}")
+            given = f"is {list(shape)} in {counted(self.world, 'file')}"
+            raise self._unfit(f"{given}, and {printable(self.rule.like)} is {list(self.like)}: a file may be missing")
         return int(self.like != shape[-1:])
 
     def _checked(self, axis: int, lengths: list[int]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptool
 from tests.engines.layout_cases import Side, close, pretrained_side, prove, randomised, same_weights, torch_side
@@ -144,3 +144,98 @@ def test_llama_of_megatron(megatron: Path, saved: str, layout: str, vocab: int, 
         ckptool.translate(out, out=back, rules_file=layout, reverse=True, overwrite=True)
         whole = ckptool.load(megatron / "torch_dist")["model"] if saved == "torch_dist" else load_file(back)
         assert all(torch.equal(load_file(back)[name], value) for name, value in whole.items())
+
+
+# diffusers -----------------------------------------------------------------------------------------------------------
+
+VAE, UNET = "vae-ldm", "unet-ldm"
+CROSS, PLAIN = "CrossAttn{}Block2D", "{}Block2D"
+
+
+def diffusers_model(layout: str, layers: int = 1, blocks: tuple[str, ...] = (CROSS, PLAIN), xl: bool = False) -> Any:
+    import diffusers
+
+    sizes = {"layers_per_block": layers, "norm_num_groups": 4, "block_out_channels": (8, 16, 16)[: len(blocks)]}
+    if layout == VAE:
+        down, up = (tuple(f"{way}coderBlock2D" for _ in blocks) for way in ("DownEn", "UpDe"))
+        return randomised(diffusers.AutoencoderKL(down_block_types=down, up_block_types=up, **sizes))
+    more: dict[str, Any] = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
+    more |= {"projection_class_embeddings_input_dim": 32, "use_linear_projection": True}
+    more |= {"transformer_layers_per_block": 2}
+    return randomised(
+        diffusers.UNet2DConditionModel(
+            down_block_types=tuple(each.format("Down") for each in blocks),
+            up_block_types=tuple(each.format("Up") for each in blocks[::-1]),
+            cross_attention_dim=8, attention_head_dim=4, sample_size=8, **sizes, **(more if xl else {}),
+        )
+    )  # fmt: skip
+
+
+def as_diffusers_converts(layout: str, ldm: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    from diffusers.loaders import single_file_utils
+
+    name = "convert_ldm_vae_checkpoint" if layout == VAE else "convert_ldm_unet_checkpoint"
+    found: dict[str, torch.Tensor] = getattr(single_file_utils, name)(dict(ldm), dict(model.config))
+    return found
+
+
+def outputs(layout: str, folder: Path) -> list[torch.Tensor]:
+    """What the model in a folder makes of noise."""
+    import diffusers
+
+    kind = diffusers.AutoencoderKL if layout == VAE else diffusers.UNet2DConditionModel
+    model, said = kind.from_pretrained(folder, output_loading_info=True, low_cpu_mem_usage=False)
+    assert not any(said.values()), said
+    noise = torch.randn(1, 3 if layout == VAE else 4, 16, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        if layout == VAE:
+            return [model(noise).sample]
+        more = {"text_embeds": torch.ones(1, 8), "time_ids": torch.ones(1, 6)}
+        return [model(noise, 3, torch.ones(1, 5, 8), added_cond_kwargs=more).sample]
+
+
+DOWN_CASES = [(CROSS, PLAIN), (PLAIN, CROSS), (CROSS, CROSS, PLAIN), (PLAIN,)]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("layout", "blocks", "xl"), [
+    (VAE, DOWN_CASES[0], False), (VAE, DOWN_CASES[2], False), (VAE, DOWN_CASES[3], False),
+    *((UNET, blocks, xl) for blocks in DOWN_CASES for xl in (False, True)),
+])  # fmt: skip
+def test_diffusers(layout: str, blocks: tuple[str, ...], xl: bool, layers: int, tmp_path: Path) -> None:
+    model = diffusers_model(layout, layers, blocks, xl)
+    model.save_pretrained(tmp_path / "a")
+    first = tmp_path / "a" / "diffusion_pytorch_model.safetensors"
+    ckptool.translate(first, out=tmp_path / "ldm.safetensors", rules_file=layout)
+    ldm = load_file(tmp_path / "ldm.safetensors")
+    expected = model.state_dict()
+    converted = as_diffusers_converts(layout, ldm, model)
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(converted[name], expected[name]) for name in expected)
+    whole = {**ldm, "cond_stage_model.transformer.x": torch.ones(2), "model_ema.decay": torch.ones(())}
+    save_file(whole, tmp_path / "whole.safetensors")
+    save_file({name.split("model.", 1)[1].removeprefix("diffusion_model."): value for name, value in ldm.items()},
+              tmp_path / "bare.safetensors")  # fmt: skip
+    for number, (name, rest) in enumerate([("ldm", "refuse"), ("whole", "drop"), ("bare", "refuse")]):
+        again = tmp_path / str(number) / first.name
+        again.parent.mkdir()
+        report = ckptool.translate(tmp_path / f"{name}.safetensors", out=again, rules_file=layout, rest=rest)
+        assert ("model_ema.decay" in str(report.details)) == (name == "whole")
+        assert same_weights(again, first)
+    (again.parent / "config.json").write_bytes((first.parent / "config.json").read_bytes())
+    close(outputs(layout, first.parent), outputs(layout, again.parent), 0.0)
+
+
+def test_old_folders_of_a_vae(tmp_path: Path) -> None:
+    """Those of diffusers before 0.18, which loads them still."""
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    state = diffusers_model(VAE).state_dict()
+    for name in [name for name in state if ".attentions." in name]:
+        word = next((word for word in old if f".{word}." in name), None)
+        if word:
+            state[name.replace(f".{word}.", f".{old[word]}.")] = state.pop(name)
+    save_file(state, tmp_path / "old.safetensors")
+    save_file(diffusers_model(VAE).state_dict(), tmp_path / "new.safetensors")
+    for name in ("old", "new"):
+        ckptool.translate(tmp_path / f"{name}.safetensors", out=tmp_path / f"{name}.pt", rules_file=VAE)
+    assert same_weights(tmp_path / "old.pt", tmp_path / "new.pt")

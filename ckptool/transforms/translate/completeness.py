@@ -17,7 +17,7 @@ def refuse_gaps(steps: Sequence[Step], rules: Sequence[TranslationRule]) -> None
 
     Names of a group of rules with the same numbered variables have the same numbers: what `blocks.{n}.norm.bias` has
     for 0 and 2, it has for 1, and `blocks.{n}.mlp.bias` has it too. Of a group that is optional all rules match, or
-    none.
+    none. What is put together to one tensor is of as many as elsewhere.
     """
     families: dict[Any, dict[Any, tuple[Step, set[Values]]]] = {}
     matched = {(each.place, each.text, each.old) for each in (step.rule for step in steps)}
@@ -27,6 +27,11 @@ def refuse_gaps(steps: Sequence[Step], rules: Sequence[TranslationRule]) -> None
         family = families.setdefault((step.rule.group, *counted_by), {})
         family.setdefault((id(step.rule), texts), (step, set()))[1].add(tuple(counted_by.values()))
     missing = [name for family in families.values() for name in _missing(list(family.values()))]
+    missing += [
+        name
+        for rule in {id(step.rule): step.rule for step in steps if step.rule.over}.values()
+        for name in _fewer([step for step in steps if step.rule is rule])
+    ]
     used = {step.rule.group for step in steps}
     for rule in rules:
         if rule.group in used and (rule.place, rule.text, rule.old) not in matched:
@@ -35,6 +40,15 @@ def refuse_gaps(steps: Sequence[Step], rules: Sequence[TranslationRule]) -> None
         count = counted(len(missing), "tensor is", "tensors are")
         what = f"{count} missing: {listed([printable(name) for name in missing], 4)}"
         raise NoMatch(what, "The layout has them, and the rest of the weights says so. Nothing was written.")
+
+
+def _fewer(steps: Sequence[Step]) -> Iterator[str]:
+    """The names that some uses of a rule that puts tensors together lack, and others have."""
+    every = {overs for step in steps for overs in step.inputs}
+    for step in steps:
+        for overs in sorted(every - step.inputs.keys()):
+            groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
+            yield from (name.fill(groups) for name in step.rule.old)
 
 
 def _counted_by(step: Step) -> dict[str, str]:

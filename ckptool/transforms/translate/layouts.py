@@ -211,7 +211,7 @@ def shipped() -> dict[str, str]:
 def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
     """The rules in a file, or the layout of that name. Raises `FileProblem` for what is neither."""
     given = os.fspath(name)
-    if not os.path.lexists(given) and given in shipped():
+    if given in shipped() and not os.path.isfile(given):
         return read_layout(shipped()[given])
     if not os.path.lexists(given) and os.sep not in given and "." not in given:
         what = f"{printable(given)!r} is neither a file nor a layout that ships"

@@ -41,7 +41,9 @@ class Scope:
                 try:
                     self._found[name] = self.variables[name].value(self.lookup, self.functions)
                 except Unbound as error:  # of what the variable is computed of: the variable itself can be set
-                    raise error if error.name in self.variables else unbound(name, self.variables[name].text) from None
+                    error = error if error.of_rules else unbound(name, self.variables[name].text)
+                    error.of_rules = True
+                    raise error from None
                 finally:
                     self._pending.pop()
             return self._found[name]

@@ -1,0 +1,203 @@
+"""The layouts that ship, by the small vectors of other libraries; `make engines` has the libraries themselves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.errors import CkptoolError
+from tests.support.files import load, saved
+from tests.support.layout_vectors import LAYOUT_CASES, counting, digests
+from tests.support.llama_meta import MetaLlama, write_ranks
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in LAYOUT_CASES.iterdir()))
+def test_weights_of_the_one_library_are_those_of_the_other(name: str, tmp_path: Path) -> None:
+    case = json.loads((LAYOUT_CASES / name / "case.json").read_text())
+    source, out, back = LAYOUT_CASES / name, tmp_path / "out.safetensors", tmp_path / "back.safetensors"
+    if "shapes" in case:
+        source = tmp_path / "in.safetensors"
+        save_file(counting(case["shapes"]), source)
+    ckptool.translate(source, out=out, rules_file=case["layout"], set=case.get("set", ()))
+    assert digests(load_file(out)) == case["expected"]
+    ckptool.translate(out, out=back, rules_file=case["layout"], set=case.get("back", ()), reverse=True)
+    again, whole = load_file(back), tmp_path / "again.safetensors"
+    if source.is_file() or (source / "model.safetensors").exists():
+        first = load_file(source if source.is_file() else source / "model.safetensors")
+        assert again.keys() == first.keys()
+        for key, value in first.items():  # what was cut off comes back as zeros
+            same = case.get("kept", {}).get(key, len(value) if value.dim() else 0)
+            assert torch.equal(again[key][:same], value[:same]) and again[key].shape == value.shape
+    ckptool.translate(back, out=whole, rules_file=case["layout"], set=case.get("set", case.get("back", ())))
+    assert digests(load_file(whole)) == case["expected"]
+
+
+def without(source: Path, file: Path, *words: str) -> Path:
+    """The file without the tensors whose names have one of the words."""
+    save_file({name: value for name, value in load_file(source).items() if not any(w in name for w in words)}, file)
+    return file
+
+
+EXPERTS = "block_sparse_moe.experts"
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["1.block_sparse_moe.experts.1."], "line 15: the rule .* there is nothing for e = 1, of 3 tensors"),
+    (["1.block_sparse_moe.experts.1.w3"], r"there is .*1\.w1\.weight, but no .*layers\.1\..*experts\.1\.w3\.weight"),
+    (["1.block_sparse_moe.experts.2."], r"3 tensors are missing: .*layers\.1\..*experts\.2\.w1\.weight"),
+    ([f"{EXPERTS}.2."], "the router knows another number of experts"),
+    (["1.self_attn.q_proj"], r"1 tensor is missing: model\.layers\.1\.self_attn\.q_proj\.weight"),
+])  # fmt: skip
+def test_a_missing_expert(words: list[str], expected: str, tmp_path: Path) -> None:
+    file = without(LAYOUT_CASES / "mixtral-stacked" / "model.safetensors", tmp_path / "a.safetensors", *words)
+    refused(file, "mixtral-stacked", expected, tmp_path)
+
+
+def refused(file: Path, layout: str, expected: str, tmp_path: Path, **options: Any) -> None:
+    out = tmp_path / "out.pt"
+    with pytest.raises(CkptoolError, match=expected):
+        ckptool.translate(file, out=out, rules_file=layout, **options)
+    assert not out.exists()
+
+
+LLAMA = "llama-meta"
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    (["heads=3"], "llama-meta.yaml, line 37: the rule .* 32 cannot be divided by 3"),
+    (["heads=8"], r"line 37: .* \[16, 32\] does not have the rows of 2 heads of 4"),
+    (["kv_heads=4"], r"line 37: .* does not have the rows of 4 heads of 8"),
+    (["head=4"], "head.*: no rule has a variable of that name"),
+])  # fmt: skip
+def test_numbers_that_do_not_fit(given: list[str], expected: str, tmp_path: Path) -> None:
+    refused(LAYOUT_CASES / LLAMA, LLAMA, expected, tmp_path, set=given)
+
+
+def test_ranks_that_are_missing(tmp_path: Path) -> None:
+    ranks = [LAYOUT_CASES / LLAMA / f"consolidated.{rank:02d}.safetensors" for rank in range(2)]
+    refused(ranks[0], LLAMA, "rank 0 of 2\n.*\nName the folder", tmp_path)
+    (folder := tmp_path / "folder").mkdir()
+    shutil.copy(ranks[0], folder)
+    shutil.copy(LAYOUT_CASES / LLAMA / "params.json", folder)
+    refused(folder, LLAMA, r"\[40, 16\] in 1 file, and norm.weight is \[32\]: a file may be missing", tmp_path)
+    shutil.copy(ranks[1], folder / "consolidated.02.safetensors")
+    refused(folder, LLAMA, "has 2 files of 3 ranks", tmp_path)
+
+
+def test_without_a_configuration_the_numbers_are_asked_for(tmp_path: Path) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    for rank in range(2):
+        shutil.copy(LAYOUT_CASES / LLAMA / f"consolidated.{rank:02d}.safetensors", folder)
+    refused(folder, LLAMA, "kv_heads=NUMBER", tmp_path)
+    refused(folder, LLAMA, "[^_]heads=NUMBER", tmp_path, set=["kv_heads=2"])
+    ckptool.translate(folder, out=tmp_path / "a.safetensors", rules_file=LLAMA, set=["kv_heads=2", "heads=4"])
+    case = json.loads((LAYOUT_CASES / LLAMA / "case.json").read_text())
+    assert digests(load_file(tmp_path / "a.safetensors")) == case["expected"]
+    file = LAYOUT_CASES / "llama-megatron-stacked" / "model.safetensors"
+    refused(file, "llama-megatron-stacked", "[^_]heads=NUMBER", tmp_path)
+
+
+def test_more_ranks_than_heads_of_keys(tmp_path: Path) -> None:
+    """Keys and values that two ranks have are compared."""
+    torch.manual_seed(0)
+    state = MetaLlama(kv_heads=2).state_dict()
+    (folder := tmp_path / "folder").mkdir()
+    write_ranks(state, folder, 4, 2, False)
+    ckptool.translate(folder, out=tmp_path / "a.safetensors", rules_file=LLAMA)
+    ckptool.translate(tmp_path / "a.safetensors", out=tmp_path / "b.pt", rules_file=LLAMA, set="heads=4")
+    assert all(torch.equal(value, state[key]) for key, value in load(tmp_path / "b.pt").items())
+    part = load(folder / "consolidated.01.pth")
+    part["layers.1.attention.wv.weight"][3, 4] += 1
+    torch.save(part, folder / "consolidated.01.pth")
+    refused(folder, LLAMA, r"layers\.1\.attention\.wv\.weight", tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_that_store_one_less(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = LAYOUT_CASES / "llama-megatron-stacked" / "model.safetensors"
+    state = {name: value.to(dtype) for name, value in load_file(source).items()}
+    zero = {name: value - 1 if "norm" in name else value for name, value in state.items()}
+    save_file(zero, tmp_path / "zero.safetensors")
+    save_file(
+        {k: (v.float() + 1).to(dtype) if "norm" in k else v for k, v in zero.items()}, tmp_path / "one.safetensors"
+    )
+    results = []
+    for name, given in (("zero", ["heads=4", "zero_centered=1"]), ("one", ["heads=4"])):
+        out = tmp_path / f"{name}.out.safetensors"
+        report = ckptool.translate(
+            tmp_path / f"{name}.safetensors", out=out, rules_file="llama-megatron-stacked", set=given
+        )
+        assert ("rounds" in str(report.details)) == (name == "zero")
+        results.append(load_file(out))
+    assert all(torch.equal(value, results[1][key]) for key, value in results[0].items())
+    given = ["heads=4", "kv_heads=2", "zero_centered=1"]
+    back = tmp_path / "back.safetensors"
+    ckptool.translate(
+        tmp_path / "zero.out.safetensors", out=back, rules_file="llama-megatron-stacked", set=given, reverse=True
+    )
+    assert all(torch.allclose(value, zero[key], atol=0.02) for key, value in load_file(back).items())
+
+
+@pytest.mark.parametrize("steps", ["equal", "unequal"])
+def test_the_moments_of_experts_are_stacked_with_them(steps: str, tmp_path: Path) -> None:
+    model = {name: value.float() for name, value in
+             load_file(LAYOUT_CASES / "mixtral-stacked" / "model.safetensors").items()}  # fmt: skip
+    slots = [{"step": torch.tensor(3.0), "exp_avg": value + 1, "exp_avg_sq": value + 2} for value in model.values()]
+    if steps == "unequal":
+        number = next(n for n, name in enumerate(model) if name.endswith("experts.1.w1.weight"))
+        slots[number]["step"] = torch.tensor(4.0)
+    group = {"lr": 0.1, "params": list(range(len(model))), "param_names": list(model)}
+    optimizer = {"state": dict(enumerate(slots)), "param_groups": [group]}
+    file = saved({"model": model, "optimizer": optimizer}, tmp_path / "a.pt")
+    if steps == "unequal":
+        refused(file, "mixtral-stacked", "step of .*experts", tmp_path)
+        return
+    ckptool.translate(file, out=tmp_path / "b.pt", rules_file="mixtral-stacked")
+    found = load(tmp_path / "b.pt")
+    (group,) = found["optimizer"]["param_groups"]
+    for number, name in zip(group["params"], group["param_names"], strict=True):
+        slot = found["optimizer"]["state"][number]
+        assert slot["step"] == 3
+        assert torch.equal(slot["exp_avg"], found["model"][name] + 1)
+        assert torch.equal(slot["exp_avg_sq"], found["model"][name] + 2)
+    ckptool.translate(tmp_path / "b.pt", out=tmp_path / "c.pt", rules_file="mixtral-stacked")
+    again = load(tmp_path / "c.pt")
+    assert again["model"].keys() == model.keys()
+    (group,) = again["optimizer"]["param_groups"]
+    slots = {
+        name: again["optimizer"]["state"][n] for n, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    assert all(torch.equal(slots[name]["exp_avg"], value + 1) for name, value in model.items())
+
+
+def test_a_single_file_with_other_parts(tmp_path: Path) -> None:
+    """Two translations take the UNet and the VAE; what no rule takes is refused, or named."""
+    shapes = [json.loads((LAYOUT_CASES / name / "case.json").read_text())["shapes"] for name in ("unet-ldm", "vae-ldm")]
+    text = {"cond_stage_model.transformer.text_model.final_layer_norm.weight": torch.ones(4)}
+    whole = {**counting(shapes[0]), **counting(shapes[1]), **text}
+    save_file(whole, tmp_path / "sd.safetensors")
+    refused(tmp_path / "sd.safetensors", "vae-ldm", "no rule takes .* keys: .*model", tmp_path)
+    for name in ("unet-ldm", "vae-ldm"):
+        out = tmp_path / f"{name}.safetensors"
+        report = ckptool.translate(tmp_path / "sd.safetensors", out=out, rules_file=name, rest="drop")
+        assert "left out:" in str(report.details)
+        assert digests(load_file(out)) == json.loads((LAYOUT_CASES / name / "case.json").read_text())["expected"]
+        ckptool.translate(out, out=tmp_path / f"{name}.back.safetensors", rules_file=name)
+    again = {
+        **load_file(tmp_path / "unet-ldm.back.safetensors"),
+        **load_file(tmp_path / "vae-ldm.back.safetensors"),
+        **text,
+    }
+    assert again.keys() == whole.keys() and all(torch.equal(again[key], value) for key, value in whole.items())
+
+
+def test_megatrons_own_folders_say_what_has_no_place(tmp_path: Path) -> None:
+    folder = LAYOUT_CASES.parents[1] / "engines" / "megatron-torch-dist" / "checkpoint"
+    refused(folder, "llama-megatron-stacked", "position_embeddings.weight: learned positions", tmp_path, set="heads=4")
