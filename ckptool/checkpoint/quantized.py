@@ -37,6 +37,7 @@ _PART = re.compile(
     r"|qzeros|scales|g_idx|SCB|(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+|_\w+_(?:qdata|scale|zero_point))$"
     r"|_(?:scale_inv|blocks|scales|packed)$"
 )
+_SCALE = re.compile(r"^scale|weight.*scale|scale.*weight|^w_scale")
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ def find_quantized(
     scheme = scheme_of(config)
     scheme = replace(scheme, blocks=frozenset({block})) if block else scheme
     found, taken = Quantized(), dict[str, str]()
-    if scheme.unknown and any(_are_codes(value) and value.dtype.itemsize < 8 for value in tree.values()):
+    if scheme.unknown and any(map(_are_codes, tree.values())):
         found.problems.append(scheme.unknown)
     for name, format_, keys, own in _named(tree, metadata, found.problems, taken):
         problem = ""
@@ -107,7 +108,7 @@ def _is_f8(value: Any) -> bool:
 
 
 def _are_codes(value: Any) -> bool:
-    return isinstance(value, TensorEntry) and (value.dtype.kind in ("int", "uint") or is_f8(value.dtype))
+    return isinstance(value, TensorEntry) and (value.dtype.name in ("i8", "u8", "i32") or is_f8(value.dtype))
 
 
 Named = tuple[str, QuantizedFormat, dict[str, str], Scheme | None]
@@ -127,6 +128,8 @@ def _named(
             continue
         keys = _there(tree, {role: base + end for role, end in (format_.needs | format_.may).items()})
         if missing := [base + end for role, end in format_.needs.items() if role not in keys]:
+            if format_.weak:
+                continue  # of something else, unless there are quantized weights
             problems.append(f"{printable(key)} is there, {printable(missing[0])} is not")
             taken |= dict.fromkeys(keys.values(), "")
         else:
@@ -156,12 +159,12 @@ def _there(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
 
 
 def _is_scaled(tree: Mapping[Any, Any]) -> bool:
-    """True where a float8 tensor has something called a scale beside it, under whatever name."""
+    """True where a float8 tensor has a scale of weights beside it, under whatever name."""
     modules = {key.rpartition(".")[0] for key, value in tree.items() if type(key) is str and _is_f8(value)}
     return any(
-        key == "scaled_fp8" or ("scal" in key.rpartition(".")[2] and key.rpartition(".")[0] in modules)
-        for key in (tree if modules else ())
-        if type(key) is str
+        key == "scaled_fp8" or (key.rpartition(".")[0] in modules and _SCALE.search(key.rpartition(".")[2]))
+        for key, value in (tree.items() if modules else ())
+        if type(key) is str and not _is_f8(value)
     )
 
 

@@ -334,7 +334,8 @@ class QuantizedFormat(NamedTuple):
     """A way to name the parts of a weight. All their names begin alike; these are the ends, by role.
 
     marker: the end of the key that tells it.  weight: the end of what the weight itself is called.  methods: those of
-    configurations that have it.  weak: names of other things end so as well, unless the codes are integers or float8.
+    configurations that have it.  weak: names of other things end so as well: the codes are integers or float8, and all
+    that is needed is there.
     """
 
     marker: str
@@ -361,7 +362,7 @@ FORMATS: tuple[QuantizedFormat, ...] = (
     QuantizedFormat(".qweight", ".weight", _GPTQ, {"g_idx": ".g_idx"}, ("gptq", "awq"), _gptq_or_awq),
     QuantizedFormat("_blocks", "", {"codes": "_blocks", "scale": "_scales"}, {}, ("mxfp4",), _mxfp4, weak=True),
     QuantizedFormat("_packed", "", {"codes": "_packed", "scale": "_scale"}, _WORDS, (_CT,), _packed, weak=True),
-    QuantizedFormat("_scale_inv", "", {"codes": "", "scale": "_scale_inv"}, {}, ("fp8",), scaled),
+    QuantizedFormat("_scale_inv", "", {"codes": "", "scale": "_scale_inv"}, {}, ("fp8",), scaled, weak=True),
     QuantizedFormat(
         "_scale", "", {"codes": "", "scale": "_scale"}, _ROWS, (_CT, "fp8", "fbgemm_fp8"), scaled, weak=True
     ),

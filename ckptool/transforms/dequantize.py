@@ -19,7 +19,7 @@ from ckptool.checkpoint.quantized import Quantized
 from ckptool.checkpoint.quantized_formats import QuantizedWeight, parsed
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, rebuild
-from ckptool.errors import Ambiguous, Conflict, Corrupt, NoMatch, Unsupported, counted, listed, printable
+from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed, printable
 from ckptool.reports.quantization import quantized_in
 from ckptool.transforms.blockwise import Numbers, TensorValues, computed_rows, computed_tensor
 
@@ -36,8 +36,8 @@ Reader = Callable[[TensorEntry, QuantizedWeight], Numbers]
 def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
     """The weight itself in a floating type, computed while it is read. Reads nothing yet.
 
-    Reading raises `Corrupt` for an index outside of its table, `Conflict` and `Ambiguous` for zero points of GPTQ that
-    contradict the configuration.
+    Reading raises `Corrupt` for an index outside of its table, `Ambiguous` for zero points of GPTQ that the
+    configuration does not settle.
     """
     inputs, location, shape = tuple(weight.parts.values()), weight.parts["codes"].location, weight.shape
     if weight.codes == "bitsandbytes":
@@ -216,18 +216,15 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
     name, symmetric, forms = printable(weight.name), weight.facts["symmetric"], weight.facts["forms"]
     if symmetric is not False and low == high and low in (middle - 1, middle):
         return middle - low
-    if symmetric:
-        what = f"{name}: its zero points are {low} to {high}, and the configuration calls it symmetric"
-        raise Conflict(what, "One of the two is of another checkpoint.", "Correct `sym` in quantization_config.")
-    if "gptq_v2" in forms:
+    if not symmetric and "gptq_v2" in forms:
         return 0
-    if symmetric is None and not forms:
-        what = f"{name}: nothing says whether its zero points are stored less one"
-        raise Ambiguous(what, "GPTQ's first version does that, the second does not.", "Put its config.json beside it.")
-    if high == largest:
-        what = f"{name}: a zero point of {high}, stored less one"
-        raise Ambiguous(what, f"Readers take it for {high + 1} or for 0.", "Quantize it again as gptq_v2.")
-    return 1
+    if not symmetric and forms and high < largest:
+        return 1
+    raise Ambiguous(
+        f"{name}: zero points of {low} to {high}, and a configuration that does not settle what they stand for",
+        f"Symmetric weights have {middle}. GPTQ's first version stores them less one, its second as they are.",
+        "Check sym and checkpoint_format in the quantization_config of its config.json.",
+    )
 
 
 # Formats of their own ------------------------------------------------------------------------------------------------
