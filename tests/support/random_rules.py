@@ -74,17 +74,24 @@ class RandomRules:
         sides = [", ".join(f"{prefix}.{{t}}.{{n}}.{name}" for name in change.old)]
         sides.append(", ".join(f"new.{prefix}.{layer}.{{t}}.{name}" for name in change.new))
         self.rules.append(" => ".join(sides) + (f" : {change.text}" if change.text else ""))
+        width = self.random.choice([1, 1, 2]) if self.lossy else 1
         for number in self.random.sample(range(12), self.random.choice([1, 1, 2, 3])):
             dtype = self.random.choice(self.dtypes)
-            old = _filled(change.old, change.overs)
-            tensors = [self.tensor(shape, dtype) for shape in change.shapes * max(1, change.overs)]
+            old = _filled(change.old, change.overs, width)
+            tensors = self.views([self.tensor(shape, dtype) for shape in change.shapes * max(1, change.overs)])
             count = len(change.made(tensors))
             new = _filled(change.new, count if "{e}" in change.new[0] else 0)
             for twin in twins:
-                keys = [f"{prefix}.{twin}.{number}.{name}" for name in old]
+                keys = [f"{prefix}.{twin}.{number:0{width}}.{name}" for name in old]
                 self.state |= zip(keys, tensors, strict=True)
-                names = [f"new.{prefix}.{number + shift}.{twin}.{name}" for name in new]
+                names = [f"new.{prefix}.{number + shift:0{width}}.{twin}.{name}" for name in new]
                 self.uses.append(Use(keys, names, change.made))
+
+    def views(self, tensors: Tensors) -> Tensors:
+        """The tensors, which sometimes share a storage, lossy ones where that gets lost."""
+        if self.lossy and len({each.shape for each in tensors}) == 1 and self.random.random() < 0.2:
+            return list(torch.stack(tensors))
+        return tensors
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Values, sometimes transposed, in the middle of a storage, repeated or conjugated."""
@@ -264,8 +271,8 @@ def _chain(*texts: str) -> str:
     return " | ".join(filter(None, texts))
 
 
-def _filled(names: list[str], overs: int) -> list[str]:
-    return [name.replace("{e}", str(e)) for e in range(overs) for name in names] if overs else names
+def _filled(names: list[str], overs: int, width: int = 1) -> list[str]:
+    return [name.replace("{e}", f"{e:0{width}}") for e in range(overs) for name in names] if overs else names
 
 
 def values(shape: Any, dtype: torch.dtype) -> Tensor:
