@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from ckptool.checkpoint.patterns import match_within_limit
+from ckptool.checkpoint.patterns import SHORT, match_within_limit
 from ckptool.errors import UsageError, counted, printable
 from ckptool.transforms.arithmetic import Arithmetic, Lookup, parse_arithmetic, solved
 
@@ -155,12 +155,29 @@ class KeyPattern:
     def compiled(self) -> re.Pattern[str]:
         return self.name.pattern(self.numbers)
 
+    @cached_property
+    def ends(self) -> tuple[str, str]:
+        """The texts with which every key of this name begins and ends."""
+        texts = [_literal(piece) for piece in self.name.pieces] or [""]
+        return texts[0], texts[-1]
+
+    @cached_property
+    def is_quick(self) -> bool:
+        """True where a key can be matched in few ways: but for two, variables end at a dot and have none."""
+        pieces = self.name.pieces
+        followed = zip(pieces, (*map(_literal, pieces[1:]), "."), strict=True)
+        open_ended = [piece for piece, after in followed if not _literal(piece) and not after.startswith(".")]
+        return len(open_ended) + sum(isinstance(each, Variable) and not each.name for each in pieces) <= 2
+
     def match(self, key: str, lookup: Lookup, ranges: Mapping[str, int]) -> dict[str, str] | None:
         """What the variables stand for in a key; None where it has another name.
 
         Raises `UsageError` where arithmetic has two solutions, and what evaluating it raises.
         """
-        match = match_within_limit(self.compiled.fullmatch, key, self.compiled)
+        if self.is_quick and len(key) <= SHORT:
+            match = self.compiled.fullmatch(key)
+        else:
+            match = match_within_limit(self.compiled.fullmatch, key, self.compiled)
         if match is None:
             return None
         groups = {group: text for group, text in match.groupdict().items() if group in self.name.variables}
@@ -172,6 +189,10 @@ class KeyPattern:
             what = f"{printable(key)} is {printable(self.name.text)} in {counted(len(ways), 'way')}"
             raise UsageError(what, "The rules have to say how many values its variables have: `ranges`.")
         return ways[0] if ways else None
+
+
+def _literal(piece: str | Variable | Arithmetic) -> str:
+    return piece if isinstance(piece, str) else ""
 
 
 def _solutions(

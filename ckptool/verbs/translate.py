@@ -78,6 +78,7 @@ def translate(
 
     change = begin_change("translate", file, out, at, options, opening)
     roots = model_state_dicts(change.part, named=change.named)
+    there = translation
     if layout is not None:
         layout = replace(layout, translation=translation)
         sides = {layout.side_of(root.node, reverse) for root in roots}
@@ -88,7 +89,15 @@ def translate(
     elif reverse:
         translation = translation.reversed()
     config = configuration(change.part) or configuration(change.original)
-    done = translate_roots(change.part, roots, translation, given=given, config=config, rest=rest)
+    done = translate_roots(
+        change.part,
+        roots,
+        translation,
+        given=given,
+        config=config,
+        rest=rest,
+        way_back=(lambda: there) if reverse else None,
+    )
     result, behind, notes = _saved(change, done.checkpoint, like, shard_size)
     details = [*_details(change, done, layout, reverse), *behind]
     return change.written(result, _summary(done, layout, reverse), facts=_facts(done), details=details, notes=notes)
@@ -146,6 +155,8 @@ def _summary(done: Translated, layout: LayoutRules | None, reverse: bool) -> str
 def _facts(done: Translated) -> dict[str, Any]:
     return {
         "optimizers": done.optimizers,
+        "reversible": not done.lost and not any(root.dropped for _, root in done.roots),
+        "not_reversible": list(done.lost),
         "roots": [
             {
                 "root": place,
@@ -195,7 +206,7 @@ def _details(change: FileChange, done: Translated, layout: LayoutRules | None, r
         ):
             if names:
                 yield f"{what}: {listed([printable(name) for name in names], 6)}"
-        yield from dict.fromkeys(f"not reversible: {step.lost}" for step in root.steps if step.lost)
+    yield from (f"not reversible: {line}" for line in done.lost)
     if done.optimizers:
         yield f"the moments of {counted(done.optimizers, 'optimizer')} went through the same rules"
     yield from layout.notes if layout is not None and not reverse else ()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.optimizer_keys import nested
 from ckptool.checkpoint.state_dicts import StateDict, optimizers
 from ckptool.checkpoint.tree import address, rebuild
+from ckptool.errors import CkptoolError
 from ckptool.transforms.translate.apply import (
     TranslatedRoot,
     carry_out,
@@ -22,17 +23,22 @@ from ckptool.transforms.translate.apply import (
 )
 from ckptool.transforms.translate.completeness import refuse_gaps
 from ckptool.transforms.translate.moments import translated_optimizer
+from ckptool.transforms.translate.reversal import losses_of
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation
 
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """The checkpoint after the rules, what became of each set of weights, and how many optimizers followed."""
+    """The checkpoint after the rules, what became of each set of weights, and how many optimizers followed.
+
+    lost: what the way back would not restore, a line each.
+    """
 
     checkpoint: Checkpoint
     roots: tuple[tuple[str, TranslatedRoot], ...]
     optimizers: int
+    lost: tuple[str, ...] = ()
 
 
 def translate_roots(
@@ -43,11 +49,13 @@ def translate_roots(
     given: Mapping[str, int],
     config: Mapping[str, Any],
     rest: str = "refuse",
+    way_back: Callable[[], Translation] | None = None,
 ) -> Translated:
     """Applies rules to sets of weights, their `_metadata`, and the optimizers of the checkpoint. Reads nothing yet.
 
     given: numbers for variables.  config: the model's configuration.  rest: `refuse`, `keep` or `drop` keys that no
-    rule takes. Raises `NoMatch` for a rule that matches nothing and for such keys, `Conflict` for two tensors of one
+    rule takes.  way_back: the rules that should undo it, else their inverses.
+    Raises `NoMatch` for a rule that matches nothing and for such keys, `Conflict` for two tensors of one
     name and for a step that lacks one of its tensors, `UsageError`, which points at the rule, for what does not fit.
     """
     scopes = [Scope(given, translation.variables, config, root.node) for root in roots]
@@ -71,8 +79,15 @@ def translate_roots(
             optimizer, place, checkpoint, list(zip(done, scopes, strict=True))
         )
     changed = replace(checkpoint, tree=rebuild(tree, replaced=replaced))
+    lost: dict[str, None] = {}
+    try:
+        back = (way_back or translation.reversed)()
+        for root, each, scope in zip(roots, done, scopes, strict=True):
+            lost |= dict.fromkeys(losses_of(root.node, each, translation, back, scope))
+    except CkptoolError as error:
+        lost = dict.fromkeys([error.what])
     addresses = [root.address for root in roots]
-    return Translated(changed, tuple(zip(addresses, done, strict=True)), len(found))
+    return Translated(changed, tuple(zip(addresses, done, strict=True)), len(found), tuple(lost))
 
 
 def _with_metadata(node: Any, done: TranslatedRoot) -> Any:

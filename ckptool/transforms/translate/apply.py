@@ -79,20 +79,35 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
     ranges = scope.ranges(translation.ranges)
     plan = RootPlan([], [], _tied(translation, node), _unfilled(translation, node), set())
     found: dict[Any, Step] = {}
-    for key in (key for key in node if type(key) is str and key not in (*plan.unfilled, *plan.dropped)):
+    left_out = {*plan.unfilled, *plan.dropped}
+    candidates = _candidates(translation)
+    for key in (key for key in node if type(key) is str and key not in left_out):
         dropping = next((each for each in translation.drop if each.matches(key)), None)
         if dropping is not None:
             plan.dropped.append(key)
             plan.used.add(dropping.place + dropping.pattern)
-        elif not _place(translation, key, node, scope, ranges, found, plan):
+        elif not _place(candidates, key, node, scope, ranges, found, plan):
             plan.rest.append(key)
     for step in plan.steps:
         _refuse_incomplete(step)
     return plan
 
 
+Candidate = tuple[str, str, TranslationRule, int]
+"""What a key begins and ends with that one name of a rule matches, the rule and the number of the name."""
+
+
+def _candidates(translation: Translation) -> list[Candidate]:
+    """The names that keys are compared with, in order: a hundred thousand of them with a hundred rules."""
+    found: list[Candidate] = []
+    for rule in translation.rules:
+        found += [("", "", rule, -1)] if rule.expression else []
+        found += [(*pattern.ends, rule, number) for number, pattern in enumerate(rule.patterns)]
+    return found
+
+
 def _place(
-    translation: Translation,
+    candidates: list[Candidate],
     key: str,
     node: Mapping[Any, Any],
     scope: Scope,
@@ -101,35 +116,42 @@ def _place(
     plan: RootPlan,
 ) -> bool:
     """Puts a key into the step of the first rule that matches it; False where none does."""
-    for rule in translation.rules:
+    for begin, end, rule, number in candidates:
+        if not (key.startswith(begin) and key.endswith(end)):
+            continue
         if rule.expression is not None:
             new = rule.expression(key)
-            if new is not None:
-                plan.steps.append(Step(rule, {}, {(): [key]}, [new]))
-                plan.used.add(rule.place + rule.text)
-                return True
-            continue
-        for number, pattern in enumerate(rule.patterns):
+            if new is None:
+                continue
+            plan.steps.append(Step(rule, {}, {(): [key]}, [new]))
+        else:
             try:
-                groups = pattern.match(key, scope.lookup, ranges)
+                groups = rule.patterns[number].match(key, scope.lookup, ranges)
                 if groups is None or (rule.beside[0] and rule.beside[0].fill(groups, scope.lookup) not in node):
                     continue
             except UsageError as error:
                 raise rule.within(error) from None
-            overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over))
-            shared = {group: text for group, text in groups.items() if group[2:] not in rule.over}
-            place = (id(rule), *sorted(shared.items()))
-            if place not in found:
-                found[place] = Step(rule, shared, {})
-                plan.steps.append(found[place])
-            keys = found[place].inputs.setdefault(overs, [""] * len(rule.old))
-            if keys[number]:
-                what = f"{printable(keys[number])} and {printable(key)} are both {printable(rule.old[number].text)}"
-                raise rule.error(what, "The rule takes one of them.")
-            keys[number] = key
-            plan.used.add(rule.place + rule.text)
-            return True
+            _add(key, rule, number, groups, found, plan)
+        plan.used.add(rule.place + rule.text)
+        return True
     return False
+
+
+def _add(
+    key: str, rule: TranslationRule, number: int, groups: dict[str, str], found: dict[Any, Step], plan: RootPlan
+) -> None:
+    """Puts a key into the step for these variables, as that name of the rule."""
+    overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over))
+    shared = {group: text for group, text in groups.items() if group[2:] not in rule.over}
+    place = (id(rule), *sorted(shared.items()))
+    if place not in found:
+        found[place] = Step(rule, shared, {})
+        plan.steps.append(found[place])
+    keys = found[place].inputs.setdefault(overs, [""] * len(rule.old))
+    if keys[number]:
+        what = f"{printable(keys[number])} and {printable(key)} are both {printable(rule.old[number].text)}"
+        raise rule.error(what, "The rule takes one of them.")
+    keys[number] = key
 
 
 def _refuse_incomplete(step: Step) -> None:
@@ -182,7 +204,7 @@ def carry_out(
     if plan.rest and rest == REFUSE:
         what = f"no rule takes {counted(len(plan.rest), 'key')}: {listed([printable(key) for key in plan.rest], 6)}"
         raise NoMatch(what, "Nothing was written.", "Keep them as they are: --rest keep; leave them out: --rest drop")
-    made: dict[Any, TensorEntry] = {}
+    made: dict[Any, dict[Any, TensorEntry]] = {}
     owners: dict[str, str] = {}
     produced: dict[str, list[tuple[str, Any]]] = {}  # by the first key of a step
     for step in plan.steps:
@@ -201,10 +223,11 @@ def carry_out(
         step.outputs = [name for name, _ in results]
         produced[step.keys[0]] = results
     items: dict[Any, Any] = {}
+    remaining = {*plan.rest} if rest == KEEP else set[str]()
     for key, value in node.items():
         if key in produced:
             items |= produced[key]
-        elif type(key) is not str or (key in plan.rest and rest == KEEP):
+        elif type(key) is not str or key in remaining:
             if type(key) is str:
                 _refuse_second(owners, key, "a key that no rule takes", key)
             items[key] = value
@@ -226,7 +249,7 @@ def _refuse_second(owners: dict[str, str], name: str, owner: str, key: str) -> N
 
 
 def results_of(
-    step: Step, node: Mapping[Any, Any], scope: Scope, made: dict[Any, TensorEntry]
+    step: Step, node: Mapping[Any, Any], scope: Scope, made: dict[Any, dict[Any, TensorEntry]]
 ) -> Iterator[tuple[str, Any]]:
     """The new names of a step with their values."""
     rule = step.rule
@@ -242,15 +265,17 @@ def results_of(
             raise UsageError(f"{printable(key)} is no plain tensor ({kind})", "Its values cannot be moved.")
     inputs = [node[key] for key in step.keys]
     step.shapes = tuple(each.shape for each in inputs)
-    tensors, step.lost = after_chain(rule.chain, values, scope.number(step.groups))
+    numbers = scope.number(step.groups)
+    values_of = tuple(step.groups.get(f"v_{name}") for name in rule.names)
+    same = made.setdefault((rule.operations, values_of, tuple((each.view, each.flags) for each in inputs)), {})
+    tensors, step.lost = after_chain(rule.chain, values, numbers)
     for overs, entries in tensors.items():
         groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
         names = [step.outputs[0]] if rule.expression else [name.fill(groups, scope.lookup) for name in rule.new]
         for place, (name, entry) in enumerate(zip(names, entries, strict=True)):
-            same = (*(each.view for each in inputs), *(each.flags for each in inputs), rule.operations, overs, place)
-            if same not in made:  # tied tensors stay tied
-                made[same] = finished(entry, inputs)
-            yield name, made[same]
+            if (overs, place) not in same:
+                same[overs, place] = finished(entry, inputs)
+            yield name, same[overs, place]
 
 
 def after_chain(

@@ -50,6 +50,11 @@ class Operation:
     def kind(self) -> OperationKind:
         return KINDS[self.name]
 
+    @property
+    def arithmetic(self) -> tuple[Arithmetic, ...]:
+        """All of its numbers."""
+        return *self.numbers, *(each for given in self.lists for each in given), *([self.of] if self.of else [])
+
     def __call__(self, tensors: Tensors, number: Number) -> Tensors:
         """The tensors after it. Raises `UsageError` where they do not fit."""
         if self.kind.each:

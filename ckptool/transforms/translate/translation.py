@@ -87,7 +87,12 @@ class TranslationRule:
         what = f"{where}the rule {printable(self.text)!r}{of}: {error.what}"
         return type(error)(what, error.why, error.fix)
 
-    @property
+    @cached_property
+    def names(self) -> list[str]:
+        """The names in the arithmetic of its operations."""
+        return sorted({name for op in self.chain for each in op.arithmetic for name in each.names})
+
+    @cached_property
     def operations(self) -> str:
         return " | ".join(map(str, self.chain))
 
