@@ -182,17 +182,15 @@ def _gridded(weight: QuantizedWeight, scheme: Scheme, *, even: bool = False) -> 
     grid = (1,) * len(shape) if scale.numel == 1 else grid
     require(len(grid) == len(shape) and all(0 < n <= size for n, size in zip(grid, shape, strict=True)), found)
     require(all(n in (1, size) for n, size in zip(grid[:-2], shape, strict=False)), found)
-    sizes = [(size, n, even and axis == len(shape) - 1) for axis, (size, n) in enumerate(zip(shape, grid, strict=True))]
-    wanted = scheme.blocks or {tuple(_own_block(*each) for each in sizes[-2:])}
-    wanted = {tuple(size or whole for size, whole in zip(pair, shape[-2:], strict=True)) for pair in wanted}
-    fitting = {pair for pair in wanted if tuple(map(ceil_div, shape[-2:], pair)) == grid[-2:]}
-    block = {
-        tuple(
-            ceil_div(size, n) if n in (1, size) else each for each, (size, n, _) in zip(pair, sizes[-2:], strict=True)
-        )
-        for pair in fitting
-    }
-    require(len(block) == 1, f"{found}, not in blocks of {listed([f'{r} × {c}' for r, c in sorted(wanted)])}")
+    wanted = scheme.blocks or {(_own_block(shape[-2], grid[-2], False), _own_block(shape[-1], grid[-1], even))}
+    wanted = {(rows or shape[-2], columns or shape[-1]) for rows, columns in wanted}
+    fitting = [pair for pair in wanted if tuple(map(ceil_div, shape[-2:], pair)) == grid[-2:]]
+    told = [axis for axis in (-2, -1) if grid[axis] not in (1, shape[axis])]  # by the configuration alone
+    same = len({tuple(pair[axis] for axis in told) for pair in fitting}) == 1
+    require(same, f"{found}, not in blocks of {listed([f'{r} × {c}' for r, c in sorted(wanted)])}")
+    block = list(map(ceil_div, shape, grid))
+    for axis in told:
+        block[axis] = fitting[0][axis]
     parts = dict(weight.parts) | {"scale": scale.reshape((prod(grid[:-1]), grid[-1]))}
     if (zeros := parts.get("zeros")) is not None and weight.codes == "plain":
         fits = zeros.shape == scale.shape and zeros.dtype.kind in ("int", "float")
@@ -204,8 +202,7 @@ def _gridded(weight: QuantizedWeight, scheme: Scheme, *, even: bool = False) -> 
     require(not missing, "no g_idx, and columns that were reordered, as the configuration has it")
     missing = scheme.symmetric is False and "zeros" not in parts and weight.kind.startswith("int")
     require(not missing, "no zero points, and codes that are not symmetric, as the configuration has it")
-    lead = (ceil_div(size, n) for size, n, _ in sizes[:-2])
-    return replace(weight, parts=parts, grid=grid, block=(*lead, *block.pop()))
+    return replace(weight, parts=parts, grid=grid, block=tuple(block))
 
 
 def _own_block(size: int, count: int, even: bool) -> int:

@@ -9,8 +9,8 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.state_dicts import model_state_dicts
-from ckptool.errors import NoMatch, counted, listed, printable
-from ckptool.formats.model_folder import model_folder
+from ckptool.errors import NoMatch, UsageError, counted, listed, printable
+from ckptool.formats.model_folder import model_folder, quantization_config
 from ckptool.formats.opening import PathLike
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
@@ -45,6 +45,8 @@ def cast(
     The report names the tensors that lost values, with the largest error; a dry run, which reads no values, does not.
     """
     target = parse_dtype(dtype)
+    if block_size and not dequantize:
+        raise UsageError("--block-size is of quantized weights", "", "Compute them: --dequantize")
     change = begin_change("cast", file, out, at, options)
     part, roots = change.part, model_state_dicts(change.part, named=change.named)
     weights: Dequantized | None = None
@@ -68,8 +70,8 @@ def cast(
         *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped),
     )
     summary, facts = _summary(plan), _facts(plan)
-    if weights and beside:
-        if beside.changes and not result.details:
+    if weights:
+        if quantization_config(change.original) and not result.details:
             details += ("config.json beside it still names the quantization; a folder (-o DIR/) gets one without it",)
         count = counted(len(weights.weights), "quantized weight")
         summary = f"{count} computed as {target.name}" + (f"; {summary}" if plan.tensors else "")

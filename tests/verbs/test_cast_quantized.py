@@ -220,6 +220,8 @@ def test_blocks_that_shapes_leave_open(tmp_path: Path) -> None:
     for wrong in ("128", "0x4", "axb"):
         with pytest.raises(UsageError, match="not rows and columns"):
             dequantized(open_case, tmp_path, block_size=wrong)
+    with pytest.raises(UsageError, match="of quantized weights"):
+        ckptool.cast(tmp_path / "in/model.safetensors", tmp_path / "o.pt", dtype="bf16", block_size="128x128")
     # Enough blocks are of one size alone.
     codes, scale = torch.randn(131, 40).to(torch.float8_e4m3fn), torch.rand(33, 1)
     wide = (codes.float() * scale.repeat_interleave(4, 0)[:131]).bfloat16()
