@@ -46,8 +46,54 @@ def test_the_bits_are_those_of_peft(layers: str, way: str, pair: tuple[Any, Any]
             assert error(ours[key], exact[key]) <= 2 * error(value, exact[key]), key
 
 
+@pytest.mark.parametrize("kind", ["LoHaConfig", "LoKrConfig"])
+@pytest.mark.filterwarnings("ignore")
+def test_products_of_peft(kind: str, tmp_path: Path) -> None:
+    import peft
+
+    torch.manual_seed(0)
+    net = Net()
+    base = {key: value.clone() for key, value in net.state_dict().items()}
+    config = getattr(peft, kind)(r=2, alpha=3, target_modules=["conv", "point", "fc_in"], use_effective_conv2d=True)
+    wrapped = peft.get_peft_model(net, config)
+    for parameter in wrapped.parameters():
+        parameter.data = torch.randn_like(parameter) if parameter.requires_grad else parameter.data
+    wrapped.save_pretrained(tmp_path)
+    ours, theirs = merged_by_us(tmp_path, base), wrapped.merge_and_unload().state_dict()
+    assert all(torch.allclose(ours[key], theirs[key], rtol=1e-5, atol=1e-6) for key in ours)
+    assert not torch.equal(ours["conv.weight"], base["conv.weight"])
+
+
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).abs().max())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_bf16_adapter_of_gpt2_as_peft_loads_it_and_as_it_was_saved(tmp_path: Path) -> None:
+    """PEFT loads it as f32 unless told not to: the bits of the adapter cast to f32."""
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).bfloat16().save_pretrained(tmp_path / "base")
+
+    def base() -> Any:
+        return transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "base", dtype=BF16)
+
+    targets = ["c_attn", "c_proj", "c_fc"]
+    adapter = peft.get_peft_model(base(), peft.LoraConfig(target_modules=targets), autocast_adapter_dtype=False)
+    for name, parameter in adapter.named_parameters():
+        parameter.data = torch.randn_like(parameter) / 4 if "lora_" in name else parameter.data
+    adapter.save_pretrained(tmp_path / "bf16")
+    ckptool.cast(tmp_path / "bf16" / "adapter_model.safetensors", tmp_path / "f32.safetensors", dtype="f32")
+    config = tmp_path / "bf16" / "adapter_config.json"
+    for file, options in ((tmp_path / "bf16", {"autocast_adapter_dtype": False}), (tmp_path / "f32.safetensors", {})):
+        loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "bf16", **options)
+        theirs = loaded.merge_and_unload().state_dict()
+        ckptool.lora_merge(tmp_path / "base", file, tmp_path / "out.safetensors", config=config, overwrite=True)
+        ours = load_file(tmp_path / "out.safetensors")
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours), options
 
 
 @pytest.mark.filterwarnings("ignore")

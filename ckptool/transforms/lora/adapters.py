@@ -257,12 +257,7 @@ class _Reader:
         return rank
 
     def _scale(
-        self,
-        parts: Mapping[str, str],
-        first: AdapterKey,
-        method: str,
-        rank: int,
-        where: str,
+        self, parts: Mapping[str, str], first: AdapterKey, method: str, rank: int, where: str
     ) -> tuple[float | None, float]:
         """The alpha of a module, and the scale that follows."""
         config = self.configs.get(first.component, self.config)
@@ -285,8 +280,8 @@ class _Reader:
         given = config.get("lora_alpha" if method == LORA else "alpha", 8)
         alpha = _number(_by_pattern(config, "alpha_pattern", first.module, given), f"{where}: alpha")
         own = _number(_by_pattern(config, "rank_pattern", first.module, config.get("r", rank)), f"{where}: r")
-        stacked = method == LORA and bool(config.get("target_parameters")) and own and rank % own == 0
-        if (own != rank and not stacked and method == LORA) or own <= 0:
+        stacked = bool(config.get("target_parameters")) and own > 0 and rank % own == 0
+        if own <= 0 or (method == LORA and own != rank and not stacked):
             what = f"{where} has rank {rank:,}, and {own:g} by its configuration"
             raise Conflict(what, "The configuration is of another adapter. Nothing was written.")
         return alpha, _finite(alpha / (math.sqrt(own) if config.get("use_rslora") else own), where)

@@ -68,6 +68,7 @@ class _Merge:
         self.added: list[str] = []
         self.lost: list[str] = []
         self.prefixes: dict[str, Prefix] = {}
+        self.votes: dict[str, set[bool]] = {}  # of layers by their names, and of all: see `is_conv1d`
 
     def merged(self, tied: bool) -> Merged:
         components = [each.component for each in self.adapter.deltas]
@@ -100,11 +101,7 @@ class _Merge:
         """The names, without a prefix that the base may have, of the weight that a change is for."""
         if delta in self.parameters:
             return [f"{delta.module}.{name}" for name in self.parameters[delta]]
-        return (
-            [f"{delta.module}.weight", f"{delta.module}.in_proj_weight"]
-            if _has_weight(delta)
-            else [f"{delta.module}.bias"]
-        )
+        return [f"{delta.module}.{name}" for name in (("weight", "in_proj_weight") if delta.factors else ("bias",))]
 
     def _find(self, component: str, names: Sequence[str]) -> str | None:
         prefix = self.prefixes[component]
@@ -172,17 +169,17 @@ class _Merge:
             if not modules.keys() & set(_HEADS):
                 for key in self.changed:
                     if key.split(".")[-2:-1] and key.split(".")[-2] in _EMBEDDINGS:
-                        self._refuse_one_side(key, [key, "the head, by config.json"])
+                        self._refuse_one_side(key, [key, "the head"], by_config=True)
 
-    def _refuse_one_side(self, changed: str, keys: Sequence[str]) -> None:
+    def _refuse_one_side(self, changed: str, keys: Sequence[str], by_config: bool = False) -> None:
         others = listed([printable(key) for key in keys if key != changed])
+        apart = command("convert", self.base_name, ties="copy", out=OUT_SAFETENSORS)
         raise Conflict(
-            f"{self.name} changes {printable(changed)}, which is tied to {others}",
+            f"{self.name} changes {printable(changed)}, which is tied to {others}{' by config.json' * by_config}",
             "The adapter was trained with the one changed and the other as it was. Nothing was written.",
-            Advice(
-                "Write the base without ties first: ",
-                command("convert", self.base_name, ties="copy", out=OUT_SAFETENSORS),
-            ),
+            "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
+            if by_config
+            else Advice("Write the base without ties first: ", apart),
         )
 
     # Changes
@@ -214,7 +211,7 @@ class _Merge:
                 delta.keys if key is None else [each for each in delta.keys if "bias" in each or "_b" in each]
             )
             return
-        if _has_weight(delta):
+        if delta.factors:
             self._put(key, self._with_change(key, self._weight(key), delta), delta)
         if delta.bias is not None and bias is not None:
             self._put(bias, self._with_bias(bias, delta, delta.bias), delta)
@@ -279,13 +276,14 @@ class _Merge:
         """
         if delta in self.parameters and len(self.base[key].shape) == 3:
             return self._experts_are_transposed(key)
-        votes: dict[str, set[bool]] = {}
-        for name, value in self.base.items():
+        for name, value in self.base.items() if not self.votes else ():
             if type(name) is str and name.endswith(".weight") and isinstance(value, TensorEntry):
                 bias = self.base.get(name.removesuffix("weight") + "bias")
                 if len(value.shape) == 2 and value.shape[0] != value.shape[1] and isinstance(bias, TensorEntry):
-                    votes.setdefault(_leaf(name), set()).add(bias.shape == value.shape[1:])
-        own = votes.get(_leaf(key), set()) or {vote for each in votes.values() for vote in each}
+                    for place in ("", _leaf(name)):
+                        self.votes.setdefault(place, set()).add(bias.shape == value.shape[1:])
+        self.votes.setdefault("", set())
+        own = self.votes.get(_leaf(key)) or self.votes[""]
         return own == {True} if len(own) == 1 else bool(self.adapter.config.get("fan_in_fan_out"))
 
     def _experts_are_transposed(self, key: str) -> bool:
@@ -308,10 +306,6 @@ def _dequantize(name: str) -> Advice:
 
 def _leaf(key: str) -> str:
     return (".." + key).split(".")[-2]
-
-
-def _has_weight(delta: Delta) -> bool:
-    return bool(delta.factors)
 
 
 def _parameters_of(adapter: Adapter) -> Iterator[tuple[Delta, list[str]]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckptool.errors import Conflict, counted, listed, printable
 
+_CANDIDATES = 100  # of a name: with more there is no telling anyway
 _SAMPLES = 3  # of an adapter's names, from which the prefixes are taken that all of them are then tried with
 
 
@@ -84,7 +85,7 @@ class Places:
                     for each in self.names
                     if each.endswith(rest) and (len(each) == len(rest) or each[-len(rest) - 1] == self.separator)
                 ]
-                yield from found
+                yield from found[:_CANDIDATES]
                 if found:
                     break
 
