@@ -385,7 +385,8 @@ def of_target(root: StateDict, target: Target, way: Way, translation: Translatio
     """The steps of a way, and what does not fit after them. translation: what makes weights of another layout fit."""
     yield from way.steps
     weights = {name: root.node[key] for name, key in way.fit.names.items()}
-    if not way.fit.is_exact and (found := translation(weights, target.tensors)) is not None:
+    fits = way.fit.is_exact and not way.fit.shapes
+    if not fits and (found := translation(weights, target.tensors)) is not None:
         what, translate = found
         advice = "Then look again: the layouts may differ in more than tensors."
         yield Finding("layout", printable(what), _OTHER_KEYS, commands=(translate,), advice=advice, stage=Stage.MODEL)

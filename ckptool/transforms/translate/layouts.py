@@ -204,8 +204,8 @@ def _side(node: Any, path: str) -> LayoutSide:
 def shipped() -> dict[str, str]:
     """The layouts that ship: name -> path of the file."""
     folder = str(resources.files("ckptool.transforms").joinpath(FOLDER))
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".yaml"))
-    return {name.removesuffix(".yaml"): os.path.join(folder, name) for name in names}
+    names = sorted(name.removesuffix(".yaml") for name in os.listdir(folder) if name.endswith(".yaml"))
+    return {name: os.path.join(folder, f"{name}.yaml") for name in names}
 
 
 def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:

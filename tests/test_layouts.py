@@ -1,0 +1,257 @@
+"""What every layout that ships has to do: by the small vectors of other libraries, which `make engines` has whole."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.cli import main
+from ckptool.errors import CkptoolError
+from ckptool.transforms.translate.layouts import layout_between, layouts_of, read_layout, shipped
+from tests.support.layout_vectors import LAYOUT_CASES, State, counting, digests
+
+CASES = sorted(path.name for path in LAYOUT_CASES.iterdir())
+WHOLE = [name for name in CASES if name not in ("llama-meta", "llama-megatron-stacked")]  # one file, no numbers to set
+HERE = ("bert-gamma", "clip-openclip", "gpt2-nanogpt", "resnet-torchvision", "vit-timm")
+OTHERWISE = {"llama-megatron"}  # in tests of its own
+COMING = {"llama-megatron-stacked", "llama-meta", "mixtral-stacked", "qwen-moe-stacked", "unet-ldm", "vae-ldm"}
+TRIED = 12  # keys that are left out, one after the other
+
+
+def case_of(name: str) -> dict[str, Any]:
+    case: dict[str, Any] = json.loads((LAYOUT_CASES / name / "case.json").read_text())
+    return case
+
+
+def weights_of(name: str) -> State:
+    """The weights of the old side."""
+    case = case_of(name)
+    return counting(case["shapes"]) if "shapes" in case else load_file(LAYOUT_CASES / name / "model.safetensors")
+
+
+def sides_of(name: str, tmp_path: Path) -> list[Path]:
+    """Files of the weights in both layouts."""
+    old, new = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+    save_file(weights_of(name), old)
+    ckptool.translate(old, out=new, rules_file=name)
+    return [old, new]
+
+
+def refused(file: Path, name: str, *more: str) -> CkptoolError:
+    """The error of a translation, after which nothing is written, with an exit code that says so."""
+    out = file.with_name("refused.safetensors")
+    with pytest.raises(CkptoolError) as error:
+        ckptool.translate(file, out=out, rules_file=name)
+    assert error.value.exit_code in (1, 2) and not out.exists()
+    return error.value
+
+
+def test_every_layout_has_its_vectors() -> None:
+    assert {*CASES, *OTHERWISE, *COMING} >= shipped().keys()
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_the_other_library_has_the_same_tensors(name: str, tmp_path: Path) -> None:
+    old, new = sides_of(name, tmp_path)
+    assert digests(load_file(new)) == case_of(name)["expected"]
+    for reverse in (False, True):
+        back = tmp_path / f"back{reverse}.safetensors"
+        ckptool.translate(new, out=back, rules_file=name, reverse=reverse)
+        assert digests(load_file(back)) == digests(load_file(old))
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_a_layout_says_where_its_facts_are_from(name: str) -> None:
+    layout = read_layout(shipped()[name])
+    assert layout.title.count(" ↔ ") == 1 and layout.source
+    assert layout.old.name != layout.new.name and layout.old.has and layout.new.has
+    layout.translation.reversed()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_both_sides_are_told(name: str, tmp_path: Path) -> None:
+    nodes = [ckptool.open(file).tree for file in sides_of(name, tmp_path)]
+    assert (name, False) in [(each.name, turned) for each, turned in layouts_of(nodes[0])]
+    assert (name, True) in [(each.name, turned) for each, turned in layouts_of(nodes[1])]
+    for here, there, turned in ((*nodes, False), (*nodes[::-1], True)):
+        found = layout_between(here, there)
+        assert found is not None and (found[0].name, found[1]) == (name, turned)
+        assert layout_between(here, here) is None
+
+
+# Wrong files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_of_neither_side(name: str, tmp_path: Path) -> None:
+    save_file({"fc.weight": torch.ones(2, 3), "fc.bias": torch.ones(2)}, tmp_path / "m.safetensors")
+    error = refused(tmp_path / "m.safetensors", name)
+    assert error.exit_code == 1 and f"the weights are not of the layout {name}: there is no " in error.what
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_one_key_too_many(name: str, tmp_path: Path) -> None:
+    for file in sides_of(name, tmp_path):
+        more = tmp_path / "more.safetensors"
+        save_file({**load_file(file), "a.surplus.key": torch.ones(2)}, more)
+        if name == "bert-gamma":  # which takes every key along
+            ckptool.translate(more, out=tmp_path / f"{file.stem}.out.safetensors", rules_file=name)
+            continue
+        assert "no rule takes 1 key: a.surplus.key" in refused(more, name).what
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_one_key_missing(name: str, tmp_path: Path) -> None:
+    for file in sides_of(name, tmp_path):
+        weights, less = load_file(file), tmp_path / "less.safetensors"
+        keys = [key for key in sorted(weights) if not MAY_BE_MISSING.get(name, re.compile("$")).search(key)]
+        for key in random.Random(name).sample(keys, min(TRIED, len(keys))):
+            save_file({each: value for each, value in weights.items() if each != key}, less)
+            refused(less, name)
+
+
+# A model has these or not, and nothing else in the file tells; in bert-gamma, all other keys stay as they are.
+MAY_BE_MISSING = {
+    "bert-gamma": re.compile(r"^(?!.*LayerNorm)"),
+    "mixtral-stacked": re.compile(r"lm_head|embed_tokens|model\.norm"),
+    "qwen-moe-stacked": re.compile(r"lm_head|embed_tokens|model\.norm"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "pattern"),
+    [
+        (name, side, pattern)
+        for name in WHOLE
+        for side in ("old", "new")
+        for pattern, _ in getattr(read_layout(shipped()[name]), side).refuse
+        if " != " not in pattern and " = " not in pattern
+    ],
+)
+def test_what_has_no_place_in_the_other_side_is_refused(name: str, side: str, pattern: str, tmp_path: Path) -> None:
+    file = sides_of(name, tmp_path)[side == "new"]
+    key = re.sub(r"\[(\w)\w*\]", r"\1", re.sub(r"\{\w+\}", "0", pattern).replace("*", "x"))
+    save_file({**load_file(file), key: torch.ones(2)}, file)
+    why = dict(getattr(read_layout(shipped()[name]), side).refuse)[pattern]
+    assert refused(file, name).what == f"{key}: {why}"
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "why"),
+    [
+        ("resnet-torchvision", {"layer1.0.conv2.weight": [4, 2, 3, 3]}, "no grouped convolutions (ResNeXt)"),
+        ("resnet-torchvision", {"layer1.0.conv3.weight": [32, 4, 1, 1]}, "no wide bottlenecks (Wide ResNet)"),
+    ],
+)
+def test_shapes_that_the_other_side_does_not_have(
+    name: str, changed: dict[str, list[int]], why: str, tmp_path: Path
+) -> None:
+    save_file({**weights_of(name), **counting(changed)}, tmp_path / "m.safetensors")
+    assert why in refused(tmp_path / "m.safetensors", name).what
+
+
+def test_a_side_that_was_not_asked_for(tmp_path: Path) -> None:
+    old, _ = sides_of("vit-timm", tmp_path)
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(CkptoolError, match="the weights are not of the layout vit-timm"):
+        ckptool.translate(old, out=out, rules_file="vit-timm", reverse=True)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_wrappers_are_named(prefix: str, tmp_path: Path) -> None:
+    save_file({prefix + key: value for key, value in weights_of("vit-timm").items()}, tmp_path / "m.safetensors")
+    error = refused(tmp_path / "m.safetensors", "vit-timm")
+    assert "the keys begin with what a wrapper adds" in error.what and "ckptool strip-module" in str(error.fix)
+
+
+# nanoGPT -------------------------------------------------------------------------------------------------------------
+
+
+def test_square_matrices_are_transposed_by_name(tmp_path: Path) -> None:
+    old, new = map(load_file, sides_of("gpt2-nanogpt", tmp_path))
+    for name, value in old.items():
+        turned = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+        assert torch.equal(new[name], value.T if turned else value)
+
+
+def test_biases_are_filled_with_zeros_and_left_out_while_all_are(tmp_path: Path) -> None:
+    weights = {key: value for key, value in weights_of("gpt2-nanogpt").items() if not key.endswith(".bias")}
+    old, new, back = (tmp_path / f"{name}.safetensors" for name in ("old", "new", "back"))
+    save_file(weights, old)
+    ckptool.translate(old, out=new, rules_file="gpt2-nanogpt")
+    filled = load_file(new)
+    assert filled.keys() == case_of("gpt2-nanogpt")["expected"].keys()
+    assert all(not value.any() for key, value in filled.items() if key.endswith(".bias"))
+    ckptool.translate(new, out=back, rules_file="gpt2-nanogpt")
+    assert digests(load_file(back)) == digests(weights)
+
+    filled["transformer.h.1.ln_2.bias"][3] = 1e-30  # one of them was trained
+    save_file(filled, new)
+    ckptool.translate(new, out=back, rules_file="gpt2-nanogpt", overwrite=True)
+    assert load_file(back).keys() == filled.keys()
+
+
+def test_the_head_is_tied_and_an_untied_one_refused(tmp_path: Path) -> None:
+    weights = weights_of("gpt2-nanogpt")
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    torch.save(weights, tmp_path / "old.pt")
+    ckptool.translate(tmp_path / "old.pt", out=tmp_path / "new.pt", rules_file="gpt2-nanogpt")
+    assert "lm_head.weight" not in ckptool.load(tmp_path / "new.pt")
+    ckptool.translate(tmp_path / "new.pt", out=tmp_path / "back.pt", rules_file="gpt2-nanogpt")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert back["lm_head.weight"].data_ptr() == back["transformer.wte.weight"].data_ptr()
+
+    weights["lm_head.weight"] = weights["lm_head.weight"].clone()  # equal, though on a storage of its own
+    save_file(weights, tmp_path / "apart.safetensors")
+    ckptool.translate(tmp_path / "apart.safetensors", out=tmp_path / "new.safetensors", rules_file="gpt2-nanogpt")
+    weights["lm_head.weight"][0, 0] += 1
+    save_file(weights, tmp_path / "apart.safetensors")
+    assert "is not transformer.wte.weight" in refused(tmp_path / "apart.safetensors", "gpt2-nanogpt").what
+
+
+# Found for a file ----------------------------------------------------------------------------------------------------
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [layout.name for layout in ckptool.layouts().layouts] == sorted(shipped())
+    assert main(["translate", "--list"]) == 0
+    text = capsys.readouterr().out
+    assert "vit-timm: timm ViT ↔ transformers ViT\n  timm: blocks.0.attn.qkv.weight, " in text
+    assert "transformers' ResNet has no grouped convolutions (ResNeXt)" in text
+    assert main(["translate", "--list", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["schema"] == "ckptool.layouts/1"
+    (vit,) = (each for each in facts["layouts"] if each["name"] == "vit-timm")
+    assert vit["new"]["name"] == "transformers" and vit["old"]["refused"][0]["what"] == "fc_norm.*"
+    assert main(["translate"]) == 2 and "ckptool translate --list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_doctor_and_warm_start_name_the_layout(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands that they print are run, and then everything fits."""
+    monkeypatch.chdir(tmp_path)
+    for file, model in (["old.safetensors", "new.safetensors"], ["new.safetensors", "old.safetensors"]):
+        sides_of(name, tmp_path) if not (tmp_path / file).exists() else None
+        (finding,) = (each for each in ckptool.doctor(file, against=model).findings if each.blocks)
+        line = f"ckptool translate {file} --rules {name} -o {file.replace('.', '.fixed.')}"
+        assert (finding.code, finding.fixes) == ("layout", (line,))
+        report = ckptool.warm_start(file, model)
+        assert not report.accepted or report.share < 1
+        assert [each.why.rpartition("): ")[2] for each in report.suggestions] == [line]
+        assert main(shlex.split(line)[1:]) == 0
+        again = ckptool.warm_start(file.replace(".", ".fixed."), model)
+        assert again.accepted and again.share == 1
+        assert not [each for each in ckptool.doctor(file, against=file).findings if each.code == "layout"]
+    capsys.readouterr()
