@@ -23,7 +23,6 @@ CASES = sorted(path.name for path in LAYOUT_CASES.iterdir())
 WHOLE = [name for name in CASES if name not in ("llama-meta", "llama-megatron-stacked")]  # one file, no numbers to set
 HERE = ("bert-gamma", "clip-openclip", "gpt2-nanogpt", "resnet-torchvision", "vit-timm")
 OTHERWISE = {"llama-megatron"}  # in tests of its own
-COMING = {"llama-megatron-stacked", "llama-meta", "mixtral-stacked", "qwen-moe-stacked", "unet-ldm", "vae-ldm"}
 TRIED = 12  # keys that are left out, one after the other
 
 
@@ -56,7 +55,7 @@ def refused(file: Path, name: str, *more: str) -> CkptoolError:
 
 
 def test_every_layout_has_its_vectors() -> None:
-    assert {*CASES, *OTHERWISE, *COMING} >= shipped().keys()
+    assert {*CASES, *OTHERWISE} >= shipped().keys()
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -139,7 +138,7 @@ MAY_BE_MISSING = {
 )
 def test_what_has_no_place_in_the_other_side_is_refused(name: str, side: str, pattern: str, tmp_path: Path) -> None:
     file = sides_of(name, tmp_path)[side == "new"]
-    key = re.sub(r"\[(\w)\w*\]", r"\1", re.sub(r"\{\w+\}", "0", pattern).replace("*", "x"))
+    key = re.sub(r"\[(\w)[\w-]*\]", r"\1", re.sub(r"\{\w+\}", "0", pattern).replace("*", "x"))
     save_file({**load_file(file), key: torch.ones(2)}, file)
     why = dict(getattr(read_layout(shipped()[name]), side).refuse)[pattern]
     assert refused(file, name).what == f"{key}: {why}"
