@@ -54,6 +54,10 @@ def with_unknown_field(path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
 
 
+def quantized(path: Path) -> None:
+    torch.save({"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)}, path)
+
+
 def frozen(path: Path) -> None:
     torch.jit.freeze(torch.jit.script(lab.model().eval())).save(str(path))
 
@@ -84,6 +88,7 @@ NOTES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "superseded-pickle": ("a.pt", edited),
     "unknown-fields": ("a.safetensors", with_unknown_field),
     "numpy-weights": ("a.pkl", numpy_pickle),
+    "quantized": ("a.pt", quantized),
     "torchscript": ("a.jit", lab.SPECIMENS["script.pt"].make),
     "no-state-dict": ("a.jit", frozen),
     "pieces-not-read": ("a", lambda path: shutil.copytree(ROOT / "hf-consolidated" / "checkpoint", path)),
