@@ -87,6 +87,17 @@ def test_both_sides_are_told(name: str, tmp_path: Path) -> None:
         assert layout_between(here, here) is None
 
 
+def test_the_layout_in_the_documents(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "translate.md").read_text(encoding="utf-8")
+    example = next(each for each in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "title: our model" in each)
+    (tmp_path / "ours.yaml").write_text(example, encoding="utf-8")
+    layout = read_layout(str(tmp_path / "ours.yaml"))
+    weights = counting({"blocks.0.qkv.weight": [12, 4], "blocks.0.qkv.bias": [12], "decoder.weight": [2, 4]})
+    save_file({**weights, "attn.mask": torch.ones(1)}, tmp_path / "m.safetensors")
+    assert layout.old.is_of(ckptool.open(tmp_path / "m.safetensors").tree) and layout.translation.reversed()
+    assert all(f"`{name}`" in page for name in shipped())
+
+
 # Wrong files ---------------------------------------------------------------------------------------------------------
 
 
