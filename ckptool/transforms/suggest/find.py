@@ -14,17 +14,19 @@ from typing import Any
 
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.patterns import matcher
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, printable
 from ckptool.reports.find_rules import FoundRule, FoundRules
 from ckptool.transforms.suggest import Drafting, escaped, search_pairs
 from ckptool.transforms.suggest.fingerprints import Fingerprint, Probes, fingerprint
+from ckptool.transforms.suggest.keys import without_numbers
 from ckptool.transforms.suggest.pairs import WorkBudget
 from ckptool.transforms.suggest.relations import Entries, Holes, Relation, Ways, as_one_name, has_holes, is_same
-from ckptool.transforms.translate.apply import REFUSE, Step, carry_out, plan_steps
+from ckptool.transforms.translate.apply import DROP, Step, carry_out, plan_steps
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Dropped, Translation, parse_translation_rule
 
-PER_KEY = 2_000  # work for the writing of rules, for each key: tries of a rule on a key
+TRIES = 4_000_000  # of a rule on a key, when all rules are applied: what goes beyond has no rule
+FEW = 12  # keys of a kind that rules are found on: those that differ in their numbers
 
 
 @dataclass(slots=True)
@@ -71,6 +73,19 @@ class Relations:
             for old, new in self._by_names(of, kept is self.alike):
                 self._accept(Relation((old,), new, old, ""))
                 kept.add(old)
+            if kept is self.alike:
+                self._in_order()
+
+    def _in_order(self) -> None:
+        """Pairs what is left of equal tensors as they come: any way is right by value."""
+        left: dict[tuple[int, ...], list[str]] = {}
+        for key in self.free[1]:
+            left.setdefault(self._values(1, key), []).append(key)
+        left = {values: names[::-1] for values, names in left.items()}
+        for key in list(self.free[0]):
+            if names := left.get(self._values(0, key)):
+                self._accept(Relation((key,), names.pop(), key, ""))
+                self.alike.add(key)
 
     def _values(self, side: int, key: str) -> tuple[int, ...]:
         """The shape and, as one more size, the values: what the search by names takes for a shape."""
@@ -158,16 +173,24 @@ def _stem(key: str, marks: str) -> str:
 # Rules ---------------------------------------------------------------------------------------------------------------
 
 
-def rules_of(relations: Iterable[Relation], holes: Holes) -> tuple[list[str], bool]:
-    """Few rules for relations, in the order in which they are to be tried, and whether the work allowed for all of
-    them to be as few as can be."""
-    pairs = dict(relation.pair(holes) for relation in relations)
-    budget = WorkBudget(PER_KEY * (1000 + len(pairs)))
-    drafting = Drafting(pairs, sorted(pairs), {}, (), frozenset(), lambda key, name: False, budget)
+def rules_of(pairs: Mapping[str, str], holes: Holes) -> list[str]:
+    """Few rules for pairs of old and new names, in the order in which they are to be tried.
+
+    They are found on a few keys of each kind, and may say too much of others: whoever calls it looks.
+    """
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for key, name in pairs.items():
+        kinds.setdefault((without_numbers(key), without_numbers(name)), []).append(key)
+    some = [
+        key for keys in kinds.values() for key in dict.fromkeys([*keys[:FEW], *keys[:: len(keys) // FEW + 1], keys[-1]])
+    ]
+    drafting = Drafting(
+        {key: pairs[key] for key in some}, sorted(some), {}, (), frozenset(), lambda key, name: False, WorkBudget()
+    )
     drafts = drafting.rules({}, {})
     covered = {key for draft in drafts for key in draft.right}
-    plain = [literal_rule(*pair, holes) for pair in pairs.items() if pair[0] not in covered]
-    return [*plain, *(holes.filled(draft.text) for draft in drafts)], budget.left > 0
+    plain = [literal_rule(key, pairs[key], holes) for key in some if key not in covered]
+    return [*plain, *(holes.filled(draft.text) for draft in drafts)]
 
 
 def literal_rule(key: str, name: str, holes: Holes) -> str:
@@ -199,16 +222,15 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     relations.search()
     others = (key for key in ours if key in theirs and not any(key in side for side in relations.sides))
     found = [*relations.found, *(Relation((key,), key, key, "") for key in others)]
-    taken = {key for relation in found for key in relation.sides[0]}
-    dropped = [key for key in ours if key not in taken]
-    drop = _patterns(dropped, taken)
     claimed = {name for each in relations.found if each.sides[0][0] not in relations.by_name for name in each.sides[1]}
-    texts, brief = rules_of(found, relations.holes)
-    proof = _applied(texts, drop, old, theirs)
-    if not claimed <= proof.equal:  # rules that are too general: one for each relation is not
-        texts = [literal_rule(*relation.pair(relations.holes), relations.holes) for relation in found]
-        proof, brief = _applied(texts, drop, old, theirs), False
-    notes = [Note("spelled-out", "some keys have a rule of their own: none that says it for several was found in time")]
+    pairs, most = dict(relation.pair(relations.holes) for relation in found), TRIES // max(1, len(ours))
+    texts, taken = rules_of(pairs, relations.holes), {key for relation in found for key in relation.sides[0]}
+    drop = _patterns([key for key in ours if key not in taken], taken)
+    proof = _applied(texts, drop, old, theirs) if len(texts) <= most else _Proof()
+    if not claimed <= proof.equal:  # rules that say too much, or not all
+        texts = [literal_rule(key, name, relations.holes) for key, name in list(pairs.items())[:most]]
+        proof = _applied(texts, drop if len(drop) <= most else [], old, theirs)
+    used = {key for step in proof.steps for key in step.keys}
     return FoundRules(
         "",
         "",
@@ -221,10 +243,24 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
             for key, each in theirs.items()
             if key not in (proof.equal | proof.shaped) and (isinstance(each, TensorEntry) or key not in proof.names)
         ),
-        tuple(dropped),
+        tuple(key for key in ours if key not in used),
         tuple(drop),
-        () if brief else tuple(notes),
+        tuple(_notes(relations, proof, len(texts), len(pairs), most)),
     )
+
+
+def _notes(relations: Relations, proof: _Proof, rules: int, pairs: int, most: int) -> Iterator[Note]:
+    if pairs > rules == most:
+        yield Note(
+            "spelled-out", f"only {rules:,} of {pairs:,} rules are here: each is for one key, and applied to all"
+        )
+    elif 2 * rules > pairs > 2 * FEW:
+        yield Note("spelled-out", "most keys have a rule of their own: none that says it for several was found in time")
+    made = {relations.prints[1][name].digest: name for name in proof.equal}
+    for name in relations.free[1]:
+        if (same := made.get(relations.prints[1][name].digest)) is not None:
+            text = f"{printable(name)} is {printable(same)} under a second name, which no rule makes"
+            yield Note("second-name", text)
 
 
 def _tensors(side: Mapping[str, Any]) -> dict[str, TensorEntry]:
@@ -237,7 +273,7 @@ def _applied(texts: Sequence[str], drop: Sequence[str], old: Mapping[Any, Any], 
         rules = tuple(rule for text in texts for rule in parse_translation_rule(text))
         translation = Translation(rules, drop=tuple(Dropped(text, "", matcher(text)) for text in drop))
         scope = Scope({}, {}, {}, old)
-        done = carry_out(translation, plan_steps(translation, old, scope), old, scope, REFUSE)
+        done = carry_out(translation, plan_steps(translation, old, scope), old, scope, DROP)
     except CkptoolError:
         return _Proof()
     equal, shaped = set[str](), set[str]()
