@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
+from ckptool.checkpoint.commands import several
+from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.quantized import may_be_quantized
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
@@ -21,6 +23,7 @@ from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.targets import PARAMETER, Target
 from ckptool.reports.warm_start import LoadReport, Suggestion
 from ckptool.transforms.optimizer_state import as_state_dict, carried
+from ckptool.transforms.translate import translated_items, translation_in
 from ckptool.transforms.warm_start import filled
 from ckptool.transforms.warm_start_plan import WarmStartPlan, match_options, plan_warm_start
 from ckptool.verbs._save import Output, SaveOptions, output_of, save
@@ -55,7 +58,8 @@ def warm_start(
     """Matches a checkpoint with the model `against`; with `out`, writes a checkpoint of exactly the model's keys.
 
     against: another checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs
-    torch), or a spec.  at: the weights in `file`.  rename, rules_file: rules `OLD => NEW` for its keys.
+    torch), or a spec.  at: the weights in `file`.  rename, rules_file: rules `OLD => NEW` for its keys, also
+    with operations, as `translate` has them.
     only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other
     shapes.  resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`, `*embed*=rows(mean)`.
     min_loaded: the least share of the model's values, 0 to 1.  strict: no missing and no unexpected names.
@@ -63,9 +67,10 @@ def warm_start(
     part: take also a part of a checkpoint (a rank's share, one shard of several).
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
+    changing = translation_in(several(rename), rules_file)
     wanted = match_options(
-        rename,
-        rules_file,
+        () if changing else rename,
+        None if changing else rules_file,
         only,
         exclude,
         resize=resize,
@@ -74,11 +79,16 @@ def warm_start(
         strict=strict,
     )
     output = output_of("warm-start", out, options)
+    if optimizer and changing is not None:
+        fix = "First translate both: ckptool translate FILE --rules RULES -o OUT"
+        raise UsageError("--optimizer does not go with rules that change tensors", "Nothing was changed.", fix)
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
     if not may_be_quantized(dict.fromkeys(expected.name for expected in target.unique)):
         refuse_quantized(opened.checkpoint, [root.node], "Loaded")
+    if changing is not None:
+        root = replace(root, node=same_kind(root.node, translated_items(changing, root.node)))
     plan = plan_warm_start(root, opened.path, target, wanted, remark)
     if plan.report.missing or plan.report.mismatched:
         plan = replace(plan, report=_with_translation(plan.report, root, target))

@@ -419,3 +419,26 @@ def test_names_that_would_move_a_cursor(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["warm-start", str(file), "--against", str(target)]) == 1
     shown = "".join(capsys.readouterr())
     assert "\x1b" not in shown and "\u202e" not in shown and "line\\nbreak" in shown
+
+
+# Rules that change tensors -------------------------------------------------------------------------------------------
+
+
+def test_fused_attention_is_suggested_and_loaded_by_rules_with_operations(tmp_path: Path) -> None:
+    three = {name: numpy.full((4, 4), number, "f4") for number, name in enumerate(("query", "key", "value"))}
+    apart = {f"layer.{n}.attention.{name}.weight": value for n in (0, 1) for name, value in three.items()}
+    fused = {f"blocks.{n}.attn.qkv.weight": numpy.concatenate(list(three.values())) for n in (0, 1)}
+    for name, weights in (("fused", fused), ("apart", apart)):
+        ckptool.save(weights, tmp_path / f"{name}.safetensors")
+    file, target = tmp_path / "fused.safetensors", tmp_path / "apart.safetensors"
+    report = ckptool.warm_start(file, target)
+    (suggestion,) = [one for one in report.suggestions if one.rules]
+    (rule,) = suggestion.rules
+    assert rule == "blocks.{n}.attn.qkv.* => layer.{n}.attention.{query,key,value}.* : split 0"
+    (tmp_path / "rules.yaml").write_text(f"- '{rule}'\n")
+    for options in ({"rename": rule}, {"rules_file": str(tmp_path / "rules.yaml")}):
+        out = tmp_path / f"{next(iter(options))}.safetensors"
+        assert ckptool.warm_start(file, target, out, strict=True, **options).accepted
+        assert ckptool.diff(out, target).same
+    with pytest.raises(UsageError, match="rules that change tensors"):
+        ckptool.warm_start(file, target, rename=rule, optimizer=True)

@@ -17,7 +17,8 @@ from ckptool.reports.warm_start import Suggestion
 from ckptool.transforms.rules import parse_rule
 from ckptool.transforms.suggest.keys import Shape
 from ckptool.transforms.suggest.pairs import Moves, Pair, Search, Side, WorkBudget, accept_same_spelling
-from ckptool.transforms.suggest.structure import Structure, note_fused
+from ckptool.transforms.suggest.relations import Holes, Relation, as_one_name
+from ckptool.transforms.suggest.structure import Structure, fused
 
 LONG = 500  # characters of a key: nothing is suggested for a longer one
 MOST_WAYS = 40  # ambiguous findings that are shown
@@ -51,13 +52,29 @@ def suggest(
         2 * len(ours) >= len(source) and 2 * len(theirs) >= len(target)
     )
     search = search_pairs(ours, theirs, whole)
-    note_fused(search)
     writer = _Writer(search, source, target, placed)
     certain = writer.written(search.certain, {}, certain=True)
     kept = {pair.source: pair.target for pair in search.certain}
     ways = [one for pairs in _joined(search)[:MOST_WAYS] for one in writer.written(pairs, kept, certain=False)]
-    notes = [Suggestion((), 0, 0, False, note) for note in search.notes]
-    return [*certain, *sorted(ways, key=lambda one: -one.agree), *notes]
+    return [*certain, *sorted(ways, key=lambda one: -one.agree), *_fused(search, source, placed)]
+
+
+def _fused(search: Search, source: Mapping[str, Shape], placed: Mapping[str, str]) -> Iterator[Suggestion]:
+    """Rules that put queries, keys and values together, or cut them apart."""
+    holes, pairs, taken = Holes(), dict[str, str](), set[str]()
+    for three, one, axis, splits in fused(search):
+        sizes = [each[axis] for key in three if (each := (search.target if splits else search.source).shapes[key])]
+        chain = f"cat {axis}" + (f" {sizes}" if len(set(sizes)) > 1 else "")
+        for names, _ in as_one_name(three, holes):
+            relation = Relation(three, one, names, chain, splits)
+            pairs |= [relation.pair(holes)]
+            taken.update(relation.sides[0])
+    others = {key for key in source if key not in taken}
+    keys = sorted([*pairs, *others])
+    drafts = Drafting(pairs, keys, placed, others, frozenset(), lambda key, name: False, search.budget).rules({}, {})
+    why = "the shapes of queries, keys and values fit one after the other, and heads in turns would, too"
+    for draft in drafts:
+        yield Suggestion((holes.filled(draft.text),), len(draft.right), len(draft.right), False, why)
 
 
 def search_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], whole: bool) -> Search:

@@ -71,7 +71,7 @@ class Side:
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """Both sides, and what was found so far: `certain` pairs; `ways` that could be; `notes` on what no renaming can do.
+    """Both sides, and what was found so far: `certain` pairs; `ways` that could be.
 
     doubtful: shapes of keys that are set aside, or that may be: no other key of such a shape is ever certain.
     """
@@ -81,7 +81,6 @@ class Search:
     budget: WorkBudget = field(default_factory=WorkBudget)
     certain: list[Pair] = field(default_factory=list)
     ways: list[list[Pair]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     doubtful: set[Shape] = field(default_factory=set)
 
     def accept(self, pairs: Iterable[Pair]) -> None:

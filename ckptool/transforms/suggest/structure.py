@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -295,23 +295,32 @@ def _parts(family: Family, goals: set[Signature]) -> list[Family]:
     return [family]
 
 
-# What no renaming can do ---------------------------------------------------------------------------------------------
+# Fused ---------------------------------------------------------------------------------------------------------------
 
 
-def note_fused(search: Search) -> None:
-    """Notes queries, keys and values that one side keeps in one tensor and the other in three."""
-    for one, other, text in (
-        (search.source, search.target, "the checkpoint stores {three} apart, the target in one: {single}"),
-        (search.target, search.source, "the checkpoint stores in one ({single}) what the target has apart: {three}"),
-    ):
-        apart = _query_key_value(one)
-        sums = {shape for shapes in apart.values() for shape in _fused_shapes(shapes)}
-        fits = (key for key, shape in other.shapes.items() if shape in sums and words(key).strong & {"qkv", "attn"})
-        single = next(fits, None)
-        if single is not None:
-            three = listed([printable(key) for key in next(iter(apart))], 3)
-            note = text.format(three=three, single=printable(single))
-            search.notes.append(f"{note}. No renaming can join or cut tensors; that has to be done on the values.")
+def fused(search: Search) -> Iterator[tuple[tuple[str, ...], str, int, bool]]:
+    """Queries, keys and values that one side keeps in one tensor and the other in three, by names and shapes.
+
+    The three, the one, the dimension along which they lie, and whether the checkpoint has the one.
+    """
+    for three_side, one_side, splits in ((search.source, search.target, False), (search.target, search.source, True)):
+        by_shape: dict[tuple[Shape, str, bool], list[str]] = defaultdict(list)
+        for key, shape in one_side.shapes.items():
+            if words(key).strong & {"qkv", "attn"}:
+                by_shape[(shape, *_place(key))].append(key)
+        for three, shapes in _query_key_value(three_side).items():
+            for axis in (0, -1) if len(shapes[0]) > 1 else (0,):
+                size = sum(shape[axis] for shape in shapes)
+                whole = (size, *shapes[0][1:]) if axis == 0 else (*shapes[0][:-1], size)
+                found = by_shape.get((whole, *_place(three[0])), [])
+                if len(found) == 1:
+                    yield three, found[0], axis, splits
+                    break
+
+
+def _place(key: str) -> tuple[str, bool]:
+    """The numbers of a name, and whether it is a bias's."""
+    return " ".join("".join(char if char.isdecimal() else " " for char in key).split()), "bias" in words(key).strong
 
 
 def _query_key_value(side: Side) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
@@ -324,8 +333,3 @@ def _query_key_value(side: Side) -> dict[tuple[str, ...], list[tuple[int, ...]]]
             roles.setdefault(rest, {}).setdefault(min(role), (key, shape))
     whole = [[by[role] for role in "qkv"] for by in roles.values() if len(by) == 3]
     return {tuple(key for key, _ in three): [shape for _, shape in three] for three in whole}
-
-
-def _fused_shapes(shapes: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    first, rows, columns = shapes[0], sum(shape[0] for shape in shapes), sum(shape[-1] for shape in shapes)
-    return {(rows, *first[1:]), (*first[:-1], columns)}

@@ -5,27 +5,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.files import read_small_text
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.optimizer_keys import nested
 from ckptool.checkpoint.state_dicts import StateDict, optimizers
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.errors import CkptoolError
-from ckptool.transforms.translate.apply import (
-    TranslatedRoot,
-    carry_out,
-    plan_steps,
-    unused_rules,
-)
+from ckptool.transforms.rules import MAX_RULES
+from ckptool.transforms.translate.apply import KEEP, TranslatedRoot, carry_out, plan_steps, unused_rules
 from ckptool.transforms.translate.completeness import refuse_gaps
 from ckptool.transforms.translate.moments import translated_optimizer
+from ckptool.transforms.translate.operations import KINDS
 from ckptool.transforms.translate.reversal import losses_of
 from ckptool.transforms.translate.scope import Scope
-from ckptool.transforms.translate.translation import Translation
+from ckptool.transforms.translate.translation import Translation, parse_translation_rule, read_translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +87,28 @@ def translate_roots(
         lost = dict.fromkeys([error.what])
     addresses = [root.address for root in roots]
     return Translated(changed, tuple(zip(addresses, done, strict=True)), len(found), tuple(lost))
+
+
+def translation_in(texts: Sequence[str], path: str | None) -> Translation | None:
+    """The rules in texts, then those of a file, where one of them changes tensors; None where all of them rename."""
+    content = "" if path is None else read_small_text(path, "a file of rules", MAX_RULES)
+    if not any(_CHANGES.search(text) for text in (*texts, content)):
+        return None
+    own = tuple(rule for text in texts for rule in parse_translation_rule(text))
+    found = Translation(()) if path is None else read_translation(path)
+    return replace(found, rules=(*own, *found.rules))
+
+
+_CHANGES = re.compile(rf"^(?!\s*#).*\s:\s+({'|'.join(KINDS)})\b|^drop:", re.MULTILINE)
+
+
+def translated_items(translation: Translation, node: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The items of a set of weights after rules; keys that none takes stay. Reads nothing yet. Raises as
+    `translate_roots`."""
+    scope = Scope({}, translation.variables, {}, node)
+    plan = plan_steps(translation, node, scope)
+    unused_rules(translation, plan.used)
+    return carry_out(translation, plan, node, scope, KEEP).items
 
 
 def _with_metadata(node: Any, done: TranslatedRoot) -> Any:
