@@ -48,6 +48,8 @@ class Run:
 PEER = f"{sys.executable} -m benchmarks.peers"
 CP = "sh -c 'cp --reflink=never big.pt {out} && sync {out}'"
 
+QKV = "'*c_attn.weight => *{{q,k,v}}.weight : transpose | split 0' '*c_attn.bias => *{{q,k,v}}.bias : split 0'"
+
 CLAIMS = (
     Claim("strip-module, 2 GB, against cp + sync", f"{CKPTOOL} strip-module big.pt -o {{out}}", CP, "≤ 1.0 ×, ≤ 64 MB"),
     Claim("remap, 2 GB, against cp + sync", f"{CKPTOOL} remap big.pt --to cuda:0 -o {{out}}", CP, "≤ 1.0 ×, ≤ 64 MB"),
@@ -110,6 +112,12 @@ CLAIMS = (
         f"{CKPTOOL} average step1.pt step2.pt step3.pt -o {{out}}",
         f"{PEER} average step1.pt step2.pt step3.pt {{out}}",
         "≤ 0.33 ×, ≤ 128 MB",
+    ),
+    Claim(
+        "translate, 2 GB of f16, qkv split and all transposed, against a torch script",
+        f"{CKPTOOL} translate gpt2.pt {QKV} '*.weight => *.weight : transpose' '* => *' -o {{out}}",
+        f"{PEER} translate gpt2.pt {{out}}",
+        "≤ 0.33 ×, ≤ 64 MB",
     ),
     Claim("cast to bf16, 2 GB", f"{CKPTOOL} cast big.pt --dtype bf16 -o {{out}}", None, "≤ 64 MB"),
     Claim(

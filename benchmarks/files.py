@@ -45,6 +45,19 @@ def step(path: Path) -> None:
     torch.save({"state_dict": tensors, "epoch": 3}, path)
 
 
+def gpt2(path: Path) -> None:
+    """2 GB of f16 in GPT-2's layout: queries, keys and values in one, matrices as [in, out]."""
+    import torch
+
+    width, state = 2048, {}
+    shapes = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width), "mlp.c_fc": (width, 4 * width)}
+    for n in range(21):
+        for name, shape in {**shapes, "mlp.c_proj": (4 * width, width)}.items():
+            state[f"h.{n}.{name}.weight"] = torch.randn(shape).half()
+            state[f"h.{n}.{name}.bias"] = torch.randn(shape[1]).half()
+    torch.save(state, path)
+
+
 def many(path: Path) -> None:
     """50,000 tensors of four values."""
     import torch
@@ -126,6 +139,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "step1.pt": step,
     "step2.pt": step,
     "step3.pt": step,
+    "gpt2.pt": gpt2,
     "many.pt": many,
     "sparse.pt": sparse,
     "ranks.dcp": ranks,

@@ -51,6 +51,22 @@ def average(*files: str) -> None:
     sync(out)
 
 
+def translate(file: str, out: str) -> None:
+    """Queries, keys and values apart, matrices as [out, in]: a loop over the keys of the whole file in memory."""
+    import torch
+
+    new = {}
+    for key, value in torch.load(file, weights_only=True).items():
+        turned = value.t() if value.dim() == 2 else value
+        if ".attn.c_attn." in key:
+            for name, part in zip("qkv", turned.chunk(3), strict=True):
+                new[key.replace("c_attn", name)] = part.contiguous()
+        else:
+            new[key] = turned.contiguous()
+    torch.save(new, out)
+    sync(out)
+
+
 def inspect(file: str) -> None:
     tensors = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
     for name, tensor in tensors.items():

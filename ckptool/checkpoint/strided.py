@@ -7,6 +7,7 @@ are read at once (the rest of the span is thrown away), the others run by run, a
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.blocks import blocks, verify
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import packed, resolve
+from ckptool.checkpoint.numeric import aligned, packed, resolve
 from ckptool.checkpoint.paths import file_problem
 from ckptool.errors import BadTensor, LimitExceeded, Unsupported, UsageError, counted, printable
 
@@ -81,7 +82,8 @@ def row_major(entry: TensorEntry) -> Data:
     whole = subrange(entry.storage.data, start, stop - start)
     if entry.is_contiguous:
         return whole
-    return Computed(entry.nbytes, _Gather(whole, entry).read)
+    made = _Gather(whole, entry)
+    return Computed(entry.nbytes, made.read, view=made.view)
 
 
 def any_order(entry: TensorEntry) -> Data:
@@ -169,6 +171,14 @@ class _Gather:
                 _forget(self)
             offset = end
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """At most so many bytes, as far as the block goes, without a copy."""
+        start, block = self._block(offset // self.itemsize)
+        end = min(offset + length, start + len(block))
+        if end == start + len(block):
+            _forget(self)
+        return block[offset - start : end - start].data
 
     def _block(self, element: int) -> tuple[int, Array]:
         """The block that `element` is in: where it starts in the output, in bytes, and its bytes."""
@@ -261,9 +271,41 @@ def _collect_runs(data: Data, base: int, strides: tuple[int, ...], outer: list[i
         starts = (starts[:, None] + numpy.arange(out.shape[axis]) * strides[axis]).reshape(-1)
         packed_step //= out.shape[axis]
         steps[axis] = packed_step
-    runs = numpy.empty(len(starts) * span * out.itemsize, numpy.uint8)
+    runs = _memory(len(starts) * span * out.itemsize)
     _read_runs(data, (starts * out.itemsize).tolist(), span * out.itemsize, runs.data)
-    out[...] = numpy.ndarray(out.shape, out.dtype, runs.data, strides=steps)
+    _copy(numpy.ndarray(out.shape, out.dtype, runs.data, strides=steps), out)
+
+
+_local = threading.local()
+
+
+def _memory(length: int) -> Array:
+    """Memory for what is read at a time, the same for each call: fresh memory costs page faults."""
+    if length > _PACK:
+        return aligned(length)
+    if not hasattr(_local, "runs"):
+        _local.runs = aligned(_PACK)
+    memory: Array = _local.runs[:length]
+    return memory
+
+
+_TILE = 64, 256  # elements along the last dimension of the output, and along that which is last in the input
+
+
+def _copy(source: Array, out: Array) -> None:
+    """Fills `out`; where rows become columns, in tiles that stay in the processor's cache."""
+    if source.itemsize in (1, 2, 4, 8):  # numbers are copied quicker than bytes of no type
+        source, out = source.view(f"u{source.itemsize}"), out.view(f"u{source.itemsize}")
+    last = out.ndim - 1
+    across = min(range(out.ndim), key=lambda axis: (source.strides[axis] or 1 << 62, -axis))
+    if across == last:
+        out[...] = source
+        return
+    before, between = (slice(None),) * across, (slice(None),) * (last - across - 1)
+    for at in range(0, out.shape[across], _TILE[1]):
+        for place in range(0, out.shape[last], _TILE[0]):
+            tile = (*before, slice(at, at + _TILE[1]), *between, slice(place, place + _TILE[0]))
+            out[tile] = source[tile]
 
 
 def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -> None:

@@ -323,7 +323,8 @@ def finished(entry: TensorEntry, inputs: Sequence[TensorEntry]) -> TensorEntry:
     storages = tuple({id(each.storage): each.storage for each in inputs}.values())
     if isinstance(data, FileRange) and all(each.crc is None for storage in storages for each in storage.below()):
         return entry.with_values(data).with_flags(flags)
-    return entry.with_values(Computed(data.length, data.read, storages)).with_flags(flags)
+    view = data.view if isinstance(data, Computed) else None
+    return entry.with_values(Computed(data.length, data.read, storages, view)).with_flags(flags)
 
 
 def _tied(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
