@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, command, input_of
+from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Slot, command, input_of
+from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.quantized import Quantized, find_quantized, may_be_quantized
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.errors import Unsupported, UsageError, listed, printable
@@ -33,7 +34,7 @@ def refuse_quantized(checkpoint: Checkpoint, nodes: Sequence[Mapping[Any, Any]],
                 f"{done} without their scales, its codes would be wrong weights. Nothing was written.",
                 Advice(
                     "Compute the weights: ",
-                    command("cast", input_of(checkpoint.source), dtype="bf16", dequantize=True, out=OUT_SAFETENSORS),
+                    command("cast", input_of(checkpoint.source), dtype="bf16", dequantize=True, out=_out(checkpoint)),
                 ),
             )
 
@@ -45,7 +46,11 @@ def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Itera
             continue
         found = quantized_in(checkpoint, root.node)
         if found.weights:
-            fix = command("cast", FILE, dtype="bf16", dequantize=True, out=OUT)
+            fix = command("cast", FILE, dtype="bf16", dequantize=True, out=_out(checkpoint))
             yield Note("quantized", "; ".join(found.lines()), () if found.problems else fix)
         if found.problems:
             yield Note("quantized-unknown", listed(found.problems, 4))
+
+
+def _out(checkpoint: Checkpoint) -> Slot:
+    return OUT_SAFETENSORS if isinstance(checkpoint.source, Folder) else OUT
