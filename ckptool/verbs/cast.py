@@ -64,9 +64,10 @@ def cast(
     plan = cast_roots(part, roots, target, several(only), several(exclude))
     beside = model_folder(change.original, plan.checkpoint.tree, dequantized=True) if weights else None
     result = change.save(plan.checkpoint, changes=plan.tensors > 0 or weights is not None, beside=beside)
+    losses = _losses(plan, change.output)
     details = (
         *(_dequantized_lines(weights, target) if weights else ()),
-        *_losses(plan, change.output),
+        *(losses if not weights or len(losses) > 1 else ()),  # of the others none may have changed
         *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped),
     )
     summary, facts = _summary(plan), _facts(plan)
