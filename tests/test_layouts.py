@@ -18,6 +18,7 @@ from ckptool.cli import main
 from ckptool.errors import CkptoolError
 from ckptool.transforms.translate.layouts import layout_between, layouts_of, read_layout, shipped
 from tests.support.layout_vectors import LAYOUT_CASES, State, counting, digests
+from tests.support.nanogpt import GPT, configure_optimizers
 
 CASES = sorted(path.name for path in LAYOUT_CASES.iterdir())
 WHOLE = [name for name in CASES if name not in ("llama-meta", "llama-megatron-stacked")]  # one file, no numbers to set
@@ -227,6 +228,28 @@ def test_the_head_is_tied_and_an_untied_one_refused(tmp_path: Path) -> None:
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, tmp_path / "apart.safetensors")
     assert "is not transformer.wte.weight" in refused(tmp_path / "apart.safetensors", "gpt2-nanogpt").what
+
+
+def test_a_run_of_nanogpt_goes_there_and_back_with_its_moments(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(block_size=6, vocab_size=7, n_layer=2, n_head=2, n_embd=8, bias=True)
+    optimizer = configure_optimizers(model)
+    model(torch.tensor([[1, 2, 3]])).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": 1}, tmp_path / "ckpt.pt")
+    ckptool.translate(tmp_path / "ckpt.pt", out=tmp_path / "hf.pt", rules_file="gpt2-nanogpt")
+    ckptool.translate(tmp_path / "hf.pt", out=tmp_path / "back.pt", rules_file="gpt2-nanogpt")
+    first, there, back = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("ckpt", "hf", "back"))
+    matrices, vectors = (group["param_names"] for group in there["optimizer"]["param_groups"])
+    assert all(there["model"][name].dim() == 2 for name in matrices) and "transformer.ln_f.bias" in vectors
+    for number, name in enumerate([*matrices, *vectors]):
+        moment, parameter = there["optimizer"]["state"][number]["exp_avg"], there["model"][name]
+        mine = dict(model.named_parameters())[name].grad * 0.1
+        turned = ".h." in name and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+        assert moment.shape == parameter.shape and torch.allclose(moment, mine.T if turned else mine)
+    assert back["iter_num"] == 1 and back["model"].keys() == first["model"].keys()
+    for number, slot in first["optimizer"]["state"].items():
+        assert all(torch.equal(value, back["optimizer"]["state"][number][field]) for field, value in slot.items())
 
 
 # Found for a file ----------------------------------------------------------------------------------------------------
