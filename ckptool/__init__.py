@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from ckptool.verbs.inspect_run import inspect_run as inspect_run
     from ckptool.verbs.layouts import layouts as layouts
     from ckptool.verbs.load import load as load
+    from ckptool.verbs.lora_convert import lora_convert as lora_convert
+    from ckptool.verbs.lora_extract import lora_extract as lora_extract
     from ckptool.verbs.lora_merge import lora_merge as lora_merge
+    from ckptool.verbs.lora_resize import lora_resize as lora_resize
     from ckptool.verbs.open import open as open
     from ckptool.verbs.prove import prove as prove
     from ckptool.verbs.prune import prune as prune

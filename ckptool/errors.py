@@ -295,14 +295,14 @@ VALUED = frozenset(
     " --error --exclude --fill-from --form --from --ignore --jobs --kills --lambda --like --map --method --min-loaded"
     " --on-mismatch --only --optimizer-as --prefix --processes --ranks --rename --resize --rest --resume --rtol --rules"
     " --scale --seed --set --shard-dim --shard-size --slice --steps --suggest --t --tensor --ties --to --variant"
-    " --weight --weights --write-digest".split()
+    " --weight --weights --write-digest --component --energy --rank".split()
 )
 _SEVERAL = frozenset(
     {"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--resize", "--set", "--weight"}
 )
 _NUMBERS = frozenset(
     "--atol --density --ema --jobs --kills --lambda --min-loaded --processes --ranks --rtol --scale --seed --shard-dim"
-    " --steps --t".split()
+    " --steps --t --energy --rank".split()
 )
 _DEVICE = re.compile(r"'?(cpu|cuda|mps|xpu|meta|DEVICE)\b")
 

@@ -104,6 +104,9 @@ VERBS = {
     "unbundle": "unbundle in.pt -d members",
     "average": "average in.pt in.pt -o j.pt",
     "lora merge": "lora merge in.pt lora.safetensors -o n.pt",
+    "lora extract": "lora extract in.pt tuned.pt --rank 1 -o adapter/",
+    "lora resize": "lora resize lora.safetensors --rank 1 -o nl.safetensors",
+    "lora convert": "lora convert lora.safetensors --to kohya -o nl.safetensors",
     "bake": "bake other.pt -o k.pt",
     "warm-start": "warm-start in.pt --against model.py:build",
     "spec": "spec model.py:build -o m.spec.json",
@@ -124,6 +127,8 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = torch.nn.Linear(2, 2)
     saved({"model": {f"module.{k}": v for k, v in model.state_dict().items()}, "epoch": 1}, folder / "in.pt")
     saved(model.state_dict(), folder / "other.pt")
+    changed = {f"module.{k}": v + torch.ones_like(v) for k, v in model.state_dict().items()}
+    saved({"model": changed, "epoch": 1}, folder / "tuned.pt")
     halves = {f"lora_unet_module.lora_{half}.weight": torch.ones(2, 2) for half in ("down", "up")}
     save_file(halves, folder / "lora.safetensors")
     (folder / "rules.yaml").write_text("- 'module.* => m.*'\n")

@@ -93,6 +93,44 @@ def adapter_key(key: str, scheme: str | None = None) -> AdapterKey:
     return AdapterKey(found, component, module, role, bool(match["embedding"]), depth)
 
 
+# Ends of keys by role, as each scheme is written; diffusers' are PEFT's.
+_PEFT_ENDS = {
+    "A": ".lora_A.weight",
+    "B": ".lora_B.weight",
+    "B.bias": ".lora_B.bias",
+    "magnitude": ".lora_magnitude_vector",
+}
+_ENDS = {
+    PEFT: _PEFT_ENDS,
+    DIFFUSERS: _PEFT_ENDS,
+    KOHYA: {"A": ".lora_down.weight", "B": ".lora_up.weight", "alpha": ".alpha"},
+}
+
+
+def written_key(scheme: str, component: str, module: str, role: str, embedding: bool = False) -> str:
+    """The key of a part of a change, as `adapter_key` takes it apart."""
+    end = f".lora_embedding_{role}" if embedding and role in ("A", "B") else _ENDS[scheme][role]
+    return f"{component}{module}{end}"
+
+
+# Names with underscores in the modules of diffusers' UNets and of CLIP; all others in there have none.
+_WORDS = (
+    "down_blocks up_blocks mid_block transformer_blocks to_q to_k to_v to_out proj_in proj_out time_emb_proj conv_in "
+    "conv_out conv_shortcut time_embedding linear_1 linear_2 add_embedding text_model self_attn q_proj k_proj v_proj "
+    "out_proj text_projection"
+).split()
+_PLAIN = (
+    "attentions resnets attn1 attn2 ff net proj conv1 conv2 downsamplers upsamplers conv encoder layers mlp fc1 fc2"
+)
+_WORD = re.compile(rf"({'|'.join([*_WORDS, *sorted(_PLAIN.split(), key=len, reverse=True)])}|\d+)(?:_(?!$)|$)")
+
+
+def split_words(module: str) -> str:
+    """kohya's name of a module with its dots, for modules of diffusers' UNets and of CLIP; empty for others."""
+    words = [match[1] for match in _WORD.finditer(module)]
+    return ".".join(words) if "_".join(words) == module else ""
+
+
 def adapter_keys(names: Iterable[str], scheme: str | None = None) -> dict[str, AdapterKey]:
     """Every key taken apart; of a file with PEFT's configuration (`scheme`), prefixes of others are parts of names."""
     return {name: adapter_key(name, scheme) for name in names}

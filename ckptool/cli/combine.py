@@ -15,9 +15,11 @@ from ckptool.cli.options import (
     At,
     Container,
     DryRun,
+    Exclude,
     File,
     Force,
     KeepUnknown,
+    Only,
     OutputOptions,
     Part,
     Verify,
@@ -310,6 +312,90 @@ def lora_merge(
         return lora_merge(base, adapter, config=config, scale=scale, at=at, part=part, **output)
 
     return write_each("lora merge", [base], target, write, "For example: -o merged.safetensors")
+
+
+Adapter = Annotated[
+    str,
+    typer.Argument(metavar="ADAPTER", help="A LoRA: PEFT's folder, a file, or FILE#ADDRESS.", show_default=False),
+]
+Config = Annotated[
+    str | None, typer.Option("--config", metavar="FILE.json", help="Its adapter_config.json, if that is not beside it.")
+]
+Rank = Annotated[int, typer.Option("--rank", metavar="R", help="The rank of every module.", show_default=False)]
+_one_adapter = partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
+
+
+@examples(
+    ("ckptool lora extract tuned.pt model.pt --rank 4 -o new/", "PEFT loads it"),
+)
+@_one_adapter
+def lora_extract(
+    tuned: Annotated[str, typer.Argument(metavar="TUNED", help="The changed weights.", show_default=False)],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The weights before.", show_default=False)],
+    target: OutputOptions,
+    rank: Rank,
+    energy: Annotated[
+        float,
+        typer.Option("--energy", metavar="X", help="Of each matrix the smallest rank that keeps this share, 0.99."),
+    ] = 1.0,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="The type of the factors.")] = "f32",
+    only: Only = None,
+    exclude: Exclude = None,
+) -> Answers:
+    """Write what one model changed of another as an adapter of PEFT, of low rank, in bounded memory."""
+    from ckptool.verbs.lora_extract import lora_extract
+
+    def write(_: str, **output: Any) -> Any:
+        options: dict[str, Any] = {"rank": rank, "energy": energy, "dtype": dtype}
+        return lora_extract(tuned, base, only=only or (), exclude=exclude or (), **options, **output)
+
+    return _write_adapter("lora extract", tuned, target, write)
+
+
+@examples(("ckptool lora resize adapter --rank 8 -o small/", "by the SVD of every product, with its error"))
+@_one_adapter
+def lora_resize(adapter: Adapter, target: OutputOptions, rank: Rank, config: Config = None) -> Answers:
+    """Write an adapter in another rank: truncated by SVD, or filled up with zeros. Its scale stays."""
+    from ckptool.verbs.lora_resize import lora_resize
+
+    function = partial(lora_resize, rank=rank, config=config)
+    return _write_adapter("lora resize", adapter, target, function)
+
+
+@examples(
+    ("ckptool lora convert style.safetensors --to peft --base model.pt -o style/", "kohya's file for PEFT"),
+    ("ckptool lora convert adapter --to kohya --component unet -o k.safetensors", "and back"),
+)
+@_one_adapter
+def lora_convert(
+    adapter: Adapter,
+    target: OutputOptions,
+    to: Annotated[
+        str, typer.Option("--to", metavar="SCHEME", help="The names: peft, kohya or diffusers.", show_default=False)
+    ],
+    base: Annotated[
+        list[str] | None,
+        typer.Option("--base", metavar="FILE", help="A model that it is for: tells kohya's names apart. Repeatable."),
+    ] = None,
+    component: Annotated[
+        str | None,
+        typer.Option("--component", metavar="NAME", help="The model that it is for: unet, te, te1, te2, transformer."),
+    ] = None,
+    fold: Annotated[bool, typer.Option("--fold", help="Multiply the scales into the factors.")] = False,
+    config: Config = None,
+) -> Answers:
+    """Write an adapter with the names of another library; its factors stay as they are."""
+    from ckptool.verbs.lora_convert import lora_convert
+
+    options: dict[str, Any] = {"to": to, "base": base or (), "component": component, "fold": fold, "config": config}
+    return _write_adapter("lora convert", adapter, target, partial(lora_convert, **options))
+
+
+def _write_adapter(verb: str, file: str, target: OutputOptions, write: Any) -> Answers:
+    if target.folder is not None or target.in_place:
+        given = "several outputs" if target.folder is not None else "--in-place"
+        raise UsageError(f"{verb} writes one new adapter, and was given {given}", "", "For example: -o adapter/")
+    return write_each(verb, [file], target, write, "For example: -o adapter/")
 
 
 def _numbers(flag: str, text: str | None) -> list[float] | None:

@@ -54,7 +54,7 @@ def lora_merge(
     root, remark = one_state_dict(checkpoint, opened.at)
     found = open_adapter(added, config)
     names = printable(opened.path), printable(added.path)
-    merged = merge(root.node, found, names=names, multiplier=scale, tied=_is_tied(checkpoint))
+    merged = merge(root.node, found, names=names, multiplier=scale, tied=is_tied(checkpoint))
     mark = marks.recovered_in_parts([(checkpoint.metadata, root.path)])
     metadata = {key: value for key, value in checkpoint.metadata.items() if key != marks.RECOVERED} | mark
     changed = replace(checkpoint, tree=merged.tree, metadata=metadata, extras={}, discarded=())
@@ -89,7 +89,7 @@ def open_adapter(opened: Opened, config: PathLike | None = None) -> Adapter:
     return read_adapter(root.node, name, fields, opened.checkpoint.metadata)
 
 
-def _is_tied(checkpoint: Checkpoint) -> bool:
+def is_tied(checkpoint: Checkpoint) -> bool:
     """True where config.json says that the head is the embedding."""
     config = config_beside(checkpoint, CONFIG) or {}
     inner = config.get("text_config")

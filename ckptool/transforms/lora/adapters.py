@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ckptool.checkpoint import Note, TensorEntry
@@ -309,6 +310,11 @@ def _number(value: Any, what: str) -> float:
     return _finite(float(value), what)
 
 
+@lru_cache(1 << 12)
+def _pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
 def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
     """The value for a module: that of the first pattern that the end of its name matches, as PEFT looks for it.
 
@@ -324,7 +330,7 @@ def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any
         ):
             raise Unsupported(f"{field}: {printable(pattern)[:100]} is a pattern that may take very long", "")
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if _pattern(pattern).match(module):
                 return value
         except re.error as error:
             raise Conflict(f"{field}: {printable(pattern)} is no regular expression: {error}", "") from None

@@ -165,7 +165,7 @@ class _Merge:
             if len(keys) > 1 and len({self.changed.get(key) for key in keys}) > 1:
                 self._refuse_one_side(next(key for key in keys if key in self.changed), keys)
         if tied and not self.adapter.config.get("ensure_weight_tying"):
-            modules = {key.split(".")[-2]: key for key in self.base if type(key) is str and "." in key}
+            modules = {key.split(".")[-2]: key for key in (*self.base, *self.added) if type(key) is str and "." in key}
             if not modules.keys() & set(_HEADS):
                 for key in self.changed:
                     if key.split(".")[-2:-1] and key.split(".")[-2] in _EMBEDDINGS:
@@ -196,7 +196,9 @@ class _Merge:
             else:
                 self.lost.append(whole.key)
             return
-        entry = self._weight(key)
+        old = self.base[key]
+        is_counter = isinstance(old, TensorEntry) and old.dtype is whole.entry.dtype and not old.dtype.is_float
+        entry = old if is_counter else self._weight(key)
         if entry.shape != whole.entry.shape:
             self._refuse_shape(key, whole.name, whole.entry.shape)
         self.tree[key] = as_type(whole.entry, entry)

@@ -1,0 +1,283 @@
+"""The difference between two models as an adapter: changed matrices in low rank, what else changed as it is.
+
+PEFT replaces whole modules only (`modules_to_save`), so a changed norm or embedding takes all tensors of its module
+along; the bias of a matrix in low rank stands in `base_layer` (`bias: lora_only`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.adapter_keys import LORA, PEFT
+from ckptool.checkpoint.commands import FILE, OUT, Advice, command
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.numeric import CHUNK, has_numbers
+from ckptool.checkpoint.patterns import selected
+from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, listed, printable
+from ckptool.transforms.blockwise import TensorValues
+from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta, Whole
+from ckptool.transforms.lora.low_rank import TensorDifference
+from ckptool.transforms.lora.products import transposed
+
+MODEL = "base_model.model."
+MAX_FACTORS = 1 << 26  # elements of A and B together
+_EMBEDDING = re.compile(r"(.*\.)?(wte|wpe|shared|\w*embed(ding)?s?(_tokens|_positions|_in|_table)?)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """The adapter, and what became of the tensors of the two models.
+
+    unchanged: how many are equal.  clamped: matrices that are smaller than the rank.  tied: names of tensors that have
+    another name before in both models.
+    """
+
+    adapter: Adapter
+    unchanged: int
+    clamped: tuple[str, ...]
+    tied: tuple[str, ...]
+
+
+@dataclass
+class _Extraction:
+    tuned: Mapping[Any, Any]
+    base: Mapping[Any, Any]
+    rank: int
+    energy: float
+    dtype: DType
+    aliases: dict[str, str]  # names of tensors that have another name before
+    deltas: list[Delta] = field(default_factory=list)
+    whole: dict[str, Whole] = field(default_factory=dict)
+    clamped: list[str] = field(default_factory=list)
+    transposed: list[str] = field(default_factory=list)
+
+    @property
+    def models(self) -> tuple[Mapping[Any, Any], Mapping[Any, Any]]:
+        return self.tuned, self.base
+
+    def add(self, changed: set[str]) -> None:
+        turned = transposed_modules(self.base)
+        heads = {first for alias, first in self.aliases.items() for key in (alias, first) if _EMBEDDING.fullmatch(key)}
+        low = {key.removesuffix(".weight") for key in changed - heads if self._is_matrix(key)}
+        whole = heads & changed
+        for key in self.base:
+            module, _, name = key.rpartition(".")
+            if key not in changed and self.aliases.get(key) not in whole:
+                continue
+            if module in low and name == "weight":
+                self._add_delta(key, module, module in turned)
+            elif module in low and name == "bias":
+                self._add_whole(key, f"{module}.base_layer.bias")
+            else:
+                self._add_module(key, module)
+
+    def _is_matrix(self, key: str) -> bool:
+        shape = self.base[key].shape
+        if key.endswith("weight") and not all(
+            each[key].dtype.is_float and each[key].dtype.itemsize > 1 for each in self.models
+        ):
+            raise Unsupported(
+                f"{printable(key)} is quantized: its numbers are codes, whose scales stand elsewhere",
+                "The difference of codes is no difference of weights. Nothing was written.",
+                Advice("Dequantize it first: ", command("cast", FILE, dequantize=True, dtype="bf16", out=OUT)),
+            )
+        is_depthwise = len(shape) > 2 and shape[1] == 1
+        return key.endswith(".weight") and 2 <= len(shape) <= 5 and not is_depthwise and not _EMBEDDING.fullmatch(key)
+
+    def _add_delta(self, key: str, module: str, turned: bool) -> None:
+        pair = self.tuned[key], self.base[key]
+        if turned:
+            self.transposed.append(module)
+            pair = transposed(pair[0]), transposed(pair[1])
+        difference = TensorDifference(key, *pair)
+        most = min(self.rank, *difference.shape)
+        if most < self.rank:
+            self.clamped.append(key)
+        if most * sum(difference.shape) > MAX_FACTORS:
+            what = f"{printable(key)} in rank {most:,} takes {most * sum(difference.shape):,} elements"
+            raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
+        rank = most if self.energy >= 1 else difference.rank_for(self.energy, most)
+        factors = difference.factors(rank, self.dtype, pair[0].shape[2:])
+        self.deltas.append(Delta(MODEL, module, LORA, factors, rank, float(rank), 1.0))
+
+    def _add_whole(self, key: str, name: str) -> None:
+        entry = self.tuned[key]
+        if key in self.aliases:  # PEFT looks for every name in the file
+            entry = entry.with_storage(entry.storage.alone())
+        self.whole[name] = Whole(MODEL, key, entry, f"{MODEL}{name}")
+
+    def _add_module(self, key: str, module: str) -> None:
+        below = [each for each in self.tuned if type(each) is str and each.startswith(f"{module}.")]
+        if not module or any("." in each[len(module) + 1 :] for each in below):
+            raise Unsupported(
+                f"{printable(key)} changed, and is no tensor that an adapter of PEFT can hold",
+                "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written.",
+                f"Leave it out: --exclude {printable(key)!r}",
+            )
+        for each in below:
+            self._add_whole(each, each)
+
+    def add_alike(self) -> None:
+        """Takes along what PEFT takes for modules to save as well: it compares the ends of names, also within words."""
+        saved = tuple({each.name.rpartition(".")[0] for name, each in self.whole.items() if ".base_layer." not in name})
+        for key in self.base if saved else ():
+            module = key.rpartition(".")[0]
+            if module.endswith(saved) and key not in self.whole:
+                self._add_module(key, module)
+        self.deltas = [each for each in self.deltas if not each.module.endswith(saved or "\0")]
+
+    def add_head(self) -> None:
+        """Takes the embedding along as the head that config.json ties to it and that files have no name for.
+
+        Raises `Unsupported` where that is not known to be called `lm_head`.
+        """
+        changed = [name for name in self.whole if _EMBEDDING.fullmatch(name)]
+        if "lm_head.weight" in self.base or not changed:
+            return
+        embeddings = [name for name in changed if re.search(r"(^|\.)(embed_tokens|wte)\.weight$", name)]
+        if len(embeddings) != 1:
+            what = f"{listed([printable(name) for name in changed])} changed, and config.json ties the head to one"
+            raise Unsupported(what, "What PEFT calls the head is not known here.", "Leave it out: --exclude PATTERN")
+        entry = self.tuned[embeddings[0]]
+        entry = entry.with_storage(entry.storage.alone())
+        self.whole["lm_head.weight"] = Whole(MODEL, "lm_head.weight", entry, f"{MODEL}lm_head.weight")
+
+    def config(self) -> dict[str, Any]:
+        """The fields of `LoraConfig` beside those that follow from the changes."""
+        biases = {name for name in self.whole if name.endswith(".base_layer.bias")}
+        saved = {whole.name.rpartition(".")[0] for name, whole in self.whole.items() if name not in biases}
+        return {
+            "base_model_name_or_path": None,
+            "bias": "lora_only" if biases else "none",
+            "ensure_weight_tying": "lm_head" in saved,
+            "fan_in_fan_out": bool(self.transposed),
+            "inference_mode": True,
+            "lora_dropout": 0.0,
+            "modules_to_save": sorted(saved) or None,
+            "task_type": None,
+            "use_rslora": False,
+        }
+
+
+def extract(
+    tuned: Mapping[Any, Any],
+    base: Mapping[Any, Any],
+    *,
+    names: tuple[str, str],
+    rank: int,
+    dtype: DType,
+    energy: float = 1.0,
+    tied: bool = False,
+    only: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Extracted:
+    """The adapter that makes `tuned` of `base`, of rank `rank` or, with an `energy`, the smallest that keeps so much.
+
+    Reads the tensors until it finds that they differ, and with an energy all that do. names: of the two.
+    tied: the model's configuration says that its head is its embedding.
+    Raises `Conflict` for keys and shapes that they do not share, `NoMatch` where nothing changed, `UsageError` for a
+    rank that no matrix has, `Unsupported` for a change that PEFT has no form for.
+    """
+    if not 1 <= rank <= MAX_RANK or not 0 < energy <= 1:
+        what = f"rank {rank:,} is not from 1 to {MAX_RANK:,}" if 0 < energy <= 1 else f"energy {energy:g} is none"
+        raise UsageError(what, "An energy is above 0, at most 1.", "For example: --rank 32 --energy 0.99")
+    keys = {key for node in (tuned, base) for key in node if type(key) is str}
+    chosen = selected(sorted(keys), only, exclude)
+    if problems := list(_differences(tuned, base, chosen, names)):
+        raise Conflict(
+            f"{names[0]} and {names[1]} are not the same model: {listed(problems, 6)}",
+            "An adapter changes the values of tensors that both have. Nothing was written.",
+            "Leave tensors out on purpose: --exclude PATTERN",
+        )
+    changed, aliases = _changed(tuned, base, chosen)
+    if not changed:
+        raise NoMatch(f"{names[0]} and {names[1]} have the same values", "Nothing is there to extract.")
+    found = _Extraction(tuned, base, rank, energy, dtype, aliases)
+    found.add(changed)
+    found.add_alike()
+    if tied:
+        found.add_head()
+    if not found.deltas:
+        what = f"no matrix differs between {names[0]} and {names[1]}: {listed(sorted(map(printable, changed)))}"
+        raise Unsupported(what, "PEFT loads no adapter without a matrix of low rank. Nothing was written.")
+    if len(found.clamped) == len(found.deltas) and energy >= 1:
+        largest = max(each.rank for each in found.deltas)
+        what = f"rank {rank:,} is more than that of any matrix that changed"
+        raise UsageError(
+            what, f"The largest has rank {largest:,}, which keeps all of it.", f"For example: --rank {largest}"
+        )
+    adapter = Adapter(PEFT, tuple(found.deltas), tuple(found.whole.values()), found.config())
+    unchanged = len(chosen) - len(changed) - len(aliases)
+    return Extracted(adapter, unchanged, tuple(found.clamped), tuple(aliases))
+
+
+def _differences(
+    tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str], names: tuple[str, str]
+) -> Iterator[str]:
+    for key in sorted(chosen):
+        pair = tuned.get(key), base.get(key)
+        shown = printable(key)
+        if None in pair:
+            yield f"{shown} is only in {names[pair[0] is None]}"
+        elif not all(isinstance(each, TensorEntry) and has_numbers(each.dtype) for each in pair):
+            yield f"{shown} is no tensor of plain numbers"
+        elif pair[0].shape != pair[1].shape:  # type: ignore[union-attr]
+            yield f"{shown} is {list(pair[0].shape)} and {list(pair[1].shape)}"  # type: ignore[union-attr]
+
+
+def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:
+    """The names of tensors that differ, and of those that are tied to one before in both models, with that."""
+    seen: dict[Any, str] = {}
+    changed: set[str] = set()
+    tied: dict[str, str] = {}
+    for key in base:
+        if key not in chosen:
+            continue
+        after, before = tuned[key], base[key]
+        view = after.view, before.view
+        if view in seen:
+            tied[key] = seen[view]
+            continue
+        seen[view] = key
+        if _differ(after, before):
+            changed.add(key)
+    return changed, tied
+
+
+def _differ(after: TensorEntry, before: TensorEntry) -> bool:
+    sides = TensorValues(after), TensorValues(before)
+    step, count = 8 * CHUNK, prod(after.shape)
+    for start in range(0, count, step):
+        first, second = (side.read(start, min(start + step, count)) for side in sides)
+        same_type = first.dtype == second.dtype
+        if first.tobytes() != second.tobytes() if same_type else (first != second).any():
+            return True
+    return False
+
+
+def transposed_modules(base: Mapping[Any, Any]) -> set[str]:
+    """The modules whose weight is [in, out], as transformers' Conv1D has it, told by their biases.
+
+    Square ones are like those of the same name that are not, else like all others.
+    """
+    votes: dict[str, set[bool]] = {}
+    square = []
+    for key, weight in base.items():
+        if type(key) is str and key.endswith(".weight") and isinstance(weight, TensorEntry) and len(weight.shape) == 2:
+            module = key.removesuffix(".weight")
+            bias = base.get(f"{module}.bias")
+            if weight.shape[0] == weight.shape[1]:
+                square.append(module)
+            elif isinstance(bias, TensorEntry):
+                votes.setdefault(module, set()).add(bias.shape == weight.shape[1:])
+    found = {module for module, vote in votes.items() if vote == {True}}
+    leaves: dict[str, set[bool]] = {}
+    for module, vote in votes.items():
+        leaves.setdefault(module.rpartition(".")[2], set()).update(vote)
+    every = {vote for each in votes.values() for vote in each}
+    return found | {module for module in square if leaves.get(module.rpartition(".")[2], every) == {True}}

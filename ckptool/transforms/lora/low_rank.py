@@ -1,0 +1,207 @@
+"""Matrices as products of low rank: those of a difference that is read in blocks, and of another product.
+
+A difference D [out, in] is never held whole. Its right singular vectors V come from D'D, exactly for up to EXACT
+inputs; else from a random start, seeded by the tensor's name, by two steps of subspace iteration with half as many
+vectors again, and by the best of them (Rayleigh-Ritz). B = D V, whose columns are U S, is computed row by row; A = V'.
+The error is at most 1.02 times that of the exact SVD. Sums are BLAS's: the same bytes on one machine, and the same
+product within rounding on others.
+
+Source: Halko, Martinsson, Tropp, Finding structure with randomness (2011), algorithms 4.4 and 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.dtypes import DType
+from ckptool.errors import Conflict, printable
+from ckptool.transforms.blockwise import ROWS, TensorValues, computed_rows
+
+if TYPE_CHECKING:
+    from ckptool.checkpoint.numeric import Array
+
+EXACT = 768  # inputs up to which D'D is taken apart whole: 5 MB
+STEPS = 2
+_WIDE = 1 << 20  # numbers that are computed with in f64; more of them in f32
+_recent: list[tuple[object, Any]] = []  # the last result alone: an adapter has thousands
+
+
+def _once(owner: object, make: Callable[[], Any]) -> Any:
+    """The result of `make` for an owner, kept until another asks: A and B are written one after the other."""
+    if not (_recent and _recent[0][0] is owner):
+        _recent.clear()
+        _recent.append((owner, make()))
+    return _recent[0][1]
+
+
+class TensorDifference:
+    """What one tensor adds to another as a matrix [out, in], and its parts of low rank.
+
+    name: of the tensor, for errors and the random start.
+    """
+
+    def __init__(self, name: str, tuned: TensorEntry, base: TensorEntry) -> None:
+        self.name, self.inputs = name, (tuned, base)
+        self.shape = tuned.shape[0], prod(tuned.shape[1:])
+        self.sides = TensorValues(tuned), TensorValues(base)
+
+    def factors(self, rank: int, dtype: DType, kernel: tuple[int, ...]) -> dict[str, TensorEntry]:
+        """A [rank, in, kernel…] and B [out, rank, 1…], not computed yet."""
+        height, width = self.shape
+        ones = (1,) * len(kernel)
+        inner = (rank, width // max(1, prod(kernel)), *kernel)
+        a = computed_rows(dtype, inner, lambda start, stop: self._vectors(rank)[start:stop], self.inputs)
+        b = computed_rows(dtype, (height, rank, *ones), lambda *place: self._projected(rank, *place), self.inputs)
+        return {"A": a, "B": b}
+
+    def rank_for(self, energy: float, most: int) -> int:
+        """The smallest rank that keeps this share of the squares of all elements, at most `most`, at least 1."""
+        import numpy
+
+        _, squares, total = self._decomposed(most)
+        enough = int(numpy.searchsorted(numpy.cumsum(squares[:most]), energy * total)) + 1
+        return max(1, min(enough, most))
+
+    def _vectors(self, rank: int) -> Array:
+        vectors: Array = self._decomposed(rank)[0]
+        return vectors[:, :rank].T
+
+    def _projected(self, rank: int, start: int, stop: int) -> Array:
+        import numpy
+
+        vectors = self._vectors(rank).T
+        return numpy.concatenate([block @ vectors for block in self._blocks(start, stop, vectors.dtype.char)])
+
+    def _decomposed(self, rank: int) -> Any:
+        """Right singular vectors as columns, the squares of singular values, and the sum of all squares."""
+        return _once(self, lambda: self._decompose(rank))
+
+    def _decompose(self, rank: int) -> tuple[Array, Array, float]:
+        import numpy
+
+        height, width = self.shape
+        if width <= EXACT:
+            gram, total = numpy.zeros((width, width)), 0.0
+            for block in self._blocks(0, height, "d"):
+                gram += block.T @ block
+            vectors, squares = _sorted_vectors(self._finite(gram))
+            return _with_sign(vectors), squares, float(numpy.trace(gram))
+        count = min(height, width, rank + rank // 2 + 8)
+        kind = "d" if count * width <= _WIDE else "f"
+        start = numpy.random.default_rng(int.from_bytes(sha256(self.name.encode()).digest()[:8], "little"))
+        basis = numpy.linalg.qr(start.standard_normal((width, count), "d").astype(kind))[0]
+        for _ in range(STEPS):
+            powers = numpy.zeros((width, count), kind)
+            for block in self._blocks(0, height, kind):
+                powers += block.T @ (block @ basis)
+            del basis
+            basis = numpy.linalg.qr(self._finite(powers))[0]
+            del powers
+        gram, total = numpy.zeros((count, count)), 0.0
+        for block in self._blocks(0, height, kind):
+            part = (block @ basis).astype("d")
+            gram += part.T @ part
+            total += float(numpy.vdot(block, block))
+        turn, squares = _sorted_vectors(self._finite(gram))
+        return _with_sign(basis @ turn[:, :rank].astype(kind)), squares[:rank], total
+
+    def _blocks(self, start: int, stop: int, kind: str) -> Iterator[Array]:
+        import numpy
+
+        step = max(1, ROWS // max(1, self.shape[1]))
+        for at in range(start, stop, step):
+            after, before = (side.rows(at, min(at + step, stop)) for side in self.sides)
+            with numpy.errstate(all="ignore"):
+                yield (after - before).reshape(after.shape[0], -1).astype(kind)
+
+    def _finite(self, values: Array) -> Array:
+        import numpy
+
+        if not numpy.isfinite(values).all():
+            what = f"the difference in {printable(self.name)} has infinities or NaN"
+            raise Conflict(what, "One of the models is damaged there, or the other. Nothing was written.")
+        return values
+
+
+def _sorted_vectors(gram: Array) -> tuple[Array, Array]:
+    """Eigenvectors as columns and eigenvalues, the largest first."""
+    import numpy
+
+    squares, vectors = numpy.linalg.eigh(gram)
+    return vectors[:, ::-1], squares[::-1].clip(0)
+
+
+def _with_sign(vectors: Array) -> Array:
+    """The same with the largest element of each column positive: the sign of a singular vector is anybody's choice."""
+    import numpy
+
+    largest = numpy.abs(vectors).argmax(axis=0)
+    signs = numpy.sign(vectors[largest, numpy.arange(vectors.shape[1])])
+    vectors *= numpy.where(signs == 0, 1, signs).astype(vectors.dtype)
+    return vectors
+
+
+class Truncation:
+    """A product B @ A in a smaller rank: QR of both, and the SVD of what is between them. error: relative, once known.
+
+    The two fit into memory, with their copies.
+    """
+
+    def __init__(self, name: str, b: TensorEntry, a: TensorEntry, rank: int) -> None:
+        self.name, self.entries, self.rank = name, (b, a), rank
+        self.error: float | None = None
+
+    def factors(self) -> dict[str, TensorEntry]:
+        """A and B in the types of the old ones, not computed yet."""
+        b, a = self.entries
+        shapes = {"A": (self.rank, *a.shape[1:]), "B": (b.shape[0], self.rank, *b.shape[2:])}
+        rows = {
+            "A": lambda start, stop: self._halves()[1][start:stop],
+            "B": lambda start, stop: self._halves()[0][start:stop],
+        }
+        return {
+            role: computed_rows(entry.dtype, shapes[role], rows[role], self.entries, entry.location)
+            for role, entry in (("A", a), ("B", b))
+        }
+
+    def _halves(self) -> tuple[Array, Array]:
+        made: tuple[Array, Array] = _once(self, self._truncate)
+        return made
+
+    def _truncate(self) -> tuple[Array, Array]:
+        import numpy
+
+        b, a = (TensorValues(entry).rows(0, entry.shape[0]).reshape(entry.shape[0], -1) for entry in self.entries)
+        kind = "d" if a.size + b.size <= _WIDE else "f"
+        if not (numpy.isfinite(a).all() and numpy.isfinite(b).all()):
+            raise Conflict(f"{printable(self.name)} has infinities or NaN", "It is damaged. Nothing was written.")
+        left, upper = numpy.linalg.qr(b.astype(kind))
+        right, lower = numpy.linalg.qr(a.T.astype(kind))
+        del a, b
+        u, values, v = numpy.linalg.svd(upper.astype("d") @ lower.T.astype("d"))
+        squares = values**2
+        self.error = float(numpy.sqrt(squares[self.rank :].sum() / max(squares.sum(), 5e-324)))
+        count = min(self.rank, len(values))  # zeros behind, where the matrix has no such rank
+        sides = numpy.zeros((len(u), self.rank), kind), numpy.zeros((self.rank, len(v)), kind)
+        sides[0][:, :count], sides[1][:count] = u[:, :count] * values[:count], v[:count]
+        return left @ sides[0], sides[1] @ right.T
+
+
+def padded(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
+    """The tensor with zeros behind it along a dimension, up to a size; its values as they were."""
+    import numpy
+
+    shape = (*entry.shape[:dim], size, *entry.shape[dim + 1 :])
+    values = TensorValues(entry)
+
+    def rows(start: int, stop: int) -> Array:
+        old = values.rows(min(start, entry.shape[0]), min(stop, entry.shape[0]))
+        room = numpy.zeros((stop - start, *shape[1:]), old.dtype)
+        room[tuple(slice(length) for length in old.shape)] = old
+        return room
+
+    return computed_rows(entry.dtype, shape, rows, (entry,), entry.location)

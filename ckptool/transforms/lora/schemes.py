@@ -1,0 +1,267 @@
+"""Adapters written in a naming scheme: the keys of `adapter_keys` put together again, and where the scale stands.
+
+PEFT        adapter_config.json: r and lora_alpha, with patterns for modules that have others
+kohya       a tensor `alpha` for each module
+diffusers   the same fields as PEFT's, as JSON in the metadata of the safetensors file (since 0.34); for older
+            readers, which take every scale for 1, multiplied into B (`fold`)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.adapter_keys import DIFFUSERS, KOHYA, LORA, PEFT, split_words, written_key
+from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.checkpoint.state_dicts import without_wrappers
+from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
+from ckptool.transforms.blockwise import TensorValues, computed_rows, in_type
+from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, Delta
+
+if TYPE_CHECKING:
+    from ckptool.checkpoint.numeric import Array
+
+MODEL = "base_model.model."
+SCHEMES = {"peft": PEFT, "kohya": KOHYA, "diffusers": DIFFUSERS}
+# The models that adapters are for: what people call them, and the prefixes of diffusers and kohya.
+COMPONENTS = {
+    "unet": ("unet.", "lora_unet_"),
+    "te": ("text_encoder.", "lora_te_"),
+    "te1": ("text_encoder.", "lora_te1_"),
+    "te2": ("text_encoder_2.", "lora_te2_"),
+    "te3": ("text_encoder_3.", "lora_te3_"),
+    "transformer": ("transformer.", "lora_transformer_"),
+    "prior": ("prior.", "lora_prior_unet_"),
+    "controlnet": ("controlnet.", "lora_controlnet_"),
+}
+# Facts of an adapter that some schemes have no place for.
+_HOLDS = {PEFT: {"DoRA", "biases", "embeddings"}, DIFFUSERS: {"DoRA", "biases"}, KOHYA: set[str]()}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An adapter in a scheme: its tensors, PEFT's configuration (None for others), and the metadata of its file."""
+
+    tree: dict[str, TensorEntry]
+    config: dict[str, Any] | None
+    metadata: dict[str, str]
+
+
+def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> Stored:
+    """The adapter with the keys of a scheme, which its components and modules are called by already.
+
+    other_modules: of the base, that the adapter is not for.
+    """
+    tree: dict[str, TensorEntry] = {}
+
+    def put(key: str, entry: TensorEntry) -> None:
+        if key in tree:
+            raise Conflict(f"two tensors would be called {printable(key)}", "Nothing was written.")
+        tree[key] = entry
+
+    for delta in adapter.deltas:
+        parts = delta.factors | {"B.bias": delta.bias, "magnitude": delta.magnitude}
+        if scheme == KOHYA:
+            parts["alpha"] = alpha_tensor(alpha_of(delta), delta.factors["A"].dtype)
+        for role, entry in parts.items():
+            if entry is not None:
+                put(written_key(scheme, delta.component, delta.module, role, delta.embedding), entry)
+    for whole in adapter.whole:
+        put(whole.key, whole.entry)
+    if scheme == PEFT:
+        return Stored(tree, {**adapter.config, **peft_config(adapter, other_modules)}, {})
+    if scheme == KOHYA or all(delta.scale == 1 for delta in adapter.deltas):
+        return Stored(tree, None, {})
+    return Stored(tree, None, {DIFFUSERS_CONFIG: json.dumps(diffusers_metadata(adapter), indent=2, sort_keys=True)})
+
+
+def diffusers_metadata(adapter: Adapter) -> dict[str, Any]:
+    """The fields of each component's `LoraConfig`, as diffusers stores them."""
+    kept = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_dora", "lora_bias")
+    fields: dict[str, Any] = {}
+    for component in dict.fromkeys(delta.component for delta in adapter.deltas):
+        deltas = tuple(delta for delta in adapter.deltas if delta.component == component)
+        config = peft_config(replace(adapter, deltas=deltas))
+        fields |= {f"{component}{name}": config[name] for name in kept}
+    return fields
+
+
+def alpha_of(delta: Delta, rs: bool = False) -> float:
+    """The alpha that gives a module's scale: that stored, where it does.  rs: by rsLoRA's formula."""
+    divisor = math.sqrt(delta.rank) if rs else delta.rank
+    same = delta.alpha is not None and delta.alpha / divisor == delta.scale
+    return delta.alpha if same and delta.alpha is not None else delta.scale * divisor
+
+
+def alpha_tensor(value: float, dtype: DType) -> TensorEntry:
+    """A number as a tensor, of a factor's type as kohya saves alphas; in f32 where that does not hold it."""
+    import numpy
+
+    def of(dtype: DType) -> TensorEntry:
+        values = numpy.array([value]).astype("d" if dtype.is_float else dtype.to_numpy())
+        return TensorEntry(Storage(InlineBytes(in_type(values, dtype))), dtype, (), ())
+
+    entry = of(dtype)
+    return entry if float(TensorValues(entry).read(0, 1)[0]) == value else of(by_name("f32"))
+
+
+def peft_config(adapter: Adapter, other_modules: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of `LoraConfig` that say what the adapter is."""
+    rs = bool(adapter.config.get("use_rslora"))
+    modules = [delta.module for delta in adapter.deltas]
+    fields: dict[str, Any] = {"peft_type": "LORA", "target_modules": _targets(modules, other_modules)}
+    for name, pattern, values in (
+        ("r", "rank_pattern", [delta.rank for delta in adapter.deltas]),
+        ("lora_alpha", "alpha_pattern", [_plain(alpha_of(delta, rs)) for delta in adapter.deltas]),
+    ):
+        usual = Counter(values).most_common(1)[0][0]
+        fields[name] = usual
+        fields[pattern] = {
+            f"^{re.escape(module)}": value for module, value in zip(modules, values, strict=True) if value != usual
+        }
+    fields["use_dora"] = any(delta.magnitude is not None for delta in adapter.deltas)
+    fields["lora_bias"] = any(delta.bias is not None for delta in adapter.deltas)
+    return fields
+
+
+def _targets(modules: Sequence[str], others: Iterable[str]) -> list[str] | str:
+    """The modules by name; by an expression where a name is also the end of another module's, as PEFT compares."""
+    ends = tuple(f".{module}" for module in modules)
+    if any(other.endswith(ends) for other in others):
+        return "|".join(map(re.escape, modules))
+    return list(modules)
+
+
+def _plain(value: float) -> float:
+    return int(value) if value == int(value) else value
+
+
+# Converting ----------------------------------------------------------------------------------------------------------
+
+
+def convert(
+    adapter: Adapter,
+    scheme: str,
+    *,
+    name: str,
+    component: str | None = None,
+    bases: Sequence[Mapping[Any, Any]] = (),
+    fold: bool = False,
+) -> Stored:
+    """The adapter in another scheme; its factors as they are, but for a folded scale.
+
+    name: of its file.  component: the model that it is for, one of COMPONENTS, where its names do not say.
+    bases: state dicts of the models, whose names tell where kohya's underscores are dots.
+    Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `Conflict` for
+    names of two modules, `UsageError` where a component or base is needed.
+    """
+    _refuse_unheld(adapter, scheme, name)
+    config = {"use_rslora": False} if scheme == PEFT else {}
+    components = {delta.component for delta in adapter.deltas}
+    names = {each: _component(each, components, scheme, component, name) for each in components}
+    if len(set(names.values())) < len(components):
+        what = f"{name} is for {listed(sorted(map(printable, components)))}"
+        raise Unsupported(what, "An adapter of PEFT is for one model.", "Drop the other first: ckptool edit")
+    modules = _dotted_modules(adapter, bases, name) if adapter.scheme == KOHYA and scheme != KOHYA else {}
+    deltas = []
+    for delta in adapter.deltas:
+        module = modules.get(delta.module, delta.module)
+        module = module.replace(".", "_") if scheme == KOHYA else module
+        made = replace(delta, component=names[delta.component], module=module)
+        deltas.append(_folded(made) if fold else made)
+    return stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _modules_of(bases))
+
+
+def _refuse_unheld(adapter: Adapter, scheme: str, name: str) -> None:
+    if adapter.config.get("target_parameters"):
+        raise Unsupported(f"{name} is for parameters of experts", f"{scheme}'s names have none. Nothing was written.")
+    if adapter.whole:
+        keys = listed([printable(whole.key) for whole in adapter.whole])
+        raise Unsupported(f"{name} has whole tensors (modules_to_save): {keys}", f"They would get lost in {scheme}.")
+    for delta in adapter.deltas:
+        where = f"{name}: {printable(delta.module)}"
+        if delta.method != LORA or delta.factors.keys() != {"A", "B"}:
+            kind = delta.method if delta.method != LORA else "LoRA with lora_mid"
+            raise Unsupported(
+                f"{where} is {kind}", f"It is not written with the names of {scheme}. Nothing was written."
+            )
+        for fact, present in (
+            ("DoRA", delta.magnitude is not None),
+            ("biases", delta.bias is not None),
+            ("embeddings", delta.embedding),
+        ):
+            if present and fact not in _HOLDS[scheme] & _HOLDS.get(adapter.scheme, _HOLDS[DIFFUSERS]):
+                raise Unsupported(f"{where} has {fact}", f"{adapter.scheme} and {scheme} have no common form for it.")
+
+
+def _component(old: str, components: set[str], scheme: str, chosen: str | None, name: str) -> str:
+    """The prefix of a component in a scheme."""
+    if scheme == PEFT:
+        return MODEL
+    side = (DIFFUSERS, KOHYA).index(scheme)
+    if chosen is not None:
+        if chosen not in COMPONENTS or len(components) > 1:
+            raise UsageError(
+                f"--component {printable(chosen)} does not say which model {name} is for",
+                f"It is for {counted(len(components), 'model')}. Known are {listed(list(COMPONENTS), 20)}.",
+            )
+        return COMPONENTS[chosen][side]
+    rows = [row for row in COMPONENTS.values() if old in row]
+    if not rows:
+        raise UsageError(
+            f"{name} does not say which model it is for",
+            f"In {scheme}'s names every key begins with that.",
+            "For example: --component unet",
+        )
+    several = any(each in COMPONENTS["te2"] for each in components)  # of two text encoders, kohya counts the first
+    return rows[-1 if several else 0][side]
+
+
+def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]], name: str) -> dict[str, str]:
+    """kohya's modules with their dots: as the bases have them, else by the words of diffusers' and CLIP's modules."""
+    known: dict[str, set[str]] = {}
+    for module in _modules_of(bases):
+        known.setdefault(module.replace(".", "_"), set()).add(module)
+    found = {delta.module: known.get(delta.module, set()) for delta in adapter.deltas}
+    if not bases:
+        found = {module: {words} if (words := split_words(module)) else set() for module in found}
+    for module, names in found.items():
+        if len(names) > 1:
+            what = f"{name}: {printable(module)} is {listed(sorted(map(printable, names)))}"
+            raise Conflict(what, "Without their dots these names are the same. Nothing was written.")
+    if lost := [printable(module) for module, names in found.items() if not names]:
+        raise NoMatch(
+            f"{name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",
+            "No base has them. Nothing was written." if bases else "Which of their underscores are dots is not known.",
+            "Name the models that it is for: --base FILE (repeatable)",
+        )
+    return {module: next(iter(names)) for module, names in found.items()}
+
+
+def _modules_of(bases: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
+    for base in bases:
+        for key in base:
+            if type(key) is str and key.endswith(".weight"):
+                yield without_wrappers(key).removesuffix(".weight")
+
+
+def _folded(delta: Delta) -> Delta:
+    """The same change with scale 1: B is multiplied with it."""
+    b = delta.factors["B"]
+    if delta.scale == 1:
+        return replace(delta, alpha=float(delta.rank))
+    values, scale = TensorValues(b), delta.scale
+
+    def rows(start: int, stop: int) -> Array:
+        block: Array = values.rows(start, stop)
+        block *= block.dtype.type(scale)
+        return block
+
+    scaled = computed_rows(b.dtype, b.shape, rows, (b,), b.location)
+    return replace(delta, factors=delta.factors | {"B": scaled}, alpha=float(delta.rank), scale=1.0)

@@ -1,0 +1,54 @@
+"""The common parts of the verbs that write adapters: PEFT's folder, or one file of another scheme."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckptool.checkpoint import Checkpoint, InlineBytes
+from ckptool.checkpoint.files import Input
+from ckptool.errors import Unsupported, UsageError, printable
+from ckptool.formats import SHARDED, safetensors
+from ckptool.formats.model_folder import ADAPTER, PEFT, STEMS, ModelFolder
+from ckptool.formats.sharded.writing import divided
+from ckptool.reports.save import SaveResult
+from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG
+from ckptool.transforms.lora.schemes import Stored
+from ckptool.verbs._save import Output, SaveOptions, output_of, save
+
+_WHOLE = "1000TB"  # PEFT reads no shards
+
+
+def output_of_adapter(verb: str, out: str | os.PathLike[str] | None, options: SaveOptions) -> Output:
+    """The output of a verb that writes an adapter. Raises `UsageError` for `in_place`."""
+    output = output_of(verb, out, options)
+    if output.in_place:
+        raise UsageError(f"{verb} writes a new adapter", "Its ranks or names are others.", "For example: -o adapter/")
+    return output
+
+
+def save_adapter(output: Output, original: Checkpoint, made: Stored, inputs: Sequence[Input] = ()) -> SaveResult:
+    """Writes an adapter: with a configuration as PEFT's folder, else as one file.
+
+    Raises `UsageError` for PEFT's into a file, `Unsupported` where the container has no place for a scale.
+    """
+    changed = replace(
+        original, tree=made.tree, metadata=made.metadata, origin=None, extras={}, discarded=(), part=None, base=()
+    )
+    if made.config is None:
+        container = output.format(safetensors.NAME)
+        if DIFFUSERS_CONFIG in made.metadata and container.name != safetensors.NAME:
+            what = f"{container.name} has no place for the scales of an adapter with diffusers' names"
+            raise Unsupported(what, "They stand in the metadata of safetensors.", "Write -o OUT.safetensors, or --fold")
+        return save(replace(output, container=container.name), original, changed, inputs=inputs)
+    container = output.format(SHARDED)
+    if container.name != SHARDED:
+        what = f"{printable(output.path or '')} would be a file, and an adapter of PEFT is a folder"
+        raise UsageError(what, f"Its scales are in {ADAPTER}.", "For example: -o adapter/")
+    config = json.dumps(made.config, indent=2, sort_keys=True).encode() + b"\n"
+    beside = ModelFolder(PEFT, files={ADAPTER: InlineBytes(config)}, place=ADAPTER)
+    path = None if output.path is None else os.path.join(output.path, "")
+    output = replace(output, container=SHARDED, path=path)
+    return save(output, original, divided(changed, _WHOLE, STEMS[PEFT]), inputs=inputs, beside=beside)

@@ -1,0 +1,64 @@
+"""`lora convert`: an adapter with the names of another library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.errors import UsageError, counted, listed, printable
+from ckptool.formats.opening import PathLike, open_whole
+from ckptool.reports.save import Written
+from ckptool.transforms.lora.schemes import SCHEMES, convert
+from ckptool.verbs._adapters import output_of_adapter, save_adapter
+from ckptool.verbs._save import SaveOptions, written
+from ckptool.verbs.lora_merge import open_adapter
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def lora_convert(
+    adapter: PathLike,
+    out: PathLike | None = None,
+    *,
+    to: str,
+    base: PathLike | Sequence[PathLike] = (),
+    component: str | None = None,
+    fold: bool = False,
+    config: PathLike | None = None,
+    **options: Unpack[SaveOptions],
+) -> Written:
+    """Writes an adapter of LoRA with the names of `peft` (a folder), `kohya` or `diffusers`, and its factors.
+
+    base: the models that it is for, which tell where kohya's underscores are dots.  component: the model that it is
+    for, where its names do not say: `unet`, `te`, `te1`, `te2`, `transformer`, ….  fold: multiply the scales into B,
+    for readers that know none.  config: its adapter_config.json, if that is not beside it.
+    Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `UsageError`
+    where a base or a component has to be named.
+    """
+    output = output_of_adapter("lora convert", out, options)
+    if to not in SCHEMES:
+        raise UsageError(f"unknown naming scheme {printable(to)!r}", f"Available: {', '.join(SCHEMES)}.")
+    opened = open_whole(adapter)
+    found = open_adapter(opened, config)
+    given = [base] if isinstance(base, (str, os.PathLike)) else list(base)
+    bases = [one_state_dict(each.checkpoint, each.at)[0].node for each in map(open_whole, given)]
+    name = printable(opened.path)
+    made = convert(found, SCHEMES[to], name=name, component=component, bases=bases, fold=fold)
+    saved = save_adapter(output, opened.checkpoint, made)
+    details = []
+    if found.config.get("use_rslora"):
+        details.append("alpha is alpha · √rank of before: rsLoRA divides by √rank, these names by the rank")
+    if fold and (scales := sorted({delta.scale for delta in found.deltas} - {1.0})):
+        details.append(f"multiplied into B: {listed([f'{scale:g}' for scale in scales], 4)}")
+    return written(
+        output,
+        opened.checkpoint,
+        saved,
+        f"{counted(len(found.deltas), 'module')} with the names of {SCHEMES[to]}, before of {found.scheme}",
+        facts={"from": found.scheme, "to": SCHEMES[to], "modules": len(found.deltas), "tensors": len(made.tree)},
+        details=details,
+        notes=found.notes,
+    )

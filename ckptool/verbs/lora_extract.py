@@ -1,0 +1,94 @@
+"""`lora extract`: the difference between two models as an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint.commands import several
+from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
+from ckptool.errors import counted, listed, printable
+from ckptool.formats.opening import PathLike, open_whole
+from ckptool.reports.save import Written
+from ckptool.transforms.cast import parse_dtype
+from ckptool.transforms.lora.extract import Extracted, extract
+from ckptool.transforms.lora.schemes import stored
+from ckptool.verbs._adapters import output_of_adapter, save_adapter
+from ckptool.verbs._save import SaveOptions, written
+from ckptool.verbs.lora_merge import is_tied
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def lora_extract(
+    tuned: PathLike,
+    base: PathLike,
+    out: PathLike | None = None,
+    *,
+    rank: int,
+    energy: float = 1.0,
+    dtype: str = "f32",
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    **options: Unpack[SaveOptions],
+) -> Written:
+    """Writes what `tuned` changed of `base` as an adapter of PEFT: a folder that `PeftModel.from_pretrained` loads.
+
+    Each changed matrix as a product of rank `rank`, no further from it than 1.02 times the exact SVD is; changed norms,
+    embeddings and biases whole.  energy: the smallest rank that keeps this share of the squares of a difference.
+    dtype: of the factors.  only, exclude: patterns for keys.
+    Raises `Conflict` for models of other keys or shapes and for infinities, `NoMatch` where nothing changed,
+    `Unsupported` for a change that PEFT has no form for. A dry run reads the tensors, too.
+    """
+    output = output_of_adapter("lora extract", out, options)
+    target = parse_dtype(dtype)
+    opened = open_whole(tuned), open_whole(base)
+    first, second = (_bare(one_state_dict(each.checkpoint, each.at)[0].node) for each in opened)
+    names = printable(opened[0].path), printable(opened[1].path)
+    found = extract(
+        first,
+        second,
+        names=names,
+        rank=rank,
+        dtype=target,
+        energy=energy,
+        tied=is_tied(opened[0].checkpoint),
+        only=several(only),
+        exclude=several(exclude),
+    )
+    modules = [key.removesuffix(".weight") for key in second if type(key) is str and key.endswith(".weight")]
+    lora = {delta.module for delta in found.adapter.deltas}
+    made = stored(found.adapter, found.adapter.scheme, [module for module in modules if module not in lora])
+    source = opened[1].checkpoint.source
+    saved = save_adapter(output, opened[0].checkpoint, made, [] if source is None else [source])
+    facts = {
+        "base": names[1],
+        "ranks": {delta.module: delta.rank for delta in found.adapter.deltas},
+        "whole": [whole.name for whole in found.adapter.whole],
+        "unchanged": found.unchanged,
+        "tied": list(found.tied),
+    }
+    return written(output, opened[0].checkpoint, saved, _summary(found), facts=facts, details=_details(found, energy))
+
+
+def _bare(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The state dict without wrappers' prefixes, which modules in memory do not have when PEFT loads an adapter."""
+    bare = {without_wrappers(key) if type(key) is str else key: value for key, value in node.items()}
+    return bare if len(bare) == len(node) else node
+
+
+def _summary(found: Extracted) -> str:
+    ranks = sorted({delta.rank for delta in found.adapter.deltas})
+    span = f"{ranks[0]:,}" if len(ranks) == 1 else f"{ranks[0]:,} to {ranks[-1]:,}"
+    matrices = counted(len(found.adapter.deltas), "matrix", "matrices")
+    return f"{matrices} in rank {span}, {counted(found.unchanged, 'tensor')} unchanged"
+
+
+def _details(found: Extracted, energy: float) -> Iterator[str]:
+    if found.adapter.whole:
+        yield f"taken whole: {listed([printable(whole.name) for whole in found.adapter.whole], 6)}"
+    if found.clamped and energy >= 1:
+        yield f"smaller than the rank, and kept exactly: {listed([printable(key) for key in found.clamped], 6)}"
+    if found.tied:
+        yield f"tied in both, taken once: {listed([printable(key) for key in found.tied], 6)}"
