@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -12,6 +13,8 @@ import pytest
 import ckptool
 from ckptool.render.find_rules import find_rules_json, find_rules_text
 from tests.support.cli import Run
+from tests.support.layout_vectors import LAYOUT_CASES, counting
+from tests.support.random_rules import RandomRules
 
 Weights = dict[str, numpy.ndarray]
 Pair = tuple[Weights, Weights]
@@ -191,3 +194,41 @@ def test_command_writes_rules_and_exits_1_if_a_tensor_is_not_made(run: Run, tmp_
     written(tmp_path, a, {**b, "extra": random(3)})
     assert run("translate", "--find", old, new, "-o", str(out), "-f").code == 1
     assert run("translate", "--find", old).code == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_said_of_random_rules_is_true(seed: int, tmp_path: Path) -> None:
+    """Whatever the rules were that made B: those that are found make of A what the report says."""
+    import torch
+
+    made = RandomRules(seed)
+    wanted = made.translated(made.state)
+    torch.save(made.state, tmp_path / "a.pt")
+    torch.save(wanted, tmp_path / "b.pt")
+    out, result = tmp_path / "rules.yaml", tmp_path / "c.pt"
+    found = ckptool.find_rules(tmp_path / "a.pt", tmp_path / "b.pt", out)
+    assert found.by_value + len(found.by_name) + len(found.missing) == found.total == len(wanted)
+    if found.rules:
+        ckptool.translate(tmp_path / "a.pt", out=result, rules_file=out)
+        a, b = values_of(result), values_of(tmp_path / "b.pt")
+        assert sum(a.get(key) == value for key, value in b.items()) == found.by_value
+
+
+def values_of(file: Path) -> dict[str, tuple[Any, ...]]:
+    return {key: (entry.dtype, entry.shape, entry.numpy().tobytes()) for key, entry in ckptool.open(file).tree.items()}
+
+
+@pytest.mark.parametrize("name", sorted({path.name for path in LAYOUT_CASES.iterdir()} - {"llama-meta"}))
+def test_rules_of_layouts_that_ship_are_found_again(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    case = json.loads((LAYOUT_CASES / name / "case.json").read_text())
+    old, new = LAYOUT_CASES / name / "model.safetensors", tmp_path / "new.safetensors"
+    if "shapes" in case:
+        save_file(counting(case["shapes"]), old := tmp_path / "old.safetensors")
+    ckptool.translate(old, out=new, rules_file=case["layout"], set=case.get("set", ()))
+    for one, other in ((old, new), (new, old)):
+        found = ckptool.find_rules(one, other, tmp_path / "rules.yaml", overwrite=True)
+        tied = [note for note in found.notes if note.code == "second-name"]
+        cut = case.get("kept", {}) if one == new else ()  # rows that the other layout does not have
+        assert found.by_value == found.total - len(found.missing) and len(found.missing) == len(tied) + len(cut), found

@@ -126,6 +126,9 @@ class Relations:
                 total = sum(sums[key].total for key in many) % 2**64
                 if len(many) > 1 and total == self.prints[wholes][one].total and self._relate(many, one, splits):
                     break
+                padded = (key for key in many if self.sides[parts][key].shape[1:] == entry.shape[1:])
+                if any(self._relate([one if splits else key], key if splits else one, False) for key in padded):
+                    break
 
     def _beside(self, relation: Relation) -> None:
         """Finds the same for the other tensors of the same modules: the biases of weights."""

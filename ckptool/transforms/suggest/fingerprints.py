@@ -50,7 +50,7 @@ def _sums(entry: TensorEntry, digest: Any = None) -> tuple[int, list[Array]]:
 
     data, shape, unit = resolved(entry).row_major(), _plain_shape(entry), min(8, entry.dtype.itemsize)
     width, height = (shape[-1], shape[-2]) if len(shape) > 1 else (CHUNK, 1)
-    lines = prod(shape[:-1]) if len(shape) > 1 else 0
+    lines = prod(shape[:-1]) if len(shape) > 1 and entry.numel else 0
     if not 0 < lines <= MOST or width > 4 * CHUNK or lines // height * width > MOST:
         return sum(int(each.sum()) for each in _blocks(data, CHUNK, unit, digest)) % 2**64, []
     sums, columns = numpy.zeros(lines, numpy.uint64), numpy.zeros((lines // height, width), numpy.uint64)

@@ -179,7 +179,8 @@ def is_same(one: TensorEntry, other: TensorEntry) -> bool:
 
 
 def _reshapings(have: Sequence[int], want: Sequence[int]) -> list[str]:
-    """Operations that give a tensor a shape, where dimensions of size 1 or the last two tell the difference; or any."""
+    """Operations that give a tensor a shape: dimensions of size 1, the last two exchanged, fewer or more rows at the
+    end (of a padded vocabulary); or any."""
     if have == want:
         return [""]
     if [size for size in have if size != 1] == [size for size in want if size != 1]:
@@ -187,6 +188,8 @@ def _reshapings(have: Sequence[int], want: Sequence[int]) -> list[str]:
         return [" | ".join([*drop, *(f"unsqueeze {axis}" for axis, size in enumerate(want) if size == 1)])]
     if len(have) > 1 and [*have[:-2], have[-1], have[-2]] == [*want]:
         return ["transpose"]
+    if have and want and have[1:] == want[1:]:
+        return [f"slice 0 0:{want[0]}" if want[0] < have[0] else f"pad 0 {want[0]}"]
     return [f"reshape {[*want]} from {[*have]}"] if prod(have) == prod(want) else []
 
 
