@@ -76,21 +76,11 @@ def adapter_key(key: str, scheme: str | None = None) -> AdapterKey:
     module = match["module"]
     if ".processor." in module and key.endswith(("_lora.down.weight", "_lora.up.weight")):
         module = re.sub(r"\.to_out$", ".to_out.0", module.replace(".processor.", "."))
-    depth = 0
-    while module.endswith(".base_layer"):
-        module, depth = module.removesuffix(".base_layer"), depth + 1
-    module = module.replace(".base_layer.", ".")
-    side = match["side"] or match["embedding"]
-    role = (
-        (side if match["of"] != "bias" else f"{side}.bias")
-        if side
-        else "magnitude"
-        if match["magnitude"]
-        else _HALVES[match["half"]]
-        if match["half"]
-        else match["other"]
-    )
-    return AdapterKey(found, component, module, role, bool(match["embedding"]), depth)
+    inner = re.sub(r"(?:\.base_layer)+$", "", module)
+    depth = (len(module) - len(inner)) // len(".base_layer")
+    role = match["side"] or match["embedding"] or _HALVES.get(match["half"]) or match["other"] or "magnitude"
+    role += ".bias" if match["of"] == "bias" else ""
+    return AdapterKey(found, component, inner.replace(".base_layer.", "."), role, bool(match["embedding"]), depth)
 
 
 # Ends of keys by role, as each scheme is written; diffusers' are PEFT's.
@@ -147,7 +137,8 @@ def adapter_detail(node: Mapping[Any, Any]) -> str:
     Empty for what is none: at least a quarter of the keys of an adapter are factors.
     """
     texts = [key for key in node if type(key) is str]
-    if not any("lora" in key or "hada_w" in key or "lokr_w" in key for key in texts):
+    joined = "\n".join(texts)  # the quickest way to look at all of many
+    if not any(part in joined for part in ("lora", "hada_w", "lokr_w")):
         return ""
     keys = adapter_keys(texts)
     factors = {key: found for key, found in keys.items() if is_factor(found.role)}

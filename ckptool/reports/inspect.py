@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
-from ckptool.checkpoint.adapter_keys import adapter_detail
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, command
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object, Set
@@ -219,10 +218,10 @@ def _use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
 
 def _adapter_notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...]) -> Iterator[Note]:
     """The model that an adapter is for, as PEFT's configuration beside it says."""
-    if any(root.is_model and adapter_detail(root.node) for root in roots):
+    if any(root.is_model and " adapter, " in root.detail for root in roots):
         trained_on = (config_beside(checkpoint, ADAPTER) or {}).get("base_model_name_or_path")
-        whose = f", trained on {printable(str(trained_on))[:200]}" if trained_on else ""
-        yield Note("adapter", f"an adapter{whose}: changes to a model's weights, which lora merge adds to them")
+        whose = f"of {printable(str(trained_on))[:200]}" if trained_on else "of a model"
+        yield Note("adapter", f"changes to the weights {whose}, which lora merge adds to them")
 
 
 _WOULD = ((CALLED, "call"), (MADE, "make"), (NAMED, "import"))

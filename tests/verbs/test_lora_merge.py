@@ -71,7 +71,9 @@ def test_only_what_the_adapter_is_for_is_changed(tmp_path: Path, run: Run) -> No
     facts = json.loads(done.out)["facts"]
     assert (done.code, facts["changed"], facts["keys"], facts["base_model"]) == (0, [key], 2, "some/model")
     text = run("inspect", adapter).out
-    assert "LoRA adapter, PEFT names, rank 2, of 1 module (up)" in text and "trained on some/model" in text
+    assert (
+        "LoRA adapter, PEFT names, rank 2, of 1 module (up)" in text and "changes to the weights of some/model" in text
+    )
 
 
 @pytest.mark.parametrize("prefix", ["module.", "language_model.", ""])
