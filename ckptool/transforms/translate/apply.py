@@ -13,9 +13,10 @@ from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted,
 from ckptool.reports.compare import same_bytes
 from ckptool.transforms.key_names import Groups
 from ckptool.transforms.rules import WHOLE_KEY
-from ckptool.transforms.translate.operations import Number, Operation, Tensors, losses, zeros
+from ckptool.transforms.translate.operations import Number, Operation, Tensors, losses
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, TranslationRule
+from ckptool.transforms.translate.views import zeros
 
 REFUSE, KEEP, DROP = "refuse", "keep", "drop"
 REST = (REFUSE, KEEP, DROP)

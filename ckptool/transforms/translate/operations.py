@@ -12,21 +12,22 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
-from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.strided import resolved
-from ckptool.errors import UsageError, counted, printable
+from ckptool.errors import CkptoolError, UsageError, counted, printable
 from ckptool.formats.boxes import Chunk, assembled
 from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.transforms.blockwise import TensorValues, computed_tensor
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.casting import conversion, converted
+from ckptool.transforms.resize import parse_resize, resized
+from ckptool.transforms.translate.views import UNFIT, in_order, joined, reshaped, woven, zeros
 
 Number = Callable[[Arithmetic], int]
 """The value of an expression, with the variables of one match and of the rules."""
 Tensors = list[TensorEntry]
 Apply = Callable[["Operation", Tensors, Number], Tensors]
 
-UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."
 MAX_GROWTH, LARGE = 256, 1 << 30  # times that padding and repeating may enlarge a tensor, to more bytes than this
 
 
@@ -122,8 +123,8 @@ def parse_operation(text: str) -> Operation:
     ):
         raise UsageError(f"{printable(text)!r} is not how {name} is written", f"It is written: {kind.usage}")
     parsed = Operation(name, tuple(map(parse_arithmetic, numbers)), lists, over, " ".join(rest), of=of)
-    if name == "cast":
-        parse_dtype(parsed.words)
+    if check := {"cast": parse_dtype, "resize": parse_resize}.get(name):
+        check(parsed.words)
     return parsed
 
 
@@ -178,48 +179,12 @@ def _sizes(given: Sequence[Arithmetic], number: Number, total: int, combine: Cal
 # Shapes --------------------------------------------------------------------------------------------------------------
 
 
-def reshaped(tensor: TensorEntry, shape: Sequence[int]) -> TensorEntry:
-    """The elements in another shape: a view where the strides allow it, as in torch."""
-    strides = _view_strides(tensor, shape)
-    if strides is None:
-        return tensor.reshape(tuple(shape))
-    return TensorEntry(tensor.storage, tensor.dtype, tuple(shape), strides, tensor.offset, tensor.flags)
-
-
-def _view_strides(tensor: TensorEntry, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides of the same elements in another shape; None where there are none."""
-    if not tensor.numel:
-        return row_major_strides(tuple(shape))
-    blocks: list[list[int]] = []  # sizes and steps of dimensions that continue each other
-    for size, step in zip(tensor.shape, tensor.stride, strict=True):
-        if blocks and blocks[-1][1] == size * step:
-            blocks[-1] = [blocks[-1][0] * size, step]
-        elif size != 1:
-            blocks.append([size, step])
-    strides: list[int] = []
-    place = 0
-    for size, step in blocks:
-        end = place
-        while prod(shape[place:end]) < size and end < len(shape):
-            end += 1
-        if prod(shape[place:end]) != size:
-            return None
-        strides += [step * inner for inner in row_major_strides(tuple(shape[place:end]))]
-        place = end
-    return (*strides, *[1] * (len(shape) - place))
-
-
-def _in_order(tensor: TensorEntry, order: Sequence[int]) -> TensorEntry:
-    shape, stride = (tuple(values[axis] for axis in order) for values in (tensor.shape, tensor.stride))
-    return TensorEntry(tensor.storage, tensor.dtype, shape, stride, tensor.offset, tensor.flags)
-
-
 def _transpose(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     (tensor,) = tensors
     first, second = (_axis(tensor, axis, number) for axis in op.numbers or _LAST)
     order = list(range(len(tensor.shape)))
     order[first], order[second] = second, first
-    return [_in_order(tensor, order)]
+    return [in_order(tensor, order)]
 
 
 _LAST = (parse_arithmetic("-2"), parse_arithmetic("-1"))
@@ -230,7 +195,7 @@ def _permute(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     order = [_axis(tensor, axis, number) for axis in op.numbers]
     if sorted(order) != list(range(len(tensor.shape))):
         raise UsageError(f"{order} is no order of the dimensions of {list(tensor.shape)}", UNFIT)
-    return [_in_order(tensor, order)]
+    return [in_order(tensor, order)]
 
 
 def _unpermute(op: Operation) -> Operation | None:
@@ -278,20 +243,20 @@ def _squeeze(op: Operation, tensors: Tensors, number: Number) -> Tensors:
 
 
 def _interleave(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    return [_woven(tensors[0], _axis(tensors[0], op.numbers[0], number), 1, number(op.numbers[1]), apart=False)]
+    return [woven(tensors[0], _axis(tensors[0], op.numbers[0], number), 1, number(op.numbers[1]), apart=False)]
 
 
 def _deinterleave(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    return [_woven(tensors[0], _axis(tensors[0], op.numbers[0], number), 1, number(op.numbers[1]), apart=True)]
+    return [woven(tensors[0], _axis(tensors[0], op.numbers[0], number), 1, number(op.numbers[1]), apart=True)]
 
 
 def _rope(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     """Queries or keys whose rotary pairs are neighbours (Meta's Llama) as two halves of each head (transformers)."""
-    return [_woven(tensors[0], 0, _heads(op, tensors[0], number), 2, apart=True)]
+    return [woven(tensors[0], 0, _heads(op, tensors[0], number), 2, apart=True)]
 
 
 def _unrope(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    return [_woven(tensors[0], 0, _heads(op, tensors[0], number), 2, apart=False)]
+    return [woven(tensors[0], 0, _heads(op, tensors[0], number), 2, apart=False)]
 
 
 def _heads(op: Operation, tensor: TensorEntry, number: Number) -> int:
@@ -300,20 +265,6 @@ def _heads(op: Operation, tensor: TensorEntry, number: Number) -> int:
     if size and tensor.shape[:1] != (heads * size[0],):
         raise UsageError(f"{list(tensor.shape)} does not have the rows of {heads:,} heads of {size[0]:,}", UNFIT)
     return heads
-
-
-def _woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: bool) -> TensorEntry:
-    """In each of equal groups of a dimension: its parts as every other element; or, apart, the other way round."""
-    shape = tensor.shape
-    if not shape or parts < 1 or groups < 1 or shape[axis] % (parts * groups):
-        size = f"{shape[axis]:,}" if shape else "a single value"
-        raise UsageError(f"{size} is no multiple of {groups} x {parts}", UNFIT)
-    inner = shape[axis] // parts // groups
-    sizes = (inner, parts) if apart else (parts, inner)
-    divided = reshaped(tensor, (*shape[:axis], groups, *sizes, *shape[axis + 1 :]))
-    order = list(range(len(divided.shape)))
-    order[axis + 1 : axis + 3] = axis + 2, axis + 1
-    return reshaped(_in_order(divided, order), shape)
 
 
 # Parts ---------------------------------------------------------------------------------------------------------------
@@ -357,25 +308,6 @@ def _refuse_unlike(tensors: Tensors, axis: int | None = None) -> None:
             raise UsageError(what, UNFIT)
 
 
-def joined(tensors: Tensors, axis: int) -> TensorEntry:
-    """Tensors of one type, and of one shape but for the axis, one after the other."""
-    plain = [resolved(tensor) for tensor in tensors]
-    first = plain[0]
-    begins = list(accumulate((tensor.shape[axis] for tensor in plain), initial=0))
-    shape = (*first.shape[:axis], begins[-1], *first.shape[axis + 1 :])
-    chunks = [
-        Chunk(tensor, tuple(begin * (each == axis) for each in range(len(shape))))
-        for tensor, begin in zip(plain, begins, strict=False)
-        if tensor.numel
-    ]
-    return assembled(shape, chunks).with_flags(first.flags) if chunks else _empty(first, shape)
-
-
-def _empty(like: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    storage = Storage(InlineBytes(b""), like.location)
-    return TensorEntry(storage, like.dtype, shape, row_major_strides(shape), 0, like.flags)
-
-
 def _stack(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     axis = _axis(tensors[0], op.numbers[0], number, 1)
     _refuse_unlike(tensors)
@@ -388,7 +320,7 @@ def _unstack(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     if not tensor.shape[axis]:
         raise UsageError(f"dimension {axis} of {list(tensor.shape)} is empty: it would become no tensor", UNFIT)
     parts = [tensor.narrow(axis, index, 1) for index in range(tensor.shape[axis])]
-    return [_in_order(part, [at for at in range(len(part.shape)) if at != axis]) for part in parts]
+    return [in_order(part, [at for at in range(len(part.shape)) if at != axis]) for part in parts]
 
 
 # Values --------------------------------------------------------------------------------------------------------------
@@ -437,12 +369,6 @@ def _pad(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     return [joined([tensor, zeros(tensor, shape)], axis)] if more else [tensor]
 
 
-def zeros(like: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """A tensor of zeros of the type of another one: one zero, expanded."""
-    storage = Storage(InlineBytes(bytes(like.dtype.itemsize)), like.location)
-    return TensorEntry(storage, like.dtype, shape, (0,) * len(shape))
-
-
 def _repeat(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     """Every index of a dimension several times in a row, as `torch.repeat_interleave`."""
     (tensor,) = tensors
@@ -467,7 +393,7 @@ def _unrepeat(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     apart = reshaped(tensor, [tensor.shape[axis] // times if size == -1 else size for size in shape])
     order = [at for at in range(len(shape)) if at != axis + 1]
     first, *others = (
-        Chunk(resolved(_in_order(apart.narrow(axis + 1, n, 1), order)), (0,) * len(order), f"copy {n}")
+        Chunk(resolved(in_order(apart.narrow(axis + 1, n, 1), order)), (0,) * len(order), f"copy {n}")
         for n in range(times)
     )
     return [assembled(first.entry.shape, [replace(first, replicas=tuple(others))], "repeated rows")]
@@ -495,6 +421,19 @@ def _cast(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     if conversion(tensor.dtype, dtype) is None:
         raise UsageError(f"{tensor!r} cannot be cast to {dtype}", UNFIT)
     return [converted(tensor, dtype)]
+
+
+def _resize(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    """The tensor in another size, as `warm-start --resize` makes it; -1 is a dimension that stays."""
+    (tensor,), sizes = tensors, [number(size) for size in op.lists[0]]
+    if len(sizes) != len(tensor.shape) or any(size < -1 for size in sizes):
+        raise UsageError(f"{list(tensor.shape)} cannot become {sizes}", UNFIT)
+    shape = tuple(old if new == -1 else new for old, new in zip(tensor.shape, sizes, strict=True))
+    _refuse_growth(tensor, prod(shape))
+    try:
+        return [resized(tensor, shape, parse_resize(op.words), "the tensor")]
+    except CkptoolError as error:
+        raise type(error)(error.what, error.why) from None  # its advice is for warm-start
 
 
 def _subtract(op: Operation) -> Operation:
@@ -528,6 +467,7 @@ KINDS: dict[str, OperationKind] = {
     "repeat": OperationKind("repeat AXIS TIMES", _repeat, (2, 2), inverse="unrepeat"),
     "unrepeat": OperationKind("unrepeat AXIS TIMES", _unrepeat, (2, 2), inverse="repeat"),
     "add": OperationKind("add NUMBER", _add, inverse=_subtract),
+    "resize": OperationKind("resize [SIZE, …] bicubic(cls=1) | rows(mean) | …", _resize, (0, 0), (1, 1), free=True),
     "cast": OperationKind("cast DTYPE", _cast, (0, 0), free=True),
 }
 
