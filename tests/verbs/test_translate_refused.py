@@ -1,0 +1,150 @@
+"""Rules and weights that do not go together: an error that points at the rule, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
+
+STATE = {
+    "l.0.qkv": torch.arange(42.0).reshape(7, 6),
+    "l.1.qkv": torch.arange(42.0).reshape(7, 6),
+    "e.0.w": torch.ones(2, 3),
+    "e.2.w": torch.ones(2, 3),
+    "half": torch.ones(2, 3, dtype=torch.float16),
+    "count": torch.tensor(3),
+}
+
+WRONG = {
+    "sizes that do not divide": ("l.{n}.qkv => l.{n}.{q,k,v} : split 0", "7 cannot be split into 3 equal parts"),
+    "sizes of another sum": ("l.{n}.qkv => l.{n}.{q,k,v} : split 0 [2, 2, 2]", "7 is not 2 \\+ 2 \\+ 2"),
+    "an unbound variable": ("l.{n}.qkv => l.{n}.{q,k} : split 0 [heads, -1]", "'heads' in 'heads' has no value"),
+    "a variable on the right alone": ("l.{n}.qkv => l.{m}.x", "'m'"),
+    "two for one key": ("l.{n}.qkv => x", "two tensors would be 'x'"),
+    "a member that is missing": ("e.{e}.w => e : stack 0 over e", "there is nothing for e = 1"),
+    "a name that is missing": ("l.{n}.qkv, l.{n}.bias => l.{n}.x : cat 0", "no l.0.bias"),
+    "a division with a rest": ("l.{n}.qkv => l.{n}.x : unflatten 0 [7 / 2, 2]", "7 cannot be divided by 2"),
+    "a division by zero": ("l.{n}.qkv => l.{n}.x : unflatten 0 [7 // 0, 2]", "by 0"),
+    "a huge repeat": ("l.{n}.qkv => l.{n}.x : repeat 0 1000000000", "would become"),
+    "a huge pad": ("l.{n}.qkv => l.{n}.x : pad 0 9007199254740992", "would become"),
+    "a huge resize": ("l.{n}.qkv => l.{n}.x : resize [99999999999, -1] rows(mean)", "would become"),
+    "a number beyond all": ("l.{n}.qkv => l.{n}.x : pad 0 9007199254740992 * 9007199254740992", "9007199254740992"),
+    "no such dimension": ("l.{n}.qkv => l.{n}.x : transpose 0 2", "has no dimension 2"),
+    "a dimension of a number": ("count => count2 : transpose", "has no dimension"),
+    "two types": ("half, e.0.w => x : cat 0", "cannot be put together"),
+    "an unknown operation": ("half => x : transmogrify", "unknown operation 'transmogrify'"),
+    "an operation without its numbers": ("half => x : permute", "is not how permute is written"),
+    "code": ("half => x : reshape [__import__('os').getpid(), -1]", "is not an expression"),
+    "deep arithmetic": ("half => x : pad 0 " + "(" * 140 + "1" + ")" * 140, "is not an expression|cannot be padded"),
+    "many names": ("half => {a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}", "8,192 names"),
+    "more tensors than names": ("l.{n}.qkv => l.{n}.{a,b} : split 0 [2, 2, 3]", "3 tensors come out of it"),
+    "an integer that is added to": ("count => x : add 1", "is of no floating type"),
+    "no match": ("nothing => x", "matches no key"),
+    "a keyless name": ("re:(h)alf => ", "is not a rule"),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    torch.save(STATE, tmp_path / "in.pt")
+    return tmp_path / "in.pt"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_points_at_the_rule(name: str, file: Path) -> None:
+    rule, message = WRONG[name]
+    before = sorted(file.parent.iterdir())
+    with pytest.raises(CkptoolError, match=message):
+        ckptool.translate(file, rule, file.with_name("out.pt"), rest="keep")
+    assert sorted(file.parent.iterdir()) == before
+    rules = file.with_name("rules.yaml")
+    rules.write_text(f"# comment\nrules:\n  - {json.dumps(rule)}\n")
+    with pytest.raises(CkptoolError, match=message) as caught:
+        ckptool.translate(file, out=file.with_name("out.pt"), rules_file=rules, rest="keep")
+    assert "rules.yaml, line 3" in str(caught.value)
+    assert sorted(file.parent.iterdir()) == sorted([*before, rules])
+
+
+def test_keys_that_no_rule_takes(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(NoMatch, match="no rule takes 5 keys"):
+        ckptool.translate(file, "half => x", tmp_path / "out.pt")
+    done = ckptool.translate(file, "half => x", tmp_path / "out.pt", rest="drop")
+    assert done.facts["roots"][0]["dropped"] and not done.facts["reversible"]
+    assert list(torch.load(tmp_path / "out.pt")) == ["x"]
+
+
+def test_variables_that_are_each_other(file: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("variables: {a: b + 1, b: a - 1}\nrules: ['half => x : pad 0 a']\n")
+    with pytest.raises(UsageError, match="the variables are computed of each other: a → b → a"):
+        ckptool.translate(file, out=tmp_path / "out.pt", rules_file=rules, rest="keep")
+
+
+@pytest.mark.parametrize("config", ["[]", '{"heads": NaN}', '{"heads": 1e400}', '{"heads": "7"}', "{" * 5000])
+def test_a_configuration_that_says_nothing(config: str, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UsageError, match="'heads' in 'heads' has no value"):
+        ckptool.translate(file, "l.{n}.qkv => l.{n}.{q,k} : split 0 [heads, -1]", tmp_path / "out.pt", rest="keep")
+
+
+def test_numbers_are_set_or_configured(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text": {"heads": 3}}')
+    rule: Any = "l.{n}.qkv => l.{n}.{q,k} : split 0 [text.heads, -1]"
+    ckptool.translate(file, rule, tmp_path / "out.pt", rest="keep")
+    assert torch.load(tmp_path / "out.pt")["l.0.q"].shape == (3, 6)
+    with pytest.raises(UsageError, match="no rule has a variable"):
+        ckptool.translate(file, rule, tmp_path / "no.pt", rest="keep", set="head=3")
+
+
+def test_odd_names_in_keys(tmp_path: Path) -> None:
+    names = ["a\nb", "a => b", "x : y", "{n}", "*", "a,b", "\\"]
+    torch.save({name: torch.ones(2, 3) for name in names}, tmp_path / "in.pt")
+    ckptool.translate(tmp_path / "in.pt", "* => p.* : transpose", tmp_path / "out.pt", verify=True)
+    assert list(torch.load(tmp_path / "out.pt")) == [f"p.{name}" for name in names]
+    rules = [r"\{n\} => brace : transpose", r"\* => star : transpose"]
+    done = ckptool.translate(tmp_path / "in.pt", rules, tmp_path / "two.pt", rest="keep")
+    assert done.summary == "2 tensors became 2"
+
+
+def test_files_that_are_no_rules(file: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    for text, message in {
+        "rules: 3\n": "line 1: not a list",
+        "a: b\n": "'a' is none of",
+        "rules: []\nrules: []\n": "'rules' stands there twice",
+        "- [a, b]\n": "line 1",
+        "'": "not valid YAML|line 1",
+        "x" * 10 + "\n" + "y: [" * 3000: "nested too deep|line",
+        "fill: ['a => ones like b']\n": "is not of the form",
+    }.items():
+        rules.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            ckptool.translate(file, out=tmp_path / "out.pt", rules_file=rules, rest="keep")
+    rules.write_text("rules: ['half => x']\n")
+    with pytest.raises(UsageError, match="ckptool translate"):
+        ckptool.convert(file, tmp_path / "out.pt", rules_file=rules)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_many_keys_and_many_rules(tmp_path: Path) -> None:
+    one = torch.ones(3, 1)
+    save_file({f"m{i % 100}.{i // 100}.qkv": one.clone() for i in range(3000)}, tmp_path / "in.safetensors")
+    rules = [f"m{i}.{{n}}.qkv => x{i}.{{n}}.{{q,k,v}} : split 0" for i in range(100)]
+    begin = time.process_time()
+    done = ckptool.translate(tmp_path / "in.safetensors", rules, tmp_path / "out.safetensors", dry_run=True)
+    assert done.summary == "3,000 tensors became 9,000" and time.process_time() - begin < 20
+
+
+def test_a_conflict_leaves_what_was_there(file: Path, tmp_path: Path) -> None:
+    before = file.read_bytes()
+    with pytest.raises(Conflict, match="two tensors would be 'half'"):
+        ckptool.translate(file, "e.0.w => half", in_place=True, rest="keep")
+    assert file.read_bytes() == before
