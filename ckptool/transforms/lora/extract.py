@@ -23,8 +23,8 @@ from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta, Whole
 from ckptool.transforms.lora.low_rank import TensorDifference
 from ckptool.transforms.lora.products import transposed
+from ckptool.transforms.lora.schemes import MODEL
 
-MODEL = "base_model.model."
 MAX_FACTORS = 1 << 26  # elements of A and B together
 _EMBEDDING = re.compile(r"(.*\.)?(wte|wpe|shared|\w*embed(ding)?s?(_tokens|_positions|_in|_table)?)\.weight")
 

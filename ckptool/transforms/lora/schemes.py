@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.adapter_keys import DIFFUSERS, KOHYA, LORA, PEFT, split_words, written_key
+from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
@@ -167,7 +168,8 @@ def convert(
     names = {each: _component(each, components, scheme, component, name) for each in components}
     if len(set(names.values())) < len(components):
         what = f"{name} is for {listed(sorted(map(printable, components)))}"
-        raise Unsupported(what, "An adapter of PEFT is for one model.", "Drop the other first: ckptool edit")
+        advice = Advice("Drop the keys of the others first: ", command("edit", name, drop="PATTERN", out=OUT))
+        raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
     modules = _dotted_modules(adapter, bases, name) if adapter.scheme == KOHYA and scheme != KOHYA else {}
     deltas = []
     for delta in adapter.deltas:
