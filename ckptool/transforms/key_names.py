@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import prod
 
 from ckptool.checkpoint.patterns import SHORT, match_within_limit
 from ckptool.errors import UsageError, counted, printable
 from ckptool.transforms.arithmetic import Arithmetic, Lookup, parse_arithmetic, solved
 
+MAX_WAYS = 128  # that are tried where arithmetic on the left side has several unknown numbers
 MAX_NAMES = 4096  # that one side may stand for
 _TOKEN = re.compile(r"\*|\{([^{}]*)\}|\\(.)|(\{)", re.DOTALL)
 _WORD = re.compile(r"\w+")
@@ -202,6 +204,9 @@ def _solutions(
     names = dict.fromkeys(name for each in expressions for name in sorted(each.names))
     unknown = [name for name in names if f"v_{name}" not in groups and lookup(name) is None]
     free = [name for name in unknown if name not in ranges]
+    if (ways := prod(ranges[name] for name in unknown if name in ranges)) > MAX_WAYS:
+        what = f"{counted(ways, 'way')} to solve {printable(expressions[0].text)}"
+        raise UsageError(what, f"At most {MAX_WAYS:,} are tried: no model has as many blocks.")
     for values in product(*(range(ranges[name]) for name in unknown if name in ranges)):
         bound = dict(zip((name for name in unknown if name in ranges), values, strict=True))
         known = {group[2:]: int(text) for group, text in groups.items() if group[2:] in names} | bound

@@ -98,31 +98,34 @@ def translate(
         rest=rest,
         way_back=(lambda: there) if reverse else None,
     )
-    result, behind, notes = _saved(change, done.checkpoint, like, shard_size)
+    library = "" if layout is None else (layout.old if reverse else layout.new).name
+    result, behind, notes = _saved(change, done.checkpoint, like, shard_size, library)
     details = [*_details(change, done, layout, reverse), *behind]
     return change.written(result, _summary(done, layout, reverse), facts=_facts(done), details=details, notes=notes)
 
 
 def _saved(
-    change: FileChange, done: Checkpoint, like: PathLike | None, shard_size: int | str | None
+    change: FileChange, done: Checkpoint, like: PathLike | None, shard_size: int | str | None, library: str
 ) -> tuple[SaveResult, list[str], tuple[Note, ...]]:
     """Writes the translated file; to a container of tensors, as `convert` does, its one set of weights.
 
-    Lines on what was taken and what stays behind, and notes on what the container cannot say.
+    library: that loads it, as far as the layout says. Lines on what was taken and what stays behind, and notes on what
+    the container cannot say.
     """
+    beside = _beside(change, done, like, library)
     output = change.output
     if output.container is None and ((output.path or "").endswith("/") or shard_size is not None or like is not None):
         output = replace(output, container=output.format(SHARDED).name)
     container = output.format(change.original.container)
     if output.in_place or not container.tensors_only or change.original.tensors_only:
         if container.writes_folder and container.tensors_only:
-            done = divided(replace(done, origin=None), shard_size, "model")
-        return change.saving_to(output).save(done, beside=_beside(change, done, like)), [], ()
+            done = divided(replace(done, origin=None), shard_size, beside.stem)
+        return change.saving_to(output).save(done, beside=beside), [], ()
     root, remark = one_state_dict(done, "" if change.named else None)
     copies = not container.keeps_ties
     exported = export(done, root, copy_ties=copies, container=container.name, keep_metadata=container.keeps_metadata)
     behind = [*exported.left_behind, *siblings(change.original.tree, change.part.base)]
-    changed, beside = replace(exported.checkpoint, base=()), _beside(change, done, like)
+    changed = replace(exported.checkpoint, base=())
     if container.writes_folder:
         changed = divided(replace(changed, origin=None), shard_size, beside.stem)
     result = save(output, change.original, changed, beside=beside)
@@ -133,13 +136,13 @@ def _saved(
     )
 
 
-def _beside(change: FileChange, done: Checkpoint, like: PathLike | None) -> ModelFolder:
+def _beside(change: FileChange, done: Checkpoint, like: PathLike | None, library: str) -> ModelFolder:
     """The files for a folder of weights: those of a folder of the new layout, as those beside describe the old one."""
     if like is not None:
         return model_folder(change.part, done.tree, os.fspath(like))
     found = model_folder(change.original, change.part.tree)
     left = f"{CONFIG} (of the layout before; --like DIR takes that of a folder of the new one)"
-    return ModelFolder(place=found.place, left=(left,) if found.files else ())
+    return ModelFolder(library, found.place, left=(left,) if found.files else ())
 
 
 def _summary(done: Translated, layout: LayoutRules | None, reverse: bool) -> str:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, UsageError
+from ckptool.transforms.key_names import KeyPattern, parse_name
 from tests.support.files import load, saved
 from tests.support.layout_vectors import LAYOUT_CASES, counting, digests
 from tests.support.llama_meta import MetaLlama, write_ranks
@@ -197,6 +198,25 @@ def test_a_single_file_with_other_parts(tmp_path: Path) -> None:
         **text,
     }
     assert again.keys() == whole.keys() and all(torch.equal(again[key], value) for key, value in whole.items())
+
+
+def test_files_are_called_as_the_library_calls_them(tmp_path: Path) -> None:
+    save_file(
+        counting(json.loads((LAYOUT_CASES / "vae-ldm" / "case.json").read_text())["shapes"]), tmp_path / "a.safetensors"
+    )
+    ckptool.translate(tmp_path / "a.safetensors", out=f"{tmp_path}/vae/", rules_file="vae-ldm")
+    assert [path.name for path in (tmp_path / "vae").iterdir()] == ["diffusion_pytorch_model.safetensors"]
+    ckptool.translate(LAYOUT_CASES / LLAMA, out=f"{tmp_path}/hf/", rules_file=LLAMA)
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
+
+
+def test_arithmetic_of_too_many_blocks_is_refused() -> None:
+    pattern = KeyPattern(parse_name("input_blocks.{b * layers + l}.0"), frozenset({"b", "l"}))
+    ranges = {"b": 5, "l": 20}
+    found = pattern.match("input_blocks.47.0", {"layers": 20}.get, ranges)
+    assert found == {"v_b": "2", "v_l": "7"}
+    with pytest.raises(UsageError, match="9,000 ways to solve"):
+        pattern.match("input_blocks.47.0", {"layers": 20}.get, ranges | {"b": 450})
 
 
 def test_megatrons_own_folders_say_what_has_no_place(tmp_path: Path) -> None:
