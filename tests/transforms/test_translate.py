@@ -122,3 +122,28 @@ def test_what_is_lost_is_said(seed: int, tmp_path: Path) -> None:
         assert not plan.facts["reversible"]
     else:
         assert plan.facts["reversible"], plan.details
+
+
+@pytest.mark.parametrize("out", ["out.safetensors", "folder/", "in place", "part", "extract"])
+def test_every_output(out: str, tmp_path: Path) -> None:
+    given = RandomRules(5, dtypes=FLOATS)
+    other = {"x": torch.ones(3)}
+    file, made = tmp_path / "in.pt", str(tmp_path / out)
+    torch.save({"model": given.state, "other": other} if out in ("part", "extract") else given.state, file)
+    numbers: Any = given.numbers
+    if out == "in place":
+        ckptool.translate(file, given.rules, set=numbers, in_place=True, verify=True)
+        same(torch.load(file), given.translated(given.state))
+    elif out in ("part", "extract"):
+        ckptool.translate(
+            f"{file}#model", given.rules, made, set=numbers, extract=out == "extract", container="torch-zip"
+        )
+        after = torch.load(made)
+        same(after if out == "extract" else after["model"], given.translated(given.state))
+        assert out == "extract" or torch.equal(after["other"]["x"], other["x"])
+    else:
+        ckptool.translate(file, given.rules, made, set=numbers, verify=True)
+        after, expected = ckptool.load(made), given.translated(given.state)
+        assert {key: bits(value) for key, value in after.items()} == {
+            key: bits(value) for key, value in expected.items()
+        }

@@ -263,7 +263,9 @@ def _heads(op: Operation, tensor: TensorEntry, number: Number) -> int:
     """The number of heads, if the tensor has the rows of so many of the size that is named."""
     heads, size = number(op.numbers[0]), [number(each) for each in op.numbers[1:]]
     if size and tensor.shape[:1] != (heads * size[0],):
-        raise UsageError(f"{list(tensor.shape)} does not have the rows of {heads:,} heads of {size[0]:,}", UNFIT)
+        raise UsageError(
+            f"{list(tensor.shape)} does not have the rows of {counted(heads, 'head')} of {size[0]:,}", UNFIT
+        )
     return heads
 
 
