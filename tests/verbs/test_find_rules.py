@@ -182,6 +182,17 @@ def test_values_that_differ_are_marked_and_what_is_not_made_is_listed(tmp_path: 
     assert "not made: extra.weight" in text and find_rules_json(found)["missing"] == ["extra.weight"]
 
 
+def test_fused_attention_of_a_tuned_model_is_found_by_names_and_shapes(tmp_path: Path) -> None:
+    a, b = vit()
+    sides = a, {key: value + random(*value.shape) for key, value in b.items()}
+    for one, other in (sides, sides[::-1]):
+        found = ckptool.find_rules(*written(tmp_path, one, other))
+        rules = {rule.text.partition(" : ")[2]: rule for rule in found.rules}
+        (rule,) = [rule for chain, rule in rules.items() if chain in ("split 0", "cat 0")]
+        assert (rule.tensors, rule.by_value) == ((18, 0) if other is sides[1] else (6, 0))
+        assert found.by_value == 0 < len(found.by_name)
+
+
 def test_command_writes_rules_and_exits_1_if_a_tensor_is_not_made(run: Run, tmp_path: Path) -> None:
     a, b = gpt2()
     old, new = written(tmp_path, a, b)

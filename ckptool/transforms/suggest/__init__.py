@@ -61,14 +61,10 @@ def suggest(
 
 def _fused(search: Search, source: Mapping[str, Shape], placed: Mapping[str, str]) -> Iterator[Suggestion]:
     """Rules that put queries, keys and values together, or cut them apart."""
-    holes, pairs, taken = Holes(), dict[str, str](), set[str]()
-    for three, one, axis, splits in fused(search):
-        sizes = [each[axis] for key in three if (each := (search.target if splits else search.source).shapes[key])]
-        chain = f"cat {axis}" + (f" {sizes}" if len(set(sizes)) > 1 else "")
-        for names, _ in as_one_name(three, holes):
-            relation = Relation(three, one, names, chain, splits)
-            pairs |= [relation.pair(holes)]
-            taken.update(relation.sides[0])
+    holes = Holes()
+    relations = list(fused_relations(search, holes))
+    pairs = dict(relation.pair(holes) for relation in relations)
+    taken = {key for relation in relations for key in relation.sides[0]}
     others = {key for key in source if key not in taken}
     keys = sorted([*pairs, *others])
     drafts = Drafting(pairs, keys, placed, others, frozenset(), lambda key, name: False, search.budget).rules({}, {})
@@ -88,6 +84,16 @@ def search_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], whole: 
     if max(len(search.source.shapes), len(search.target.shapes)) <= MOST:
         Structure(search, whole).run()
     return search
+
+
+def fused_relations(search: Search, holes: Holes) -> Iterator[Relation]:
+    """Queries, keys and values in one, where names and shapes say so."""
+    for three, one, axis, splits in fused(search):
+        side = search.target if splits else search.source
+        sizes = [shape[axis] for key in three if (shape := side.shapes[key])]
+        chain = f"cat {axis}" + (f" {sizes}" if len(set(sizes)) > 1 else "")
+        for names, _ in as_one_name(three, holes):
+            yield Relation(three, one, names, chain, splits)
 
 
 def _joined(search: Search) -> list[list[Pair]]:

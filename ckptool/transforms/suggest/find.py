@@ -16,7 +16,7 @@ from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.patterns import matcher
 from ckptool.errors import CkptoolError, printable
 from ckptool.reports.find_rules import FoundRule, FoundRules
-from ckptool.transforms.suggest import Drafting, escaped, search_pairs
+from ckptool.transforms.suggest import Drafting, escaped, fused_relations, search_pairs
 from ckptool.transforms.suggest.fingerprints import Fingerprint, Probes, fingerprint
 from ckptool.transforms.suggest.keys import without_numbers
 from ckptool.transforms.suggest.pairs import WorkBudget
@@ -155,7 +155,11 @@ class Relations:
         """Pairs of free keys that names tell, among those that have something in common. doubtful: order may, too."""
         ours, theirs = ({key: of(side, key) for key in self.free[side]} for side in (0, 1))
         found = search_pairs(ours, theirs, Counter(ours.values()) == Counter(theirs.values()))
-        pairs = {pair.source: pair.target for pair in found.certain}
+        for relation in () if doubtful else list(fused_relations(found, self.holes)):
+            if all(free.keys() >= {*keys} for free, keys in zip(self.free, relation.sides, strict=True)):
+                self._accept(relation)
+                self.by_name.update(relation.sides[0])
+        pairs = {pair.source: pair.target for pair in found.certain if pair.source in self.free[0]}
         goals = {*pairs.values()}
         for pair in (pair for ways in found.ways * doubtful for pair in ways):
             if pair.source not in pairs and pair.target not in goals:

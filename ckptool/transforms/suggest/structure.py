@@ -312,7 +312,7 @@ def fused(search: Search) -> Iterator[tuple[tuple[str, ...], str, int, bool]]:
             for axis in (0, -1) if len(shapes[0]) > 1 else (0,):
                 size = sum(shape[axis] for shape in shapes)
                 whole = (size, *shapes[0][1:]) if axis == 0 else (*shapes[0][:-1], size)
-                found = by_shape.get((whole, *_place(three[0])), [])
+                found = by_shape.pop((whole, *_place(three[0])), [])
                 if len(found) == 1:
                     yield three, found[0], axis, splits
                     break
