@@ -155,3 +155,17 @@ def test_an_adapter_is_merged_into_a_large_base(times: int, tmp_path: Path) -> N
     with safe_open(tmp_path / "out.safetensors", "pt") as out:
         assert (out.get_slice("emb.weight")[-2:] == 1).all() and (out.get_slice("q.weight")[-2:] == 1).all()
         assert torch.allclose(out.get_slice("kv.weight")[-2:].float(), torch.tensor((2048 * times) ** -0.5), rtol=1e-2)
+
+
+def test_the_difference_of_two_models_is_taken_apart_in_blocks(tmp_path: Path) -> None:
+    """64 MB a model here; beside the 64 MB of the promise are 18 bytes for each element of A."""
+    torch.manual_seed(0)
+    base = torch.zeros(4096, 4096)
+    save_file({"q.weight": base}, tmp_path / "base.safetensors")
+    tuned = torch.randn(4096, 8) @ torch.randn(8, 4096)
+    save_file({"q.weight": tuned}, tmp_path / "tuned.safetensors")
+    found = peak_of("ckptool.lora_extract('tuned.safetensors', 'base.safetensors', 'out/', rank=8)", tmp_path)
+    assert found <= LIMIT + 18 * 8 * 4096, f"{found:,}"
+    with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as out:
+        a, b = (out.get_tensor(f"base_model.model.q.lora_{half}.weight") for half in "AB")
+    assert (b @ a - tuned).norm() <= 1e-5 * tuned.norm()

@@ -112,7 +112,7 @@ class TensorDifference:
     def _blocks(self, start: int, stop: int, kind: str) -> Iterator[Array]:
         import numpy
 
-        step = max(1, ROWS // max(1, self.shape[1]))
+        step = max(1, ROWS // 4 // max(1, self.shape[1]))
         for at in range(start, stop, step):
             after, before = (side.rows(at, min(at + step, stop)) for side in self.sides)
             with numpy.errstate(all="ignore"):
