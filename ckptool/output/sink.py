@@ -8,6 +8,7 @@ the end.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -25,6 +26,7 @@ SMALL = 64 << 10  # shorter ranges are read and gathered: a system call for each
 GATHER = 1 << 20
 LARGE = 256 << 10  # written from where it is, without being gathered
 VIEW = 2 << 20  # of what is in memory
+BEHIND = 2  # pieces that may wait to be written
 COMPUTE = 512 << 10  # asked of a `Computed` at once: what it works on stays in the processor's cache
 
 
@@ -43,6 +45,8 @@ class Sink:
         self.late: list[tuple[int, Deferred]] = []
         self.jobs: list[Future[None]] = []
         self.pool: ThreadPoolExecutor | None = None
+        self.writer: ThreadPoolExecutor | None = None
+        self.pieces: deque[Future[None]] = deque()  # that the writer has not written yet
         self.cancelled = False
 
     def write(self, segments: Iterable[Segment], checks: Iterable[Storage] = ()) -> None:
@@ -55,14 +59,15 @@ class Sink:
                 self._segment(segment, checked)
             self._flush_run()
             self._flush_gathered()
-            for job in self.jobs:
+            for job in (*self.jobs, *self.pieces):
                 job.result()
             for at, late in self.late:
                 self._write(made(late), at)
         finally:
             self.cancelled = True
-            if self.pool is not None:
-                self.pool.shutdown(wait=True, cancel_futures=True)
+            for threads in (self.pool, self.writer):
+                if threads is not None:
+                    threads.shutdown(wait=True, cancel_futures=True)
 
     # Segments ----------------------------------------------------------------------------------------------------
 
@@ -77,7 +82,7 @@ class Sink:
             self._range(data, crc)
         else:
             self._computed(data, crc, checked)
-        if crc is not None and not isinstance(data, FileRange):
+        if crc is not None and isinstance(data, InlineBytes):
             crc.check()
 
     def _late(self, late: Deferred) -> None:
@@ -87,7 +92,9 @@ class Sink:
         """
         while self.jobs and self.jobs[0].done():
             self.jobs.pop(0).result()
-        if self.jobs or self.late:
+        while self.pieces and self.pieces[0].done():
+            self.pieces.popleft().result()
+        if self.jobs or self.pieces or self.late:
             self.late.append((self.at, late))
             self._gather(bytes(late.length), None)
         else:
@@ -125,8 +132,43 @@ class Sink:
             part = data.read(done, min(COMPUTE, size)) if data.view is None else data.view(done, min(VIEW, size))
             if not part:
                 raise Corrupt(f"{data.length:,} bytes were expected, {done:,} came")
-            self._gather(part, crc)
             done += len(part)
+            if len(part) >= LARGE and self.digest is None:
+                self._write_behind(part, crc, last=done == data.length)
+            else:
+                self._wait_for_pieces()
+                self._gather(part, crc)
+                if crc is not None and done == data.length:
+                    crc.check()
+
+    def _write_behind(self, data: bytes | memoryview, crc: Crc | None, last: bool) -> None:
+        """Writes a piece, and sums it up, in a thread while the next is computed.
+
+        It is one of the jobs, so that what is made of sums waits for it. last: of its segment, whose sum is known then.
+        """
+        self._flush_run()
+        self._flush_gathered()
+        if self.writer is None:
+            self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="write")
+        at = self.at
+
+        def write() -> None:
+            write_all(self.fd, data, at)
+            start_writeback(self.fd, at, len(data))
+            if crc is not None:
+                crc.update(data)
+                if last:
+                    crc.check()
+
+        self.pieces.append(self.writer.submit(write))
+        self._wait_for_pieces(BEHIND)
+        self.at += len(data)
+        self.gathered_at = self.at
+        self._passed(len(data))
+
+    def _wait_for_pieces(self, most: int = 0) -> None:
+        while len(self.pieces) > most:
+            self.pieces.popleft().result()
 
     def _gather(self, data: bytes | memoryview, crc: Crc | None) -> None:
         self._flush_run()

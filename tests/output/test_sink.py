@@ -311,3 +311,33 @@ def test_what_is_made_of_a_late_segment_is_made_after_it(tmp_path: Path) -> None
     os.close(fd)
     expected = sum(zlib.crc32(data[at : at + (4 << 20)]) for at in (0, 4 << 20)) & 0xFFFFFFFF
     assert (tmp_path / "out").read_bytes() == data + expected.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("failing", range(1, 8))
+def test_a_piece_that_cannot_be_written_behind_is_an_error(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever piece it is, of the first tensor or of one after it; no piece is written after the sink has ended."""
+    real, calls = sink.write_all, list[int]()
+
+    def full(fd: int, data: Any, at: int) -> None:
+        calls.append(at)
+        if len(calls) == failing:
+            raise OSError(errno.ENOSPC, "no space left")
+        real(fd, data, at)
+
+    monkeypatch.setattr(sink, "write_all", full)
+    with pytest.raises(OSError, match="no space left"):
+        wrote(tmp_path, [computed(noise(4 * sink.COMPUTE, seed)) for seed in range(2)])
+    assert len(calls) <= failing + sink.BEHIND
+
+
+def test_a_wrong_sum_of_pieces_written_behind_is_refused_before_what_is_made_of_it(tmp_path: Path) -> None:
+    data, made = noise(3 * sink.COMPUTE + 5), list[int]()
+    segments: list[Segment] = [
+        Checksummed(computed(data), Crc(expected=zlib.crc32(data) ^ 1, name="it")),
+        Deferred(4, lambda: made.append(1) or b"late"),  # type: ignore[func-returns-value]
+    ]
+    with pytest.raises(Corrupt, match="it does not match its checksum"):
+        wrote(tmp_path, segments)
+    assert not made
