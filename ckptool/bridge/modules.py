@@ -25,6 +25,7 @@ from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats.opening import open_whole, refuse_part
+from ckptool.reports.quantization import refuse_codes
 from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
 from ckptool.reports.torch_versions import COUNTER
 from ckptool.reports.warm_start import LoadReport, Refusal, not_loaded, refusal
@@ -269,6 +270,7 @@ def _planned(
     target = _target(slots, type(bare).__name__)
     whole, root, remark = _weights(checkpoint, at, part)
     plan = _with_counters(plan_warm_start(root, str(whole.source or "the checkpoint"), target, options, remark), slots)
+    refuse_codes(whole, root.node, plan.report)
     report = plan.report
     refused = (*report.refused, *_refusals(plan, slots, options.missing, assign))
     report = replace(report, refused=refused, normalised=(*report.normalised, *_passing(bare)))

@@ -37,7 +37,8 @@ _PART = re.compile(
     r"|qzeros|scales|g_idx|SCB|(?:nested_)?(?:absmax|quant_map)|quant_state\.\w+|_\w+_(?:qdata|scale|zero_point))$"
     r"|_(?:scale_inv|blocks|scales|packed)$"
 )
-_SCALE = re.compile(r"^scale|weight.*scale|scale.*weight|^w_scale")
+_SCALE = re.compile(r"weight.*scale|scale.*weight|^_?scale|^w_scale")
+_FAR = re.compile(r"(?:^|\.)(?:weight_(?:\w*scale\w*|packed)|scale_weight|scaled_fp8|_scale)$|_proj_scale_inv$")
 
 
 @dataclass(slots=True)
@@ -159,10 +160,10 @@ def _there(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
 
 
 def _is_scaled(tree: Mapping[Any, Any]) -> bool:
-    """True where a float8 tensor has a scale of weights beside it, under whatever name."""
+    """True where a float8 tensor has a scale of weights beside it, under whatever name, or of a known name anywhere."""
     modules = {key.rpartition(".")[0] for key, value in tree.items() if type(key) is str and _is_f8(value)}
     return any(
-        key == "scaled_fp8" or (key.rpartition(".")[0] in modules and _SCALE.search(key.rpartition(".")[2]))
+        _FAR.search(key) or (key.rpartition(".")[0] in modules and _SCALE.search(key.rpartition(".")[2]))
         for key, value in (tree.items() if modules else ())
         if type(key) is str and not _is_f8(value)
     )
@@ -171,13 +172,15 @@ def _is_scaled(tree: Mapping[Any, Any]) -> bool:
 def _add_leftovers(tree: Mapping[Any, Any], taken: Mapping[str, str], found: Quantized) -> None:
     """Adds scales of activations; and the parts of weights, and codes, that belong to nothing that is known."""
     names = {name for weight in found.weights for name in (weight.name, weight.keys[0])}
+    modules = {name[: dot.start()] for name in names for dot in re.finditer("[.]", name[:1000])}
     for key, value in tree.items():
         if isinstance(value, Composite) and "quantized" in value.kind:
             found.problems.append(f"{printable(str(key))} is a {value.kind} tensor")
         if type(key) is not str or key in taken or not isinstance(value, TensorEntry):
             continue
         begins = (key[: end.start()] in names for end in re.finditer("[._]", key[:1000]))
-        if _ACTIVATION.search(key):
+        module = key.rpartition(".")[0]
+        if _ACTIVATION.search(key) and module in modules and (value.numel == 1 or f"{module}.weight" in names):
             found.left_out.append(key)
         elif _PART.search(key) or (not key.endswith("bias") and any(begins)):
             found.problems.append(f"{printable(key)} belongs to no weight that is there")

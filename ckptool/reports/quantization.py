@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Slot, command, input_of
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.quantized import Quantized, find_quantized, may_be_quantized
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.errors import Unsupported, UsageError, listed, printable
 from ckptool.formats.model_folder import quantization_config
+from ckptool.reports.warm_start import AS_IT_IS, LoadReport
 
 
 def quantized_in(checkpoint: Checkpoint, node: Mapping[Any, Any], block_size: str = "") -> Quantized:
@@ -25,18 +26,42 @@ def quantized_in(checkpoint: Checkpoint, node: Mapping[Any, Any], block_size: st
     return find_quantized(node, quantization_config(checkpoint), checkpoint.metadata, sizes)
 
 
-def refuse_quantized(checkpoint: Checkpoint, nodes: Sequence[Mapping[Any, Any]], done: str) -> None:
-    """Raises `Unsupported` for state dicts with quantized weights. done: to what they would be wrong, `Cast`."""
+def refuse_quantized(
+    checkpoint: Checkpoint, nodes: Sequence[Mapping[Any, Any]], done: str, keys: Collection[Any] | None = None
+) -> None:
+    """Raises `Unsupported` for state dicts with quantized weights. done: to what they would be wrong, `Cast`.
+
+    keys: those that this is done to; parts of a weight, or any where they are not understood. None for all.
+    """
     for node in nodes:
-        if found := quantized_in(checkpoint, node):
-            raise Unsupported(
-                f"{checkpoint.source or 'the checkpoint'} is quantized: {listed([*found.lines(), *found.problems], 3)}",
-                f"{done} without their scales, its codes would be wrong weights. Nothing was written.",
-                Advice(
-                    "Compute the weights: ",
-                    command("cast", input_of(checkpoint.source), dtype="bf16", dequantize=True, out=_out(checkpoint)),
-                ),
-            )
+        found = quantized_in(checkpoint, node)
+        parts = {key for weight in found.weights for key in weight.keys}
+        if found and (keys is None or (keys and found.problems) or not parts.isdisjoint(keys)):
+            raise _refusal(checkpoint, found, done)
+
+
+def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadReport) -> None:
+    """Raises `Unsupported` where not all parts of a quantized weight are loaded as they are: codes without scales."""
+    found = quantized_in(checkpoint, node)
+    if not found:
+        return
+    views = {node[fact.source].view for fact in report.loaded if fact.how == AS_IT_IS}
+    taken = {key for key, value in node.items() if isinstance(value, TensorEntry) and value.view in views}
+    left = {fact.source for fact in report.unexpected} | {fact.source for fact in report.mismatched}
+    apart = any(0 < sum(key in taken for key in weight.keys) < len(weight.keys) for weight in found.weights)
+    without = any(key in left for weight in found.weights for key in weight.keys)
+    unknown = bool(found.problems) and any(key not in taken for key in node)
+    if apart or without or unknown:
+        raise _refusal(checkpoint, found, "Loaded")
+
+
+def _refusal(checkpoint: Checkpoint, found: Quantized, done: str) -> Unsupported:
+    fix = command("cast", input_of(checkpoint.source), dtype="bf16", dequantize=True, out=_out(checkpoint))
+    return Unsupported(
+        f"{checkpoint.source or 'the checkpoint'} is quantized: {listed([*found.lines(), *found.problems], 3)}",
+        f"{done} without their scales, its codes would be wrong weights. Nothing was written.",
+        "" if found.problems else Advice("Compute the weights: ", fix),
+    )
 
 
 def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Iterator[Note]:

@@ -9,6 +9,7 @@ from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
 from ckptool.errors import counted, listed, printable
 from ckptool.formats.opening import PathLike, open_whole
+from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.lora.extract import Extracted, extract
@@ -44,7 +45,10 @@ def lora_extract(
     output = output_of_adapter("lora extract", out, options)
     target = parse_dtype(dtype)
     opened = open_whole(tuned), open_whole(base)
-    first, second = (_bare(one_state_dict(each.checkpoint, each.at)[0].node) for each in opened)
+    nodes = [one_state_dict(each.checkpoint, each.at)[0].node for each in opened]
+    for each, node in zip(opened, nodes, strict=True):
+        refuse_quantized(each.checkpoint, [node], "Compared")
+    first, second = map(_bare, nodes)
     names = printable(opened[0].path), printable(opened[1].path)
     found = extract(
         first,

@@ -15,6 +15,7 @@ from ckptool.errors import Corrupt, UsageError, counted, listed, printable
 from ckptool.formats import marks
 from ckptool.formats.model_folder import ADAPTER, CONFIG, MAX_CONFIG, config_beside
 from ckptool.formats.opening import Opened, PathLike, open_whole
+from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.flatten import around
 from ckptool.transforms.lora.adapters import Adapter, read_adapter
@@ -52,6 +53,7 @@ def lora_merge(
     opened, added = open_whole(base, at, part=part), open_whole(adapter)
     checkpoint = opened.checkpoint
     root, remark = one_state_dict(checkpoint, opened.at)
+    refuse_quantized(checkpoint, [root.node], "Merged")
     found = open_adapter(added, config)
     names = printable(opened.path), printable(added.path)
     merged = merge(root.node, found, names=names, multiplier=scale, tied=is_tied(checkpoint))

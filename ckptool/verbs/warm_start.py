@@ -12,14 +12,13 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.quantized import may_be_quantized
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
 from ckptool.errors import UsageError, printable
 from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.output import check_target, replace_file
 from ckptool.reports.fixes import Chain
-from ckptool.reports.quantization import refuse_quantized
+from ckptool.reports.quantization import refuse_codes
 from ckptool.reports.targets import PARAMETER, Target
 from ckptool.reports.warm_start import LoadReport, Suggestion
 from ckptool.transforms.optimizer_state import as_state_dict, carried
@@ -85,11 +84,10 @@ def warm_start(
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
-    if not may_be_quantized(dict.fromkeys(expected.name for expected in target.unique)):
-        refuse_quantized(opened.checkpoint, [root.node], "Loaded")
     if changing is not None:
-        root = replace(root, node=same_kind(root.node, translated_items(changing, root.node)))
+        root = replace(root, node=same_kind(root.node, translated_items(opened.checkpoint, changing, root.node)))
     plan = plan_warm_start(root, opened.path, target, wanted, remark)
+    refuse_codes(opened.checkpoint, root.node, plan.report)
     if plan.report.missing or plan.report.mismatched:
         plan = replace(plan, report=_with_translation(plan.report, root, target))
     if suggest is not None and _has_rules(plan.report):

@@ -266,16 +266,18 @@ def test_scales_of_activations_are_left_out_by_name(tmp_path: Path) -> None:
         "a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
         "a.weight_scale": torch.tensor([2.0]),
         "a.input_scale": torch.ones(1),
-        "attn.k_scale": torch.ones(()),
+        "a.k_scale": torch.ones(()),
         "head.logit_scale": torch.ones(()),
+        "head.q_scale": torch.ones(()),  # learned: no quantized weight is near it
+        "q_scale": torch.ones(4, 1, 8),
     }
-    case = Case("", tensors, {}, {"a.weight": torch.full((4, 4), 2.0).bfloat16(), "head.logit_scale": torch.ones(())})
-    found = dequantized(case, tmp_path)
-    assert found.keys() == {"a.weight", "head.logit_scale"} and (found["a.weight"] == 2).all()
+    found = dequantized(Case("", tensors, {}, {}), tmp_path)
+    assert found.keys() == {"a.weight", "head.logit_scale", "head.q_scale", "q_scale"}
+    assert (found["a.weight"] == 2).all()
     done = ckptool.cast(
         tmp_path / "in/model.safetensors", tmp_path / "o.pt", dtype="bf16", dequantize=True, dry_run=True
     )
-    assert "left out, of activations: a.input_scale, attn.k_scale" in done.details
+    assert "left out, of activations: a.input_scale, a.k_scale" in done.details
 
 
 def test_memory_does_not_grow_with_the_weight(tmp_path: Path) -> None:

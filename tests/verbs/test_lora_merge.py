@@ -127,7 +127,8 @@ def test_a_quantized_base_is_named(tmp_path: Path) -> None:
     base = base_weights()
     packed = {"model.layers.0.up.weight": torch.zeros(48, 1, dtype=torch.uint8)}
     refused(tmp_path, base | packed, adapter, Unsupported, "quantized")
-    scaled = {"model.layers.0.up.weight_scale_inv": torch.ones(1, 1)}
+    codes = base["model.layers.0.up.weight"].to(torch.float8_e4m3fn)
+    scaled = {"model.layers.0.up.weight": codes, "model.layers.0.up.weight_scale_inv": torch.ones(1, 1)}
     refused(tmp_path, base | scaled, adapter, Unsupported, "quantized")
     del base["model.layers.0.up.weight"]
     gptq = {"model.layers.0.up.qweight": torch.zeros(1, 8, dtype=torch.int32)}

@@ -22,7 +22,6 @@ from ckptool.transforms.lora.places import Places, Prefix
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array
 
-_QUANTIZED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "SCB", "weight_scales")
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared")
 _HEADS = ("lm_head", "output", "embed_out")
 
@@ -50,7 +49,7 @@ def merge(
 
     names: of the base and the adapter.  tied: the model's configuration says that its head is its embedding.
     Raises `NoMatch` where keys of the adapter have no place in the base, or targets no keys in the adapter; `Conflict`
-    for shapes that do not fit and ties that would be lost; `Unsupported` for a quantized base.
+    for shapes that do not fit and ties that would be lost; `Unsupported` for weights of no floating type.
     """
     return _Merge(base, adapter, names, multiplier).merged(tied)
 
@@ -108,14 +107,6 @@ class _Merge:
         return next((key for name in names if (key := self.places.key(name, prefix)) is not None), None)
 
     def _refuse_lost(self) -> None:
-        stems = {key.rpartition(".")[0] for key in self.base if type(key) is str and key.endswith(_QUANTIZED)}
-        modules = {each.module for each in self.adapter.deltas}
-        if self.places.separator == "." and any(stem.endswith(tuple(modules)) for stem in stems if stem):
-            raise Unsupported(
-                f"{self.base_name} is quantized, and {self.name} cannot be added to packed values",
-                "Its weights are stored as integers with scales. Nothing was written.",
-                _dequantize(self.base_name),
-            )
         count = sum(len(delta.keys) for delta in self.adapter.deltas) + len(self.adapter.whole)
         raise NoMatch(
             f"{len(self.lost):,} of {counted(count, 'key')} of {self.name} have no place in {self.base_name}: "
@@ -228,13 +219,9 @@ class _Merge:
 
     def _weight(self, key: str) -> TensorEntry:
         value = self.tree.get(key, self.base[key])
-        quantized = any(f"{key}{end}" in self.base for end in ("_scale", "_scale_inv", ".absmax"))
-        if not isinstance(value, TensorEntry) or not value.dtype.is_float or quantized:
-            raise Unsupported(
-                f"{self.base_name}: {printable(key)} is quantized, or of no floating type",
-                "An adapter is added to plain weights. Nothing was written.",
-                _dequantize(self.base_name),
-            )
+        if not isinstance(value, TensorEntry) or not value.dtype.is_float:
+            what = f"{self.base_name}: {printable(key)} is quantized, or of no floating type"
+            raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
         return value
 
     def _with_change(self, key: str, weight: TensorEntry, delta: Delta) -> TensorEntry:
@@ -300,10 +287,6 @@ class _Merge:
             what = f"{self.name}: {printable(key)} of {self.base_name} is square, [out, in] or [in, out]"
             raise Unsupported(what, "No other experts of the adapter tell which.")
         return votes.pop()
-
-
-def _dequantize(name: str) -> Advice:
-    return Advice("Dequantize it first: ", command("cast", name, dtype="bf16", dequantize=True, out=OUT))
 
 
 def _leaf(key: str) -> str:

@@ -17,8 +17,9 @@ from ckptool.checkpoint.optimizer_keys import nested
 from ckptool.checkpoint.state_dicts import StateDict, optimizers
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.errors import CkptoolError
+from ckptool.reports.quantization import refuse_quantized
 from ckptool.transforms.rules import MAX_RULES
-from ckptool.transforms.translate.apply import KEEP, TranslatedRoot, carry_out, plan_steps, unused_rules
+from ckptool.transforms.translate.apply import KEEP, RootPlan, TranslatedRoot, carry_out, plan_steps, unused_rules
 from ckptool.transforms.translate.completeness import refuse_gaps
 from ckptool.transforms.translate.moments import translated_optimizer
 from ckptool.transforms.translate.operations import KINDS
@@ -55,11 +56,14 @@ def translate_roots(
     given: numbers for variables.  config: the model's configuration.  rest: `refuse`, `keep` or `drop` keys that no
     rule takes.  way_back: the rules that should undo it, else their inverses.
     Raises `NoMatch` for a rule that matches nothing and for such keys, `Conflict` for two tensors of one
-    name and for a step that lacks one of its tensors, `UsageError`, which points at the rule, for what does not fit.
+    name and for a step that lacks one of its tensors, `UsageError`, which points at the rule, for what does not fit,
+    `Unsupported` where the parts of a quantized weight would be changed.
     """
     scopes = [Scope(given, translation.variables, config, root.node) for root in roots]
     plans = [plan_steps(translation, root.node, scope) for root, scope in zip(roots, scopes, strict=True)]
     unused_rules(translation, {name for plan in plans for name in plan.used})
+    for root, plan in zip(roots, plans, strict=True):
+        _refuse_changed_codes(checkpoint, root.node, plan)
     for plan in plans if translation.complete else ():
         refuse_gaps(plan.steps, translation.rules)
     done = [
@@ -102,13 +106,19 @@ def translation_in(texts: Sequence[str], path: str | None) -> Translation | None
 _CHANGES = re.compile(rf"^(?!\s*#).*\s:\s+({'|'.join(KINDS)})\b|^drop:", re.MULTILINE)
 
 
-def translated_items(translation: Translation, node: Mapping[Any, Any]) -> dict[Any, Any]:
+def translated_items(checkpoint: Checkpoint, translation: Translation, node: Mapping[Any, Any]) -> dict[Any, Any]:
     """The items of a set of weights after rules; keys that none takes stay. Reads nothing yet. Raises as
     `translate_roots`."""
     scope = Scope({}, translation.variables, {}, node)
     plan = plan_steps(translation, node, scope)
     unused_rules(translation, plan.used)
+    _refuse_changed_codes(checkpoint, node, plan)
     return carry_out(translation, plan, node, scope, KEEP).items
+
+
+def _refuse_changed_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], plan: RootPlan) -> None:
+    keys = {key for step in plan.steps if step.rule.chain for key in step.keys}
+    refuse_quantized(checkpoint, [node], "Changed", keys)
 
 
 def _with_metadata(node: Any, done: TranslatedRoot) -> Any:
