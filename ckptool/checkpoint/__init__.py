@@ -5,7 +5,7 @@ Nothing here reads a byte until it is asked to. Nothing here is changed after it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -207,6 +207,15 @@ class TensorEntry:
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         offset = self.offset + start * self.stride[dim]
         return TensorEntry(self.storage, self.dtype, shape, self.stride, offset, self.flags)
+
+    def permute(self, order: Sequence[int]) -> TensorEntry:
+        """The view with its dimensions in this order, as torch's `permute`."""
+        shape, stride = (tuple(values[axis] for axis in order) for values in (self.shape, self.stride))
+        return TensorEntry(self.storage, self.dtype, shape, stride, self.offset, self.flags)
+
+    def transpose(self) -> TensorEntry:
+        """The view with its dimensions in reverse order: a matrix with its rows as columns."""
+        return self.permute(range(len(self.shape))[::-1])
 
     @property
     def numel(self) -> int:

@@ -161,10 +161,6 @@ def ceil_div(size: int, by: int) -> int:
     return -(-size // by)
 
 
-def _transposed(entry: TensorEntry) -> TensorEntry:
-    return replace(entry, shape=entry.shape[::-1], stride=entry.stride[::-1])
-
-
 def _shaped(*entries: TensorEntry) -> str:
     return ", ".join(f"{entry.dtype}{list(entry.shape)}" for entry in entries)
 
@@ -279,12 +275,10 @@ def _mxfp4(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     fits = len(codes.shape) == 4 and codes.shape[3] == 16 and scale.shape == codes.shape[:3] and codes.numel > 0
     fits = fits and codes.dtype.name == scale.dtype.name == "u8" and codes.shape[1] * 32 <= MAX_WIDTH
     require(fits, f"blocks and scales {_shaped(codes, scale)}")
-    (experts, rows, groups, size), (e, r, g, b) = codes.shape, codes.stride
-    codes = replace(codes, shape=(experts, groups, rows, size), stride=(e, g, r, b))
-    e, r, g = scale.stride
-    scale = replace(scale, dtype=EXPONENTS, shape=(experts, groups, rows), stride=(e, g, r))
-    made = replace(weight, codes="gpt-oss", kind="mxfp4 in groups of 32", shape=(experts, 32 * groups, rows))
-    return replace(made, parts={"codes": codes, "scale": scale})
+    experts, rows, groups, _ = codes.shape
+    parts = {"codes": codes.permute((0, 2, 1, 3)), "scale": replace(scale, dtype=EXPONENTS).permute((0, 2, 1))}
+    shape, kind = (experts, 32 * groups, rows), "mxfp4 in groups of 32"
+    return replace(weight, codes="gpt-oss", kind=kind, shape=shape, parts=parts)
 
 
 def _bitsandbytes(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
@@ -321,7 +315,7 @@ def _gptq_or_awq(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     method = "awq" if awq else "gptq"
     require(scheme.method in ("", method), f"{method.upper()} by its shapes, and not by the configuration")
     require(not scheme.bits or bits in scheme.bits, f"{bits} bits by its shapes, {sorted(scheme.bits)} as configured")
-    parts = dict(weight.parts) | {"codes": _transposed(codes), "zeros": _transposed(zeros), "scale": _transposed(scale)}
+    parts = dict(weight.parts) | {"codes": codes.transpose(), "zeros": zeros.transpose(), "scale": scale.transpose()}
     facts = {"symmetric": scheme.symmetric, "forms": scheme.forms, "stored": "" if awq else "gptq"}
     made = replace(weight, parts=parts, codes="awq" if awq else "bits", bits=bits, facts=facts, shape=(out, columns))
     return _gridded(replace(made, kind=f"{method.upper()} {bits} bit"), scheme, even=True)

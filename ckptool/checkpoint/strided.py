@@ -105,8 +105,7 @@ def without_repeats(entry: TensorEntry) -> tuple[TensorEntry, int]:
 
 def in_storage_order(entry: TensorEntry) -> TensorEntry | None:
     """The same values as a contiguous view with permuted dimensions; None if they leave gaps or overlap."""
-    order = storage_axes(entry)
-    turned = replace(entry, shape=tuple(entry.shape[i] for i in order), stride=tuple(entry.stride[i] for i in order))
+    turned = entry.permute(storage_axes(entry))
     return turned if turned.is_contiguous else None
 
 

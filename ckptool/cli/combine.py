@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from functools import partial
 from typing import Annotated, Any
 
@@ -178,19 +177,6 @@ def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict
     yield Answer(report)
 
 
-class Method(str, Enum):
-    mean = "mean"
-    task_arithmetic = "task-arithmetic"
-    slerp = "slerp"
-    ties = "ties"
-    dare = "dare"
-
-
-class Definition(str, Enum):
-    mergekit = "mergekit"
-    peft = "peft"
-
-
 @examples(
     ("ckptool average a.pt b.pt c.pt -o mean.pt", "a model soup"),
     ("ckptool average a.pt b.pt --ema 0.99 -o ema.pt", "later files count more"),
@@ -220,7 +206,9 @@ def average(
         float | None,
         typer.Option("--ema", metavar="DECAY", help="An exponential moving average over the files in order."),
     ] = None,
-    method: Annotated[Method, typer.Option("--method", help="How the files are merged.")] = Method.mean,
+    method: Annotated[
+        str, typer.Option("--method", metavar="HOW", help="mean, slerp, task-arithmetic, ties or dare.")
+    ] = "mean",
     base: Annotated[
         str | None,
         typer.Option("--base", metavar="FILE", help="The model whose differences task-arithmetic, ties and dare add."),
@@ -237,7 +225,7 @@ def average(
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of what dare keeps (0).")] = None,
     definition: Annotated[
-        Definition | None, typer.Option("--definition", help="Whose ties and dare: mergekit's, or peft's.")
+        str | None, typer.Option("--definition", metavar="WHOSE", help="Whose ties and dare: mergekit or peft.")
     ] = None,
     at: At = None,
     part: Part = False,
@@ -247,11 +235,6 @@ def average(
 
     shares = _numbers("--weights", weights)
     kept = _numbers("--density", density)
-    if target.folder is not None or target.in_place:
-        given = "a folder" if target.folder is not None else "--in-place"
-        raise UsageError(
-            f"average writes one new file, and was given {given}", "It has several inputs.", "For example: -o mean.pt"
-        )
 
     def write(_: str, **output: Any) -> Any:
         return average(
@@ -259,26 +242,39 @@ def average(
             weights=shares,
             weight=weight or (),
             ema=ema,
-            method=method.value,
+            method=method,
             base=base,
             density=kept,
             scale=scale,
             t=t,
             seed=seed,
-            definition=definition.value if definition is not None else None,
+            definition=definition,
             at=at,
             part=part,
             **output,
         )
 
-    return write_each("average", files[-1:], target, write, "For example: -o mean.pt")
+    return _write_one("average", files[-1:], target, write, "For example: -o mean.pt")
+
+
+Adapter = Annotated[
+    str,
+    typer.Argument(
+        metavar="ADAPTER", help="A LoRA, LoHa or LoKr: PEFT's folder, a file, or FILE#ADDRESS.", show_default=False
+    ),
+]
+Config = Annotated[
+    str | None, typer.Option("--config", metavar="FILE.json", help="Its adapter_config.json, if that is not beside it.")
+]
+Rank = Annotated[int, typer.Option("--rank", metavar="R", help="The rank of every module.", show_default=False)]
+_one_output = partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
 
 
 @examples(
     ("ckptool lora merge model.pt adapter -o merged.safetensors", "a PEFT folder"),
     ("ckptool lora merge model.pt style.safetensors --scale 0.8 -o styled.pt", "kohya"),
 )
-@partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
+@_one_output
 def lora_merge(
     base: Annotated[
         str,
@@ -286,17 +282,9 @@ def lora_merge(
             metavar="BASE", help="The weights that it is for, or FILE#ADDRESS for a part of one.", show_default=False
         ),
     ],
-    adapter: Annotated[
-        str,
-        typer.Argument(
-            metavar="ADAPTER", help="A LoRA, LoHa or LoKr: PEFT's folder, a file, or FILE#ADDRESS.", show_default=False
-        ),
-    ],
+    adapter: Adapter,
     target: OutputOptions,
-    config: Annotated[
-        str | None,
-        typer.Option("--config", metavar="FILE.json", help="Its adapter_config.json, if that is not beside it."),
-    ] = None,
+    config: Config = None,
     scale: Annotated[float, typer.Option("--scale", metavar="X", help="Multiply its changes by this.")] = 1.0,
     at: At = None,
     part: Part = False,
@@ -304,31 +292,14 @@ def lora_merge(
     """Merge an adapter into its base, with the bits of PEFT's merge_and_unload. Every key is used, or exit 1."""
     from ckptool.verbs.lora_merge import lora_merge
 
-    if target.folder is not None or target.in_place:
-        given = "a folder" if target.folder is not None else "--in-place"
-        raise UsageError(f"lora merge writes one new file, and was given {given}", "", "For example: -o merged.pt")
-
-    def write(_: str, **output: Any) -> Any:
-        return lora_merge(base, adapter, config=config, scale=scale, at=at, part=part, **output)
-
-    return write_each("lora merge", [base], target, write, "For example: -o merged.safetensors")
-
-
-Adapter = Annotated[
-    str,
-    typer.Argument(metavar="ADAPTER", help="A LoRA: PEFT's folder, a file, or FILE#ADDRESS.", show_default=False),
-]
-Config = Annotated[
-    str | None, typer.Option("--config", metavar="FILE.json", help="Its adapter_config.json, if that is not beside it.")
-]
-Rank = Annotated[int, typer.Option("--rank", metavar="R", help="The rank of every module.", show_default=False)]
-_one_adapter = partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
+    function = partial(lora_merge, adapter=adapter, config=config, scale=scale, at=at, part=part)
+    return _write_one("lora merge", [base], target, function, "For example: -o merged.safetensors")
 
 
 @examples(
     ("ckptool lora extract tuned.pt model.pt --rank 4 -o new/", "PEFT loads it"),
 )
-@_one_adapter
+@_one_output
 def lora_extract(
     tuned: Annotated[str, typer.Argument(metavar="TUNED", help="The changed weights.", show_default=False)],
     base: Annotated[str, typer.Argument(metavar="BASE", help="The weights before.", show_default=False)],
@@ -345,28 +316,26 @@ def lora_extract(
     """Write what one model changed of another as an adapter of PEFT, of low rank, in bounded memory."""
     from ckptool.verbs.lora_extract import lora_extract
 
-    def write(_: str, **output: Any) -> Any:
-        options: dict[str, Any] = {"rank": rank, "energy": energy, "dtype": dtype}
-        return lora_extract(tuned, base, only=only or (), exclude=exclude or (), **options, **output)
-
-    return _write_adapter("lora extract", tuned, target, write)
+    options: dict[str, Any] = {"rank": rank, "energy": energy, "dtype": dtype}
+    write = partial(lora_extract, base=base, only=only or (), exclude=exclude or (), **options)
+    return _write_one("lora extract", [tuned], target, write)
 
 
 @examples(("ckptool lora resize adapter --rank 8 -o small/", "by the SVD of every product, with its error"))
-@_one_adapter
+@_one_output
 def lora_resize(adapter: Adapter, target: OutputOptions, rank: Rank, config: Config = None) -> Answers:
     """Write an adapter in another rank: truncated by SVD, or filled up with zeros. Its scale stays."""
     from ckptool.verbs.lora_resize import lora_resize
 
     function = partial(lora_resize, rank=rank, config=config)
-    return _write_adapter("lora resize", adapter, target, function)
+    return _write_one("lora resize", [adapter], target, function)
 
 
 @examples(
     ("ckptool lora convert style.safetensors --to peft --base model.pt -o style/", "kohya's file for PEFT"),
     ("ckptool lora convert adapter --to kohya --component unet -o k.safetensors", "and back"),
 )
-@_one_adapter
+@_one_output
 def lora_convert(
     adapter: Adapter,
     target: OutputOptions,
@@ -388,14 +357,17 @@ def lora_convert(
     from ckptool.verbs.lora_convert import lora_convert
 
     options: dict[str, Any] = {"to": to, "base": base or (), "component": component, "fold": fold, "config": config}
-    return _write_adapter("lora convert", adapter, target, partial(lora_convert, **options))
+    return _write_one("lora convert", [adapter], target, partial(lora_convert, **options))
 
 
-def _write_adapter(verb: str, file: str, target: OutputOptions, write: Any) -> Answers:
+def _write_one(
+    verb: str, files: Sequence[str], target: OutputOptions, write: Any, example: str = "For example: -o adapter/"
+) -> Answers:
+    """The answer of a verb that makes one new output of all that it was given."""
     if target.folder is not None or target.in_place:
-        given = "several outputs" if target.folder is not None else "--in-place"
-        raise UsageError(f"{verb} writes one new adapter, and was given {given}", "", "For example: -o adapter/")
-    return write_each(verb, [file], target, write, "For example: -o adapter/")
+        given = "a folder for several outputs" if target.folder is not None else "--in-place"
+        raise UsageError(f"{verb} writes one new file or folder, and was given {given}", "", example)
+    return write_each(verb, files, target, write, example)
 
 
 def _numbers(flag: str, text: str | None) -> list[float] | None:

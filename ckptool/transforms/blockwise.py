@@ -7,6 +7,7 @@ tensor of a function from places to numbers. What lies between is numpy, in f32 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,19 @@ def computed_rows(
 
     For what is quicker a row at a time: products of matrices, scales of blocks of rows.
     """
-    return computed_tensor(dtype, shape, _Rows(tuple(shape), rows).read, inputs, location)
+    block = _Rows(tuple(shape), rows).read
+    return computed_tensor(dtype, shape, partial(in_pieces, piece=block), inputs, location)
+
+
+def in_pieces(start: int, stop: int, piece: Numbers) -> Array:
+    """What a function gives from `start` to `stop` that may give less of it at once, from the first on."""
+    import numpy
+
+    parts = []
+    while start < stop:
+        parts.append(piece(start, stop))
+        start += len(parts[-1])
+    return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
 
 
 class _Rows:
@@ -87,22 +100,16 @@ class _Rows:
         self._kept: tuple[int, Array] | None = None
 
     def read(self, start: int, stop: int) -> Array:
-        import numpy
-
-        parts = []
-        while start < stop:
-            block = start // self.width // self.height
-            begin = block * self.height * self.width
-            if self._kept is None or self._kept[0] != block:
-                first = block * self.height
-                self._kept = block, self.rows(first, min(first + self.height, self.count)).reshape(-1)
-            values = self._kept[1]
-            end = min(stop, begin + len(values))
-            parts.append(values[start - begin : end - begin])
-            if end == begin + len(values):
-                self._kept = None  # a tree has thousands of these
-            start = end
-        return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
+        block = start // self.width // self.height
+        begin = block * self.height * self.width
+        if self._kept is None or self._kept[0] != block:
+            first = block * self.height
+            self._kept = block, self.rows(first, min(first + self.height, self.count)).reshape(-1)
+        values = self._kept[1]
+        end = min(stop, begin + len(values))
+        if end == begin + len(values):
+            self._kept = None  # a tree has thousands of these
+        return values[start - begin : end - begin]
 
 
 class _Rounded:

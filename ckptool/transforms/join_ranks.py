@@ -306,7 +306,9 @@ class _Fitting:
         """How many ranks in a row have the same rows, since there are fewer heads than ranks."""
         heads = self.rule.numbers["heads"]
         if self.world > heads and self.world % heads:
-            raise self._unfit(f"is in {counted(self.world, 'rank')}, which {heads:,} heads cannot be divided over")
+            raise self._unfit(
+                f"is in {counted(self.world, 'rank')}, which {counted(heads, 'head')} cannot be divided over"
+            )
         return max(1, self.world // heads)
 
     def _axis(self) -> int:

@@ -18,7 +18,7 @@ from ckptool.checkpoint import Computed, Flags, TensorEntry
 from ckptool.checkpoint.numeric import CHUNK
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted, printable
 from ckptool.formats.boxes import Chunk, assembled
-from ckptool.transforms.blockwise import Numbers, TensorValues, computed_tensor
+from ckptool.transforms.blockwise import Numbers, TensorValues, computed_tensor, in_pieces
 from ckptool.transforms.casting import compact
 
 if TYPE_CHECKING:
@@ -309,21 +309,17 @@ class _Axis:
     def read(self, start: int, stop: int) -> Array:
         import numpy
 
-        indices, weights = self.taps()
-        before, after = self.size * self.inner, self.new * self.inner
-        parts: list[Array] = []
         with numpy.errstate(all="ignore"):
-            while start < stop:
-                lead, first = divmod(start, after)
-                count = min((stop - start) // after, ROOM // before) if not first else 0
-                if count:
-                    block = self.values(lead * before, (lead + count) * before).reshape(count, self.size, self.inner)
-                    part = _summed(block, indices, weights)
-                else:
-                    part = self._part(lead * before, first, min(after, first + stop - start))
-                parts.append(part)
-                start += len(part)
-        return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
+            return in_pieces(start, stop, self._piece)
+
+    def _piece(self, start: int, stop: int) -> Array:
+        before, after = self.size * self.inner, self.new * self.inner
+        lead, first = divmod(start, after)
+        count = min((stop - start) // after, ROOM // before) if not first else 0
+        if not count:
+            return self._part(lead * before, first, min(after, first + stop - start))
+        block = self.values(lead * before, (lead + count) * before).reshape(count, self.size, self.inner)
+        return _summed(block, *self.taps())
 
     def _part(self, base: int, first: int, last: int) -> Array:
         """The elements from `first`, at most to `last`, of the [new, inner] that are made of those from `base`."""
@@ -371,12 +367,11 @@ class _MeanRow:
             row = self._columns(0, self.width) if self.kept is None else self.kept
             self.kept = row if stop < self.count else None  # a tree has thousands of these
             return row.take(numpy.arange(start, stop) % self.width)
-        parts = []
-        while start < stop:
-            first = start % self.width
-            parts.append(self._columns(first, min(self.width, first + stop - start)))
-            start += len(parts[-1])
-        return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
+        return in_pieces(start, stop, self._piece)
+
+    def _piece(self, start: int, stop: int) -> Array:
+        first = start % self.width
+        return self._columns(first, min(self.width, first + stop - start))
 
     def _columns(self, first: int, last: int) -> Array:
         """The mean of each of these columns: the sum in f64, divided once."""

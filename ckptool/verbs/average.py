@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Note
@@ -12,7 +11,6 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import StateDict, is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
 from ckptool.errors import UsageError, counted, listed, printable
-from ckptool.formats import marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.reports.quantization import refuse_quantized
@@ -20,7 +18,7 @@ from ckptool.reports.save import Written
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around
 from ckptool.transforms.merging import Merge, merge_of
-from ckptool.verbs._save import SaveOptions, output_of, save, written
+from ckptool.verbs._save import SaveOptions, output_of, save, weights_alone, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,9 +80,7 @@ def average(
     found = means.average(nodes, names, shares, how, by_key)
     last = opened[-1].checkpoint
     pairs = [(each.checkpoint, root) for each, (root, _) in zip(opened, roots, strict=True)]
-    mark = marks.recovered_in_parts((checkpoint.metadata, root.path) for checkpoint, root in pairs)
-    metadata = {key: value for key, value in last.metadata.items() if key != marks.RECOVERED} | mark
-    changed = replace(last, tree=found.tree, metadata=metadata, extras={}, discarded=())
+    changed = weights_alone(last, found.tree, ((checkpoint.metadata, root.path) for checkpoint, root in pairs))
     sources = [checkpoint.source for checkpoint, _ in pairs if checkpoint.source is not None]
     saved = save(output, last, changed, inputs=sources)
     behind = list(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import read_json
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import Corrupt, UsageError, counted, listed, printable
-from ckptool.formats import marks
 from ckptool.formats.model_folder import ADAPTER, CONFIG, MAX_CONFIG, config_beside
 from ckptool.formats.opening import Opened, PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
@@ -20,7 +18,7 @@ from ckptool.reports.save import Written
 from ckptool.transforms.flatten import around
 from ckptool.transforms.lora.adapters import Adapter, read_adapter
 from ckptool.transforms.lora.merge import Merged, merge
-from ckptool.verbs._save import SaveOptions, output_of, save, written
+from ckptool.verbs._save import SaveOptions, output_of, save, weights_alone, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,9 +55,7 @@ def lora_merge(
     found = open_adapter(added, config)
     names = printable(opened.path), printable(added.path)
     merged = merge(root.node, found, names=names, multiplier=scale, tied=is_tied(checkpoint))
-    mark = marks.recovered_in_parts([(checkpoint.metadata, root.path)])
-    metadata = {key: value for key, value in checkpoint.metadata.items() if key != marks.RECOVERED} | mark
-    changed = replace(checkpoint, tree=merged.tree, metadata=metadata, extras={}, discarded=())
+    changed = weights_alone(checkpoint, merged.tree, [(checkpoint.metadata, root.path)])
     source = added.checkpoint.source
     saved = save(output, checkpoint, changed, inputs=[source] if source is not None else [])
     behind = [printable(name) for name in around(checkpoint, root)]

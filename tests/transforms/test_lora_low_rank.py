@@ -14,7 +14,8 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_stri
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import Conflict
 from ckptool.transforms.lora import low_rank
-from ckptool.transforms.lora.low_rank import TensorDifference, Truncation, padded
+from ckptool.transforms.lora.low_rank import TensorDifference, Truncation
+from ckptool.transforms.views import padded
 
 Array = numpy.ndarray[Any, Any]
 F32 = by_name("f32")

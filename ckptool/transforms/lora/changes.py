@@ -18,10 +18,10 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import LORA
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import numbers
-from ckptool.errors import LimitExceeded
+from ckptool.errors import LimitExceeded, counted
 from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows, computed_tensor, in_type
 from ckptool.transforms.lora.adapters import Delta
-from ckptool.transforms.lora.products import Pair, Product, lora_factors, product, product_rows, transposed
+from ckptool.transforms.lora.products import Pair, Product, lora_factors, product, product_rows
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array
@@ -56,7 +56,7 @@ class Change:
             shape, self.rows = product_rows(delta.method, delta.factors)
             self.misfit = shape if shape != self.matrix else None
         if self.matrix[1] > MAX_WIDTH:
-            what = f"a weight of {list(weight.shape)} has rows of {self.matrix[1]:,} elements"
+            what = f"a weight of {list(weight.shape)} has rows of {counted(self.matrix[1], 'element')}"
             raise LimitExceeded(what, f"At most {MAX_WIDTH:,} are computed at once.")
         self.kept = delta.factors["B"].dtype if delta.method == LORA else by_name("f32")
         self.weights = TensorValues(weight.reshape(self.matrix))
@@ -78,7 +78,7 @@ class Change:
         elif wanted != self.matrix or self.delta.embedding or not self._has_kernel(shape[2:]):
             self.misfit = (up.shape[0], *self.delta.factors["A"].shape[1:])
         if self.transposed:
-            up, down = transposed(down), transposed(up)
+            up, down = down.transpose(), up.transpose()
         return product(up, down).rows
 
     def _has_kernel(self, kernel: tuple[int, ...]) -> bool:
@@ -102,7 +102,7 @@ class Change:
                 offset=up.offset + number * up.stride[1],
             )  # fmt: skip
             right = down.narrow(0, number * rank, rank)
-            return (transposed(right), transposed(left)) if self.transposed else (left, right)
+            return (right.transpose(), left.transpose()) if self.transposed else (left, right)
 
         return Product(height, pair).rows
 

@@ -18,11 +18,10 @@ from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, has_numbers
 from ckptool.checkpoint.patterns import selected
-from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, listed, printable
+from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta, Whole
 from ckptool.transforms.lora.low_rank import TensorDifference
-from ckptool.transforms.lora.products import transposed
 from ckptool.transforms.lora.schemes import MODEL
 
 MAX_FACTORS = 1 << 26  # elements of A and B together
@@ -93,13 +92,14 @@ class _Extraction:
         pair = self.tuned[key], self.base[key]
         if turned:
             self.transposed.append(module)
-            pair = transposed(pair[0]), transposed(pair[1])
+            pair = pair[0].transpose(), pair[1].transpose()
         difference = TensorDifference(key, *pair)
         most = min(self.rank, *difference.shape)
         if most < self.rank:
             self.clamped.append(key)
         if most * sum(difference.shape) > MAX_FACTORS:
-            what = f"{printable(key)} in rank {most:,} takes {most * sum(difference.shape):,} elements"
+            ranked = f"{printable(key)} in rank {most:,}"
+            what = f"{ranked} takes {counted(most * sum(difference.shape), 'element')}"
             raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
         rank = most if self.energy >= 1 else difference.rank_for(self.energy, most)
         factors = difference.factors(rank, self.dtype, pair[0].shape[2:])

@@ -189,19 +189,3 @@ class Truncation:
         sides = numpy.zeros((len(u), self.rank), kind), numpy.zeros((self.rank, len(v)), kind)
         sides[0][:, :count], sides[1][:count] = u[:, :count] * values[:count], v[:count]
         return left @ sides[0], sides[1] @ right.T
-
-
-def padded(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
-    """The tensor with zeros behind it along a dimension, up to a size; its values as they were."""
-    import numpy
-
-    shape = (*entry.shape[:dim], size, *entry.shape[dim + 1 :])
-    values = TensorValues(entry)
-
-    def rows(start: int, stop: int) -> Array:
-        old = values.rows(min(start, entry.shape[0]), min(stop, entry.shape[0]))
-        room = numpy.zeros((stop - start, *shape[1:]), old.dtype)
-        room[tuple(slice(length) for length in old.shape)] = old
-        return room
-
-    return computed_rows(entry.dtype, shape, rows, (entry,), entry.location)

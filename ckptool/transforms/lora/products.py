@@ -8,7 +8,7 @@ are the same on every machine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -16,18 +16,13 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import LOHA, LOKR, LORA
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import Conflict
-from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows
+from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows, in_pieces
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array
 
 _TILE = 1 << 15  # elements whose sums are kept in f64, in the processor's cache
 Pair = tuple[TensorEntry, TensorEntry]
-
-
-def transposed(entry: TensorEntry) -> TensorEntry:
-    """The view of a matrix with its axes exchanged."""
-    return replace(entry, shape=entry.shape[::-1], stride=entry.stride[::-1])
 
 
 def flat(entry: TensorEntry) -> TensorEntry:
@@ -46,19 +41,16 @@ class Product:
 
     def rows(self, start: int, stop: int) -> Array:
         """f64 if either side is, else f32."""
-        import numpy
+        return in_pieces(start, stop, self._piece)
 
-        parts = []
-        while start < stop:
-            number, first = divmod(start, self.height)
-            if self._kept is None or self._kept[0] != number:
-                left, right = self.pair(number)
-                self._kept = number, TensorValues(left), TensorValues(right)
-            _, rows, columns = self._kept
-            last = min(self.height, first + stop - start, first + max(1, ROWS // max(1, rows.entry.shape[1])))
-            parts.append(_product(rows, columns, first, last))
-            start += last - first
-        return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
+    def _piece(self, start: int, stop: int) -> Array:
+        number, first = divmod(start, self.height)
+        if self._kept is None or self._kept[0] != number:
+            left, right = self.pair(number)
+            self._kept = number, TensorValues(left), TensorValues(right)
+        _, rows, columns = self._kept
+        last = min(self.height, first + stop - start, first + max(1, ROWS // max(1, rows.entry.shape[1])))
+        return _product(rows, columns, first, last)
 
 
 def product(left: TensorEntry, right: TensorEntry) -> Product:
@@ -161,7 +153,7 @@ def product_rows(method: str, factors: dict[str, TensorEntry]) -> tuple[tuple[in
 def _hadamard_side(factors: dict[str, TensorEntry], number: str) -> Pair:
     up, down, core = (factors.get(f"hada_{name}") for name in (f"w{number}_a", f"w{number}_b", f"t{number}"))
     assert up is not None and down is not None
-    return (flat(up), flat(down)) if core is None else (transposed(up), _with_core(core, down))
+    return (flat(up), flat(down)) if core is None else (up.transpose(), _with_core(core, down))
 
 
 def _kronecker_side(factors: dict[str, TensorEntry], number: str) -> TensorEntry:
@@ -170,7 +162,7 @@ def _kronecker_side(factors: dict[str, TensorEntry], number: str) -> TensorEntry
         return whole
     up, down = factors[f"lokr_w{number}_a"], factors[f"lokr_w{number}_b"]
     core = factors.get(f"lokr_t{number}")
-    left, right = (flat(up), flat(down)) if core is None else (transposed(up), _with_core(core, down))
+    left, right = (flat(up), flat(down)) if core is None else (up.transpose(), _with_core(core, down))
     made = computed_rows(by_name("f32"), (left.shape[0], right.shape[1]), product(left, right).rows, (left, right))
     kernel = down.shape[2:] if core is None else core.shape[2:]
     return made.reshape((left.shape[0], down.shape[1], *kernel))
@@ -180,16 +172,11 @@ def _kronecker(first: TensorEntry, second: TensorEntry) -> tuple[tuple[int, int]
     left, right = TensorValues(flat(first)), TensorValues(flat(second))
     height, width = second.shape[0], prod(second.shape[1:])
 
-    def rows(start: int, stop: int) -> Array:
-        import numpy
+    def piece(start: int, stop: int) -> Array:
+        number, begin = divmod(start, height)
+        end = min(height, begin + stop - start)
+        products = left.rows(number, number + 1)[0][None, :, None] * right.rows(begin, end)[:, None, :]
+        block: Array = products.reshape(end - begin, -1)
+        return block
 
-        parts = []
-        while start < stop:
-            number, begin = divmod(start, height)
-            end = min(height, begin + stop - start)
-            products = left.rows(number, number + 1)[0][None, :, None] * right.rows(begin, end)[:, None, :]
-            parts.append(products.reshape(end - begin, -1))
-            start += end - begin
-        return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
-
-    return (first.shape[0] * height, prod(first.shape[1:]) * width), rows
+    return (first.shape[0] * height, prod(first.shape[1:]) * width), partial(in_pieces, piece=piece)

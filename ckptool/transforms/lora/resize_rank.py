@@ -9,11 +9,12 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import LORA, PEFT, adapter_key
-from ckptool.errors import LimitExceeded, Unsupported, UsageError, printable
+from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted, printable
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.extract import MAX_FACTORS
-from ckptool.transforms.lora.low_rank import Truncation, padded
+from ckptool.transforms.lora.low_rank import Truncation
 from ckptool.transforms.lora.schemes import Stored, alpha_of, alpha_tensor, diffusers_metadata, peft_config
+from ckptool.transforms.views import padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def _resized(delta: Delta, rank: int, rs: bool, truncations: list[Truncation]) -
     a, b = delta.factors["A"], delta.factors["B"]
     if rank < delta.rank:
         if a.numel + b.numel > MAX_FACTORS:
-            what = f"{printable(delta.module)} has {a.numel + b.numel:,} elements"
+            what = f"{printable(delta.module)} has {counted(a.numel + b.numel, 'element')}"
             raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
         truncations.append(Truncation(delta.module, b, a, rank))
         factors = truncations[-1].factors()

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.patterns import matcher
-from ckptool.errors import CkptoolError, printable
+from ckptool.errors import CkptoolError, counted, printable
 from ckptool.reports.find_rules import FoundRule, FoundRules
 from ckptool.transforms.suggest import Drafting, escaped, fused_relations, search_pairs
 from ckptool.transforms.suggest.fingerprints import Fingerprint, Probes, fingerprint
@@ -259,7 +259,8 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
 def _notes(relations: Relations, proof: _Proof, rules: int, pairs: int, most: int) -> Iterator[Note]:
     if pairs > rules == most:
         yield Note(
-            "spelled-out", f"only {rules:,} of {pairs:,} rules are here: each is for one key, and applied to all"
+            "spelled-out",
+            f"only {rules:,} of {counted(pairs, 'rule')} are here: each is for one key, and applied to all",
         )
     elif 2 * rules > pairs > 2 * FEW:
         yield Note("spelled-out", "most keys have a rule of their own: none that says it for several was found in time")

@@ -16,7 +16,7 @@ from ckptool.transforms.rules import WHOLE_KEY
 from ckptool.transforms.translate.operations import Number, Operation, Tensors, losses
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, TranslationRule
-from ckptool.transforms.translate.views import zeros
+from ckptool.transforms.views import zeros
 
 REFUSE, KEEP, DROP = "refuse", "keep", "drop"
 REST = (REFUSE, KEEP, DROP)
@@ -212,11 +212,7 @@ def carry_out(
         try:
             results = list(results_of(step, node, scope, made))
         except CkptoolError as error:
-            raise (
-                error
-                if str(error.what).startswith(step.rule.place + ": ") and step.rule.place
-                else (step.rule.within(error, step.keys))
-            ) from None
+            raise step.rule.within(error, step.keys) from None
         for name, _ in results:
             _refuse_second(
                 owners, name, f"{step.rule.place}: " * bool(step.rule.place) + f"{step.rule.text!r}", step.keys[0]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.strided import resolved
@@ -21,12 +23,13 @@ from ckptool.transforms.blockwise import TensorValues, computed_tensor
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.casting import conversion, converted
 from ckptool.transforms.resize import parse_resize, resized
-from ckptool.transforms.translate.views import UNFIT, in_order, joined, reshaped, woven, zeros
+from ckptool.transforms.views import UNFIT, joined, padded, reshaped, woven
 
 Number = Callable[[Arithmetic], int]
 """The value of an expression, with the variables of one match and of the rules."""
 Tensors = list[TensorEntry]
-Apply = Callable[["Operation", Tensors, Number], Tensors]
+Apply = Callable[["Operation", Any, Number], Any]
+"""The function of an operation: from each tensor to one, or from the list of all to another."""
 
 MAX_GROWTH, LARGE = 256, 1 << 30  # times that padding and repeating may enlarge a tensor, to more bytes than this
 
@@ -59,8 +62,9 @@ class Operation:
     def __call__(self, tensors: Tensors, number: Number) -> Tensors:
         """The tensors after it. Raises `UsageError` where they do not fit."""
         if self.kind.each:
-            return [after for tensor in tensors for after in self.kind.apply(self, [tensor], number)]
-        return self.kind.apply(self, tensors, number)
+            return [self.kind.apply(self, tensor, number) for tensor in tensors]
+        after: Tensors = self.kind.apply(self, tensors, number)
+        return after
 
     def inverse(self) -> Operation | None:
         """The operation that undoes it; None where none does."""
@@ -179,23 +183,21 @@ def _sizes(given: Sequence[Arithmetic], number: Number, total: int, combine: Cal
 # Shapes --------------------------------------------------------------------------------------------------------------
 
 
-def _transpose(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    (tensor,) = tensors
+def _transpose(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     first, second = (_axis(tensor, axis, number) for axis in op.numbers or _LAST)
     order = list(range(len(tensor.shape)))
     order[first], order[second] = second, first
-    return [in_order(tensor, order)]
+    return tensor.permute(order)
 
 
 _LAST = (parse_arithmetic("-2"), parse_arithmetic("-1"))
 
 
-def _permute(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    (tensor,) = tensors
+def _permute(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     order = [_axis(tensor, axis, number) for axis in op.numbers]
     if sorted(order) != list(range(len(tensor.shape))):
         raise UsageError(f"{order} is no order of the dimensions of {list(tensor.shape)}", UNFIT)
-    return [in_order(tensor, order)]
+    return tensor.permute(order)
 
 
 def _unpermute(op: Operation) -> Operation | None:
@@ -205,58 +207,46 @@ def _unpermute(op: Operation) -> Operation | None:
     return replace(op, numbers=tuple(parse_arithmetic(str(order.index(axis))) for axis in range(len(order))))
 
 
-def _reshape(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    (tensor,), (shape, *before) = tensors, op.lists
+def _reshape(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
+    shape, *before = op.lists
     if before and [*tensor.shape] != _sizes(before[0], number, tensor.numel, prod):
         raise UsageError(f"{list(tensor.shape)} is not the shape that the rule names", UNFIT)
-    return [reshaped(tensor, _sizes(shape, number, tensor.numel, prod))]
+    return reshaped(tensor, _sizes(shape, number, tensor.numel, prod))
 
 
-def _unflatten(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    (tensor,) = tensors
+def _unflatten(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     axis, shape = _axis(tensor, op.numbers[0], number), tensor.shape
-    return [reshaped(tensor, (*shape[:axis], *_sizes(op.lists[0], number, shape[axis], prod), *shape[axis + 1 :]))]
+    return reshaped(tensor, (*shape[:axis], *_sizes(op.lists[0], number, shape[axis], prod), *shape[axis + 1 :]))
 
 
-def _flatten(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    (tensor,) = tensors
+def _flatten(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     shape, count = tensor.shape, len(op.lists[0])
     axis = _axis(tensor, op.numbers[0], number, 1 - count)  # of the tensor after it, as that before `unflatten`
     found = shape[axis : axis + count]
     if list(found) != _sizes(op.lists[0], number, prod(found), prod):
         raise UsageError(f"{list(found)} of {list(shape)} is not {op}", UNFIT)
-    return [reshaped(tensor, (*shape[:axis], prod(found), *shape[axis + count :]))]
+    return reshaped(tensor, (*shape[:axis], prod(found), *shape[axis + count :]))
 
 
-def _unsqueeze(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    (tensor,) = tensors
+def _unsqueeze(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     axis = _axis(tensor, op.numbers[0], number, 1)
-    return [reshaped(tensor, (*tensor.shape[:axis], 1, *tensor.shape[axis:]))]
+    return reshaped(tensor, (*tensor.shape[:axis], 1, *tensor.shape[axis:]))
 
 
-def _squeeze(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    (tensor,) = tensors
+def _squeeze(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     axis = _axis(tensor, op.numbers[0], number)
     if tensor.shape[axis] != 1:
         raise UsageError(f"dimension {axis} of {list(tensor.shape)} is not of size 1", UNFIT)
-    return [reshaped(tensor, (*tensor.shape[:axis], *tensor.shape[axis + 1 :]))]
+    return reshaped(tensor, (*tensor.shape[:axis], *tensor.shape[axis + 1 :]))
 
 
-def _interleave(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    return [woven(tensors[0], _axis(tensors[0], op.numbers[0], number), 1, number(op.numbers[1]), apart=False)]
+def _weave(op: Operation, tensor: TensorEntry, number: Number, *, apart: bool) -> TensorEntry:
+    return woven(tensor, _axis(tensor, op.numbers[0], number), 1, number(op.numbers[1]), apart=apart)
 
 
-def _deinterleave(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    return [woven(tensors[0], _axis(tensors[0], op.numbers[0], number), 1, number(op.numbers[1]), apart=True)]
-
-
-def _rope(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+def _rope(op: Operation, tensor: TensorEntry, number: Number, *, apart: bool) -> TensorEntry:
     """Queries or keys whose rotary pairs are neighbours (Meta's Llama) as two halves of each head (transformers)."""
-    return [woven(tensors[0], 0, _heads(op, tensors[0], number), 2, apart=True)]
-
-
-def _unrope(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    return [woven(tensors[0], 0, _heads(op, tensors[0], number), 2, apart=False)]
+    return woven(tensor, 0, _heads(op, tensor, number), 2, apart=apart)
 
 
 def _heads(op: Operation, tensor: TensorEntry, number: Number) -> int:
@@ -322,21 +312,20 @@ def _unstack(op: Operation, tensors: Tensors, number: Number) -> Tensors:
     if not tensor.shape[axis]:
         raise UsageError(f"dimension {axis} of {list(tensor.shape)} is empty: it would become no tensor", UNFIT)
     parts = [tensor.narrow(axis, index, 1) for index in range(tensor.shape[axis])]
-    return [in_order(part, [at for at in range(len(part.shape)) if at != axis]) for part in parts]
+    return [part.permute([at for at in range(len(part.shape)) if at != axis]) for part in parts]
 
 
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-def _slice(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    (tensor,) = tensors
+def _slice(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     axis = _axis(tensor, op.numbers[0], number)
     size, (begin, end) = _size_before(op, tensor, axis, number), op.lists[0]
     start, stop = number(begin), size if end.text == _END else number(end)
     start, stop = (start + size * (start < 0), stop + size * (stop < 0))
     if not 0 <= start <= stop <= size:
         raise UsageError(f"{start:,}:{stop:,} is outside of a dimension of {size:,}", UNFIT)
-    return [tensor.narrow(axis, start, stop - start)]
+    return tensor.narrow(axis, start, stop - start)
 
 
 def _size_before(op: Operation, tensor: TensorEntry, axis: int, number: Number) -> int:
@@ -360,45 +349,40 @@ def _unpad(op: Operation) -> Operation | None:
     return replace(op, name="slice", numbers=op.numbers[:1], lists=((parse_arithmetic("0"), op.of),), of=op.numbers[1])
 
 
-def _pad(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    (tensor,) = tensors
+def _pad(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     axis, wanted = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
-    more = wanted - _size_before(op, tensor, axis, number)
-    if more < 0:
+    if wanted < _size_before(op, tensor, axis, number):
         raise UsageError(f"{tensor.shape[axis]:,} cannot be padded to {wanted:,}, which is less", UNFIT)
-    shape = (*tensor.shape[:axis], more, *tensor.shape[axis + 1 :])
-    _refuse_growth(tensor, prod((*shape[:axis], wanted, *shape[axis + 1 :])))
-    return [joined([tensor, zeros(tensor, shape)], axis)] if more else [tensor]
+    _refuse_growth(tensor, prod((*tensor.shape[:axis], wanted, *tensor.shape[axis + 1 :])))
+    return padded(tensor, axis, wanted)
 
 
-def _repeat(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+def _repeat(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     """Every index of a dimension several times in a row, as `torch.repeat_interleave`."""
-    (tensor,) = tensors
     axis, times = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
     if times < 1:
         raise UsageError(f"a tensor cannot be repeated {counted(times, 'time')}", UNFIT)
     _refuse_growth(tensor, tensor.numel * times)
     shape, stride = ((*v[: axis + 1], n, *v[axis + 1 :]) for v, n in ((tensor.shape, times), (tensor.stride, 0)))
     expanded = TensorEntry(tensor.storage, tensor.dtype, shape, stride, tensor.offset, tensor.flags)
-    return [reshaped(expanded, (*shape[:axis], shape[axis] * times, *shape[axis + 2 :]))]
+    return reshaped(expanded, (*shape[:axis], shape[axis] * times, *shape[axis + 2 :]))
 
 
-def _unrepeat(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+def _unrepeat(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     """The first of each few that have to be equal, which is looked at when they are read."""
-    (tensor,) = tensors
     axis, times = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
     if times < 1 or tensor.shape[axis] % times:
         raise UsageError(f"{tensor.shape[axis]:,} is no multiple of {times:,}", UNFIT)
     if not tensor.numel or times == 1:
-        return [tensor.narrow(axis, 0, tensor.shape[axis] // times)]
+        return tensor.narrow(axis, 0, tensor.shape[axis] // times)
     shape = (*tensor.shape[:axis], -1, times, *tensor.shape[axis + 1 :])
     apart = reshaped(tensor, [tensor.shape[axis] // times if size == -1 else size for size in shape])
     order = [at for at in range(len(shape)) if at != axis + 1]
     first, *others = (
-        Chunk(resolved(in_order(apart.narrow(axis + 1, n, 1), order)), (0,) * len(order), f"copy {n}")
+        Chunk(resolved(apart.narrow(axis + 1, n, 1).permute(order)), (0,) * len(order), f"copy {n}")
         for n in range(times)
     )
-    return [assembled(first.entry.shape, [replace(first, replicas=tuple(others))], "repeated rows")]
+    return assembled(first.entry.shape, [replace(first, replicas=tuple(others))], "repeated rows")
 
 
 def _refuse_growth(tensor: TensorEntry, numel: int) -> None:
@@ -407,33 +391,32 @@ def _refuse_growth(tensor: TensorEntry, numel: int) -> None:
         raise UsageError(f"{tensor!r} would become {size:,} bytes", "That is more than a rule may make of a tensor.")
 
 
-def _add(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+def _add(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     """A whole number added to every value, computed in f32: norms that store w - 1."""
-    (tensor,) = tensors
     if not tensor.dtype.is_float:
         raise UsageError(f"{tensor!r} is of no floating type", UNFIT)
     by, values = number(op.numbers[0]), TensorValues(tensor)
     if not by:
-        return [tensor]
-    return [computed_tensor(tensor.dtype, tensor.shape, lambda start, stop: values.read(start, stop) + by, tensors)]
+        return tensor
+    return computed_tensor(tensor.dtype, tensor.shape, lambda start, stop: values.read(start, stop) + by, [tensor])
 
 
-def _cast(op: Operation, tensors: Tensors, number: Number) -> Tensors:
-    (tensor,), dtype = tensors, parse_dtype(op.words)
+def _cast(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
+    dtype = parse_dtype(op.words)
     if conversion(tensor.dtype, dtype) is None:
         raise UsageError(f"{tensor!r} cannot be cast to {dtype}", UNFIT)
-    return [converted(tensor, dtype)]
+    return converted(tensor, dtype)
 
 
-def _resize(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+def _resize(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     """The tensor in another size, as `warm-start --resize` makes it; -1 is a dimension that stays."""
-    (tensor,), sizes = tensors, [number(size) for size in op.lists[0]]
+    sizes = [number(size) for size in op.lists[0]]
     if len(sizes) != len(tensor.shape) or any(size < -1 for size in sizes):
         raise UsageError(f"{list(tensor.shape)} cannot become {sizes}", UNFIT)
     shape = tuple(old if new == -1 else new for old, new in zip(tensor.shape, sizes, strict=True))
     _refuse_growth(tensor, prod(shape))
     try:
-        return [resized(tensor, shape, parse_resize(op.words), "the tensor")]
+        return resized(tensor, shape, parse_resize(op.words), "the tensor")
     except CkptoolError as error:
         raise type(error)(error.what, error.why) from None  # its advice is for warm-start
 
@@ -456,10 +439,10 @@ KINDS: dict[str, OperationKind] = {
     "flatten": OperationKind("flatten AXIS [SIZE, …]", _flatten, lists=(1, 1), inverse="unflatten"),
     "unsqueeze": OperationKind("unsqueeze AXIS", _unsqueeze, inverse="squeeze"),
     "squeeze": OperationKind("squeeze AXIS", _squeeze, inverse="unsqueeze"),
-    "interleave": OperationKind("interleave AXIS PARTS", _interleave, (2, 2), inverse="deinterleave"),
-    "deinterleave": OperationKind("deinterleave AXIS PARTS", _deinterleave, (2, 2), inverse="interleave"),
-    "rope": OperationKind("rope HEADS [SIZE]", _rope, (1, 2), inverse="unrope"),
-    "unrope": OperationKind("unrope HEADS [SIZE]", _unrope, (1, 2), inverse="rope"),
+    "interleave": OperationKind("interleave AXIS PARTS", partial(_weave, apart=False), (2, 2), inverse="deinterleave"),
+    "deinterleave": OperationKind("deinterleave AXIS PARTS", partial(_weave, apart=True), (2, 2), inverse="interleave"),
+    "rope": OperationKind("rope HEADS [SIZE]", partial(_rope, apart=True), (1, 2), inverse="unrope"),
+    "unrope": OperationKind("unrope HEADS [SIZE]", partial(_rope, apart=False), (1, 2), inverse="rope"),
     "split": OperationKind("split AXIS [[SIZE, …]]", _split, lists=(0, 1), inverse="cat", each=False),
     "cat": OperationKind("cat AXIS [[SIZE, …]]", _cat, lists=(0, 1), inverse="split", each=False),
     "stack": OperationKind("stack AXIS [over VARIABLE]", _stack, inverse="unstack", each=False, over=True),

@@ -77,15 +77,18 @@ class TranslationRule:
 
     def error(self, what: str, why: str = "", fix: str = "") -> UsageError:
         """An error that points at the rule."""
-        where = f"{self.place}: " if self.place else ""
-        return UsageError(f"{where}the rule {printable(self.text)!r}: {what}", why, fix)
+        return UsageError(f"{self._where}: {what}", why, fix)
+
+    @property
+    def _where(self) -> str:
+        return f"{self.place}: " * bool(self.place) + f"the rule {printable(self.text)!r}"
 
     def within(self, error: CkptoolError, keys: Sequence[str] = ()) -> CkptoolError:
         """An error that came up while the rule was applied to keys, which then points at it."""
-        where = f"{self.place}: " if self.place else ""
+        if error.what.startswith(self._where):
+            return error
         of = f" for {listed([printable(key) for key in keys], 2)}" if keys else ""
-        what = f"{where}the rule {printable(self.text)!r}{of}: {error.what}"
-        return type(error)(what, error.why, error.fix)
+        return type(error)(f"{self._where}{of}: {error.what}", error.why, error.fix)
 
     @cached_property
     def names(self) -> list[str]:

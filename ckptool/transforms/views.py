@@ -45,12 +45,6 @@ def _view_strides(tensor: TensorEntry, shape: Sequence[int]) -> tuple[int, ...] 
     return (*strides, *[1] * (len(shape) - place))
 
 
-def in_order(tensor: TensorEntry, order: Sequence[int]) -> TensorEntry:
-    """The tensor with its dimensions in another order, as torch's `permute`."""
-    shape, stride = (tuple(values[axis] for axis in order) for values in (tensor.shape, tensor.stride))
-    return TensorEntry(tensor.storage, tensor.dtype, shape, stride, tensor.offset, tensor.flags)
-
-
 def woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: bool) -> TensorEntry:
     """In each of equal groups of a dimension: its parts as every other element; or, apart, the other way round."""
     shape = tensor.shape
@@ -62,11 +56,11 @@ def woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: boo
     divided = reshaped(tensor, (*shape[:axis], groups, *sizes, *shape[axis + 1 :]))
     order = list(range(len(divided.shape)))
     order[axis + 1 : axis + 3] = axis + 2, axis + 1
-    return reshaped(in_order(divided, order), shape)
+    return reshaped(divided.permute(order), shape)
 
 
 def joined(tensors: Sequence[TensorEntry], axis: int) -> TensorEntry:
-    """Sequence[TensorEntry] of one type, and of one shape but for the axis, one after the other."""
+    """Tensors of one type, and of one shape but for the axis, one after the other."""
     plain = [resolved(tensor) for tensor in tensors]
     first = plain[0]
     begins = list(accumulate((tensor.shape[axis] for tensor in plain), initial=0))
@@ -88,3 +82,10 @@ def zeros(like: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
     """A tensor of zeros of the type of another one: one zero, expanded."""
     storage = Storage(InlineBytes(bytes(like.dtype.itemsize)), like.location)
     return TensorEntry(storage, like.dtype, shape, (0,) * len(shape))
+
+
+def padded(tensor: TensorEntry, axis: int, size: int) -> TensorEntry:
+    """The tensor with zeros behind it along an axis, up to this size."""
+    more = size - tensor.shape[axis]
+    shape = (*tensor.shape[:axis], more, *tensor.shape[axis + 1 :])
+    return joined([tensor, zeros(tensor, shape)], axis) if more else tensor
