@@ -54,11 +54,11 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None, h
         return [ema ** (count - 1), *later]
     if weights is None:
         return [1 / count] * count
-    if len(weights) != count or not all(math.isfinite(weight) for weight in weights):
-        raise UsageError(
-            f"{counted(len(weights), 'weight was', 'weights were')} given for {count} files",
-            "Each file has one, in the same order.",
-        )
+    if len(weights) != count:
+        what = f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(count, 'file')}"
+        raise UsageError(what, "Each file has one, in the same order.")
+    if not math.isfinite(sum(weights)):
+        raise UsageError(f"the weights add up to {sum(weights)}", "Each is a finite number, and so is their sum.")
     if how is not None and how.method == "slerp" and not (min(weights) >= 0 and sum(weights) > 0):
         raise UsageError(
             "slerp was given weights that are negative, or 0 in all", "The second one's share is the place."
@@ -96,7 +96,8 @@ def average(
     """State dicts with the same keys, shapes and types, merged; without `how`, their mean. Reads nothing yet.
 
     nodes: where `how` has a base, that is the first.  by_key: the weights of keys that have others.
-    Raises `Conflict` naming what they do not agree in, `Unsupported` for tensors that have no plain values.
+    Raises `Conflict` naming what they do not agree in, and for tied names with other weights; `Unsupported` for tensors
+    that have no plain values.
     """
     last, merge = nodes[-1], how or Merge()
     if problems := [
@@ -113,6 +114,7 @@ def average(
     named = sorted(((str(key), value) for key, value in last.items()), key=lambda item: item[0], reverse=True)
     first = {value.view: name for name, value in named if isinstance(value, TensorEntry)}
     made: dict[tuple[Any, ...], TensorEntry] = {}
+    given: dict[tuple[Any, ...], tuple[Any, Sequence[float]]] = {}  # the first name of each, and its weights
     again: dict[int, TensorEntry] = {}
     tree = same_kind(last, {})
     kept: list[tuple[str, str]] = []
@@ -128,9 +130,14 @@ def average(
             # Names that are one tensor in every file stay one.
             entries = [node[key] for node in nodes]
             view = tuple(entry.view for entry in entries)
+            shares = (by_key or {}).get(str(key), weights)
             if view not in made:
-                method = METHODS[merge.method](merge, (by_key or {}).get(str(key), weights), first[value.view])
-                made[view] = _merged(entries, method, ahead)
+                method = METHODS[merge.method](merge, shares, first[value.view])
+                made[view], given[view] = _merged(entries, method, ahead), (key, shares)
+            elif list(given[view][1]) != list(shares):
+                what = f"{printable(str(given[view][0]))} and {printable(str(key))} are one tensor in all files"
+                why = "They were given different weights, and one of them would be ignored. Nothing was written."
+                raise Conflict(what, why, "Give both the same: a --weight whose pattern matches both")
             if id(value) not in again:  # what is one object stays one
                 again[id(value)] = replace(made[view], flags=value.flags._replace(conj=False, neg=False))
             tree[key] = again[id(value)]

@@ -173,7 +173,7 @@ class TiesMerge(Deltas):
     def prepare(self, passes: Passes, count: int) -> None:
         self.cuts = []
         for number in range(len(self.weights)):
-            keep = max(1, int(self.density(number) * count))
+            keep = max(self.how.definition == "mergekit", int(self.density(number) * count))
             patterns = partial(self._patterns, passes, number)
             self.cuts.append(_cut(patterns, keep) if keep < count else (0, count))
 
@@ -293,7 +293,7 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
         (not math.isfinite(scale), f"--lambda {scale} is not a finite number", ""),
         (not 0 <= t <= 1, f"--t {t} is not from 0 to 1", "0 is the first file, 1 the second."),
         (len(densities) not in (1, files), f"--density gives {counted(len(densities), 'value')}", "One, or one each."),
-        (not all(0 < each <= 1 for each in densities), f"--density {shown} is not above 0 and at most 1", ""),
+        (not all(1e-9 <= each <= 1 for each in densities), f"--density {shown} is not from 1e-9 to 1", ""),
     ]
     for name in (name for name, value in given.items() if value is not None and name not in takes):
         those = " and ".join(other for other, kind in METHODS.items() if name in kind.takes)
@@ -326,6 +326,8 @@ def _cut(passes: Callable[[], Iterator[Array]], keep: int) -> tuple[int, int]:
     import numpy
 
     found, left, width = 0, keep, 8 * next(passes()).itemsize
+    if not keep:
+        return (1 << width - 1) - 1, -1
     for shift in range(width - _DIGIT, -1, -_DIGIT):
         counts = numpy.zeros(1 << _DIGIT, numpy.int64)
         for patterns in passes():

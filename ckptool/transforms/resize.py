@@ -76,8 +76,12 @@ def parse_resize(text: str) -> Resize:
         raise UsageError(f"unknown way to resize: {printable(text)!r}", f"Available: {', '.join(_WAYS)}.", _EXAMPLE)
     kind, modes = _WAYS[found[1]]
     given: dict[str, Any] = {"mode": modes[0]}
+    seen: set[str] = set()
     for word in filter(None, map(str.strip, (found[2] or "").split(","))):
         key, _, value = (part.strip() for part in word.partition("="))
+        if (kind_of := "mode" if word in modes or key == "copy" else key) in seen:
+            raise UsageError(f"{printable(text)!r} gives the {printable(kind_of)} twice", "", _EXAMPLE)
+        seen.add(kind_of)
         if word in modes:
             given["mode"] = word
         elif kind == GRID and word == "antialias":

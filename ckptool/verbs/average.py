@@ -101,7 +101,7 @@ def average(
         "left_behind": behind,
     }
     summary = _summary(found, roots, how, count)
-    notes = [] if how.has_base else _unequal(sum(shares))
+    notes = _unequal(sum(shares)) if how.method == "mean" else ()
     return written(output, last, saved, summary, facts=facts, details=details, notes=notes)
 
 

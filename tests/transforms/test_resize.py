@@ -219,6 +219,9 @@ def test_shapes_that_do_not_fit_are_refused_by_name(old: Any, new: Any, how: str
         ("rows(median)", "It takes mean, zero, copy, copy=ROW"),
         ("channels(zero)", "channels does not take 'zero'"),
         ("rows(cls=1)", "does not take 'cls=1'"),
+        ("rows(mean,zero)", "gives the mode twice"),
+        ("rows(copy=1,copy=2)", "gives the mode twice"),
+        ("bicubic(cls=1, cls=2)", "gives the cls twice"),
     ],
 )
 def test_texts_that_mean_nothing(text: str, words: str) -> None:

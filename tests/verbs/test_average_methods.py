@@ -31,9 +31,10 @@ def one_thread() -> Iterator[None]:
 # The formulas ---------------------------------------------------------------------------------------------------------
 
 
-def largest(delta: torch.Tensor, density: float) -> torch.Tensor:
+def largest(delta: torch.Tensor, density: float, least: int = 1) -> torch.Tensor:
     """All but the largest differences set to zero; of equal ones the first are kept."""
-    order = torch.argsort(delta.abs().flatten(), descending=True, stable=True)[: max(1, int(density * delta.numel()))]
+    keep = max(least, int(density * delta.numel()))
+    order = torch.argsort(delta.abs().flatten(), descending=True, stable=True)[:keep]
     return torch.where(
         torch.zeros(delta.numel(), dtype=torch.bool).index_fill(0, order, True).view(delta.shape), delta, 0
     )
@@ -52,7 +53,7 @@ def ties_of_mergekit(base: torch.Tensor, files: Tensors, weights: list[float], d
 
 
 def ties_of_peft(base: torch.Tensor, files: Tensors, weights: list[float], density: float, scale: float) -> Any:
-    deltas = torch.stack([largest(file - base, density) for file in files])
+    deltas = torch.stack([largest(file - base, density, least=0) for file in files])
     agree = (deltas.sign() == torch.where(deltas.sum(0) >= 0, 1.0, -1.0)).to(base.dtype)
     weighted = torch.stack([delta * weight for delta, weight in zip(deltas, weights, strict=True)])
     return base + (weighted * agree).sum(0) / agree.sum(0).clamp(min=1) * scale
@@ -220,6 +221,27 @@ def test_weights_by_pattern(tmp_path: Path, run: Run) -> None:
     assert not (tmp_path / "n.pt").exists()
 
 
+def test_weights_of_one_name_of_a_tied_tensor(tmp_path: Path) -> None:
+    """Neither name's are ignored; where only one file ties them, each has its own."""
+    one, two = torch.ones(3), torch.full((3,), 2.0)
+    tied, apart = [{"e.w": one, "h.w": one}, {"e.w": two, "h.w": two}], {"e.w": two, "h.w": two.clone()}
+    paths = [saved(tree, tmp_path / f"{number}.pt") for number, tree in enumerate([*tied, apart])]
+    for name in ("e.w", "h.w"):
+        with pytest.raises(Conflict, match=r"e\.w and h\.w are one tensor"):
+            ckptool.average(paths[:2], tmp_path / "o.pt", weight=f"{name}=0,1")
+    ckptool.average(paths[:2], tmp_path / "o.pt", weight="*.w=0.25,0.75")
+    assert load(tmp_path / "o.pt")["h.w"].tolist() == [1.75] * 3
+    ckptool.average(paths[::2], tmp_path / "a.pt", weight="h.w=0,1")
+    assert [load(tmp_path / "a.pt")[name].tolist() for name in ("e.w", "h.w")] == [[1.5] * 3, [2.0] * 3]
+
+
+@pytest.mark.parametrize("method", ["mean", "slerp"])
+def test_only_a_mean_is_scaled_by_the_sum_of_the_weights(method: str, tmp_path: Path) -> None:
+    _, paths = models(tmp_path, 2, shape=(3, 4))
+    done = ckptool.average(paths[:2], tmp_path / "o.pt", method=method, weights=[1, 3])
+    assert [note.code for note in done.notes] == (["weights-sum"] if method == "mean" else [])
+
+
 def test_ties_between_names_and_values_that_are_not_finite(tmp_path: Path) -> None:
     base = {"a.w": torch.zeros(4)}
     base["b.w"] = base["a.w"]
@@ -244,12 +266,14 @@ def test_ties_between_names_and_values_that_are_not_finite(tmp_path: Path) -> No
         ({"method": "slerp", "density": 0.5}, "does not take density"),
         ({"method": "task-arithmetic", "base": "0.pt", "seed": 1}, "does not take seed"),
         ({"method": "dare", "base": "0.pt", "ema": 0.5}, "does not take ema"),
-        ({"method": "dare", "base": "0.pt", "density": 0.0}, "density=0 is not above 0"),
+        ({"method": "dare", "base": "0.pt", "density": 0.0}, "density=0 is not from 1e-9"),
         ({"method": "ties", "base": "0.pt", "density": 1.5}, "density=1.5 is not"),
         ({"method": "ties", "base": "0.pt", "density": float("nan")}, "density.nan is not"),
         ({"method": "ties", "base": "0.pt", "density": [0.1, 0.2, 0.3]}, "density gives 3 values"),
         ({"method": "ties", "base": "0.pt", "scale": float("inf")}, "is not a finite number"),
-        ({"method": "ties", "base": "0.pt", "weights": [float("nan"), 1]}, "weights"),
+        ({"method": "dare", "base": "0.pt", "density": 1e-300}, "density=1e-300 is not from 1e-9"),
+        ({"method": "ties", "base": "0.pt", "weights": [float("nan"), 1]}, "weights add up to nan"),
+        ({"method": "slerp", "weights": [1e308, 1e308]}, "weights add up to inf"),
         ({"method": "ties", "base": "0.pt", "definition": "mine"}, "unknown definition='mine'"),
         ({"method": "slerp", "t": 1.5}, "is not from 0 to 1"),
         ({"method": "slerp", "t": 0.5, "weights": [1, 1]}, "both given"),
