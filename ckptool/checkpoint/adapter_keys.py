@@ -13,13 +13,13 @@ loaders/lora_conversion_utils.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ckptool.errors import counted, listed, printable
 
 PEFT, KOHYA, DIFFUSERS, AI_TOOLKIT = "PEFT", "kohya", "diffusers", "ai-toolkit"
-LORA, LOHA, LOKR, DIFF = "LoRA", "LoHa", "LoKr", "difference"
+LORA, LOHA, LOKR, DIFF, BIAS, WHOLE = "LoRA", "LoHa", "LoKr", "difference", "bias", "whole tensor"
 
 _COMPONENTS = (
     (PEFT, re.compile(r"base_model\.model\.")),
@@ -38,17 +38,16 @@ _ROLE = re.compile(
 )
 _HALVES = {"down": "A", "up": "B", "mid": "mid"}
 _WHOLE = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")
-# The factor of each method whose first dimension is the rank.
-RANKED = {"A": LORA, "hada_w1_b": LOHA, "lokr_w1_b": LOKR, "lokr_w2_b": LOKR}
-FACTORS = {"A", "B", "mid"}
+RANKED = ("A", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")  # the factors whose first dimension is the rank
+_METHODS = {"": WHOLE, "A": LORA, "B": LORA, "mid": LORA} | dict.fromkeys(("B.bias", "diff_b", "b_norm"), BIAS)
 
 
 class AdapterKey(NamedTuple):
     """A key of an adapter, taken apart.
 
     component: the prefix that says which model it is for (`base_model.model.`, `lora_unet_`), empty for none.
-    module: the module that it changes; for kohya with underscores for dots.  role: what it is of it: `A`, `B`, `mid`,
-    `alpha`, `magnitude`, `B.bias`, `hada_w1_a`, …; empty for a whole tensor, whose name `module` is then.
+    module: that it changes; for kohya with underscores for dots.  role: `A`, `B`, `mid`, `alpha`, `magnitude`,
+    `B.bias`, `hada_w1_a`, …; empty for a whole tensor, whose name `module` is then.
     embedding: A and B are those of an embedding.  depth: wrappers of PEFT around the module, one for each further
     parameter of it that is changed.
     """
@@ -83,24 +82,17 @@ def adapter_key(key: str, scheme: str | None = None) -> AdapterKey:
     return AdapterKey(found, component, inner.replace(".base_layer.", "."), role, bool(match["embedding"]), depth)
 
 
-# Ends of keys by role, as each scheme is written; diffusers' are PEFT's.
-_PEFT_ENDS = {
-    "A": ".lora_A.weight",
-    "B": ".lora_B.weight",
-    "B.bias": ".lora_B.bias",
-    "magnitude": ".lora_magnitude_vector",
-}
+_PEFT_ENDS = {"A": "lora_A.weight", "B": "lora_B.weight", "B.bias": "lora_B.bias", "magnitude": "lora_magnitude_vector"}
 _ENDS = {
     PEFT: _PEFT_ENDS,
     DIFFUSERS: _PEFT_ENDS,
-    KOHYA: {"A": ".lora_down.weight", "B": ".lora_up.weight", "alpha": ".alpha"},
+    KOHYA: {"A": "lora_down.weight", "B": "lora_up.weight", "alpha": "alpha"},
 }
 
 
 def written_key(scheme: str, component: str, module: str, role: str, embedding: bool = False) -> str:
     """The key of a part of a change, as `adapter_key` takes it apart."""
-    end = f".lora_embedding_{role}" if embedding and role in ("A", "B") else _ENDS[scheme][role]
-    return f"{component}{module}{end}"
+    return f"{component}{module}." + (f"lora_embedding_{role}" if embedding and role in "AB" else _ENDS[scheme][role])
 
 
 # Names with underscores in the modules of diffusers' UNets and of CLIP; all others in there have none.
@@ -121,14 +113,14 @@ def split_words(module: str) -> str:
     return ".".join(words) if "_".join(words) == module else ""
 
 
-def adapter_keys(names: Iterable[str], scheme: str | None = None) -> dict[str, AdapterKey]:
-    """Every key taken apart; of a file with PEFT's configuration (`scheme`), prefixes of others are parts of names."""
-    return {name: adapter_key(name, scheme) for name in names}
+def method_of(role: str) -> str:
+    """The method that a tensor belongs to."""
+    return LOHA if role.startswith("hada_") else LOKR if role.startswith("lokr_") else _METHODS.get(role, DIFF)
 
 
 def is_factor(role: str) -> bool:
     """True for one of the tensors that a change is computed from, as no other checkpoint has."""
-    return role in FACTORS or role.startswith(("hada_", "lokr_"))
+    return method_of(role) in (LORA, LOHA, LOKR)
 
 
 def adapter_detail(node: Mapping[Any, Any]) -> str:
@@ -140,25 +132,16 @@ def adapter_detail(node: Mapping[Any, Any]) -> str:
     joined = "\n".join(texts)  # the quickest way to look at all of many
     if not any(part in joined for part in ("lora", "hada_w", "lokr_w")):
         return ""
-    keys = adapter_keys(texts)
-    factors = {key: found for key, found in keys.items() if is_factor(found.role)}
-    if not factors or 4 * len(factors) < len(keys):
+    factors = {key: of for key in texts if is_factor((of := adapter_key(key)).role)}
+    if not factors or 4 * len(factors) < len(texts):
         return ""
-    ranks = {
-        shape[0]
-        for key, found in factors.items()
-        if found.role in RANKED and (shape := getattr(node[key], "shape", None)) and len(shape) > 1
-    }
-    methods = sorted({method_of(found.role) for found in factors.values()})
-    modules = {(found.component, found.module, found.depth) for found in factors.values()}
-    leaves = sorted({found.module.rpartition(".")[2] for found in factors.values()})
-    names = "" if factors and next(iter(factors.values())).scheme == KOHYA else f" ({printable(listed(leaves, 6))})"
-    schemes = sorted({found.scheme for found in factors.values()})
-    rank = f", rank {listed(sorted(ranks), 4)}" if ranks else ""
+    shapes = [getattr(node[key], "shape", None) for key, of in factors.items() if of.role in RANKED]
+    found = factors.values()
+    methods, schemes = sorted({method_of(each.role) for each in found}), sorted({each.scheme for each in found})
+    modules = {(each.component, each.module, each.depth) for each in found}
+    leaves = sorted({each.module.rpartition(".")[2] for each in found})
+    names = "" if next(iter(found)).scheme == KOHYA else f" ({printable(listed(leaves, 6))})"
+    ranks = sorted({shape[0] for shape in shapes if shape and len(shape) > 1})
+    rank = f", rank {listed(ranks, 4)}" if ranks else ""
     kind = f"{' and '.join(methods)} adapter, {' and '.join(schemes)} names"
     return f"{kind}{rank}, of {counted(len(modules), 'module')}{names}"
-
-
-def method_of(role: str) -> str:
-    """The method that a factor belongs to."""
-    return LOHA if role.startswith("hada_") else LOKR if role.startswith("lokr_") else LORA

@@ -57,8 +57,8 @@ def lora_convert(
         output,
         opened.checkpoint,
         saved,
-        f"{counted(len(found.deltas), 'module')} with the names of {SCHEMES[to]}, before of {found.scheme}",
-        facts={"from": found.scheme, "to": SCHEMES[to], "modules": len(found.deltas), "tensors": len(made.tree)},
+        f"{counted(len(found.products), 'module')} with the names of {SCHEMES[to]}, before of {found.scheme}",
+        facts={"from": found.scheme, "to": SCHEMES[to], "modules": len(found.products), "tensors": len(made.tree)},
         details=details,
         notes=found.notes,
     )

@@ -62,14 +62,14 @@ def lora_extract(
         exclude=several(exclude),
     )
     modules = [key.removesuffix(".weight") for key in second if type(key) is str and key.endswith(".weight")]
-    lora = {delta.module for delta in found.adapter.deltas}
+    lora = {delta.module for delta in found.adapter.products}
     made = stored(found.adapter, found.adapter.scheme, [module for module in modules if module not in lora])
     source = opened[1].checkpoint.source
     saved = save_adapter(output, opened[0].checkpoint, made, [] if source is None else [source])
     facts = {
         "base": names[1],
-        "ranks": {delta.module: delta.rank for delta in found.adapter.deltas},
-        "whole": [whole.name for whole in found.adapter.whole],
+        "ranks": {delta.module: delta.rank for delta in found.adapter.products},
+        "whole": found.whole,
         "unchanged": found.unchanged,
         "tied": list(found.tied),
     }
@@ -83,15 +83,15 @@ def _bare(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _summary(found: Extracted) -> str:
-    ranks = sorted({delta.rank for delta in found.adapter.deltas})
+    ranks = sorted({delta.rank for delta in found.adapter.products})
     span = f"{ranks[0]:,}" if len(ranks) == 1 else f"{ranks[0]:,} to {ranks[-1]:,}"
-    matrices = counted(len(found.adapter.deltas), "matrix", "matrices")
+    matrices = counted(len(found.adapter.products), "matrix", "matrices")
     return f"{matrices} in rank {span}, {counted(found.unchanged, 'tensor')} unchanged"
 
 
 def _details(found: Extracted, energy: float) -> Iterator[str]:
-    if found.adapter.whole:
-        yield f"taken whole: {listed([printable(whole.name) for whole in found.adapter.whole], 6)}"
+    if found.whole:
+        yield f"taken whole: {listed([printable(name) for name in found.whole], 6)}"
     if found.clamped and energy >= 1:
         yield f"smaller than the rank, and kept exactly: {listed([printable(key) for key in found.clamped], 6)}"
     if found.tied:

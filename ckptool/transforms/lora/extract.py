@@ -13,18 +13,18 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.adapter_keys import LORA, PEFT
+from ckptool.checkpoint.adapter_keys import PEFT, WHOLE
 from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, has_numbers
 from ckptool.checkpoint.patterns import selected
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.transforms.blockwise import TensorValues
-from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta, Whole
-from ckptool.transforms.lora.low_rank import TensorDifference
+from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta
+from ckptool.transforms.lora.low_rank import MAX_FACTORS, TensorDifference
+from ckptool.transforms.lora.places import conv1d_votes, is_conv1d
 from ckptool.transforms.lora.schemes import MODEL
 
-MAX_FACTORS = 1 << 26  # elements of A and B together
 _EMBEDDING = re.compile(r"(.*\.)?(wte|wpe|shared|\w*embed(ding)?s?(_tokens|_positions|_in|_table)?)\.weight")
 
 
@@ -41,6 +41,11 @@ class Extracted:
     clamped: tuple[str, ...]
     tied: tuple[str, ...]
 
+    @property
+    def whole(self) -> list[str]:
+        """The names of tensors that are taken whole."""
+        return [delta.module for delta in self.adapter.deltas if delta.method == WHOLE]
+
 
 @dataclass
 class _Extraction:
@@ -51,16 +56,12 @@ class _Extraction:
     dtype: DType
     aliases: dict[str, str]  # names of tensors that have another name before
     deltas: list[Delta] = field(default_factory=list)
-    whole: dict[str, Whole] = field(default_factory=dict)
+    whole: dict[str, Delta] = field(default_factory=dict)  # by their names in the adapter
     clamped: list[str] = field(default_factory=list)
-    transposed: list[str] = field(default_factory=list)
-
-    @property
-    def models(self) -> tuple[Mapping[Any, Any], Mapping[Any, Any]]:
-        return self.tuned, self.base
+    any_turned: bool = False
 
     def add(self, changed: set[str]) -> None:
-        turned = transposed_modules(self.base)
+        votes = conv1d_votes(self.base)
         heads = {first for alias, first in self.aliases.items() for key in (alias, first) if _EMBEDDING.fullmatch(key)}
         low = {key.removesuffix(".weight") for key in changed - heads if self._is_matrix(key)}
         whole = heads & changed
@@ -69,17 +70,21 @@ class _Extraction:
             if key not in changed and self.aliases.get(key) not in whole:
                 continue
             if module in low and name == "weight":
-                self._add_delta(key, module, module in turned)
+                self._add_delta(key, module, self._is_turned(key, module, votes))
             elif module in low and name == "bias":
                 self._add_whole(key, f"{module}.base_layer.bias")
             else:
                 self._add_module(key, module)
 
+    def _is_turned(self, key: str, module: str, votes: Mapping[str, set[bool]]) -> bool:
+        shape, bias = self.base[key].shape, self.base.get(f"{module}.bias")
+        if len(shape) != 2 or shape[0] == shape[1]:
+            return len(shape) == 2 and bool(is_conv1d(key, votes))
+        return isinstance(bias, TensorEntry) and bias.shape == shape[1:]
+
     def _is_matrix(self, key: str) -> bool:
-        shape = self.base[key].shape
-        if key.endswith("weight") and not all(
-            each[key].dtype.is_float and each[key].dtype.itemsize > 1 for each in self.models
-        ):
+        shape, dtypes = self.base[key].shape, (self.tuned[key].dtype, self.base[key].dtype)
+        if key.endswith("weight") and not all(each.is_float and each.itemsize > 1 for each in dtypes):
             raise Unsupported(
                 f"{printable(key)} is quantized: its numbers are codes, whose scales stand elsewhere",
                 "The difference of codes is no difference of weights. Nothing was written.",
@@ -89,27 +94,24 @@ class _Extraction:
         return key.endswith(".weight") and 2 <= len(shape) <= 5 and not is_depthwise and not _EMBEDDING.fullmatch(key)
 
     def _add_delta(self, key: str, module: str, turned: bool) -> None:
-        pair = self.tuned[key], self.base[key]
-        if turned:
-            self.transposed.append(module)
-            pair = pair[0].transpose(), pair[1].transpose()
-        difference = TensorDifference(key, *pair)
+        self.any_turned |= turned
+        tuned, base = (node[key].transpose() if turned else node[key] for node in (self.tuned, self.base))
+        difference = TensorDifference(key, tuned, base)
         most = min(self.rank, *difference.shape)
-        if most < self.rank:
-            self.clamped.append(key)
+        self.clamped += [key] if most < self.rank else []
         if most * sum(difference.shape) > MAX_FACTORS:
-            ranked = f"{printable(key)} in rank {most:,}"
-            what = f"{ranked} takes {counted(most * sum(difference.shape), 'element')}"
+            count = counted(most * sum(difference.shape), "element")
+            what = f"{printable(key)} in rank {most:,} takes {count}"
             raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
         rank = most if self.energy >= 1 else difference.rank_for(self.energy, most)
-        factors = difference.factors(rank, self.dtype, pair[0].shape[2:])
-        self.deltas.append(Delta(MODEL, module, LORA, factors, rank, float(rank), 1.0))
+        factors = difference.factors(rank, self.dtype, tuned.shape[2:])
+        self.deltas.append(Delta(MODEL, module, factors, {}, rank, float(rank)))
 
-    def _add_whole(self, key: str, name: str) -> None:
+    def _add_whole(self, key: str, name: str, *, alone: bool = False) -> None:
         entry = self.tuned[key]
-        if key in self.aliases:  # PEFT looks for every name in the file
+        if alone or key in self.aliases:  # PEFT looks for every name in the file
             entry = entry.with_storage(entry.storage.alone())
-        self.whole[name] = Whole(MODEL, key, entry, f"{MODEL}{name}")
+        self.whole[name] = Delta(MODEL, name.replace(".base_layer.", "."), {"": entry}, {"": f"{MODEL}{name}"})
 
     def _add_module(self, key: str, module: str) -> None:
         below = [each for each in self.tuned if type(each) is str and each.startswith(f"{module}.")]
@@ -124,7 +126,7 @@ class _Extraction:
 
     def add_alike(self) -> None:
         """Takes along what PEFT takes for modules to save as well: it compares the ends of names, also within words."""
-        saved = tuple({each.name.rpartition(".")[0] for name, each in self.whole.items() if ".base_layer." not in name})
+        saved = tuple(self._saved())
         for key in self.base if saved else ():
             module = key.rpartition(".")[0]
             if module.endswith(saved) and key not in self.whole:
@@ -143,25 +145,26 @@ class _Extraction:
         if len(embeddings) != 1:
             what = f"{listed([printable(name) for name in changed])} changed, and config.json ties the head to one"
             raise Unsupported(what, "What PEFT calls the head is not known here.", "Leave it out: --exclude PATTERN")
-        entry = self.tuned[embeddings[0]]
-        entry = entry.with_storage(entry.storage.alone())
-        self.whole["lm_head.weight"] = Whole(MODEL, "lm_head.weight", entry, f"{MODEL}lm_head.weight")
+        self._add_whole(embeddings[0], "lm_head.weight", alone=True)
 
-    def config(self) -> dict[str, Any]:
-        """The fields of `LoraConfig` beside those that follow from the changes."""
-        biases = {name for name in self.whole if name.endswith(".base_layer.bias")}
-        saved = {whole.name.rpartition(".")[0] for name, whole in self.whole.items() if name not in biases}
-        return {
+    def _saved(self) -> set[str]:
+        return {name.rpartition(".")[0] for name in self.whole if not name.endswith(".base_layer.bias")}
+
+    def adapter(self) -> Adapter:
+        """With the fields of `LoraConfig` beside those that follow from the changes."""
+        saved = self._saved()
+        config = {
             "base_model_name_or_path": None,
-            "bias": "lora_only" if biases else "none",
+            "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in self.whole) else "none",
             "ensure_weight_tying": "lm_head" in saved,
-            "fan_in_fan_out": bool(self.transposed),
+            "fan_in_fan_out": self.any_turned,
             "inference_mode": True,
             "lora_dropout": 0.0,
             "modules_to_save": sorted(saved) or None,
             "task_type": None,
             "use_rslora": False,
         }
+        return Adapter(PEFT, (*self.deltas, *self.whole.values()), config)
 
 
 def extract(
@@ -211,23 +214,22 @@ def extract(
         raise UsageError(
             what, f"The largest has rank {largest:,}, which keeps all of it.", f"For example: --rank {largest}"
         )
-    adapter = Adapter(PEFT, tuple(found.deltas), tuple(found.whole.values()), found.config())
     unchanged = len(chosen) - len(changed) - len(aliases)
-    return Extracted(adapter, unchanged, tuple(found.clamped), tuple(aliases))
+    return Extracted(found.adapter(), unchanged, tuple(found.clamped), tuple(aliases))
 
 
 def _differences(
     tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str], names: tuple[str, str]
 ) -> Iterator[str]:
     for key in sorted(chosen):
-        pair = tuned.get(key), base.get(key)
+        after, before = tuned.get(key), base.get(key)
         shown = printable(key)
-        if None in pair:
-            yield f"{shown} is only in {names[pair[0] is None]}"
-        elif not all(isinstance(each, TensorEntry) and has_numbers(each.dtype) for each in pair):
+        if after is None or before is None:
+            yield f"{shown} is only in {names[after is None]}"
+        elif not all(isinstance(each, TensorEntry) and has_numbers(each.dtype) for each in (after, before)):
             yield f"{shown} is no tensor of plain numbers"
-        elif pair[0].shape != pair[1].shape:  # type: ignore[union-attr]
-            yield f"{shown} is {list(pair[0].shape)} and {list(pair[1].shape)}"  # type: ignore[union-attr]
+        elif after.shape != before.shape:
+            yield f"{shown} is {list(after.shape)} and {list(before.shape)}"
 
 
 def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:
@@ -235,16 +237,11 @@ def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]
     seen: dict[Any, str] = {}
     changed: set[str] = set()
     tied: dict[str, str] = {}
-    for key in base:
-        if key not in chosen:
-            continue
-        after, before = tuned[key], base[key]
-        view = after.view, before.view
-        if view in seen:
-            tied[key] = seen[view]
-            continue
-        seen[view] = key
-        if _differ(after, before):
+    for key in [key for key in base if key in chosen]:
+        first = seen.setdefault((tuned[key].view, base[key].view), key)
+        if first != key:
+            tied[key] = first
+        elif _differ(tuned[key], base[key]):
             changed.add(key)
     return changed, tied
 
@@ -258,26 +255,3 @@ def _differ(after: TensorEntry, before: TensorEntry) -> bool:
         if first.tobytes() != second.tobytes() if same_type else (first != second).any():
             return True
     return False
-
-
-def transposed_modules(base: Mapping[Any, Any]) -> set[str]:
-    """The modules whose weight is [in, out], as transformers' Conv1D has it, told by their biases.
-
-    Square ones are like those of the same name that are not, else like all others.
-    """
-    votes: dict[str, set[bool]] = {}
-    square = []
-    for key, weight in base.items():
-        if type(key) is str and key.endswith(".weight") and isinstance(weight, TensorEntry) and len(weight.shape) == 2:
-            module = key.removesuffix(".weight")
-            bias = base.get(f"{module}.bias")
-            if weight.shape[0] == weight.shape[1]:
-                square.append(module)
-            elif isinstance(bias, TensorEntry):
-                votes.setdefault(module, set()).add(bias.shape == weight.shape[1:])
-    found = {module for module, vote in votes.items() if vote == {True}}
-    leaves: dict[str, set[bool]] = {}
-    for module, vote in votes.items():
-        leaves.setdefault(module.rpartition(".")[2], set()).update(vote)
-    every = {vote for each in votes.values() for vote in each}
-    return found | {module for module in square if leaves.get(module.rpartition(".")[2], every) == {True}}

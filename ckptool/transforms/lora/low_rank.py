@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXACT = 768  # inputs up to which D'D is taken apart whole: 5 MB
 STEPS = 2
+MAX_FACTORS = 1 << 26  # elements of A and B together
 _WIDE = 1 << 20  # numbers that are computed with in f64; more of them in f32
 _recent: list[tuple[object, Any]] = []  # the last result alone: an adapter has thousands
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ckptool.checkpoint import TensorEntry
 from ckptool.errors import Conflict, counted, listed, printable
 
 _CANDIDATES = 100  # of a name: with more there is no telling anyway
@@ -93,3 +95,27 @@ class Places:
 def _underscored(name: str) -> str:
     module, dot, leaf = name.rpartition(".")
     return module.replace(".", "_") + dot + leaf
+
+
+def conv1d_votes(base: Mapping[Any, Any]) -> dict[str, set[bool]]:
+    """Whether layers are [in, out], as transformers' Conv1D has them: of all together (``) and by the last part of
+    their names. Told by those that are not square and have a bias.
+    """
+    votes: dict[str, set[bool]] = {"": set()}
+    for name, weight in base.items():
+        if type(name) is str and name.endswith(".weight") and isinstance(weight, TensorEntry):
+            bias = base.get(f"{name.removesuffix('weight')}bias")
+            if len(weight.shape) == 2 and weight.shape[0] != weight.shape[1] and isinstance(bias, TensorEntry):
+                for place in ("", _leaf(name)):
+                    votes.setdefault(place, set()).add(bias.shape == weight.shape[1:])
+    return votes
+
+
+def is_conv1d(key: str, votes: Mapping[str, set[bool]]) -> bool | None:
+    """Whether a square weight is [in, out], as others of its name are, or all; None where those do not say."""
+    own = votes.get(_leaf(key)) or votes[""]
+    return next(iter(own)) if len(own) == 1 else None
+
+
+def _leaf(key: str) -> str:
+    return f"..{key}".split(".")[-2]

@@ -27,37 +27,30 @@ Pair = tuple[TensorEntry, TensorEntry]
 
 def flat(entry: TensorEntry) -> TensorEntry:
     """A tensor as a matrix: its first dimension, and all others as one."""
-    return entry.reshape((entry.shape[0], prod(entry.shape[1:])))
+    return entry.reshape((entry.shape[0] if entry.shape else 1, prod(entry.shape[1:])))
 
 
-class Product:
-    """The rows of matrices one below the other, each [height, rank] @ [rank, width]: those of `pair(number)`."""
+def stacked(height: int, part: Callable[[int], Numbers]) -> Numbers:
+    """The rows of matrices of this height, one below the other: those of `part(number)`, asked for once at a time."""
+    kept: dict[int, Numbers] = {}
 
-    __slots__ = ("_kept", "height", "pair")
+    def piece(start: int, stop: int) -> Array:
+        number, first = divmod(start, height)
+        if number not in kept:
+            kept.clear()
+            kept[number] = part(number)
+        return kept[number](first, min(height, first + stop - start))
 
-    def __init__(self, height: int, pair: Callable[[int], Pair]) -> None:
-        self.height, self.pair = height, pair
-        self._kept: tuple[int, TensorValues, TensorValues] | None = None
-
-    def rows(self, start: int, stop: int) -> Array:
-        """f64 if either side is, else f32."""
-        return in_pieces(start, stop, self._piece)
-
-    def _piece(self, start: int, stop: int) -> Array:
-        number, first = divmod(start, self.height)
-        if self._kept is None or self._kept[0] != number:
-            left, right = self.pair(number)
-            self._kept = number, TensorValues(left), TensorValues(right)
-        _, rows, columns = self._kept
-        last = min(self.height, first + stop - start, first + max(1, ROWS // max(1, rows.entry.shape[1])))
-        return _product(rows, columns, first, last)
+    return partial(in_pieces, piece=piece)
 
 
-def product(left: TensorEntry, right: TensorEntry) -> Product:
-    """One product of two matrices. Raises `Conflict` for two that have no product."""
+def product(left: TensorEntry, right: TensorEntry) -> Numbers:
+    """The rows of a product, in f64 if either side is, else f32. Raises `Conflict` for two that have no product."""
     if left.shape[1] != right.shape[0]:
         raise _misfit(left, right)
-    return Product(left.shape[0], lambda _: (left, right))
+    step = max(1, ROWS // max(1, left.shape[1]))  # rows that are held in f64
+    sides = TensorValues(left), TensorValues(right)
+    return stacked(step, lambda number: lambda first, last: _product(*sides, number * step + first, last - first))
 
 
 def _misfit(first: TensorEntry, second: TensorEntry) -> Conflict:
@@ -65,20 +58,18 @@ def _misfit(first: TensorEntry, second: TensorEntry) -> Conflict:
     return Conflict(what, "The adapter is damaged. Nothing was written.")
 
 
-def _product(left: TensorValues, right: TensorValues, first: int, last: int) -> Array:
+def _product(left: TensorValues, right: TensorValues, first: int, count: int) -> Array:
     import numpy
 
     rank, width = right.entry.shape
-    rows = left.rows(first, last)
+    rows = left.rows(first, first + count)
     wide = numpy.float64 in (rows.dtype, right.read(0, min(1, rank * width)).dtype)
-    total = numpy.zeros((last - first, width), numpy.float64 if wide else numpy.float32)
+    total = numpy.zeros((count, width), numpy.float64 if wide else numpy.float32)
     step = max(1, ROWS // max(1, width))
     with numpy.errstate(all="ignore"):
         for start in range(0, rank, step):
             stop = min(start + step, rank)
-            _add_product(
-                total, rows[:, start:stop].astype(numpy.float64), right.rows(start, stop).astype(numpy.float64)
-            )
+            _add_product(total, rows[:, start:stop].astype("d"), right.rows(start, stop).astype("d"))
     return total
 
 
@@ -91,7 +82,7 @@ def _add_product(total: Array, left: Array, right: Array) -> None:
     for top in range(0, total.shape[0], height):
         for begin in range(0, total.shape[1], columns):
             tile = total[top : top + height, begin : begin + columns]
-            rounded, wide, term = tile.copy(), tile.astype(numpy.float64), numpy.empty(tile.shape)
+            rounded, wide, term = tile.copy(), tile.astype("d"), numpy.empty(tile.shape)
             for k in range(left.shape[1]):
                 numpy.multiply(left[top : top + height, k, None], right[k, begin : begin + columns], out=term)
                 numpy.add(wide, term, out=wide)
@@ -103,12 +94,12 @@ def _add_product(total: Array, left: Array, right: Array) -> None:
 # Methods -------------------------------------------------------------------------------------------------------------
 
 
-def lora_factors(factors: dict[str, TensorEntry]) -> Pair:
-    """B as [out, rank] and A as [rank, in × kernel], with what is between them multiplied in."""
-    down, up = factors["A"], flat(factors["B"])
-    if "mid" in factors:
-        return up, _with_core(factors["mid"], flat(down))
-    return up, flat(down)
+def sides(factors: dict[str, TensorEntry], up: str = "B", down: str = "A", core: str = "mid") -> Pair:
+    """[out, rank] and [rank, in × kernel], with what is between them multiplied in."""
+    left, right = flat(factors[up]), flat(factors[down])
+    if core not in factors:
+        return left, right
+    return left if core == "mid" else left.transpose(), _with_core(factors[core], right)
 
 
 def _with_core(core: TensorEntry, down: TensorEntry) -> TensorEntry:
@@ -122,61 +113,50 @@ def _with_core(core: TensorEntry, down: TensorEntry) -> TensorEntry:
         import numpy
 
         block = values.rows(start, stop).reshape(stop - start, core.shape[1], kernel)
-        narrow = TensorValues(down).rows(0, down.shape[0]).astype(numpy.float64)
+        narrow = TensorValues(down).rows(0, down.shape[0]).astype("d")
         out = numpy.zeros((stop - start, kernel, down.shape[1]), numpy.float32)
         for number, each in enumerate(block):
-            _add_product(out[number], each.T.astype(numpy.float64), narrow)
+            _add_product(out[number], each.T.astype("d"), narrow)
         return out.transpose(0, 2, 1)
 
     return computed_rows(by_name("f32"), (core.shape[0], down.shape[1] * kernel), rows, (core, down))
 
 
-def product_rows(method: str, factors: dict[str, TensorEntry]) -> tuple[tuple[int, int], Numbers]:
+def product_rows(method: str, factors: dict[str, TensorEntry]) -> tuple[tuple[int, ...], Numbers]:
     """The matrix of a change before its scale: its shape, and its rows."""
-    if method == LORA:
-        left, right = lora_factors(factors)
-        return (left.shape[0], right.shape[1]), product(left, right).rows
-    if method == LOHA:
-        sides = [_hadamard_side(factors, number) for number in "12"]
-        shape = sides[0][0].shape[0], sides[0][1].shape[1]
-        if shape != (sides[1][0].shape[0], sides[1][1].shape[1]):
-            raise _misfit(factors["hada_w1_b"], factors["hada_w2_b"])
-        first, second = (product(*pair).rows for pair in sides)
-        return shape, lambda start, stop: first(start, stop) * second(start, stop)
     if method == LOKR:
         return _kronecker(*(_kronecker_side(factors, number) for number in "12"))
-    (entry,) = factors.values()
-    whole = flat(entry) if entry.shape else entry.reshape((1, 1))
-    return (whole.shape[0], whole.shape[1]), TensorValues(whole).rows
-
-
-def _hadamard_side(factors: dict[str, TensorEntry], number: str) -> Pair:
-    up, down, core = (factors.get(f"hada_{name}") for name in (f"w{number}_a", f"w{number}_b", f"t{number}"))
-    assert up is not None and down is not None
-    return (flat(up), flat(down)) if core is None else (up.transpose(), _with_core(core, down))
+    if method not in (LORA, LOHA):
+        whole = flat(next(iter(factors.values())))
+        return whole.shape, TensorValues(whole).rows
+    pairs = (
+        [sides(factors)]
+        if method == LORA
+        else [sides(factors, f"hada_w{number}_a", f"hada_w{number}_b", f"hada_t{number}") for number in "12"]
+    )
+    shape, *other = [(left.shape[0], right.shape[1]) for left, right in pairs]
+    if other not in ([], [shape]):
+        raise _misfit(factors["hada_w1_b"], factors["hada_w2_b"])
+    first, *second = [product(*pair) for pair in pairs]
+    return shape, (lambda start, stop: first(start, stop) * second[0](start, stop)) if second else first
 
 
 def _kronecker_side(factors: dict[str, TensorEntry], number: str) -> TensorEntry:
     """One of the two matrices, [rows, columns, kernel…]."""
     if whole := factors.get(f"lokr_w{number}"):
         return whole
-    up, down = factors[f"lokr_w{number}_a"], factors[f"lokr_w{number}_b"]
-    core = factors.get(f"lokr_t{number}")
-    left, right = (flat(up), flat(down)) if core is None else (up.transpose(), _with_core(core, down))
-    made = computed_rows(by_name("f32"), (left.shape[0], right.shape[1]), product(left, right).rows, (left, right))
-    kernel = down.shape[2:] if core is None else core.shape[2:]
-    return made.reshape((left.shape[0], down.shape[1], *kernel))
+    down, core = factors[f"lokr_w{number}_b"], factors.get(f"lokr_t{number}")
+    left, right = sides(factors, f"lokr_w{number}_a", f"lokr_w{number}_b", f"lokr_t{number}")
+    made = computed_rows(by_name("f32"), (left.shape[0], right.shape[1]), product(left, right), (left, right))
+    return made.reshape((left.shape[0], down.shape[1], *(down if core is None else core).shape[2:]))
 
 
-def _kronecker(first: TensorEntry, second: TensorEntry) -> tuple[tuple[int, int], Numbers]:
+def _kronecker(first: TensorEntry, second: TensorEntry) -> tuple[tuple[int, ...], Numbers]:
     left, right = TensorValues(flat(first)), TensorValues(flat(second))
     height, width = second.shape[0], prod(second.shape[1:])
 
-    def piece(start: int, stop: int) -> Array:
-        number, begin = divmod(start, height)
-        end = min(height, begin + stop - start)
-        products = left.rows(number, number + 1)[0][None, :, None] * right.rows(begin, end)[:, None, :]
-        block: Array = products.reshape(end - begin, -1)
-        return block
+    def part(number: int) -> Numbers:
+        one = left.rows(number, number + 1)[0][None, :, None]
+        return lambda start, stop: (one * right.rows(start, stop)[:, None, :]).reshape(stop - start, -1)
 
-    return (first.shape[0] * height, prod(first.shape[1:]) * width), partial(in_pieces, piece=piece)
+    return (first.shape[0] * height, prod(first.shape[1:]) * width), stacked(height, part)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.adapter_keys import DIFFUSERS, KOHYA, LORA, PEFT, split_words, written_key
+from ckptool.checkpoint.adapter_keys import BIAS, DIFFUSERS, KOHYA, LORA, PEFT, WHOLE, split_words, written_key
 from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.state_dicts import without_wrappers
@@ -55,26 +55,20 @@ class Stored:
 
 
 def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> Stored:
-    """The adapter with the keys of a scheme, which its components and modules are called by already.
+    """The adapter with the keys of a scheme, or those that it has already.
 
     other_modules: of the base, that the adapter is not for.
     """
     tree: dict[str, TensorEntry] = {}
-
-    def put(key: str, entry: TensorEntry) -> None:
-        if key in tree:
-            raise Conflict(f"two tensors would be called {printable(key)}", "Nothing was written.")
-        tree[key] = entry
-
     for delta in adapter.deltas:
-        parts = delta.factors | {"B.bias": delta.bias, "magnitude": delta.magnitude}
+        parts = delta.factors | ({} if delta.magnitude is None else {"magnitude": delta.magnitude})
         if scheme == KOHYA:
             parts["alpha"] = alpha_tensor(alpha_of(delta), delta.factors["A"].dtype)
         for role, entry in parts.items():
-            if entry is not None:
-                put(written_key(scheme, delta.component, delta.module, role, delta.embedding), entry)
-    for whole in adapter.whole:
-        put(whole.key, whole.entry)
+            key = delta.keys.get(role) or written_key(scheme, delta.component, delta.module, role, delta.embedding)
+            if key in tree:
+                raise Conflict(f"two tensors would be called {printable(key)}", "Nothing was written.")
+            tree[key] = entry
     if scheme == PEFT:
         return Stored(tree, {**adapter.config, **peft_config(adapter, other_modules)}, {})
     if scheme == KOHYA or all(delta.scale == 1 for delta in adapter.deltas):
@@ -86,7 +80,7 @@ def diffusers_metadata(adapter: Adapter) -> dict[str, Any]:
     """The fields of each component's `LoraConfig`, as diffusers stores them."""
     kept = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_dora", "lora_bias")
     fields: dict[str, Any] = {}
-    for component in dict.fromkeys(delta.component for delta in adapter.deltas):
+    for component in dict.fromkeys(delta.component for delta in adapter.products):
         deltas = tuple(delta for delta in adapter.deltas if delta.component == component)
         config = peft_config(replace(adapter, deltas=deltas))
         fields |= {f"{component}{name}": config[name] for name in kept}
@@ -96,8 +90,9 @@ def diffusers_metadata(adapter: Adapter) -> dict[str, Any]:
 def alpha_of(delta: Delta, rs: bool = False) -> float:
     """The alpha that gives a module's scale: that stored, where it does.  rs: by rsLoRA's formula."""
     divisor = math.sqrt(delta.rank) if rs else delta.rank
-    same = delta.alpha is not None and delta.alpha / divisor == delta.scale
-    return delta.alpha if same and delta.alpha is not None else delta.scale * divisor
+    if delta.alpha is not None and delta.alpha / divisor == delta.scale:
+        return delta.alpha
+    return delta.scale * divisor
 
 
 def alpha_tensor(value: float, dtype: DType) -> TensorEntry:
@@ -115,19 +110,18 @@ def alpha_tensor(value: float, dtype: DType) -> TensorEntry:
 def peft_config(adapter: Adapter, other_modules: Iterable[str] = ()) -> dict[str, Any]:
     """The fields of `LoraConfig` that say what the adapter is."""
     rs = bool(adapter.config.get("use_rslora"))
-    modules = [delta.module for delta in adapter.deltas]
+    modules = [delta.module for delta in adapter.products]
+    alphas = [alpha_of(delta, rs) for delta in adapter.products]
     fields: dict[str, Any] = {"peft_type": "LORA", "target_modules": _targets(modules, other_modules)}
     for name, pattern, values in (
-        ("r", "rank_pattern", [delta.rank for delta in adapter.deltas]),
-        ("lora_alpha", "alpha_pattern", [_plain(alpha_of(delta, rs)) for delta in adapter.deltas]),
+        ("r", "rank_pattern", [delta.rank for delta in adapter.products]),
+        ("lora_alpha", "alpha_pattern", [int(alpha) if alpha == int(alpha) else alpha for alpha in alphas]),
     ):
         usual = Counter(values).most_common(1)[0][0]
-        fields[name] = usual
-        fields[pattern] = {
-            f"^{re.escape(module)}": value for module, value in zip(modules, values, strict=True) if value != usual
-        }
+        others = {f"^{re.escape(module)}": each for module, each in zip(modules, values, strict=True) if each != usual}
+        fields |= {name: usual, pattern: others}
     fields["use_dora"] = any(delta.magnitude is not None for delta in adapter.deltas)
-    fields["lora_bias"] = any(delta.bias is not None for delta in adapter.deltas)
+    fields["lora_bias"] = any(delta.method == BIAS for delta in adapter.deltas)
     return fields
 
 
@@ -137,10 +131,6 @@ def _targets(modules: Sequence[str], others: Iterable[str]) -> list[str] | str:
     if any(other.endswith(ends) for other in others):
         return "|".join(map(re.escape, modules))
     return list(modules)
-
-
-def _plain(value: float) -> float:
-    return int(value) if value == int(value) else value
 
 
 # Converting ----------------------------------------------------------------------------------------------------------
@@ -162,8 +152,9 @@ def convert(
     Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `Conflict` for
     names of two modules, `UsageError` where a component or base is needed.
     """
-    _refuse_unheld(adapter, scheme, name)
-    config = {"use_rslora": False} if scheme == PEFT else {}
+    refuse_others(adapter, name)
+    for delta in adapter.deltas:
+        _refuse_unheld(delta, adapter.scheme, scheme, name)
     components = {delta.component for delta in adapter.deltas}
     names = {each: _component(each, components, scheme, component, name) for each in components}
     if len(set(names.values())) < len(components):
@@ -175,31 +166,36 @@ def convert(
     for delta in adapter.deltas:
         module = modules.get(delta.module, delta.module)
         module = module.replace(".", "_") if scheme == KOHYA else module
-        made = replace(delta, component=names[delta.component], module=module)
+        made = replace(delta, component=names[delta.component], module=module, keys={})
         deltas.append(_folded(made) if fold else made)
+    config = {"use_rslora": False} if scheme == PEFT else {}
     return stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _modules_of(bases))
 
 
-def _refuse_unheld(adapter: Adapter, scheme: str, name: str) -> None:
+def refuse_others(adapter: Adapter, name: str) -> None:
+    """Raises `Unsupported` unless every change of a weight is a product of two factors."""
+    why = "Only LoRA's two factors for each module are taken apart here. Nothing was written."
     if adapter.config.get("target_parameters"):
-        raise Unsupported(f"{name} is for parameters of experts", f"{scheme}'s names have none. Nothing was written.")
-    if adapter.whole:
-        keys = listed([printable(whole.key) for whole in adapter.whole])
-        raise Unsupported(f"{name} has whole tensors (modules_to_save): {keys}", f"They would get lost in {scheme}.")
-    for delta in adapter.deltas:
-        where = f"{name}: {printable(delta.module)}"
-        if delta.method != LORA or delta.factors.keys() != {"A", "B"}:
-            kind = delta.method if delta.method != LORA else "LoRA with lora_mid"
-            raise Unsupported(
-                f"{where} is {kind}", f"It is not written with the names of {scheme}. Nothing was written."
-            )
-        for fact, present in (
-            ("DoRA", delta.magnitude is not None),
-            ("biases", delta.bias is not None),
-            ("embeddings", delta.embedding),
-        ):
-            if present and fact not in _HOLDS[scheme] & _HOLDS.get(adapter.scheme, _HOLDS[DIFFUSERS]):
-                raise Unsupported(f"{where} has {fact}", f"{adapter.scheme} and {scheme} have no common form for it.")
+        raise Unsupported(f"{name} is for parameters of experts", why)
+    if not adapter.products:
+        raise Unsupported(f"{name} has no factors but biases", why)
+    for delta in adapter.products:
+        if delta.method != LORA or "mid" in delta.factors:
+            kind = "LoRA with lora_mid" if delta.method == LORA else delta.method
+            raise Unsupported(f"{name}: {printable(delta.module)} is {kind}", why)
+
+
+def _refuse_unheld(delta: Delta, old: str, scheme: str, name: str) -> None:
+    if delta.method == WHOLE:
+        what = f"{name} has whole tensors (modules_to_save): {printable(delta.keys[''])}"
+        raise Unsupported(what, f"They would get lost in {scheme}.")
+    is_bias, dora = delta.method == BIAS, delta.magnitude is not None
+    difference = is_bias and "B.bias" not in delta.factors
+    facts = {"DoRA": dora, "differences of biases": difference, "biases": is_bias, "embeddings": delta.embedding}
+    for fact, present in facts.items():
+        if present and fact not in _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS]):
+            why = f"{old} and {scheme} have no common form for it."
+            raise Unsupported(f"{name}: {printable(delta.module)} has {fact}", why)
 
 
 def _component(old: str, components: set[str], scheme: str, chosen: str | None, name: str) -> str:
@@ -230,20 +226,21 @@ def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]], name: 
     known: dict[str, set[str]] = {}
     for module in _modules_of(bases):
         known.setdefault(module.replace(".", "_"), set()).add(module)
-    found = {delta.module: known.get(delta.module, set()) for delta in adapter.deltas}
-    if not bases:
-        found = {module: {words} if (words := split_words(module)) else set() for module in found}
-    for module, names in found.items():
+    found, lost = {}, []
+    for module in dict.fromkeys(delta.module for delta in adapter.deltas):
+        names = sorted(known.get(module, ())) if bases else [split_words(module)]
         if len(names) > 1:
-            what = f"{name}: {printable(module)} is {listed(sorted(map(printable, names)))}"
+            what = f"{name}: {printable(module)} is {listed(list(map(printable, names)))}"
             raise Conflict(what, "Without their dots these names are the same. Nothing was written.")
-    if lost := [printable(module) for module, names in found.items() if not names]:
+        found[module] = "".join(names)
+        lost += [] if found[module] else [printable(module)]
+    if lost:
         raise NoMatch(
             f"{name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",
             "No base has them. Nothing was written." if bases else "Which of their underscores are dots is not known.",
             "Name the models that it is for: --base FILE (repeatable)",
         )
-    return {module: next(iter(names)) for module, names in found.items()}
+    return found
 
 
 def _modules_of(bases: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
@@ -254,8 +251,9 @@ def _modules_of(bases: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
 
 
 def _folded(delta: Delta) -> Delta:
-    """The same change with scale 1: B is multiplied with it."""
-    b = delta.factors["B"]
+    """The same change with scale 1: B is multiplied with it; a bias of its own, too."""
+    role = "B" if "B" in delta.factors else next(iter(delta.factors))
+    b = delta.factors[role]
     if delta.scale == 1:
         return replace(delta, alpha=float(delta.rank))
     values, scale = TensorValues(b), delta.scale
@@ -266,4 +264,4 @@ def _folded(delta: Delta) -> Delta:
         return block
 
     scaled = computed_rows(b.dtype, b.shape, rows, (b,), b.location)
-    return replace(delta, factors=delta.factors | {"B": scaled}, alpha=float(delta.rank), scale=1.0)
+    return replace(delta, factors=delta.factors | {role: scaled}, alpha=float(delta.rank), scale=1.0)
