@@ -259,8 +259,12 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert [layout.name for layout in ckptool.layouts().layouts] == sorted(shipped())
     assert main(["translate", "--list"]) == 0
     text = capsys.readouterr().out
-    assert "vit-timm: timm ViT ↔ transformers ViT\n  timm: blocks.0.attn.qkv.weight, " in text
-    assert "transformers' ResNet has no grouped convolutions (ResNeXt)" in text
+    assert re.search(r"^vit-timm +timm ViT ↔ transformers ViT$", text, re.MULTILINE)
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert main(["translate", "--list", "--rules", "resnet-torchvision"]) == 0
+    text = capsys.readouterr().out
+    assert "\n  torchvision: " in text and "transformers' ResNet has no grouped convolutions (ResNeXt)" in text
+    assert main(["translate", "--list", "--rules", "nothing"]) == 2 and "vit-timm" in capsys.readouterr().err
     assert main(["translate", "--list", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["schema"] == "ckptool.layouts/1"

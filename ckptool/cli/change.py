@@ -118,7 +118,9 @@ def translate(
     rest: Annotated[
         str, typer.Option("--rest", metavar="WHAT", help="Keys that no rule takes: refuse, keep or drop them.")
     ] = "refuse",
-    shipped: Annotated[bool, typer.Option("--list", help="List the layouts that ship, and how they are told.")] = False,
+    shipped: Annotated[
+        bool, typer.Option("--list", help="List the layouts that ship; with --rules, what one needs.")
+    ] = False,
     like: Annotated[
         str | None,
         typer.Option(
@@ -138,7 +140,7 @@ def translate(
     from ckptool.verbs.translate import translate
 
     if shipped:
-        return Answers([Answer(layouts())], target.as_json)
+        return Answers([Answer(layouts(rules))], target.as_json)
     if not words:
         raise UsageError("translate was given no file", "", "See the layouts that ship: ckptool translate --list")
     files, given = _files_and_rules("translate", words, rules is not None or find)

@@ -11,16 +11,20 @@ from ckptool.reports.layouts import LayoutList, ShippedSide
 
 @provides("text", LayoutList)
 def layouts_text(found: LayoutList, *, style: Style = PLAIN) -> str:
-    """Each layout with its sides, how they are told, and what the rules refuse or need."""
-    lines = []
-    for layout in found.layouts:
-        lines.append(f"{style.bold(layout.name)}: {printable(layout.title)}")
-        lines += [style.fit(f"  {line}") for side in (layout.old, layout.new) for line in _side(side)]
-        if layout.variables:
-            names = ", ".join(map(printable, layout.variables))
-            lines.append(style.fit(f"  of the configuration, or --set: {names}"))
-        lines += [style.fit(f"  {printable(note)}") for note in layout.notes]
-    lines.append(style.dim(f"{counted(len(found.layouts), 'layout')}: ckptool translate FILE --rules NAME -o OUT"))
+    """A line for each layout; of one alone, how its sides are told, and what the rules refuse or need."""
+    if len(found.layouts) != 1:
+        width = max((len(each.name) for each in found.layouts), default=0)
+        lines = [f"{style.bold(each.name.ljust(width))}  {printable(each.title)}" for each in found.layouts]
+        hint = "what one needs and refuses: --list --rules NAME"
+        lines.append(style.dim(f"{counted(len(found.layouts), 'layout')}: translate FILE --rules NAME -o OUT; {hint}"))
+        return "\n".join(lines) + "\n"
+    (layout,) = found.layouts
+    lines = [f"{style.bold(layout.name)}: {printable(layout.title)}"]
+    lines += [f"  {line}" for side in (layout.old, layout.new) for line in _side(side)]
+    if layout.variables:
+        lines.append(f"  of the configuration, or --set: {', '.join(map(printable, layout.variables))}")
+    lines += [f"  {printable(note)}" for note in layout.notes]
+    lines.append(style.dim(f"  facts: {printable(layout.source)}"))
     return "\n".join(lines) + "\n"
 
 

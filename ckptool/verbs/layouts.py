@@ -6,13 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptool.checkpoint.commands import FILE, OUT, Command, command
+from ckptool.errors import UsageError, listed, printable
 from ckptool.reports.layouts import LayoutList, ShippedLayout, ShippedSide
 from ckptool.transforms.translate import layouts as found
 
 
-def layouts() -> LayoutList:
-    """The layouts that ship, between whose sides `translate(rules_file=NAME)` goes."""
-    return LayoutList(tuple(_layout(name, path) for name, path in found.shipped().items()))
+def layouts(name: str | None = None) -> LayoutList:
+    """The layouts that ship, between whose sides `translate(rules_file=NAME)` goes; or the one of that name.
+
+    Raises `UsageError` for a name that none has.
+    """
+    shipped = found.shipped()
+    if name is not None and name not in shipped:
+        what = f"{printable(name)!r} is no layout that ships"
+        raise UsageError(what, f"There are {listed(list(shipped), 20)}.", "See them: ckptool translate --list")
+    return LayoutList(tuple(_layout(each, path) for each, path in shipped.items() if name in (None, each)))
 
 
 def _layout(name: str, path: str) -> ShippedLayout:
