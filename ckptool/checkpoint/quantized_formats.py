@@ -168,7 +168,7 @@ def _shaped(*entries: TensorEntry) -> str:
 def _gridded(weight: QuantizedWeight, scheme: Scheme, *, even: bool = False) -> QuantizedWeight:
     """The weight with the sizes of its blocks, told by its scale: one number, one for each row, or a grid.
 
-    even: blocks divide a row, so that shapes tell them.
+    even: blocks that are a power of two and divide a row are told by shapes.
     """
     shape, scale = weight.shape, weight.parts["scale"]
     scale = replace(scale, dtype=EXPONENTS) if scale.dtype.name == "u8" else scale
@@ -202,9 +202,9 @@ def _gridded(weight: QuantizedWeight, scheme: Scheme, *, even: bool = False) -> 
 
 
 def _own_block(size: int, count: int, even: bool) -> int:
-    """The size of so many blocks of a dimension, the last of which may be cut unless they are even."""
+    """The size of so many blocks of a dimension, the last of which may be cut. even: a power of two that fits is it."""
     least, most = ceil_div(size, count), size if count == 1 else ceil_div(size, count - 1) - 1
-    told = count in (1, size) or least == most or (even and size % count == 0)
+    told = count in (1, size) or least == most or (even and size % count == 0 and not least & (least - 1))
     require(told, f"{count} scales for {size}, blocks of {least} to {most}: name it, as in --block-size 128x128")
     return least
 

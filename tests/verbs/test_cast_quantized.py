@@ -229,6 +229,22 @@ def test_blocks_that_shapes_leave_open(tmp_path: Path) -> None:
     assert_same_bits(dequantized(case, tmp_path), case.expected)
 
 
+@pytest.mark.parametrize("columns", [64, 96, 100, 192, 384])
+def test_groups_that_no_configuration_tells_are_computed_or_refused(columns: int, tmp_path: Path) -> None:
+    """Bytes in groups of a power of two, the last of which may be cut: nothing else comes out than what went in."""
+    for group in (16, 32, 64, 128, 256):
+        codes, scale = torch.randint(0, 256, (4, columns), dtype=torch.uint8), torch.rand(4, -(-columns // group))
+        weight = ((codes.float() - 128) * scale.repeat_interleave(group, 1)[:, :columns]).bfloat16()
+        parts = {"packed": codes.view(torch.int32), "scale": scale, "shape": torch.tensor([4, columns])}
+        case = Case("", {f"a.weight_{end}": part for end, part in parts.items()}, {}, {"a.weight": weight})
+        try:
+            found = dequantized(case, tmp_path)
+        except Unsupported as error:
+            assert columns % group and "--block-size" in error.what
+            found = dequantized(case, tmp_path, block_size=f"1x{group}")
+        assert_same_bits(found, case.expected)
+
+
 def test_versions_of_gptq_that_contradict(tmp_path: Path) -> None:
     case = gptq(4)
     with pytest.raises(Ambiguous, match="does not settle"):
