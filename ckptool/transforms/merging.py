@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass
+_SMALL = 1 << 12  # patterns that are sorted instead
 
 Read = Callable[[int, str], "Array"]
 """`(number, name)`: the piece of this source as numbers, in the scratch array called `name`."""
@@ -175,7 +176,7 @@ class TiesMerge(Deltas):
         for number in range(len(self.weights)):
             keep = max(self.how.definition == "mergekit", int(self.density(number) * count))
             patterns = partial(self._patterns, passes, number)
-            self.cuts.append(_cut(patterns, keep) if keep < count else (0, count))
+            self.cuts.append(_cut(patterns, keep, count) if keep < count else (0, count))
 
     def _patterns(self, passes: Passes, number: int) -> Iterator[Array]:
         return map(_magnitudes, self.deltas(passes, number))
@@ -318,16 +319,20 @@ def _magnitudes(delta: Array) -> Array:
     return magnitudes
 
 
-def _cut(passes: Callable[[], Iterator[Array]], keep: int) -> tuple[int, int]:
-    """The smallest of the `keep` largest patterns, and the last place where an equal one is kept.
+def _cut(passes: Callable[[], Iterator[Array]], keep: int, count: int) -> tuple[int, int]:
+    """The smallest of the `keep` largest of `count` patterns, and the last place where an equal one is kept.
 
-    It is found digit by digit from the top, in a pass for each; of equal ones, the first are kept.
+    Of equal ones, the first are kept. Unless there are few, it is found digit by digit, in a pass for each.
     """
     import numpy
 
-    found, left, width = 0, keep, 8 * next(passes()).itemsize
+    first = next(passes())
+    found, left, width = 0, keep, 8 * first.itemsize
     if not keep:
         return (1 << width - 1) - 1, -1
+    if len(first) == count <= _SMALL:
+        place = int(numpy.argsort(~first, kind="stable")[keep - 1])
+        return int(first[place]), place
     for shift in range(width - _DIGIT, -1, -_DIGIT):
         counts = numpy.zeros(1 << _DIGIT, numpy.int64)
         for patterns in passes():

@@ -111,12 +111,13 @@ def test_differences_are_merged_as_the_formulas_say(tmp_path: Path, dtype: torch
 def test_the_largest_are_exact_and_equal_ones_are_kept_from_the_front(tmp_path: Path) -> None:
     """Few values in many places: the cut goes through equal ones, far behind the first piece that is read."""
     torch.manual_seed(0)
-    base = torch.zeros(300_001)
-    file = torch.randint(-3, 4, base.shape).float()
-    paths = [saved({"w.weight": tensor}, tmp_path / f"{n}.pt") for n, tensor in enumerate((base, file))]
+    files = {f"{size}.weight": torch.randint(-3, 4, (size,)).float() for size in (300_001, 4097, 4096, 50, 2, 1)}
+    base = {key: torch.zeros_like(file) for key, file in files.items()}
+    paths = [saved(tree, tmp_path / f"{n}.pt") for n, tree in enumerate((base, files))]
     for density in (0.1, 0.3, 0.5, 0.9, 0.99999):
         ckptool.average(paths[1:], tmp_path / "o.pt", method="ties", base=paths[0], density=density, overwrite=True)
-        assert torch.equal(load(tmp_path / "o.pt")["w.weight"], largest(file, density))
+        found = load(tmp_path / "o.pt")
+        assert all(torch.equal(found[key], largest(file, density)) for key, file in files.items())
 
 
 def test_dare(tmp_path: Path) -> None:
