@@ -88,6 +88,7 @@ PROVIDERS = {
     "Checkpoint": "render.inspect",
     "CkptoolError": "render.error",
     "Composite": "bridge",
+    "LayoutList": "render.layouts",
     "TensorEntry": "bridge",
 }
 

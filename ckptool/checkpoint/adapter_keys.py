@@ -61,7 +61,7 @@ class AdapterKey(NamedTuple):
 
 
 def adapter_key(key: str, scheme: str | None = None) -> AdapterKey:
-    """A key taken apart. scheme: that of the file, where it is known; else told by how the key begins."""
+    """A key taken apart. scheme: that of the file, where it is known; else recognized by how the key begins."""
     found, component = scheme or PEFT, ""
     for name, prefix in _COMPONENTS:
         if scheme in (None, name) and (match := prefix.match(key)):

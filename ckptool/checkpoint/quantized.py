@@ -1,6 +1,6 @@
-"""The quantized weights of a state dict, told by the names of their parts and by the configuration beside them.
+"""The quantized weights of a state dict, identified by the names of their parts and by the configuration beside them.
 
-What cannot be told is a problem with a name, never a guess: a scale without its weight, codes without their scale.
+What cannot be identified is reported by name, never guessed: a scale without its weight, codes without their scale.
 torchao's file format: torchao/prototype/safetensors/safetensors_support.py.
 """
 
@@ -45,7 +45,7 @@ _FAR = re.compile(r"(?:^|\.)(?:weight_(?:\w*scale\w*|packed)|scale_weight|scaled
 class Quantized:
     """The quantized weights of a state dict.
 
-    left_out: keys of what weights do not need: scales of activations.  problems: what cannot be told, one line each.
+    left_out: keys that weights do not need: scales of activations.  problems: a line for each part that is not known.
     """
 
     weights: list[QuantizedWeight] = field(default_factory=list)
@@ -160,7 +160,7 @@ def _there(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
 
 
 def _is_scaled(tree: Mapping[Any, Any]) -> bool:
-    """True where a float8 tensor has a scale of weights beside it, under whatever name, or of a known name anywhere."""
+    """True where a float8 tensor has a weight scale beside it, under any name, or of a known name anywhere."""
     modules = {key.rpartition(".")[0] for key, value in tree.items() if type(key) is str and _is_f8(value)}
     return any(
         _FAR.search(key) or (key.rpartition(".")[0] in modules and _SCALE.search(key.rpartition(".")[2]))

@@ -75,7 +75,7 @@ _KNOWN = {
 class Scheme:
     """The facts of a configuration that shapes may leave open; empty where it does not say.
 
-    blocks: (rows, columns) that share a scale, where 0 is all of them.  symmetric: None where it is not said.
+    blocks: (rows, columns) that share a scale, where 0 is all of them.  symmetric: None where it does not say.
     reordered: columns are in no order of groups.  forms: names of the file's format.  unknown: why it is not known.
     """
 
@@ -117,7 +117,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
 
 
 def _blocks_of(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The rows and columns that share a scale, if that is said."""
+    """The rows and columns that share a scale, as far as the configuration says."""
     sizes, group = fields.get("weight_block_size") or fields.get("block_structure"), fields.get("group_size")
     if isinstance(sizes, list) and len(sizes) == 2 and are_sizes(sizes):
         return [(sizes[0], sizes[1])]
@@ -166,7 +166,7 @@ def _shaped(*entries: TensorEntry) -> str:
 
 
 def _gridded(weight: QuantizedWeight, scheme: Scheme, *, even: bool = False) -> QuantizedWeight:
-    """The weight with the sizes of its blocks, told by its scale: one number, one for each row, or a grid.
+    """The weight with the sizes of its blocks, which follow from its scale: one number, one for each row, or a grid.
 
     even: blocks that are a power of two and divide a row are told by shapes.
     """
@@ -324,7 +324,7 @@ def _gptq_or_awq(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
 class QuantizedFormat(NamedTuple):
     """A way to name the parts of a weight. All their names begin alike; these are the ends, by role.
 
-    marker: the end of the key that tells it.  weight: the end of what the weight itself is called.  methods: those of
+    marker: the end of the key that identifies it.  weight: the end of the weight's own name.  methods: those of
     configurations that have it.  weak: names of other things end so as well: the codes are integers or float8, and all
     that is needed is there.
     """

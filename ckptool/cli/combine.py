@@ -344,7 +344,7 @@ def lora_convert(
     ],
     base: Annotated[
         list[str] | None,
-        typer.Option("--base", metavar="FILE", help="A model that it is for: tells kohya's names apart. Repeatable."),
+        typer.Option("--base", metavar="FILE", help="A model that it is for: resolves kohya's names. Repeatable."),
     ] = None,
     component: Annotated[
         str | None,

@@ -93,10 +93,8 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
 def configuration(part: Checkpoint) -> dict[str, Any]:
     """The numbers of a model's configuration: of config.json beside its weights, of Meta's params.json, or in
     the file itself: nanoGPT's `model_args`, Megatron's `args`. Empty where there is none that can be read."""
-    for place in _places(part):
-        for name in (CONFIG, PARAMS):
-            if name in names_in(place) and (found := _json(place, name)):
-                return found
+    if found := config_beside(part, CONFIG, PARAMS):
+        return found
     tree = part.tree if isinstance(part.tree, dict) else {}
     if isinstance(ranks := tree.get("ranks"), dict):  # what each of them saved beside its weights
         tree = next((each for each in ranks.values() if isinstance(each, dict)), tree)
@@ -142,14 +140,10 @@ def _described(place: str, names: Iterable[str], tree: dict[Any, Any], dequantiz
     return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
-def config_beside(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
-    """The configuration of this name beside a checkpoint's file, or in its folder; None where there is none to read."""
-    if checkpoint.source is None:
-        return None
-    path = checkpoint.source.path
-    folder = path if isinstance(checkpoint.source, Folder) else os.path.dirname(path)
-    found = json_or_none(os.path.join(folder, name), MAX_CONFIG)
-    return found if isinstance(found, dict) else None
+def config_beside(part: Checkpoint, *names: str) -> dict[str, Any] | None:
+    """The first configuration of these names beside a checkpoint; None where there is none that can be read."""
+    configs = (_json(place, name) for place in _places(part) for name in names if name in names_in(place))
+    return next(filter(None, configs), None)
 
 
 def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:
@@ -243,7 +237,7 @@ QUANTIZATION = ("quantization_config", "compression_config")  # the second is an
 
 
 def quantization_config(part: Checkpoint) -> dict[str, Any]:
-    """The quantization of the configuration beside a checkpoint; empty where that says nothing of one."""
+    """The quantization of the configuration beside a checkpoint; empty where that has none."""
     config = configuration(part)
     nodes = [config, *(node for node in config.values() if isinstance(node, dict))]  # text_config
     found = [node[key] for node in nodes for key in QUANTIZATION if isinstance(node.get(key), dict)]

@@ -38,7 +38,9 @@ def _evidence(rule: FoundRule) -> str:
     if rule.by_value < rule.tensors:
         texts.append(f"{rule.tensors - rule.by_value:,} by name and shape only: the values differ")
     if rule.alike:
-        texts.append(f"{rule.alike:,} with the values of others as well, told apart by names or their order: check it")
+        texts.append(
+            f"{rule.alike:,} with the values of others as well, distinguished by names or their order alone: check them"
+        )
     return "; ".join(texts)
 
 

@@ -6,12 +6,12 @@ from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable
 from ckptool.render.json import Json, fields_json
 from ckptool.render.style import PLAIN, Style
-from ckptool.reports.layouts import LayoutList, ShippedSide
+from ckptool.transforms.translate.layouts import LayoutList, LayoutSide
 
 
 @provides("text", LayoutList)
 def layouts_text(found: LayoutList, *, style: Style = PLAIN) -> str:
-    """A line for each layout; of one alone, how its sides are told, and what the rules refuse or need."""
+    """A line for each layout; of one alone, what identifies its sides, and what the rules refuse or need."""
     if len(found.layouts) != 1:
         width = max((len(each.name) for each in found.layouts), default=0)
         lines = [f"{style.bold(each.name.ljust(width))}  {printable(each.title)}" for each in found.layouts]
@@ -21,17 +21,17 @@ def layouts_text(found: LayoutList, *, style: Style = PLAIN) -> str:
     (layout,) = found.layouts
     lines = [f"{style.bold(layout.name)}: {printable(layout.title)}"]
     lines += [f"  {line}" for side in (layout.old, layout.new) for line in _side(side)]
-    if layout.variables:
-        lines.append(f"  of the configuration, or --set: {', '.join(map(printable, layout.variables))}")
+    if layout.translation.variables:
+        lines.append(f"  of the configuration, or --set: {', '.join(map(printable, layout.translation.variables))}")
     lines += [f"  {printable(note)}" for note in layout.notes]
     lines.append(style.dim(f"  facts: {printable(layout.source)}"))
     return "\n".join(lines) + "\n"
 
 
-def _side(side: ShippedSide) -> list[str]:
+def _side(side: LayoutSide) -> list[str]:
     told = ", ".join(map(printable, side.has))
     without = f", without {', '.join(map(printable, side.lacks))}" if side.lacks else ""
-    refused = dict.fromkeys(f"  refused: {printable(why)}" for _, why in side.refused)
+    refused = dict.fromkeys(f"  refused: {printable(why)}" for _, why in side.refuse)
     return [f"{printable(side.name)}: {told}{without}", *refused]
 
 
@@ -39,11 +39,17 @@ def _side(side: ShippedSide) -> list[str]:
 def layouts_json(found: LayoutList) -> Json:
     """`ckptool.layouts/1`: every layout that ships."""
     layouts = [
-        {**fields_json(each), **{name: _side_json(getattr(each, name)) for name in ("old", "new")}}
+        {
+            **fields_json(each, "name title source"),
+            "old": _side_json(each.old),
+            "new": _side_json(each.new),
+            "variables": list(each.translation.variables),
+            **fields_json(each, "notes file"),
+        }
         for each in found.layouts
     ]
     return {"schema": "ckptool.layouts/1", "layouts": layouts}
 
 
-def _side_json(side: ShippedSide) -> Json:
-    return {**fields_json(side), "refused": [{"what": what, "why": why} for what, why in side.refused]}
+def _side_json(side: LayoutSide) -> Json:
+    return {**fields_json(side, "name has lacks"), "refused": [{"what": what, "why": why} for what, why in side.refuse]}

@@ -1,4 +1,4 @@
-"""The quantized weights of a checkpoint, by its names and by the configuration beside it: said, or refused."""
+"""The quantized weights of a checkpoint, by its names and by the configuration beside it: described, or refused."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def parse_arithmetic(text: str, functions: tuple[str, ...] = ()) -> Arithmetic:
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     inner = {_dotted(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     if not names and not called:
-        with suppress(UsageError):  # a division by zero, which is said where it is evaluated
+        with suppress(UsageError):  # a division by zero, which is reported where it is evaluated
             tree = ast.Constant(_value(tree, text, lambda name: None, {}))
     return Arithmetic(text.strip(), frozenset(names - called - inner), tree)
 

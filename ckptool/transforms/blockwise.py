@@ -57,7 +57,7 @@ def computed_tensor(
     """A tensor whose elements `values(start, stop)` gives, at most 64 K of them at a time, as floats of any width.
 
     They are rounded once, as torch rounds, if they are of another type than `dtype`; a `dtype` of no numbers takes
-    them as they are. inputs: the tensors that they are computed from, whose checksums are looked at on the way.
+    them as they are. inputs: the tensors that they are computed from, whose checksums are verified on the way.
     """
     whole = tuple(shape)
     storages = tuple({id(entry.storage): entry.storage for entry in inputs}.values())

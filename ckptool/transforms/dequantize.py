@@ -205,7 +205,7 @@ CODES: dict[str, tuple[Reader, Reader]] = {
 def _gptq_offset(weight: QuantizedWeight) -> int:
     """The number to add to GPTQ's stored zero points: 1 in its first version, 0 in its second.
 
-    The field that says which is wrong at times, so symmetric weights, whose zero point is known, decide it by that.
+    The field for it is sometimes wrong, so symmetric weights, whose zero point is known, decide first.
     """
     zeros, middle, largest = weight.parts["zeros"], 1 << weight.bits - 1, (1 << weight.bits) - 1
     low, high, rows = largest, 0, weight.shape[0]
@@ -284,7 +284,7 @@ def _of_blocks(read: Numbers, size: int, start: int, stop: int) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantized:
+class DequantizedCheckpoint:
     """The checkpoint with weights in place of their parts; those weights, with addresses; and what was left out."""
 
     checkpoint: Checkpoint
@@ -292,7 +292,9 @@ class Dequantized:
     left_out: tuple[str, ...]
 
 
-def dequantize(checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType, block_size: str = "") -> Dequantized:
+def dequantize(
+    checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType, block_size: str = ""
+) -> DequantizedCheckpoint:
     """Puts the weights themselves, in this type, in the places of their codes; scales and the like are left out.
 
     block_size: as in `quantized_in`. Raises `Unsupported` naming everything whose layout is not known, and `NoMatch`
@@ -307,7 +309,7 @@ def dequantize(checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType,
         (address((*root.base, *root.path, weight.name)), weight) for root, each in found for weight in each.weights
     ]
     if not weights:
-        raise NoMatch(f"{where} has no quantized weights", "None of its names and types tells one.")
+        raise NoMatch(f"{where} has no quantized weights", "None of its names and types is that of a known format.")
     made: dict[tuple[Any, ...], TensorEntry] = {}
     replaced = {id(root.node): _with_weights(root.node, each, dtype, made) for root, each in found}
     left_out = [address((*root.base, *root.path, key)) for root, each in found for key in each.left_out]
@@ -315,7 +317,7 @@ def dequantize(checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType,
     typed = typed if any(weight.name in typed for _, weight in weights) else set()
     metadata = {key: text for key, text in checkpoint.metadata.items() if key not in typed}
     tree = rebuild(checkpoint.tree, replaced=replaced)
-    return Dequantized(replace(checkpoint, tree=tree, metadata=metadata), tuple(weights), tuple(left_out))
+    return DequantizedCheckpoint(replace(checkpoint, tree=tree, metadata=metadata), tuple(weights), tuple(left_out))
 
 
 def _with_weights(

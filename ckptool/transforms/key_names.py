@@ -28,7 +28,7 @@ Groups = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A `*` (without a name) or a `{name}`. group: the name of what it stands for."""
+    """A `*` (without a name) or a `{name}`. group: the name of its group in a match."""
 
     text: str
     name: str

@@ -220,7 +220,7 @@ class TiesMerge(Deltas):
 
 
 class DareMerge(Deltas):
-    """Of each file random differences, the same for a name whatever stands beside it, scaled up for the others."""
+    """Of each file random differences, which depend on the tensor's name alone, scaled up to make up for the others."""
 
     __slots__ = ("factors",)
     takes = ("base", "scale", "density", "definition", "seed")

@@ -232,7 +232,7 @@ class _Work:
         return assembled(shape, [Chunk(entry, (0, *zeros)), Chunk(added, (count, *zeros))], self.name)
 
     def channels(self) -> TensorEntry:
-        """Other input channels of a first convolution, or of whatever has them in its second dimension."""
+        """Other input channels of a first convolution, or of anything that has them in its second dimension."""
         old, new = self.entry.shape, self.shape
         if len(new) < 2 or len(old) != len(new) or not self._agrees_but(1) or not old[1] or not new[1]:
             self.refuse("Only the second dimension, the number of input channels, may differ.")

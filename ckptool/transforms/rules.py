@@ -103,7 +103,7 @@ def _expression(old: str, new: str) -> tuple[re.Pattern[str], Callable[[re.Match
 def _glob(old: KeyName, new: KeyName) -> tuple[re.Pattern[str], Callable[[re.Match[str]], str]]:
     """The pattern of the left side, and what makes the right one of its match."""
     if old.expressions:
-        raise UsageError(f"{{{old.expressions[0].text}}} is a sum, which stands on the right side")
+        raise UsageError(f"{{{old.expressions[0].text}}} is a sum, which belongs on the right side")
     refuse_unbound(new, old.variables)
     pattern = old.pattern({name for each in new.expressions for name in each.names})
     return pattern, lambda match: new.fill(match.groupdict())

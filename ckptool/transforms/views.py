@@ -46,7 +46,7 @@ def _view_strides(tensor: TensorEntry, shape: Sequence[int]) -> tuple[int, ...] 
 
 
 def woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: bool) -> TensorEntry:
-    """In each of equal groups of a dimension: its parts as every other element; or, apart, the other way round."""
+    """Interleaves the parts of each group of a dimension; with `apart`, the inverse."""
     shape = tensor.shape
     if not shape or parts < 1 or groups < 1 or shape[axis] % (parts * groups):
         size = f"{shape[axis]:,}" if shape else "a single value"
@@ -85,7 +85,7 @@ def zeros(like: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
 
 
 def padded(tensor: TensorEntry, axis: int, size: int) -> TensorEntry:
-    """The tensor with zeros behind it along an axis, up to this size."""
+    """The tensor with zeros appended along an axis, up to this size."""
     more = size - tensor.shape[axis]
     shape = (*tensor.shape[:axis], more, *tensor.shape[axis + 1 :])
     return joined([tensor, zeros(tensor, shape)], axis) if more else tensor

@@ -84,7 +84,9 @@ def match_options(
     allowed = None if missing is None else several(missing)
     ways = [_way(text) for text in several(resize)]
     if ways and more.get("on_mismatch") != "resize":
-        raise UsageError("--resize says how, and not that", "Nothing was changed.", "Add --on-mismatch resize")
+        raise UsageError(
+            "--resize has no effect without --on-mismatch resize", "Nothing was changed.", "Add --on-mismatch resize"
+        )
     return MatchOptions(rules, several(only), several(exclude), missing=allowed, resize=ways, **more)
 
 

@@ -15,7 +15,7 @@ from ckptool.formats.model_folder import ADAPTER, PEFT, STEMS, ModelFolder
 from ckptool.formats.sharded.writing import divided
 from ckptool.reports.save import SaveResult
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG
-from ckptool.transforms.lora.schemes import Stored
+from ckptool.transforms.lora.schemes import AdapterFile
 from ckptool.verbs._save import Output, SaveOptions, output_of, save
 
 _WHOLE = "1000TB"  # PEFT reads no shards
@@ -29,7 +29,7 @@ def output_of_adapter(verb: str, out: str | os.PathLike[str] | None, options: Sa
     return output
 
 
-def save_adapter(output: Output, original: Checkpoint, made: Stored, inputs: Sequence[Input] = ()) -> SaveResult:
+def save_adapter(output: Output, original: Checkpoint, made: AdapterFile, inputs: Sequence[Input] = ()) -> SaveResult:
     """Writes an adapter: with a configuration as PEFT's folder, else as one file.
 
     Raises `UsageError` for PEFT's into a file, `Unsupported` where the container has no place for a scale.

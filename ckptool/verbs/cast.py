@@ -15,7 +15,7 @@ from ckptool.formats.opening import PathLike
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
-from ckptool.transforms.dequantize import Dequantized
+from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
 from ckptool.verbs._save import ChangeOptions, Output, begin_change
 
@@ -49,7 +49,7 @@ def cast(
         raise UsageError("--block-size is of quantized weights", "", "Compute them: --dequantize")
     change = begin_change("cast", file, out, at, options)
     part, roots = change.part, model_state_dicts(change.part, named=change.named)
-    weights: Dequantized | None = None
+    weights: DequantizedCheckpoint | None = None
     if dequantize:
         weights = dequantized(part, roots, target, block_size)
         part, roots = weights.checkpoint, model_state_dicts(weights.checkpoint, named=change.named)
@@ -80,7 +80,7 @@ def cast(
     return change.written(result, summary, facts=facts, details=details)
 
 
-def _dequantized_lines(done: Dequantized, target: DType) -> Iterator[str]:
+def _dequantized_lines(done: DequantizedCheckpoint, target: DType) -> Iterator[str]:
     for name, weight in done.weights[:SHOWN]:
         yield f"{printable(name)} {list(weight.shape)} {target.name} ← {weight.words}"
     if len(done.weights) > SHOWN:
@@ -89,7 +89,7 @@ def _dequantized_lines(done: Dequantized, target: DType) -> Iterator[str]:
         yield f"left out, of activations: {listed([printable(name) for name in done.left_out], 6)}"
 
 
-def _dequantized_facts(done: Dequantized) -> dict[str, Any]:
+def _dequantized_facts(done: DequantizedCheckpoint) -> dict[str, Any]:
     weights = [
         {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
         for name, weight in done.weights

@@ -7,8 +7,7 @@ from typing import Any
 
 from ckptool.checkpoint.commands import FILE, OUT, Command, command
 from ckptool.errors import UsageError, listed, printable
-from ckptool.reports.layouts import LayoutList, ShippedLayout, ShippedSide
-from ckptool.transforms.translate import layouts as found
+from ckptool.transforms.translate.layouts import LayoutList, layout_between, read_layout, shipped
 
 
 def layouts(name: str | None = None) -> LayoutList:
@@ -16,25 +15,16 @@ def layouts(name: str | None = None) -> LayoutList:
 
     Raises `UsageError` for a name that none has.
     """
-    shipped = found.shipped()
-    if name is not None and name not in shipped:
+    if name is not None and name not in shipped():
         what = f"{printable(name)!r} is no layout that ships"
-        raise UsageError(what, f"There are {listed(list(shipped), 20)}.", "See them: ckptool translate --list")
-    return LayoutList(tuple(_layout(each, path) for each, path in shipped.items() if name in (None, each)))
-
-
-def _layout(name: str, path: str) -> ShippedLayout:
-    rules = found.read_layout(path)
-    old, new = (ShippedSide(side.name, side.has, side.lacks, side.refuse) for side in (rules.old, rules.new))
-    return ShippedLayout(
-        name, rules.title, rules.source, old, new, tuple(rules.translation.variables), rules.notes, path
-    )
+        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
+    return LayoutList(tuple(read_layout(path) for each, path in shipped().items() if name in (None, each)))
 
 
 def translation_to(weights: Mapping[Any, Any], model: Mapping[str, Any]) -> tuple[str, Command] | None:
     """The command that makes weights of one side of a layout those of a model of the other, and why; None where there
     is no such layout."""
-    between = found.layout_between(weights, model)
+    between = layout_between(weights, model)
     if between is None:
         return None
     layout, turned = between

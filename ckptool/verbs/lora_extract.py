@@ -12,7 +12,7 @@ from ckptool.formats.opening import PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.cast import parse_dtype
-from ckptool.transforms.lora.extract import Extracted, extract
+from ckptool.transforms.lora.extract import ExtractedAdapter, extract
 from ckptool.transforms.lora.schemes import stored
 from ckptool.verbs._adapters import output_of_adapter, save_adapter
 from ckptool.verbs._save import SaveOptions, written
@@ -82,14 +82,14 @@ def _bare(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return bare if len(bare) == len(node) else node
 
 
-def _summary(found: Extracted) -> str:
+def _summary(found: ExtractedAdapter) -> str:
     ranks = sorted({delta.rank for delta in found.adapter.products})
     span = f"{ranks[0]:,}" if len(ranks) == 1 else f"{ranks[0]:,} to {ranks[-1]:,}"
     matrices = counted(len(found.adapter.products), "matrix", "matrices")
     return f"{matrices} in rank {span}, {counted(found.unchanged, 'tensor')} unchanged"
 
 
-def _details(found: Extracted, energy: float) -> Iterator[str]:
+def _details(found: ExtractedAdapter, energy: float) -> Iterator[str]:
     if found.whole:
         yield f"taken whole: {listed([printable(name) for name in found.whole], 6)}"
     if found.clamped and energy >= 1:

@@ -11,13 +11,13 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import read_json
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import Corrupt, UsageError, counted, listed, printable
-from ckptool.formats.model_folder import ADAPTER, CONFIG, MAX_CONFIG, config_beside
+from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, config_beside, configuration
 from ckptool.formats.opening import Opened, PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.flatten import around
 from ckptool.transforms.lora.adapters import Adapter, read_adapter
-from ckptool.transforms.lora.merge import Merged, merge
+from ckptool.transforms.lora.merge import MergedWeights, merge
 from ckptool.verbs._save import SaveOptions, output_of, save, weights_alone, written
 
 if TYPE_CHECKING:
@@ -89,16 +89,16 @@ def open_adapter(opened: Opened, config: PathLike | None = None) -> Adapter:
 
 def is_tied(checkpoint: Checkpoint) -> bool:
     """True where config.json says that the head is the embedding."""
-    config = config_beside(checkpoint, CONFIG) or {}
+    config = configuration(checkpoint)
     inner = config.get("text_config")
     return any(isinstance(each, dict) and each.get("tie_word_embeddings") is True for each in (config, inner))
 
 
-def _summary(merged: Merged, name: str) -> str:
+def _summary(merged: MergedWeights, name: str) -> str:
     return f"{name} merged: {counted(merged.keys, 'key')} into {counted(len(merged.changed), 'tensor')}"
 
 
-def _details(merged: Merged, adapter: Adapter, remark: str) -> Iterator[str]:
+def _details(merged: MergedWeights, adapter: Adapter, remark: str) -> Iterator[str]:
     if remark:
         yield remark
     yield from merged.moved

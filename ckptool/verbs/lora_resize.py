@@ -9,7 +9,7 @@ from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import counted, listed, printable
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.reports.save import Written
-from ckptool.transforms.lora.resize_rank import Resized, resize
+from ckptool.transforms.lora.resize_rank import ResizedAdapter, resize
 from ckptool.verbs._adapters import output_of_adapter, save_adapter
 from ckptool.verbs._save import SaveOptions, written
 from ckptool.verbs.lora_merge import open_adapter
@@ -53,7 +53,7 @@ def lora_resize(
     )
 
 
-def _details(made: Resized, errors: dict[str, float]) -> Iterator[str]:
+def _details(made: ResizedAdapter, errors: dict[str, float]) -> Iterator[str]:
     if errors:
         worst = sorted(errors.items(), key=lambda item: -item[1])
         shown = [f"{printable(name)} {error:.2%}" for name, error in worst]

@@ -18,7 +18,7 @@ from ckptool.formats.sharded.writing import divided
 from ckptool.reports.save import SaveResult, Written
 from ckptool.transforms.flatten import export, siblings
 from ckptool.transforms.join_ranks import open_joined
-from ckptool.transforms.translate import Translated, translate_roots
+from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
 from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
 from ckptool.transforms.translate.layouts import LayoutRules, layout_or_file
 from ckptool.transforms.translate.scope import Scope
@@ -51,7 +51,7 @@ def translate(
     set: numbers for variables, `heads=12`; else they are taken from config.json beside the file.  reverse: the way
     back.  rest: `refuse`, `keep` or `drop` keys that no rule takes.  like: a folder of the other layout, whose
     configuration a folder of weights gets.  shard_size: the most bytes of tensors in one file of that.
-    To safetensors goes one set of weights alone, and what stays behind is listed; to `.pt` the whole file.
+    To safetensors goes one set of weights alone, and what is left behind is listed; to `.pt` the whole file.
     Raises `NoMatch` for a rule or key without a match, `Conflict` where two tensors get one name or one is missing,
     `UsageError`, which points at the rule, where a tensor does not fit.
     """
@@ -145,7 +145,7 @@ def _beside(change: FileChange, done: Checkpoint, like: PathLike | None, library
     return ModelFolder(library, found.place, left=(left,) if found.files else ())
 
 
-def _summary(done: Translated, layout: LayoutRules | None, reverse: bool) -> str:
+def _summary(done: TranslatedCheckpoint, layout: LayoutRules | None, reverse: bool) -> str:
     before = sum(len(step.keys) for _, root in done.roots for step in root.steps)
     after = sum(len(step.outputs) for _, root in done.roots for step in root.steps)
     sides = ""
@@ -155,7 +155,7 @@ def _summary(done: Translated, layout: LayoutRules | None, reverse: bool) -> str
     return f"{counted(before, 'tensor')} became {after:,}{sides}"
 
 
-def _facts(done: Translated) -> dict[str, Any]:
+def _facts(done: TranslatedCheckpoint) -> dict[str, Any]:
     return {
         "optimizers": done.optimizers,
         "reversible": not done.lost and not any(root.dropped for _, root in done.roots),
@@ -193,7 +193,9 @@ def _shape(value: Any) -> list[int] | None:
     return list(value.shape) if isinstance(value, TensorEntry) else None
 
 
-def _details(change: FileChange, done: Translated, layout: LayoutRules | None, reverse: bool) -> Iterator[str]:
+def _details(
+    change: FileChange, done: TranslatedCheckpoint, layout: LayoutRules | None, reverse: bool
+) -> Iterator[str]:
     for place, root in done.roots:
         if len(done.roots) > 1:
             yield f"{printable(place) or 'the whole file'}:"

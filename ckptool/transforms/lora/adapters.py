@@ -141,7 +141,7 @@ def read_adapter(
         parts = groups.setdefault((found.component, found.module, found.depth, "" if found.role else key), {})
         if found.role in parts:
             what = f"{name} has {printable(found.module)} twice: {printable(parts[found.role])} and {printable(key)}"
-            raise Conflict(what, "Several adapters in one file cannot be told apart.")
+            raise Conflict(what, "Several adapters in one file cannot be distinguished.")
         parts[found.role] = key
         schemes |= {found.scheme: None} if found.role else {}
     if copies:
@@ -151,7 +151,7 @@ def read_adapter(
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", "It is no adapter of a kind that is known here.")
     if len(schemes) > 1:
         raise Conflict(
-            f"{name} mixes the names of {listed(list(schemes))}", "How its numbers are scaled cannot be told."
+            f"{name} mixes the names of {listed(list(schemes))}", "Each scheme scales its factors in its own way."
         )
     reader = _Reader(node, name, next(iter(schemes)), config, _of_components(metadata or {}))
     deltas = tuple(delta for parts in groups.values() for delta in reader.deltas(parts))

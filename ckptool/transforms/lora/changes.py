@@ -66,7 +66,7 @@ def changed(
     twice = delta.method == LORA and any(".base_layer.out_proj." in key for key in delta.keys.values())
 
     def sums(start: int, stop: int) -> Array:
-        """Rows of the weight with the change, rounded where PEFT rounds, but for the last time."""
+        """Rows of the changed weight, rounded wherever PEFT rounds before the last time."""
         with numpy.errstate(all="ignore"):
             made, total = rows(start, stop), values.rows(start, stop)
             if experts and kept is not None:

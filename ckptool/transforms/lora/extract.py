@@ -29,7 +29,7 @@ _EMBEDDING = re.compile(r"(.*\.)?(wte|wpe|shared|\w*embed(ding)?s?(_tokens|_posi
 
 
 @dataclass(frozen=True, slots=True)
-class Extracted:
+class ExtractedAdapter:
     """The adapter, and what became of the tensors of the two models.
 
     unchanged: how many are equal.  clamped: matrices that are smaller than the rank.  tied: names of tensors that have
@@ -178,7 +178,7 @@ def extract(
     tied: bool = False,
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
-) -> Extracted:
+) -> ExtractedAdapter:
     """The adapter that makes `tuned` of `base`, of rank `rank` or, with an `energy`, the smallest that keeps so much.
 
     Reads the tensors until it finds that they differ, and with an energy all that do. names: of the two.
@@ -215,7 +215,7 @@ def extract(
             what, f"The largest has rank {largest:,}, which keeps all of it.", f"For example: --rank {largest}"
         )
     unchanged = len(chosen) - len(changed) - len(aliases)
-    return Extracted(found.adapter(), unchanged, tuple(found.clamped), tuple(aliases))
+    return ExtractedAdapter(found.adapter(), unchanged, tuple(found.clamped), tuple(aliases))
 
 
 def _differences(

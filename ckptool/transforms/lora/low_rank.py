@@ -24,7 +24,7 @@ from ckptool.transforms.blockwise import ROWS, TensorValues, computed_rows
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array
 
-EXACT = 768  # inputs up to which D'D is taken apart whole: 5 MB
+EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
 STEPS = 2
 MAX_FACTORS = 1 << 26  # elements of A and B together
 _WIDE = 1 << 20  # numbers that are computed with in f64; more of them in f32
@@ -137,7 +137,7 @@ def _sorted_vectors(gram: Array) -> tuple[Array, Array]:
 
 
 def _with_sign(vectors: Array) -> Array:
-    """The same with the largest element of each column positive: the sign of a singular vector is anybody's choice."""
+    """The same with the largest element of each column positive: the sign of a singular vector is arbitrary."""
     import numpy
 
     largest = numpy.abs(vectors).argmax(axis=0)

@@ -23,7 +23,7 @@ _HEADS = ("lm_head", "output", "embed_out")
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedWeights:
     """A state dict with an adapter merged into it.
 
     changed, replaced, added: the base's names of tensors that were computed, taken whole, and new.
@@ -40,7 +40,7 @@ class Merged:
 
 def merge(
     base: Mapping[Any, Any], adapter: Adapter, *, names: tuple[str, str], multiplier: float = 1.0, tied: bool = False
-) -> Merged:
+) -> MergedWeights:
     """The state dict with the adapter's changes, times `multiplier`. Reads nothing yet.
 
     names: of the base and the adapter.  tied: the model's configuration says that its head is its embedding.
@@ -64,7 +64,7 @@ class _Merge:
         self.prefixes: dict[str, Prefix] = {}
         self.votes: dict[str, set[bool]] | None = None
 
-    def merged(self, tied: bool) -> Merged:
+    def merged(self, tied: bool) -> MergedWeights:
         deltas = sorted(self.adapter.deltas, key=lambda delta: delta.method != WHOLE)  # those first
         for component in dict.fromkeys(delta.component for delta in deltas):
             wanted = [self._spellings(each) for each in deltas if each.component == component]
@@ -78,7 +78,7 @@ class _Merge:
             tree[key] = self.tree[key] if key in self.tree else self.base[key]
         moved = tuple(dict.fromkeys(str(prefix) for prefix in self.prefixes.values() if prefix != Prefix()))
         computed = [key for key in self.changed if key not in self.replaced or len(self.changed[key]) > 1]
-        return Merged(tree, tuple(computed), tuple(self.replaced), tuple(self.added), moved, self._count())
+        return MergedWeights(tree, tuple(computed), tuple(self.replaced), tuple(self.added), moved, self._count())
 
     def _count(self) -> int:
         return sum(len(delta.keys) for delta in self.adapter.deltas)
@@ -222,7 +222,7 @@ class _Merge:
     def _refuse_one_side(self, one: str, others: str, fix: str) -> None:
         raise Conflict(
             f"{self.name} changes {printable(one)}, which is tied to {others}",
-            "The adapter was trained with the one changed and the other as it was. Nothing was written.",
+            "The adapter was trained with only one of them changed. Nothing was written.",
             fix,
         )
 

@@ -60,7 +60,7 @@ class Places:
         if len(best) > 1:
             places = listed([printable(prefix.added) for prefix in best])
             what = f"the adapter's names are in the base {counted(len(best), 'time')}: under {places}"
-            raise Conflict(what, "Which of them is meant cannot be told.", "Name the part: BASE#ADDRESS")
+            raise Conflict(what, "The adapter fits each of them.", "Name the part: BASE#ADDRESS")
         return best[0]
 
     def key(self, name: str, prefix: Prefix) -> str | None:

@@ -13,7 +13,7 @@ from ckptool.errors import LimitExceeded, UsageError, counted, printable
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, Truncation
 from ckptool.transforms.lora.schemes import (
-    Stored,
+    AdapterFile,
     alpha_of,
     alpha_tensor,
     diffusers_metadata,
@@ -24,19 +24,21 @@ from ckptool.transforms.views import padded
 
 
 @dataclass(frozen=True, slots=True)
-class Resized:
+class ResizedAdapter:
     """The adapter, its old ranks, and for each module in a smaller one what was cut off, which is known once written.
 
     dora: modules whose magnitudes stay as they are.
     """
 
-    stored: Stored
+    stored: AdapterFile
     ranks: tuple[int, ...]
     truncations: tuple[Truncation, ...]
     dora: int
 
 
-def resize(node: Mapping[Any, Any], adapter: Adapter, rank: int, *, name: str, metadata: Mapping[str, Any]) -> Resized:
+def resize(
+    node: Mapping[Any, Any], adapter: Adapter, rank: int, *, name: str, metadata: Mapping[str, Any]
+) -> ResizedAdapter:
     """The state dict of an adapter with every module in this rank, and the same scale.
 
     name: of its file.  metadata: of its file. Raises `Unsupported` for what is no product of two factors,
@@ -65,7 +67,9 @@ def resize(node: Mapping[Any, Any], adapter: Adapter, rank: int, *, name: str, m
         fields = json.loads(texts[DIFFUSERS_CONFIG]) | diffusers_metadata(changed)
         texts[DIFFUSERS_CONFIG] = json.dumps(fields, indent=2)
     dora = sum(delta.magnitude is not None for delta in deltas)
-    return Resized(Stored(tree, config, texts), tuple(each.rank for each in adapter.products), tuple(truncations), dora)
+    return ResizedAdapter(
+        AdapterFile(tree, config, texts), tuple(each.rank for each in adapter.products), tuple(truncations), dora
+    )
 
 
 def _resized(delta: Delta, rank: int, rs: bool, truncations: list[Truncation]) -> Delta:

@@ -1,4 +1,4 @@
-"""Adapters written in a naming scheme: the keys of `adapter_keys` put together again, and where the scale stands.
+"""Adapters written in a naming scheme: the keys that `adapter_keys` parses, and where the scale is stored.
 
 PEFT        adapter_config.json: r and lora_alpha, with patterns for modules that have others
 kohya       a tensor `alpha` for each module
@@ -46,7 +46,7 @@ _HOLDS = {PEFT: {"DoRA", "biases", "embeddings"}, DIFFUSERS: {"DoRA", "biases"},
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class AdapterFile:
     """An adapter in a scheme: its tensors, PEFT's configuration (None for others), and the metadata of its file."""
 
     tree: dict[str, TensorEntry]
@@ -54,7 +54,7 @@ class Stored:
     metadata: dict[str, str]
 
 
-def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> Stored:
+def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> AdapterFile:
     """The adapter with the keys of a scheme, or those that it has already.
 
     other_modules: of the base, that the adapter is not for.
@@ -70,10 +70,12 @@ def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> 
                 raise Conflict(f"two tensors would be called {printable(key)}", "Nothing was written.")
             tree[key] = entry
     if scheme == PEFT:
-        return Stored(tree, {**adapter.config, **peft_config(adapter, other_modules)}, {})
+        return AdapterFile(tree, {**adapter.config, **peft_config(adapter, other_modules)}, {})
     if scheme == KOHYA or all(delta.scale == 1 for delta in adapter.deltas):
-        return Stored(tree, None, {})
-    return Stored(tree, None, {DIFFUSERS_CONFIG: json.dumps(diffusers_metadata(adapter), indent=2, sort_keys=True)})
+        return AdapterFile(tree, None, {})
+    return AdapterFile(
+        tree, None, {DIFFUSERS_CONFIG: json.dumps(diffusers_metadata(adapter), indent=2, sort_keys=True)}
+    )
 
 
 def diffusers_metadata(adapter: Adapter) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def convert(
     component: str | None = None,
     bases: Sequence[Mapping[Any, Any]] = (),
     fold: bool = False,
-) -> Stored:
+) -> AdapterFile:
     """The adapter in another scheme; its factors as they are, but for a folded scale.
 
     name: of its file.  component: the model that it is for, one of COMPONENTS, where its names do not say.
@@ -237,7 +239,7 @@ def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]], name: 
     if lost:
         raise NoMatch(
             f"{name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",
-            "No base has them. Nothing was written." if bases else "Which of their underscores are dots is not known.",
+            "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots.",
             "Name the models that it is for: --base FILE (repeatable)",
         )
     return found

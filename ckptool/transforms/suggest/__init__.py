@@ -60,7 +60,7 @@ def suggest(
 
 
 def _fused(search: Search, source: Mapping[str, Shape], placed: Mapping[str, str]) -> Iterator[Suggestion]:
-    """Rules that put queries, keys and values together, or cut them apart."""
+    """Rules that fuse queries, keys and values, or split them."""
     holes = Holes()
     relations = list(fused_relations(search, holes))
     pairs = dict(relation.pair(holes) for relation in relations)
@@ -74,7 +74,7 @@ def _fused(search: Search, source: Mapping[str, Shape], placed: Mapping[str, str
 
 
 def search_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], whole: bool) -> Search:
-    """The search for pairs by names and shapes (or whatever says that two can be the same), done.
+    """The search for pairs by names and shapes (or anything that says that two can be the same), done.
 
     whole: both are most of their sides, so that a shape that only one of each has says something.
     """

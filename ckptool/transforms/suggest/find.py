@@ -23,7 +23,7 @@ from ckptool.transforms.suggest.pairs import WorkBudget
 from ckptool.transforms.suggest.relations import Entries, Holes, Relation, Ways, as_one_name, has_holes, is_same
 from ckptool.transforms.translate.apply import DROP, Step, carry_out, plan_steps
 from ckptool.transforms.translate.scope import Scope
-from ckptool.transforms.translate.translation import Dropped, Translation, parse_translation_rule
+from ckptool.transforms.translate.translation import DropPattern, Translation, parse_translation_rule
 
 TRIES = 4_000_000  # of a rule on a key, when all rules are applied: what goes beyond has no rule
 FEW = 12  # keys of a kind that rules are found on: those that differ in their numbers
@@ -263,7 +263,7 @@ def _notes(relations: Relations, proof: _Proof, rules: int, pairs: int, most: in
             f"only {rules:,} of {counted(pairs, 'rule')} are here: each is for one key, and applied to all",
         )
     elif 2 * rules > pairs > 2 * FEW:
-        yield Note("spelled-out", "most keys have a rule of their own: none that says it for several was found in time")
+        yield Note("spelled-out", "most keys have a rule of their own: no rule for several of them was found in time")
     made = {relations.prints[1][name].digest: name for name in proof.equal}
     for name in relations.free[1]:
         if (same := made.get(relations.prints[1][name].digest)) is not None:
@@ -279,7 +279,7 @@ def _applied(texts: Sequence[str], drop: Sequence[str], old: Mapping[Any, Any], 
     """Applies rules as `translate` does, and compares all that they make."""
     try:
         rules = tuple(rule for text in texts for rule in parse_translation_rule(text))
-        translation = Translation(rules, drop=tuple(Dropped(text, "", matcher(text)) for text in drop))
+        translation = Translation(rules, drop=tuple(DropPattern(text, "", matcher(text)) for text in drop))
         scope = Scope({}, {}, {}, old)
         done = carry_out(translation, plan_steps(translation, old, scope), old, scope, DROP)
     except CkptoolError:

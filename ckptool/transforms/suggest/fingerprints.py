@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MOST = 1 << 19  # slices of a kind that are kept of a tensor while it is read
 _KERNEL = 8  # sizes below it are of a convolution's kernel
-_FEW = 4  # tensors with the same slice, beyond which it says nothing
+_FEW = 4  # tensors with the same slice, beyond which it proves nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Tensors of one side that are, put together and reordered, a tensor of the other: found by value, said in operations.
+"""Tensors of one side that, joined and reordered, are a tensor of the other: found by value, as operations of rules.
 
-A tensor that is cut is found from the other side, as one that is put together, and its operations are turned round.
+A tensor that is split is found from the other side, as one that is joined, and its operations are inverted.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Ways:
     tries: dict[object, int] = field(default_factory=dict)
 
     def find(self, parts: Sequence[TensorEntry], whole: TensorEntry, stacked: int, first: str = "") -> str | None:
-        """The operations that make one tensor of others, by bytes; None where none is found. first: tried first."""
+        """The operations that make one tensor of others, by bytes; None where there are none. first: tried first."""
         shapes = tuple(dict.fromkeys(part.shape for part in parts)), len(parts), whole.shape, stacked
         chains = _chains([part.shape for part in parts], stacked)
         for chain in (*filter(None, [first, self.known.get(shapes)]), *chains):

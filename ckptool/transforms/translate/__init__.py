@@ -20,16 +20,15 @@ from ckptool.errors import CkptoolError
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.transforms.rules import MAX_RULES
 from ckptool.transforms.translate.apply import KEEP, RootPlan, TranslatedRoot, carry_out, plan_steps, unused_rules
-from ckptool.transforms.translate.completeness import refuse_gaps
+from ckptool.transforms.translate.completeness import losses_of, refuse_gaps
 from ckptool.transforms.translate.moments import translated_optimizer
 from ckptool.transforms.translate.operations import KINDS
-from ckptool.transforms.translate.reversal import losses_of
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, parse_translation_rule, read_translation
 
 
 @dataclass(frozen=True, slots=True)
-class Translated:
+class TranslatedCheckpoint:
     """The checkpoint after the rules, what became of each set of weights, and how many optimizers followed.
 
     lost: what the way back would not restore, a line each.
@@ -50,7 +49,7 @@ def translate_roots(
     config: Mapping[str, Any],
     rest: str = "refuse",
     way_back: Callable[[], Translation] | None = None,
-) -> Translated:
+) -> TranslatedCheckpoint:
     """Applies rules to sets of weights, their `_metadata`, and the optimizers of the checkpoint. Reads nothing yet.
 
     given: numbers for variables.  config: the model's configuration.  rest: `refuse`, `keep` or `drop` keys that no
@@ -90,7 +89,7 @@ def translate_roots(
     except CkptoolError as error:
         lost = dict.fromkeys([error.what])
     addresses = [root.address for root in roots]
-    return Translated(changed, tuple(zip(addresses, done, strict=True)), len(found), tuple(lost))
+    return TranslatedCheckpoint(changed, tuple(zip(addresses, done, strict=True)), len(found), tuple(lost))
 
 
 def translation_in(texts: Sequence[str], path: str | None) -> Translation | None:

@@ -179,7 +179,7 @@ def _refuse_incomplete(step: Step) -> None:
         raise Conflict(rule.error(f"there is nothing for {missing}, of {counted(expected, 'tensor')}").what, _TOGETHER)
 
 
-_TOGETHER = "They are put together, and one of them is missing. Nothing was written."
+_TOGETHER = "They become one tensor, and one of them is missing. Nothing was written."
 
 
 def unused_rules(translation: Translation, used: Collection[str]) -> None:
@@ -307,7 +307,7 @@ def after_chain(
 
 
 def finished(entry: TensorEntry, inputs: Sequence[TensorEntry]) -> TensorEntry:
-    """The tensor on a storage of its own, in row-major order; the checksums of the inputs are looked at on the way.
+    """The tensor on a storage of its own, in row-major order; the checksums of the inputs are verified on the way.
 
     A range of a file without checksums stays one, which the kernel copies.
     """

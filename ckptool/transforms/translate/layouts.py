@@ -1,6 +1,6 @@
-"""The layouts that ship: one YAML file each in `transforms/layouts/`, which is a file of rules that says more.
+"""The layouts that ship: one YAML file each in `transforms/layouts/`, a file of rules with a header.
 
-layout: names of the two sides, `old` and `new`, and by which keys a set of weights of each is told:
+layout: names of the two sides, `old` and `new`, and the keys that identify a set of weights of each:
 
 title: timm ViT ↔ transformers ViT
 source: where the facts are from
@@ -102,8 +102,10 @@ def _holds(text: str, node: Mapping[Any, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayoutRules:
-    """A file of rules between two layouts of one model. name: of the file.  sides: the names of both are empty in a
-    file that says nothing of them."""
+    """A file of rules between two layouts of one model. name: of the file, for `--rules`.  source: of its facts.
+
+    notes: what the new side needs beside the weights. The names of both sides are empty in a file that has no header.
+    """
 
     name: str
     title: str
@@ -112,6 +114,7 @@ class LayoutRules:
     new: LayoutSide
     notes: tuple[str, ...]
     translation: Translation
+    file: str
 
     def side_of(self, node: Mapping[Any, Any], back: bool) -> int:
         """The place in `sides` of that which a set of weights is of. back: it is not to be the first.
@@ -181,7 +184,7 @@ def read_layout(path: str) -> LayoutRules:
         join = translation.join and replace(translation.join, optional=True)
         translation = replace(translation, join=join, complete=True)
     title, source = (scalar_text(header[each]) if each in header else "" for each in ("title", "source"))
-    return LayoutRules(name, title, source, old, new, notes, translation)
+    return LayoutRules(name, title, source, old, new, notes, translation, path)
 
 
 def _side(node: Any, path: str) -> LayoutSide:
@@ -198,6 +201,13 @@ def _side(node: Any, path: str) -> LayoutSide:
     except (KeyError, TypeError, ValueError, AttributeError):
         where = f"{printable(path)}, line {node.start_mark.line + 1}"
         raise UsageError(f"{where}: a side has name, has, lacks, refuse and base", "", LOOK) from None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutList:
+    """The layouts that ship, by name."""
+
+    layouts: tuple[LayoutRules, ...]
 
 
 @cache

@@ -38,7 +38,7 @@ MAX_GROWTH, LARGE = 256, 1 << 30  # times that padding and repeating may enlarge
 class Operation:
     """One operation of a rule: `split 0 [h, kv]`, with its numbers, its lists of numbers and its other words.
 
-    over: the variable whose numbers it puts together or takes apart.  parts: of how many names, where that counts.
+    over: the variable whose numbers it stacks or unstacks.  parts: of how many names, where that counts.
     of: the size that the dimension has before it, with which it can be undone.
     """
 
@@ -369,7 +369,7 @@ def _repeat(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
 
 
 def _unrepeat(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
-    """The first of each few that have to be equal, which is looked at when they are read."""
+    """The first of each few that have to be equal, which is verified when they are read."""
     axis, times = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
     if times < 1 or tensor.shape[axis] % times:
         raise UsageError(f"{tensor.shape[axis]:,} is no multiple of {times:,}", UNFIT)

@@ -11,7 +11,7 @@ fill: ['h.{n}.ln.bias => zeros [d0] like h.{n}.ln.weight']   # tensors that only
 optional: ['head.{p} => classifier.{p}', [RULE, RULE]]       # rules that may match nothing; in a list, all or none
 
 Reversed, the sides are exchanged and the inverse operations come in inverse order. `NAME beside KEY`, behind the new
-names, tells which of several rules is meant on the way back: the first whose KEY is there, too.
+names, chooses among several rules on the way back: the first whose KEY is present.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ZeroFill:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class DropPattern:
     """A pattern of keys that are left out."""
 
     pattern: str
@@ -135,8 +135,8 @@ class Translation:
     rules: tuple[TranslationRule, ...]
     variables: dict[str, Arithmetic] = field(default_factory=dict)
     ranges: dict[str, Arithmetic] = field(default_factory=dict)
-    drop: tuple[Dropped, ...] = ()
-    drop_new: tuple[Dropped, ...] = ()
+    drop: tuple[DropPattern, ...] = ()
+    drop_new: tuple[DropPattern, ...] = ()
     fill: tuple[ZeroFill, ...] = ()
     unfill: tuple[ZeroFill, ...] = ()
     join: JoinRules | None = None
@@ -220,7 +220,7 @@ def _counted(rule: TranslationRule, op: Operation, count: int, bound: set[str], 
         if (op.over in bound) != (op.name == "stack"):
             side = "left" if op.name == "stack" else "right"
             raise rule.error(
-                f"`{op}` is over a variable that is on the {side} side alone", "It is put together or taken apart."
+                f"`{op}` is over a variable that is on the {side} side alone", "It is stacked or unstacked."
             )
         (bound.discard if op.name == "stack" else bound.add)(op.over)
         return count, op
@@ -306,14 +306,14 @@ def _expressions(functions: tuple[str, ...]) -> Callable[[Any, str], dict[str, A
     return read
 
 
-def _patterns(node: Any, path: str) -> tuple[Dropped, ...]:
+def _patterns(node: Any, path: str) -> tuple[DropPattern, ...]:
     texts = [(scalar_text(each), _line(each, path)) for each in _items(node, path, "sequence")]
     return tuple(dropped(text, place) for text, place in texts)
 
 
-def dropped(pattern: str, place: str) -> Dropped:
+def dropped(pattern: str, place: str) -> DropPattern:
     """A pattern of keys that are left out. Raises `UsageError` for an invalid expression."""
-    return Dropped(pattern, place, matcher(pattern))
+    return DropPattern(pattern, place, matcher(pattern))
 
 
 def _ties(node: Any, path: str) -> tuple[tuple[str, str], ...]:
