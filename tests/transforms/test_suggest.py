@@ -44,7 +44,8 @@ def renamed(key: str, rules: Sequence[Rule]) -> str:
 
 
 def parsed(*suggestions: Suggestion) -> list[Rule]:
-    return [parse_rule(rule) for suggestion in suggestions for rule in suggestion.rules if " : " not in rule]
+    rules = [rule for suggestion in suggestions for rule in suggestion.rules]
+    return [parse_rule(rule) for rule in rules if not re.search(r"(?<!\\)\s:\s", rule.partition(" => ")[2])]
 
 
 def certain(suggestions: Sequence[Suggestion]) -> list[Suggestion]:

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, takewhile
+from typing import Any
 
 from ckptool.errors import UsageError, counted, form, printable
 from ckptool.reports.warm_start import Suggestion
 from ckptool.transforms.rules import parse_rule
+from ckptool.transforms.suggest.groups import Holes
 from ckptool.transforms.suggest.keys import Shape
 from ckptool.transforms.suggest.pairs import Moves, Pair, Search, Side, WorkBudget, accept_same_spelling
-from ckptool.transforms.suggest.relations import Holes, Relation, as_one_name
 from ckptool.transforms.suggest.structure import Structure, fused
 
 LONG = 500  # characters of a key: nothing is suggested for a longer one
@@ -27,6 +28,8 @@ DEEP = 32  # parts of a key beyond which no pattern is looked for
 COMPILING = 400  # the cost of reading one rule, in keys that it is tried on
 _DIGITS = re.compile(r"([0-9]+)")
 _VARIABLES = "nmkjilpqrs"
+
+EMPTY: Mapping[str, Any] = {}
 
 Numbered = dict[int, int]  # number of the new key -> the number of the old one that it is
 Renaming = Callable[[str], str | None]
@@ -61,15 +64,11 @@ def suggest(
 
 def _fused(search: Search, source: Mapping[str, Shape], placed: Mapping[str, str]) -> Iterator[Suggestion]:
     """Rules that fuse queries, keys and values, or split them."""
-    holes = Holes()
-    relations = list(fused_relations(search, holes))
+    holes, relations = Holes(), list(fused(search))
     pairs = dict(relation.pair(holes) for relation in relations)
-    taken = {key for relation in relations for key in relation.sides[0]}
-    others = {key for key in source if key not in taken}
-    keys = sorted([*pairs, *others])
-    drafts = Drafting(pairs, keys, placed, others, frozenset(), lambda key, name: False, search.budget).rules({}, {})
+    others = source.keys() - {key for relation in relations for key in relation.sides[0]}
     why = "the shapes of queries, keys and values fit one after the other, and heads in turns would, too"
-    for draft in drafts:
+    for draft in Drafting(pairs, sorted([*pairs, *others]), placed, others, budget=search.budget).rules():
         yield Suggestion((holes.filled(draft.text),), len(draft.right), len(draft.right), False, why)
 
 
@@ -84,16 +83,6 @@ def search_pairs(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], whole: 
     if max(len(search.source.shapes), len(search.target.shapes)) <= MOST:
         Structure(search, whole).run()
     return search
-
-
-def fused_relations(search: Search, holes: Holes) -> Iterator[Relation]:
-    """Queries, keys and values in one, where names and shapes say so."""
-    for three, one, axis, splits in fused(search):
-        side = search.target if splits else search.source
-        sizes = [shape[axis] for key in three if (shape := side.shapes[key])]
-        chain = f"cat {axis}" + (f" {sizes}" if len(set(sizes)) > 1 else "")
-        for names, _ in as_one_name(three, holes):
-            yield Relation(three, one, names, chain, splits)
 
 
 def _joined(search: Search) -> list[list[Pair]]:
@@ -260,14 +249,16 @@ class Drafting:
 
     pairs: Mapping[str, str]
     keys: list[str]
-    placed: Mapping[str, str]
-    reserved: Collection[str]
-    taken: frozenset[str]
-    fits: Callable[[str, str], bool]
-    budget: WorkBudget
+    placed: Mapping[str, str] = field(default_factory=dict)
+    reserved: Collection[str] = ()
+    taken: frozenset[str] = frozenset()
+    fits: Callable[[str, str], bool] = lambda key, name: False
+    budget: WorkBudget = field(default_factory=WorkBudget)
     done: set[str] = field(default_factory=set)
 
-    def rules(self, leaves: Mapping[str, tuple[int, int]], kinds: Mapping[str, tuple[str, ...]]) -> list[Draft]:
+    def rules(
+        self, leaves: Mapping[str, tuple[int, int]] = EMPTY, kinds: Mapping[str, tuple[str, ...]] = EMPTY
+    ) -> list[Draft]:
         """The rules in the order in which they have to be tried, for as many of the pairs as the budget allows.
 
         leaves: for keys with another leaf in the target, how long the text before it is, in both names.

@@ -1,7 +1,8 @@
 """Rules that make one checkpoint's tensors of another's: found by value, then by names and shapes, and proved.
 
-In this order: equal tensors of which there is one on each side; the same values in another order; tensors put together
-or cut; what lies beside those in its module; the rest by names, first among equal values, then among equal shapes.
+In this order: equal tensors of which there is one on each side; the same values in another order, or with more rows;
+tensors put together or cut; what lies beside those in its module; the rest by names, first among equal values, then
+among equal shapes.
 """
 
 from __future__ import annotations
@@ -9,24 +10,29 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.patterns import matcher
 from ckptool.errors import CkptoolError, counted, printable
 from ckptool.reports.find_rules import FoundRule, FoundRules
-from ckptool.transforms.suggest import Drafting, escaped, fused_relations, search_pairs
-from ckptool.transforms.suggest.fingerprints import Fingerprint, Probes, fingerprint
+from ckptool.transforms.suggest import Drafting, escaped, search_pairs
+from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
+from ckptool.transforms.suggest.groups import Group, Holes, alone, groups, has_holes
 from ckptool.transforms.suggest.keys import without_numbers
-from ckptool.transforms.suggest.pairs import WorkBudget
-from ckptool.transforms.suggest.relations import Entries, Holes, Relation, Ways, as_one_name, has_holes, is_same
+from ckptool.transforms.suggest.relations import Relation, Ways, is_same
+from ckptool.transforms.suggest.structure import fused
 from ckptool.transforms.translate.apply import DROP, Step, carry_out, plan_steps
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import DropPattern, Translation, parse_translation_rule
 
-TRIES = 4_000_000  # of a rule on a key, when all rules are applied: what goes beyond has no rule
+TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of groups: what goes beyond has no rule
 FEW = 12  # keys of a kind that rules are found on: those that differ in their numbers
+
+Entries = Mapping[str, TensorEntry]
 
 
 @dataclass(slots=True)
@@ -42,6 +48,7 @@ class Relations:
     ways: Ways = field(default_factory=Ways)
     free: tuple[dict[str, None], dict[str, None]] = field(init=False)
     prints: tuple[dict[str, Fingerprint], dict[str, Fingerprint]] = field(init=False)
+    modules: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         made: dict[object, Fingerprint] = {}  # tied tensors are read once
@@ -57,21 +64,22 @@ class Relations:
 
     def search(self) -> None:
         """Finds all of them."""
-        for key in [
-            key for key in self.free[0] if key in self.free[1] and self._values(0, key) == self._values(1, key)
-        ]:
-            self._accept(Relation((key,), key, key, ""))
-        for old, new in self._unique(self._values):
-            self._accept(Relation((old,), new, old, ""))
-        for old, new in self._unique(lambda side, key: (self.sides[side][key].dtype, self.prints[side][key].total)):
-            self._relate([old], new, False)
+        for key in [*self.free[0]]:
+            if key in self.free[1] and self._values(0, key) == self._values(1, key):
+                self._accept(Relation(alone(key), key))
+        self._alone(self._values)
+        self._alone(lambda side, key: self.prints[side][key].total)
         for splits in (False, True):
             self._join(splits)
+        self._alone(self._head)
+        for key in self.free[0]:
+            for dots in (".", "._"):
+                self.modules.setdefault((dots, _stem(key, dots)), []).append(key)
         for relation in self.found:
             self._beside(relation)
         for of, kept in ((self._values, self.alike), (lambda side, key: self.sides[side][key].shape, self.by_name)):
             for old, new in self._by_names(of, kept is self.alike):
-                self._accept(Relation((old,), new, old, ""))
+                self._accept(Relation(alone(old), new))
                 kept.add(old)
             if kept is self.alike:
                 self._in_order()
@@ -84,7 +92,7 @@ class Relations:
         left = {values: names[::-1] for values, names in left.items()}
         for key in list(self.free[0]):
             if names := left.get(self._values(0, key)):
-                self._accept(Relation((key,), names.pop(), key, ""))
+                self._accept(Relation(alone(key), names.pop()))
                 self.alike.add(key)
 
     def _values(self, side: int, key: str) -> tuple[int, ...]:
@@ -97,65 +105,59 @@ class Relations:
             for key in keys:
                 del side[key]
 
-    def _unique(self, of: Callable[[int, str], Hashable]) -> list[tuple[str, str]]:
-        """The free keys that alone on their side have something, and have it in common."""
-        keys = [{of(side, key): key for key in self.free[side]} for side in (0, 1)]
-        counts = [Counter(of(side, key) for key in self.free[side]) for side in (0, 1)]
-        return [
-            (key, keys[1][mark]) for mark, key in keys[0].items() if counts[0][mark] == 1 and counts[1].get(mark) == 1
-        ]
+    def _head(self, side: int, key: str) -> Hashable:
+        """What a tensor has in common with the same one with more rows."""
+        entry = self.sides[side][key]
+        return (entry.dtype, entry.shape[1:], self.prints[side][key].head) if len(entry.shape) > 1 else key
 
-    def _relate(self, many: Sequence[str], one: str, splits: bool, first: str = "") -> bool:
+    def _unique(self, side: int, of: Callable[[int, str], Hashable]) -> dict[Hashable, str]:
+        """The free keys that alone on their side have something, by what they have."""
+        counts = Counter(of(side, key) for key in self.free[side])
+        return {mark: key for key in self.free[side] if counts[mark := of(side, key)] == 1}
+
+    def _alone(self, of: Callable[[int, str], Hashable]) -> None:
+        """Relates the keys that alone on their side have something, and have it in common."""
+        ours, theirs = self._unique(0, of), self._unique(1, of)
+        for old, new in [(ours[mark], theirs[mark]) for mark in ours if mark in theirs]:
+            self._relate(alone(old), new, False)
+
+    def _relate(self, group: Group, one: str, splits: bool, first: str = "") -> None:
         """Accepts that some tensors are one, where operations are found that say so."""
         parts, whole = self.sides[splits], self.sides[not splits]
-        for names, stacked in as_one_name(many, self.holes):
-            chain = self.ways.find([parts[key] for key in many], whole[one], stacked, first)
-            if chain is not None:
-                self._accept(Relation((*many,), one, names, chain, splits))
-                return True
-        return False
+        if way := self.ways.find([[parts[key] for key in each] for each in group.columns], whole[one], first):
+            self._accept(Relation(group.ordered(way[1]), one, way[0], splits))
 
     def _join(self, splits: bool) -> None:
-        """Finds tensors of which several of the other side are the parts."""
-        parts, wholes = splits, not splits
-        prints, sums = Probes((key, self.prints[parts][key]) for key in self.free[parts]), self.prints[parts]
-        for one in list(self.free[wholes]):
-            entry = self.sides[wholes][one]
-            for found in prints.parts_of(entry) if len(entry.shape) > 1 else ():
-                many = [key for key in found if key in self.free[parts]]
-                total = sum(sums[key].total for key in many) % 2**64
-                if len(many) > 1 and total == self.prints[wholes][one].total and self._relate(many, one, splits):
-                    break
-                padded = (key for key in many if self.sides[parts][key].shape[1:] == entry.shape[1:])
-                if any(self._relate([one if splits else key], key if splits else one, False) for key in padded):
-                    break
+        """Finds tensors of which several of the other side are the parts: those that add up to it."""
+        totals = self._unique(not splits, lambda side, key: self.prints[side][key].total)
+        found: dict[str, list[Group]] = {}
+        for group in islice(groups(self.free[splits]), TRIES):
+            if (one := totals.get(sum(self.prints[splits][key].total for key in group.keys) % 2**64)) is not None:
+                found.setdefault(one, []).append(group)
+        for one, several in found.items():
+            if len({frozenset(group.keys) for group in several}) == 1:
+                for group in several:
+                    if one in self.free[not splits] and self.free[splits].keys() >= {*group.keys}:
+                        self._relate(group, one, splits)
 
     def _beside(self, relation: Relation) -> None:
         """Finds the same for the other tensors of the same modules: the biases of weights."""
         first = relation.sides[0][0]
-        for marks in (".", "._"):
-            start = _stem(first, marks)
-            for key in self._modules(marks).get(start, ()):
-                olds, news = ([_stem(name, marks) + key[len(start) :] for name in side] for side in relation.sides)
-                if not (self.free[0].keys() >= {*olds} and self.free[1].keys() >= {*news}):
-                    continue
-                many, one = (news, olds[0]) if relation.splits else (olds, news[0])
-                if len({*olds}) == len(olds) and len({*news}) == len(news):
-                    self._relate(many, one, relation.splits, relation.chain)
-
-    def _modules(self, marks: str) -> Mapping[str, list[str]]:
-        if marks not in self._stems:
-            for key in self.free[0]:
-                self._stems.setdefault(marks, {}).setdefault(_stem(key, marks), []).append(key)
-        return self._stems.get(marks, {})
-
-    _stems: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+        for dots in (".", "._"):
+            start = _stem(first, dots)
+            for key in self.modules.get((dots, start), ()):
+                change = partial(_with_end, dots, key[len(start) :])
+                group, one = relation.group.beside(change), change(relation.one)
+                olds, news = Relation(group, one, "", relation.splits).sides
+                free = self.free[0].keys() >= {*olds} and self.free[1].keys() >= {*news}
+                if free and len({*group.keys}) == len(group.keys):
+                    self._relate(group, one, relation.splits, relation.chain)
 
     def _by_names(self, of: Callable[[int, str], tuple[int, ...]], doubtful: bool) -> list[tuple[str, str]]:
         """Pairs of free keys that names tell, among those that have something in common. doubtful: order may, too."""
         ours, theirs = ({key: of(side, key) for key in self.free[side]} for side in (0, 1))
         found = search_pairs(ours, theirs, Counter(ours.values()) == Counter(theirs.values()))
-        for relation in () if doubtful else list(fused_relations(found, self.holes)):
+        for relation in () if doubtful else list(fused(found)):
             if all(free.keys() >= {*keys} for free, keys in zip(self.free, relation.sides, strict=True)):
                 self._accept(relation)
                 self.by_name.update(relation.sides[0])
@@ -173,8 +175,12 @@ def _sayable(keys: Iterable[str]) -> dict[str, None]:
     return dict.fromkeys(key for key in keys if key and not has_holes(key))
 
 
-def _stem(key: str, marks: str) -> str:
-    return key[: 1 + max(key.rfind(mark) for mark in marks)]
+def _stem(key: str, dots: str) -> str:
+    return key[: 1 + max(key.rfind(dot) for dot in dots)]
+
+
+def _with_end(dots: str, end: str, key: str) -> str:
+    return _stem(key, dots) + end
 
 
 # Rules ---------------------------------------------------------------------------------------------------------------
@@ -191,10 +197,7 @@ def rules_of(pairs: Mapping[str, str], holes: Holes) -> list[str]:
     some = [
         key for keys in kinds.values() for key in dict.fromkeys([*keys[:FEW], *keys[:: len(keys) // FEW + 1], keys[-1]])
     ]
-    drafting = Drafting(
-        {key: pairs[key] for key in some}, sorted(some), {}, (), frozenset(), lambda key, name: False, WorkBudget()
-    )
-    drafts = drafting.rules({}, {})
+    drafts = Drafting({key: pairs[key] for key in some}, sorted(some)).rules()
     covered = {key for draft in drafts for key in draft.right}
     plain = [literal_rule(key, pairs[key], holes) for key in some if key not in covered]
     return [*plain, *(holes.filled(draft.text) for draft in drafts)]
@@ -208,17 +211,6 @@ def literal_rule(key: str, name: str, holes: Holes) -> str:
 # Proof ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Proof:
-    """What rules make. steps: each of its rule.  equal, alike: names of the other side's tensors that have its bytes,
-    or its type and shape only.  names: all."""
-
-    steps: tuple[Step, ...] = ()
-    equal: frozenset[str] = frozenset()
-    shaped: frozenset[str] = frozenset()
-    names: frozenset[Any] = frozenset()
-
-
 def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     """The rules that make one set of weights of another, with the proof: they are applied, and all bytes compared.
 
@@ -227,36 +219,20 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     ours, theirs = ({k: v for k, v in side.items() if type(k) is str} for side in (old, new))
     relations = Relations((_tensors(ours), _tensors(theirs)))
     relations.search()
-    others = (key for key in ours if key in theirs and not any(key in side for side in relations.sides))
-    found = [*relations.found, *(Relation((key,), key, key, "") for key in others)]
+    found = list(relations.found)
+    found += [Relation(alone(k), k) for k in ours if k in theirs and not any(k in side for side in relations.sides)]
     claimed = {name for each in relations.found if each.sides[0][0] not in relations.by_name for name in each.sides[1]}
     pairs, most = dict(relation.pair(relations.holes) for relation in found), TRIES // max(1, len(ours))
     texts, taken = rules_of(pairs, relations.holes), {key for relation in found for key in relation.sides[0]}
     drop = _patterns([key for key in ours if key not in taken], taken)
-    proof = _applied(texts, drop, old, theirs) if len(texts) <= most else _Proof()
-    if not claimed <= proof.equal:  # rules that say too much, or not all
+    report = _proof(texts if len(texts) <= most else [], drop, old, theirs, relations)
+    if not claimed.isdisjoint({*report.missing, *report.by_name}):  # rules that say too much, or not all
         texts = [literal_rule(key, name, relations.holes) for key, name in list(pairs.items())[:most]]
-        proof = _applied(texts, drop if len(drop) <= most else [], old, theirs)
-    used = {key for step in proof.steps for key in step.keys}
-    return FoundRules(
-        "",
-        "",
-        tuple(_found_rules(texts, proof, relations.alike)),
-        len(_tensors(theirs)),
-        len(proof.equal),
-        tuple(key for key in theirs if key in proof.shaped),
-        tuple(
-            key
-            for key, each in theirs.items()
-            if key not in (proof.equal | proof.shaped) and (isinstance(each, TensorEntry) or key not in proof.names)
-        ),
-        tuple(key for key in ours if key not in used),
-        tuple(drop),
-        tuple(_notes(relations, proof, len(texts), len(pairs), most)),
-    )
+        report = _proof(texts, drop if len(drop) <= most else [], old, theirs, relations)
+    return replace(report, notes=tuple(_notes(relations, report, len(texts), len(pairs), most)))
 
 
-def _notes(relations: Relations, proof: _Proof, rules: int, pairs: int, most: int) -> Iterator[Note]:
+def _notes(relations: Relations, report: FoundRules, rules: int, pairs: int, most: int) -> Iterator[Note]:
     if pairs > rules == most:
         yield Note(
             "spelled-out",
@@ -264,9 +240,10 @@ def _notes(relations: Relations, proof: _Proof, rules: int, pairs: int, most: in
         )
     elif 2 * rules > pairs > 2 * FEW:
         yield Note("spelled-out", "most keys have a rule of their own: no rule for several of them was found in time")
-    made = {relations.prints[1][name].digest: name for name in proof.equal}
+    prints, other = relations.prints[1], {*report.missing, *report.by_name}
+    made = {prints[name].digest: name for name in prints if name not in other}
     for name in relations.free[1]:
-        if (same := made.get(relations.prints[1][name].digest)) is not None:
+        if (same := made.get(prints[name].digest)) is not None:
             text = f"{printable(name)} is {printable(same)} under a second name, which no rule makes"
             yield Note("second-name", text)
 
@@ -275,31 +252,47 @@ def _tensors(side: Mapping[str, Any]) -> dict[str, TensorEntry]:
     return {key: value for key, value in side.items() if isinstance(value, TensorEntry)}
 
 
-def _applied(texts: Sequence[str], drop: Sequence[str], old: Mapping[Any, Any], new: Mapping[str, Any]) -> _Proof:
+def _proof(
+    texts: Sequence[str], drop: Sequence[str], old: Mapping[Any, Any], new: Mapping[str, Any], relations: Relations
+) -> FoundRules:
     """Applies rules as `translate` does, and compares all that they make."""
+    steps, items = dict[str, list[Step]](), dict[Any, Any]()
     try:
         rules = tuple(rule for text in texts for rule in parse_translation_rule(text))
         translation = Translation(rules, drop=tuple(DropPattern(text, "", matcher(text)) for text in drop))
         scope = Scope({}, {}, {}, old)
         done = carry_out(translation, plan_steps(translation, old, scope), old, scope, DROP)
     except CkptoolError:
-        return _Proof()
-    equal, shaped = set[str](), set[str]()
-    for name, want in _tensors(new).items():
-        made = done.items.get(name)
-        if isinstance(made, TensorEntry) and (made.dtype, made.shape) == (want.dtype, want.shape):
-            (equal if is_same(made, want) else shaped).add(name)
-    return _Proof(done.steps, frozenset(equal), frozenset(shaped), frozenset(done.items))
+        pass
+    else:
+        items = done.items
+        for step in done.steps:
+            steps.setdefault(step.rule.text, []).append(step)
+    wanted = _tensors(new)
+    shaped = {name for name, want in wanted.items() if _is_like(items.get(name), want)}
+    equal = {name for name in shaped if is_same(items[name], wanted[name])}
+    used = {key for found in steps.values() for step in found for key in step.keys}
+    return FoundRules(
+        old="",
+        new="",
+        rules=tuple(_found_rule(text, steps[text], equal, relations.alike) for text in texts if text in steps),
+        total=len(wanted),
+        by_value=len(equal),
+        by_name=tuple(name for name in new if name in shaped - equal),
+        missing=tuple(name for name in new if name not in (shaped if name in wanted else items)),
+        dropped=tuple(key for key in old if type(key) is str and key not in used),
+        drop=tuple(drop),
+    )
 
 
-def _found_rules(texts: Sequence[str], proof: _Proof, alike: Collection[str]) -> Iterator[FoundRule]:
-    steps: dict[str, list[Step]] = {}
-    for step in proof.steps:
-        steps.setdefault(step.rule.text, []).append(step)
-    for text in (text for text in texts if text in steps):
-        outputs = [name for step in steps[text] for name in step.outputs]
-        doubtful = sum(key in alike for step in steps[text] for key in step.keys)
-        yield FoundRule(text, len(outputs), sum(name in proof.equal for name in outputs), doubtful)
+def _is_like(made: Any, want: TensorEntry) -> bool:
+    return isinstance(made, TensorEntry) and (made.dtype, made.shape) == (want.dtype, want.shape)
+
+
+def _found_rule(text: str, steps: Sequence[Step], equal: Collection[str], alike: Collection[str]) -> FoundRule:
+    outputs = [name for step in steps for name in step.outputs]
+    doubtful = sum(key in alike for step in steps for key in step.keys)
+    return FoundRule(text, len(outputs), sum(name in equal for name in outputs), doubtful)
 
 
 def _patterns(keys: Iterable[str], taken: Collection[str]) -> list[str]:

@@ -5,8 +5,7 @@ A tensor that is split is found from the other side, as one that is joined, and 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, permutations
@@ -17,159 +16,97 @@ from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError
 from ckptool.reports.compare import same_bytes
 from ckptool.transforms.arithmetic import Arithmetic
+from ckptool.transforms.suggest.groups import STACKED, Group, Holes
 from ckptool.transforms.translate.apply import Overs, after_chain
 from ckptool.transforms.translate.operations import parse_operation
 
-STACKED = "e"  # the variable of tensors that are stacked
-MOST_WORDS = 16  # names of a choice {q,k,v}
 MOST_TRIES = 600  # of operations for tensors of some shapes
-_HOLES = 0xF0000  # from here: characters that stand for {e}, a choice or operations while rules are written
-_TOKENS = re.compile(r"[0-9]+|[._]|[^0-9._]+")
-_WORD = re.compile(r"[\w.-]*")
-
-Entries = Mapping[str, TensorEntry]
+MOST_ORDERED = 4  # tensors that are tried in every order
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Tensors that are one tensor after a chain of operations. names: them as one name, with holes.
+    """Tensors that are one tensor after a chain of operations. splits: the one is of the old side."""
 
-    splits: the one is of the old side.
-    """
-
-    many: tuple[str, ...]
+    group: Group
     one: str
-    names: str
-    chain: str
+    chain: str = ""
     splits: bool = False
 
     @property
-    def operations(self) -> str:
-        """The chain from the old side to the new one."""
-        if not self.splits:
-            return self.chain
-        inverse = [parse_operation(op).inverse() for op in reversed(_operations(self.chain))]
-        return " | ".join(map(str, inverse))
-
-    @property
-    def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return ((self.one,), self.many) if self.splits else (self.many, (self.one,))
+    def sides(self) -> tuple[list[str], list[str]]:
+        return ([self.one], self.group.keys) if self.splits else (self.group.keys, [self.one])
 
     def pair(self, holes: Holes) -> tuple[str, str]:
         """Both sides as one name each, the new one with the operations before it."""
-        old, new = (self.one, self.names) if self.splits else (self.names, self.one)
-        return old, holes.hole(f" : {self.operations}") + new if self.chain else new
-
-
-@dataclass(slots=True)
-class Holes:
-    """Characters that stand for texts while rules are written of names: a name has `{q,k,v}` as one character."""
-
-    texts: dict[str, str] = field(default_factory=dict)
-    characters: dict[str, str] = field(default_factory=dict)
-
-    def hole(self, text: str) -> str:
-        character = self.characters.setdefault(text, chr(_HOLES + len(self.characters)))
-        self.texts[character] = text
-        return character
-
-    def filled(self, rule: str) -> str:
-        """The text of a rule, with its operations at its end."""
-        parts = [self.texts.get(letter, letter) for letter in rule]
-        operations = "".join(part for part in parts if part.startswith(" : "))
-        return "".join(part for part in parts if not part.startswith(" : ")) + operations
-
-
-def has_holes(name: str) -> bool:
-    return any(ord(letter) >= _HOLES for letter in name)
-
-
-# Names ---------------------------------------------------------------------------------------------------------------
-
-
-def as_one_name(names: Sequence[str], holes: Holes) -> Iterator[tuple[str, int]]:
-    """Names as one with holes: numbered from zero (and by how many), or a few words that differ."""
-    if len(names) == 1:
-        yield names[0], 0
-        return
-    split = [_TOKENS.findall(name) for name in names]
-    if len({len(tokens) for tokens in split}) == 1:
-        for place, column in enumerate(zip(*split, strict=True)):
-            count = len(set(column))
-            each = len(names) // count
-            if count > 1 and list(column) == [str(number) for number in range(count) for _ in range(each)]:
-                hole = holes.hole(f"{{{STACKED}}}")
-                rest = [[*tokens[:place], hole, *tokens[place + 1 :]] for tokens in split]
-                if rest == rest[:each] * count and (name := _with_choice(rest[:each], holes)):
-                    yield name, count
-    if name := _with_choice(split, holes):
-        yield name, 0
-
-
-def _with_choice(names: Sequence[list[str]], holes: Holes) -> str:
-    """Names as one with a choice of words; empty where there is none."""
-    first, length = names[0], min(map(len, names))
-    if len(names) == 1:
-        return "".join(first)
-    before = next((at for at in range(length) if len({name[at] for name in names}) > 1), length)
-    after = next((at for at in range(length - before) if len({name[-1 - at] for name in names}) > 1), length - before)
-    words = ["".join(name[before : len(name) - after]) for name in names]
-    if len(words) > MOST_WORDS or len({*words}) < len(words) or not all(map(_WORD.fullmatch, words)):
-        return ""
-    if any(map(has_holes, words)):
-        return ""
-    return "".join([*first[:before], holes.hole(f"{{{','.join(words)}}}"), *first[len(first) - after :]])
+        name, chain = self.group.name(holes), self.chain
+        if self.splits:
+            chain = " | ".join(str(parse_operation(op).inverse()) for op in reversed(chain.split(" | ")))
+        old, new = (self.one, name) if self.splits else (name, self.one)
+        return old, holes.hole(f" : {chain}") + new if chain else new
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
-
-
-def _operations(chain: str) -> list[str]:
-    return chain.split(" | ") if chain else []
 
 
 def _number(expression: Arithmetic) -> int:
     return expression.value(lambda name: None)
 
 
-def _applied(chain: str, parts: Sequence[TensorEntry], stacked: int) -> TensorEntry | None:
-    """One tensor of parts; None where they do not fit."""
-    words = len(parts) // max(1, stacked)
-    overs: list[Overs] = [((STACKED, number),) for number in range(stacked)] or [()]
-    values = {over: list(parts[at * words :][:words]) for at, over in enumerate(overs)}
+def _applied(chain: str, columns: Sequence[Sequence[TensorEntry]]) -> TensorEntry | None:
+    """One tensor of those of each word and number; None where they do not fit."""
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    values: dict[Overs, list[TensorEntry]] = {((STACKED, number),): row for number, row in enumerate(rows)}
     try:
-        done, _ = after_chain([parse_operation(op) for op in _operations(chain)], values, _number)
+        operations = [parse_operation(op) for op in chain.split(" | ") if op]
+        done, _ = after_chain(operations, values if len(rows) > 1 else {(): rows[0]}, _number)
     except CkptoolError:
         return None
     only = [tensor for tensors in done.values() for tensor in tensors]
     return only[0] if len(only) == 1 else None
 
 
+Columns = Sequence[Sequence[TensorEntry]]
+Way = tuple[str, tuple[int, ...]]
+"""A chain of operations, and the order of the words that it is for."""
+
+
 @dataclass(slots=True)
 class Ways:
-    """The search for operations. known: the last chain that did for tensors of some shapes, which is tried first.
+    """The search for operations. known: the last that did for tensors of some shapes, tried first.  tries: left."""
 
-    tries: how many are left for them.
-    """
-
-    known: dict[object, str] = field(default_factory=dict)
+    known: dict[object, Way] = field(default_factory=dict)
     tries: dict[object, int] = field(default_factory=dict)
 
-    def find(self, parts: Sequence[TensorEntry], whole: TensorEntry, stacked: int, first: str = "") -> str | None:
-        """The operations that make one tensor of others, by bytes; None where there are none. first: tried first."""
-        shapes = tuple(dict.fromkeys(part.shape for part in parts)), len(parts), whole.shape, stacked
-        chains = _chains([part.shape for part in parts], stacked)
-        for chain in (*filter(None, [first, self.known.get(shapes)]), *chains):
+    def find(self, columns: Columns, whole: TensorEntry, first: str = "") -> Way | None:
+        """The operations that make one tensor of others, by bytes, and the order of their words; None where none is
+        found. first: tried first."""
+        shapes = tuple(column[0].shape for column in columns), len(columns[0]), whole.shape
+        natural = tuple(range(len(columns)))
+        for chain, order in (
+            *([(first, natural)] if first else []),
+            *([self.known[shapes]] if shapes in self.known else []),
+            *_ways(shapes[0], len(columns[0])),
+        ):
             if self.tries.setdefault(shapes, MOST_TRIES) <= 0:
                 return None
             self.tries[shapes] -= 1
-            made = _applied(chain, parts, stacked)
+            parts = [columns[at] for at in order]
+            made = _applied(chain, parts)
             for after in _reshapings(made.shape, whole.shape) if made is not None else ():
                 both = " | ".join(filter(None, [chain, after]))
-                if (done := _applied(both, parts, stacked)) is not None and is_same(done, whole):
-                    self.known[shapes], self.tries[shapes] = both, MOST_TRIES
-                    return both
+                if (done := _applied(both, parts)) is not None and is_same(done, whole):
+                    self.known[shapes], self.tries[shapes] = (both, order), MOST_TRIES
+                    return both, order
         return None
+
+
+def _ways(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[Way]:
+    """Chains in every order of the words, the plainest chain first."""
+    natural = tuple(range(len(shapes)))
+    orders = [*permutations(natural)] if len(shapes) <= MOST_ORDERED else [natural]
+    for chains in zip(*(_chains([shapes[at] for at in order], count) for order in orders), strict=True):
+        yield from zip(chains, orders, strict=True)
 
 
 def is_same(one: TensorEntry, other: TensorEntry) -> bool:
@@ -193,11 +130,10 @@ def _reshapings(have: Sequence[int], want: Sequence[int]) -> list[str]:
     return [f"reshape {[*want]} from {[*have]}"] if prod(have) == prod(want) else []
 
 
-def _chains(shapes: Sequence[tuple[int, ...]], stacked: int) -> Iterator[str]:
+def _chains(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[str]:
     """Operations that put tensors of these shapes together, or reorder the only one; the plainest first."""
-    shape, words = shapes[0], len(shapes) // max(1, stacked)
-    rank = len(shape)
-    if len(shapes) == 1:
+    shape, rank = shapes[0], len(shapes[0])
+    if len(shapes) == count == 1:
         yield ""
         yield from ["transpose"] if rank > 1 else []
         yield from (f"transpose {a} {b}" for a, b in combinations(range(rank), 2) if rank > 2)
@@ -205,9 +141,9 @@ def _chains(shapes: Sequence[tuple[int, ...]], stacked: int) -> Iterator[str]:
         yield from _reorderings(shape)
         return
     for before in ("", "transpose | ") if rank > 1 else ("",):
-        joins = list(_joins([each[::-1] if before and rank == 2 else each for each in shapes[:words]])) or [""]
-        stacks = [f"stack {axis} over {STACKED}" for axis in range(rank + 1)] if stacked else [""]
-        joins += [f"stack {axis}" for axis in range(rank + 1)] if not stacked else []
+        joins = list(_joins([each[::-1] if before and rank == 2 else each for each in shapes])) or [""]
+        stacks = [f"stack {axis} over {STACKED}" for axis in range(rank + 1)] if count > 1 else [""]
+        joins += [f"stack {axis}" for axis in range(rank + 1)] if count == 1 else []
         yield from (before + " | ".join(filter(None, [join, stack])) for join in joins for stack in stacks)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ckptool.errors import counted, listed, printable
+from ckptool.transforms.suggest.groups import groups
 from ckptool.transforms.suggest.keys import (
     Family,
     Shape,
@@ -21,6 +22,7 @@ from ckptool.transforms.suggest.keys import (
     words,
 )
 from ckptool.transforms.suggest.pairs import Pair, Search, Side
+from ckptool.transforms.suggest.relations import Relation
 
 PART = 10  # the cost of trying a key with some of its numbers fixed, in comparisons
 _ALONE = "nothing else has these shapes"
@@ -298,38 +300,33 @@ def _parts(family: Family, goals: set[Signature]) -> list[Family]:
 # Fused ---------------------------------------------------------------------------------------------------------------
 
 
-def fused(search: Search) -> Iterator[tuple[tuple[str, ...], str, int, bool]]:
-    """Queries, keys and values that one side keeps in one tensor and the other in three, by names and shapes.
-
-    The three, the one, the dimension along which they lie, and whether the checkpoint has the one.
-    """
+def fused(search: Search) -> Iterator[Relation]:
+    """Queries, keys and values that one side keeps in one tensor and the other in three, by names and shapes."""
     for three_side, one_side, splits in ((search.source, search.target, False), (search.target, search.source, True)):
-        by_shape: dict[tuple[Shape, str, bool], list[str]] = defaultdict(list)
+        by_shape: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for key, shape in one_side.shapes.items():
             if words(key).strong & {"qkv", "attn"}:
                 by_shape[(shape, *_place(key))].append(key)
-        for three, shapes in _query_key_value(three_side).items():
+        for group in groups(key for key, shape in three_side.shapes.items() if shape and len(_roles(key)) == 1):
+            roles = ["".join(_roles(column[0])) for column in group.columns]
+            same = len({words(key).strong - _roles(key) for key in group.keys}) == 1
+            if group.stacked or not same or sorted(roles) != ["k", "q", "v"]:
+                continue
+            three = group.ordered([roles.index(role) for role in "qkv"])
+            shapes = [three_side.shapes[key] or () for key in three.keys]
             for axis in (0, -1) if len(shapes[0]) > 1 else (0,):
-                size = sum(shape[axis] for shape in shapes)
-                whole = (size, *shapes[0][1:]) if axis == 0 else (*shapes[0][:-1], size)
-                found = by_shape.pop((whole, *_place(three[0])), [])
-                if len(found) == 1:
-                    yield three, found[0], axis, splits
+                sizes = [shape[axis] for shape in shapes]
+                whole = (sum(sizes), *shapes[0][1:]) if axis == 0 else (*shapes[0][:-1], sum(sizes))
+                if len(found := by_shape.pop((whole, *_place(three.keys[0])), [])) == 1:
+                    parts = f" {sizes}" if len(set(sizes)) > 1 else ""
+                    yield Relation(three, found[0], f"cat {axis}{parts}", splits)
                     break
+
+
+def _roles(key: str) -> frozenset[str]:
+    return words(key).strong & {"q", "k", "v"}
 
 
 def _place(key: str) -> tuple[str, bool]:
     """The numbers of a name, and whether it is a bias's."""
     return " ".join("".join(char if char.isdecimal() else " " for char in key).split()), "bias" in words(key).strong
-
-
-def _query_key_value(side: Side) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
-    """Triples of keys that differ in being query, key or value only, with their shapes."""
-    roles: dict[frozenset[str], dict[str, tuple[str, tuple[int, ...]]]] = {}
-    for key, shape in side.shapes.items():
-        if shape and len(role := words(key).strong & {"q", "k", "v"}) == 1:
-            digits = "".join(char if char.isdecimal() else " " for char in key).split()
-            rest = words(key).strong - role | {f"#{place}{number}" for place, number in enumerate(digits)}
-            roles.setdefault(rest, {}).setdefault(min(role), (key, shape))
-    whole = [[by[role] for role in "qkv"] for by in roles.values() if len(by) == 3]
-    return {tuple(key for key, _ in three): [shape for _, shape in three] for three in whole}
