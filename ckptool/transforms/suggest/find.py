@@ -1,14 +1,14 @@
 """Rules that make one checkpoint's tensors of another's: found by value, then by names and shapes, and proved.
 
-In this order: equal tensors of which there is one on each side; the same values in another order, or with more rows;
-tensors put together or cut; what lies beside those in its module; the rest by names, first among equal values, then
-among equal shapes.
+In this order: equal tensors of one name; those that one or several of the other side add up to, whatever the order of
+their values; the same with more rows; what lies beside those in its module; the rest by names, first among equal
+values, then among equal shapes.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -67,11 +67,11 @@ class Relations:
         for key in [*self.free[0]]:
             if key in self.free[1] and self._values(0, key) == self._values(1, key):
                 self._accept(Relation(alone(key), key))
-        self._alone(self._values)
-        self._alone(lambda side, key: self.prints[side][key].total)
         for splits in (False, True):
             self._join(splits)
-        self._alone(self._head)
+        ours, theirs = self._unique(0, self._head), self._unique(1, self._head)
+        for old, new in [(ours[head], theirs[head]) for head in ours if head in theirs]:
+            self._relate(alone(old), new, False)
         for key in self.free[0]:
             for dots in (".", "._"):
                 self.modules.setdefault((dots, _stem(key, dots)), []).append(key)
@@ -81,19 +81,13 @@ class Relations:
             for old, new in self._by_names(of, kept is self.alike):
                 self._accept(Relation(alone(old), new))
                 kept.add(old)
-            if kept is self.alike:
-                self._in_order()
-
-    def _in_order(self) -> None:
-        """Pairs what is left of equal tensors as they come: any way is right by value."""
-        left: dict[tuple[int, ...], list[str]] = {}
-        for key in self.free[1]:
-            left.setdefault(self._values(1, key), []).append(key)
-        left = {values: names[::-1] for values, names in left.items()}
-        for key in list(self.free[0]):
-            if names := left.get(self._values(0, key)):
-                self._accept(Relation(alone(key), names.pop()))
-                self.alike.add(key)
+            left = defaultdict[tuple[int, ...], list[str]](list)
+            for key in reversed(self.free[1]) if kept is self.alike else ():
+                left[self._values(1, key)].append(key)
+            for key in [*self.free[0]]:  # any way is right by value
+                if names := left.get(self._values(0, key)):
+                    self._accept(Relation(alone(key), names.pop()))
+                    kept.add(key)
 
     def _values(self, side: int, key: str) -> tuple[int, ...]:
         """The shape and, as one more size, the values: what the search by names takes for a shape."""
@@ -115,12 +109,6 @@ class Relations:
         counts = Counter(of(side, key) for key in self.free[side])
         return {mark: key for key in self.free[side] if counts[mark := of(side, key)] == 1}
 
-    def _alone(self, of: Callable[[int, str], Hashable]) -> None:
-        """Relates the keys that alone on their side have something, and have it in common."""
-        ours, theirs = self._unique(0, of), self._unique(1, of)
-        for old, new in [(ours[mark], theirs[mark]) for mark in ours if mark in theirs]:
-            self._relate(alone(old), new, False)
-
     def _relate(self, group: Group, one: str, splits: bool, first: str = "") -> None:
         """Accepts that some tensors are one, where operations are found that say so."""
         parts, whole = self.sides[splits], self.sides[not splits]
@@ -128,7 +116,7 @@ class Relations:
             self._accept(Relation(group.ordered(way[1]), one, way[0], splits))
 
     def _join(self, splits: bool) -> None:
-        """Finds tensors of which several of the other side are the parts: those that add up to it."""
+        """Finds tensors that one or several of the other side add up to, where no others do."""
         totals = self._unique(not splits, lambda side, key: self.prints[side][key].total)
         found: dict[str, list[Group]] = {}
         for group in islice(groups(self.free[splits]), TRIES):

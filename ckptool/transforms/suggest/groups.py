@@ -76,9 +76,10 @@ def alone(key: str) -> Group:
 
 
 def groups(keys: Iterable[str]) -> Iterator[Group]:
-    """All groups of several keys: those that are numbered, and then those with words, whose order says nothing."""
+    """All groups: keys alone, those that are numbered, and then those with words, whose order says nothing."""
     split = {key: tokens for key in keys if len(tokens := tuple(map(intern, _TOKENS.findall(key)))) <= DEEP}
     columns: dict[str, tuple[str, ...]] = {key: (key,) for key in split}
+    yield from map(alone, split)
     for ends, found in _alike(split, (1,)):
         numbers = tuple(found[each] for number in range(len(found)) if (each := str(number)) in found)
         if len(numbers) == len(found):

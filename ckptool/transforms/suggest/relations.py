@@ -40,7 +40,7 @@ class Relation:
     def pair(self, holes: Holes) -> tuple[str, str]:
         """Both sides as one name each, the new one with the operations before it."""
         name, chain = self.group.name(holes), self.chain
-        if self.splits:
+        if self.splits and chain:
             chain = " | ".join(str(parse_operation(op).inverse()) for op in reversed(chain.split(" | ")))
         old, new = (self.one, name) if self.splits else (name, self.one)
         return old, holes.hole(f" : {chain}") + new if chain else new
