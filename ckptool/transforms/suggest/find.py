@@ -21,7 +21,7 @@ from ckptool.errors import CkptoolError, counted, printable
 from ckptool.reports.find_rules import FoundRule, FoundRules
 from ckptool.transforms.suggest import Drafting, escaped, search_pairs
 from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
-from ckptool.transforms.suggest.groups import Group, Holes, alone, groups, has_holes
+from ckptool.transforms.suggest.groups import Holes, NameGroup, alone, groups, has_holes
 from ckptool.transforms.suggest.keys import without_numbers
 from ckptool.transforms.suggest.relations import Relation, Ways, is_same
 from ckptool.transforms.suggest.structure import fused
@@ -109,7 +109,7 @@ class Relations:
         counts = Counter(of(side, key) for key in self.free[side])
         return {mark: key for key in self.free[side] if counts[mark := of(side, key)] == 1}
 
-    def _relate(self, group: Group, one: str, splits: bool, first: str = "") -> None:
+    def _relate(self, group: NameGroup, one: str, splits: bool, first: str = "") -> None:
         """Accepts that some tensors are one, where operations are found that say so."""
         parts, whole = self.sides[splits], self.sides[not splits]
         if way := self.ways.find([[parts[key] for key in each] for each in group.columns], whole[one], first):
@@ -118,7 +118,7 @@ class Relations:
     def _join(self, splits: bool) -> None:
         """Finds tensors that one or several of the other side add up to, where no others do."""
         totals = self._unique(not splits, lambda side, key: self.prints[side][key].total)
-        found: dict[str, list[Group]] = {}
+        found: dict[str, list[NameGroup]] = {}
         for group in islice(groups(self.free[splits]), TRIES):
             if (one := totals.get(sum(self.prints[splits][key].total for key in group.keys) % 2**64)) is not None:
                 found.setdefault(one, []).append(group)

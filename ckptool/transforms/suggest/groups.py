@@ -42,7 +42,7 @@ def has_holes(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class NameGroup:
     """Keys that differ in one of some words, between two ends, or in a number from zero, or both; or a key alone.
 
     columns: for each word, or the only name, the keys by their number.  stacked: the numbers are one.
@@ -60,22 +60,22 @@ class Group:
     def name(self, holes: Holes) -> str:
         return (holes.hole(f"{{{','.join(self.words)}}}") if self.words else "").join(self.ends)
 
-    def ordered(self, order: Sequence[int]) -> Group:
+    def ordered(self, order: Sequence[int]) -> NameGroup:
         words = tuple(self.words[at] for at in order) if self.words else ()
-        return Group(self.ends, words, tuple(self.columns[at] for at in order), self.stacked)
+        return NameGroup(self.ends, words, tuple(self.columns[at] for at in order), self.stacked)
 
-    def beside(self, change: Callable[[str], str]) -> Group:
+    def beside(self, change: Callable[[str], str]) -> NameGroup:
         """The group of other keys of the same modules. change: of the end of a key."""
         before, after = self.ends
         ends = (before, change(after)) if after else (change(before), "")
-        return Group(ends, self.words, tuple(tuple(map(change, each)) for each in self.columns), self.stacked)
+        return NameGroup(ends, self.words, tuple(tuple(map(change, each)) for each in self.columns), self.stacked)
 
 
-def alone(key: str) -> Group:
-    return Group((key, ""), (), ((key,),))
+def alone(key: str) -> NameGroup:
+    return NameGroup((key, ""), (), ((key,),))
 
 
-def groups(keys: Iterable[str]) -> Iterator[Group]:
+def groups(keys: Iterable[str]) -> Iterator[NameGroup]:
     """All groups: keys alone, those that are numbered, and then those with words, whose order says nothing."""
     split = {key: tokens for key in keys if len(tokens := tuple(map(intern, _TOKENS.findall(key)))) <= DEEP}
     columns: dict[str, tuple[str, ...]] = {key: (key,) for key in split}
@@ -85,7 +85,7 @@ def groups(keys: Iterable[str]) -> Iterator[Group]:
         if len(numbers) == len(found):
             name = _STACK.join(ends)
             columns[name] = numbers
-            yield Group((name, ""), (), (numbers,), True)
+            yield NameGroup((name, ""), (), (numbers,), True)
     for name in [name for name in columns if name not in split]:
         split[name] = tuple(map(intern, _TOKENS.findall(name)))
     for ends, found in _alike(split, (1, 2, 3)):
@@ -96,7 +96,7 @@ def groups(keys: Iterable[str]) -> Iterator[Group]:
         for words in by_count.values():
             for some in _choices(words):
                 chosen = tuple(columns[found[word]] for word in some)
-                yield Group(ends, some, chosen, found[some[0]] not in chosen[0])
+                yield NameGroup(ends, some, chosen, found[some[0]] not in chosen[0])
 
 
 def _alike(

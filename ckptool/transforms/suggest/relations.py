@@ -16,7 +16,7 @@ from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError
 from ckptool.reports.compare import same_bytes
 from ckptool.transforms.arithmetic import Arithmetic
-from ckptool.transforms.suggest.groups import STACKED, Group, Holes
+from ckptool.transforms.suggest.groups import STACKED, Holes, NameGroup
 from ckptool.transforms.translate.apply import Overs, after_chain
 from ckptool.transforms.translate.operations import parse_operation
 
@@ -28,7 +28,7 @@ MOST_ORDERED = 4  # tensors that are tried in every order
 class Relation:
     """Tensors that are one tensor after a chain of operations. splits: the one is of the old side."""
 
-    group: Group
+    group: NameGroup
     one: str
     chain: str = ""
     splits: bool = False
