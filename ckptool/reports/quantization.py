@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Slot, command, input_of
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.quantized import Quantized, find_quantized, may_be_quantized
@@ -45,12 +45,13 @@ def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadRe
     found = quantized_in(checkpoint, node)
     if not found:
         return
-    views = {node[fact.source].view for fact in report.loaded if fact.how == AS_IT_IS}
-    taken = {key for key, value in node.items() if isinstance(value, TensorEntry) and value.view in views}
+    tensors = {key: value.view for key, value in node.items() if isinstance(value, (TensorEntry, Composite))}
+    views = {tensors[fact.source] for fact in report.loaded if fact.how == AS_IT_IS}
+    taken = {key for key, view in tensors.items() if view in views}
     left = {fact.source for fact in report.unexpected} | {fact.source for fact in report.mismatched}
     apart = any(0 < sum(key in taken for key in weight.keys) < len(weight.keys) for weight in found.weights)
     without = any(key in left for weight in found.weights for key in weight.keys)
-    unknown = bool(found.problems) and any(key not in taken for key in node)
+    unknown = bool(found.problems) and len(taken) < len(tensors)
     if apart or without or unknown:
         raise _refusal(checkpoint, found, "Loaded")
 

@@ -106,3 +106,21 @@ def test_codes_that_lost_their_scale_are_no_weights(seed: int, tmp_path: Path) -
             call(tmp_path / "out.safetensors")
         assert not caught.value.fix or "--dequantize" in caught.value.fix
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*:UserWarning")
+def test_the_same_model_takes_all_parts_whatever_they_are(tmp_path: Path) -> None:
+    """Ties, other values and codes of no known format: what is there twice goes over whole, or not at all."""
+    codes, scale = torch.randn(4, 6).to(torch.float8_e4m3fn), torch.ones(1)
+    tied = {f"{name}.{end}": part for name in "ab" for end, part in (("weight", codes), ("weight_scale", scale))}
+    unknown = {"c.weight": codes.clone(), "c.qscale_weight": scale.clone()}
+    packed = torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
+    for number, state in enumerate((tied, tied | unknown, tied | unknown | {"d": packed, "d._extra_state": "text"})):
+        torch.save(state, tmp_path / f"{number}.pt")
+        file, out = tmp_path / f"{number}.pt", tmp_path / f"out{number}.pt"
+        assert ckptool.warm_start(file, file, out).accepted and ckptool.diff(file, out).same
+        apart = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+        del apart["b.weight_scale"]
+        torch.save(apart, tmp_path / "apart.pt")
+        with pytest.raises(Unsupported, match="is quantized"):
+            ckptool.warm_start(file, tmp_path / "apart.pt")
