@@ -12,6 +12,7 @@ Source: Halko, Martinsson, Tropp, Finding structure with randomness (2011), algo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from hashlib import sha256
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -85,14 +86,26 @@ class TensorDifference:
         import numpy
 
         height, width = self.shape
-        if width <= EXACT:
-            gram, total = numpy.zeros((width, width)), 0.0
-            for block in self._blocks(0, height, "d"):
-                gram += block.T @ block
-            vectors, squares = _sorted_vectors(self._finite(gram))
-            return _with_sign(vectors), squares, float(numpy.trace(gram))
-        count = min(height, width, rank + rank // 2 + 8)
-        kind = "d" if count * width <= _WIDE else "f"
+        is_exact = width <= EXACT
+        count = width if is_exact else min(height, width, rank + rank // 2 + 8)
+        kind = "d" if is_exact or count * width <= _WIDE else "f"
+        basis = None if is_exact else self._basis(count, kind)
+        gram, total = numpy.zeros((count, count)), 0.0
+        for block in self._blocks(0, height, kind):
+            part = block if basis is None else (block @ basis).astype("d")
+            gram += part.T @ part
+            total += 0.0 if is_exact else float(numpy.vdot(block, block))
+        squares, turn = numpy.linalg.eigh(self._finite(gram))
+        turn, squares = turn[:, ::-1], squares[::-1].clip(0)  # the largest first
+        if basis is None:
+            return _with_sign(turn), squares, float(numpy.trace(gram))
+        return _with_sign(basis @ turn[:, :rank].astype(kind)), squares[:rank], total
+
+    def _basis(self, count: int, kind: str) -> Array:
+        """Orthogonal columns that the right singular vectors are nearly made of."""
+        import numpy
+
+        height, width = self.shape
         start = numpy.random.default_rng(int.from_bytes(sha256(self.name.encode()).digest()[:8], "little"))
         basis = numpy.linalg.qr(start.standard_normal((width, count), "d").astype(kind))[0]
         for _ in range(STEPS):
@@ -102,13 +115,7 @@ class TensorDifference:
             del basis
             basis = numpy.linalg.qr(self._finite(powers))[0]
             del powers
-        gram, total = numpy.zeros((count, count)), 0.0
-        for block in self._blocks(0, height, kind):
-            part = (block @ basis).astype("d")
-            gram += part.T @ part
-            total += float(numpy.vdot(block, block))
-        turn, squares = _sorted_vectors(self._finite(gram))
-        return _with_sign(basis @ turn[:, :rank].astype(kind)), squares[:rank], total
+        return basis
 
     def _blocks(self, start: int, stop: int, kind: str) -> Iterator[Array]:
         import numpy
@@ -126,14 +133,6 @@ class TensorDifference:
             what = f"the difference in {printable(self.name)} has infinities or NaN"
             raise Conflict(what, "One of the models is damaged there, or the other. Nothing was written.")
         return values
-
-
-def _sorted_vectors(gram: Array) -> tuple[Array, Array]:
-    """Eigenvectors as columns and eigenvalues, the largest first."""
-    import numpy
-
-    squares, vectors = numpy.linalg.eigh(gram)
-    return vectors[:, ::-1], squares[::-1].clip(0)
 
 
 def _with_sign(vectors: Array) -> Array:
@@ -160,20 +159,16 @@ class Truncation:
         """A and B in the types of the old ones, not computed yet."""
         b, a = self.entries
         shapes = {"A": (self.rank, *a.shape[1:]), "B": (b.shape[0], self.rank, *b.shape[2:])}
-        rows = {
-            "A": lambda start, stop: self._halves()[1][start:stop],
-            "B": lambda start, stop: self._halves()[0][start:stop],
-        }
         return {
-            role: computed_rows(entry.dtype, shapes[role], rows[role], self.entries, entry.location)
+            role: computed_rows(entry.dtype, shapes[role], partial(self._rows, role), self.entries, entry.location)
             for role, entry in (("A", a), ("B", b))
         }
 
-    def _halves(self) -> tuple[Array, Array]:
-        made: tuple[Array, Array] = _once(self, self._truncate)
-        return made
+    def _rows(self, role: str, start: int, stop: int) -> Array:
+        made: dict[str, Array] = _once(self, self._truncate)
+        return made[role][start:stop]
 
-    def _truncate(self) -> tuple[Array, Array]:
+    def _truncate(self) -> dict[str, Array]:
         import numpy
 
         b, a = (TensorValues(entry).rows(0, entry.shape[0]).reshape(entry.shape[0], -1) for entry in self.entries)
@@ -189,4 +184,4 @@ class Truncation:
         count = min(self.rank, len(values))  # zeros behind, where the matrix has no such rank
         sides = numpy.zeros((len(u), self.rank), kind), numpy.zeros((self.rank, len(v)), kind)
         sides[0][:, :count], sides[1][:count] = u[:, :count] * values[:count], v[:count]
-        return left @ sides[0], sides[1] @ right.T
+        return {"B": left @ sides[0], "A": sides[1] @ right.T}

@@ -93,10 +93,7 @@ class _Merge:
         return [f"{delta.module}.{name}" for name in self.parameters.get(delta, names)]
 
     def _find(self, delta: Delta) -> str | None:
-        prefix = self.prefixes[delta.component]
-        return next(
-            (key for name in self._spellings(delta) if (key := self.places.key(name, prefix)) is not None), None
-        )
+        return self.places.key(self._spellings(delta), self.prefixes[delta.component])
 
     def _place(self, delta: Delta) -> bool:
         """Puts the change where it goes; False where the base has no such place."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import Conflict, counted, listed, printable
@@ -14,19 +12,18 @@ _CANDIDATES = 100  # of a name: with more there is no telling anyway
 _SAMPLES = 3  # of an adapter's names, from which the prefixes are taken that all of them are then tried with
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(NamedTuple):
     """The difference between an adapter's names and the base's: `removed` in front of the one, `added` to the other."""
 
     removed: str = ""
     added: str = ""
 
-    def of(self, name: str) -> str | None:
-        """The name in the base; None for one that does not begin so."""
-        return self.added + name[len(self.removed) :] if name.startswith(self.removed) else None
+    def of(self, name: str) -> str:
+        """The name in the base; empty for one that does not begin so."""
+        return self.added + name[len(self.removed) :] if name.startswith(self.removed) else ""
 
     def __str__(self) -> str:
-        sides = [f"{printable(side)!r}" if side else "no prefix" for side in (self.removed, self.added)]
+        sides = [f"{printable(side)!r}" if side else "no prefix" for side in self]
         return f"the adapter's names begin with {sides[0]}, the base's with {sides[1]}"
 
 
@@ -37,24 +34,22 @@ class Places:
         self.separator = "_" if underscored else "."
         self.names: dict[str, list[str]] = {}
         for name in names:
-            self.names.setdefault(_underscored(name) if underscored else name, []).append(name)
+            module, dot, leaf = name.rpartition(".")
+            self.names.setdefault(module.replace(".", self.separator) + dot + leaf, []).append(name)
 
     def prefix(self, wanted: Sequence[Sequence[str]]) -> Prefix:
         """The prefix under which most of the wanted names are found, each by any of its spellings.
 
         Raises `Conflict` where two find equally many.
         """
-        hits: Counter[Prefix] = Counter({Prefix(): self._hits(wanted, Prefix())})
-        if hits[Prefix()] < len(wanted):
-            step = max(1, len(wanted) // _SAMPLES)
-            for spellings in wanted[::step]:
-                for prefix in self._candidates(spellings):
-                    if prefix not in hits:
-                        hits[prefix] = self._hits(wanted, prefix)
-        most = max(hits.values())
-        best = [prefix for prefix, count in hits.items() if count == most]
-        if not most or best[0] == Prefix():
-            return Prefix()
+        hits = {Prefix(): self._hits(wanted, Prefix())}
+        samples = wanted[:: max(1, len(wanted) // _SAMPLES)] if hits[Prefix()] < len(wanted) else ()
+        for prefix in (each for spellings in samples for each in self._candidates(spellings)):
+            if prefix not in hits:
+                hits[prefix] = self._hits(wanted, prefix)
+        best = [prefix for prefix, count in hits.items() if count == max(hits.values())]
+        if best[0] == Prefix():
+            return best[0]
         shortest = min(len(prefix.removed) for prefix in best)  # `a.b` for `b` says no more than `a` for nothing
         best = [prefix for prefix in best if len(prefix.removed) == shortest]
         if len(best) > 1:
@@ -63,38 +58,31 @@ class Places:
             raise Conflict(what, "The adapter fits each of them.", "Name the part: BASE#ADDRESS")
         return best[0]
 
-    def key(self, name: str, prefix: Prefix) -> str | None:
-        """The base's name for an adapter's; None where there is none. Raises `Conflict` where there are two."""
-        found = self.names.get(prefix.of(name) or "", [])
-        if len(found) > 1:
-            what = f"{printable(name)} is {listed([printable(each) for each in found])}"
-            raise Conflict(what, "Without their dots these names are the same.", "")
-        return found[0] if found else None
+    def key(self, names: Sequence[str], prefix: Prefix) -> str | None:
+        """The base's name for the first of an adapter's that it has, or None. Raises `Conflict` where there are two."""
+        for name in names:
+            found = self.names.get(prefix.of(name), [])
+            if len(found) > 1:
+                what = f"{printable(name)} is {listed([printable(each) for each in found])}"
+                raise Conflict(what, "Without their dots these names are the same.", "")
+            if found:
+                return found[0]
+        return None
 
     def _hits(self, wanted: Sequence[Sequence[str]], prefix: Prefix) -> int:
-        return sum(any((prefix.of(name) or "") in self.names for name in spellings) for spellings in wanted)
+        return sum(any(prefix.of(name) in self.names for name in spellings) for spellings in wanted)
 
-    def _candidates(self, spellings: Sequence[str]) -> Iterable[Prefix]:
+    def _candidates(self, spellings: Sequence[str]) -> Iterator[Prefix]:
+        """Of names of the base with the same end, the longest that any has."""
         for name in spellings:
             module = name.rpartition(".")[0]
-            cuts = [0]
-            if self.separator == ".":
-                cuts += [place + 1 for place, letter in enumerate(module) if letter == "."][:8]
-            for cut in cuts:
-                rest = name[cut:]
-                found = [
-                    Prefix(name[:cut], each[: -len(rest)])
-                    for each in self.names
-                    if each.endswith(rest) and (len(each) == len(rest) or each[-len(rest) - 1] == self.separator)
-                ]
-                yield from found[:_CANDIDATES]
-                if found:
+            cuts = [place + 1 for place, letter in enumerate(module) if letter == self.separator == "."]
+            for cut in [0, *cuts[:8]]:
+                ends = (name[cut:], self.separator + name[cut:])
+                same = [each for each in self.names if each == ends[0] or each.endswith(ends[1])]
+                yield from [Prefix(name[:cut], each.removesuffix(ends[0])) for each in same[:_CANDIDATES]]
+                if same:
                     break
-
-
-def _underscored(name: str) -> str:
-    module, dot, leaf = name.rpartition(".")
-    return module.replace(".", "_") + dot + leaf
 
 
 def conv1d_votes(base: Mapping[Any, Any]) -> dict[str, set[bool]]:
