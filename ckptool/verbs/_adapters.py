@@ -7,16 +7,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptool.checkpoint import Checkpoint, InlineBytes
-from ckptool.checkpoint.files import Input
-from ckptool.errors import Unsupported, UsageError, printable
+from ckptool.checkpoint import Checkpoint, InlineBytes, Note
+from ckptool.checkpoint.files import Input, read_json
+from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.errors import Corrupt, Unsupported, UsageError, printable
 from ckptool.formats import SHARDED, safetensors
-from ckptool.formats.model_folder import ADAPTER, PEFT, STEMS, ModelFolder
+from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside, configuration
+from ckptool.formats.opening import PathLike, open_whole
 from ckptool.formats.sharded.writing import divided
-from ckptool.reports.save import SaveResult
-from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG
+from ckptool.reports.save import SaveResult, Written
+from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
 from ckptool.transforms.lora.schemes import AdapterFile
-from ckptool.verbs._save import Output, SaveOptions, output_of, save
+from ckptool.verbs._save import Output, SaveOptions, output_of, save, written
 
 _WHOLE = "1000TB"  # PEFT reads no shards
 
@@ -29,11 +31,42 @@ def output_of_adapter(verb: str, out: str | os.PathLike[str] | None, options: Sa
     return output
 
 
-def save_adapter(output: Output, original: Checkpoint, made: AdapterFile, inputs: Sequence[Input] = ()) -> SaveResult:
-    """Writes an adapter: with a configuration as PEFT's folder, else as one file.
+def open_adapter(path: PathLike, config: PathLike | None = None) -> tuple[Checkpoint, Adapter]:
+    """An adapter, with PEFT's configuration: that given, or the one beside it."""
+    opened = open_whole(path)
+    root, _ = one_state_dict(opened.checkpoint, opened.at)
+    fields = config_beside(opened.checkpoint, ADAPTER)
+    if config is not None:
+        fields = read_json(config, "a configuration", MAX_CONFIG)
+        if not isinstance(fields, dict):
+            raise Corrupt(f"{printable(os.fspath(config))} is no JSON object", "A configuration is one.")
+    return opened.checkpoint, read_adapter(root.node, printable(opened.path), fields, opened.checkpoint.metadata)
+
+
+def is_tied(checkpoint: Checkpoint) -> bool:
+    """True where config.json says that the head is the embedding."""
+    config = configuration(checkpoint)
+    inner = config.get("text_config")
+    return any(isinstance(each, dict) and each.get("tie_word_embeddings") is True for each in (config, inner))
+
+
+def write_adapter(
+    output: Output,
+    original: Checkpoint,
+    made: AdapterFile,
+    *,
+    inputs: Sequence[Input | None] = (),
+    notes: Sequence[Note] = (),
+) -> Written:
+    """Writes an adapter: with a configuration as PEFT's folder, else as one file; the report.
 
     Raises `UsageError` for PEFT's into a file, `Unsupported` where the container has no place for a scale.
     """
+    saved = _saved(output, original, made, [each for each in inputs if each is not None])
+    return written(output, original, saved, made.summary, facts=made.facts(), details=made.details, notes=notes)
+
+
+def _saved(output: Output, original: Checkpoint, made: AdapterFile, inputs: Sequence[Input]) -> SaveResult:
     changed = replace(
         original, tree=made.tree, metadata=made.metadata, origin=None, extras={}, discarded=(), part=None, base=()
     )

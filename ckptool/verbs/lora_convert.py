@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint.state_dicts import one_state_dict
-from ckptool.errors import UsageError, counted, listed, printable
+from ckptool.errors import UsageError, printable
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.reports.save import Written
 from ckptool.transforms.lora.schemes import SCHEMES, convert
-from ckptool.verbs._adapters import output_of_adapter, save_adapter
-from ckptool.verbs._save import SaveOptions, written
-from ckptool.verbs.lora_merge import open_adapter
+from ckptool.verbs._adapters import open_adapter, output_of_adapter, write_adapter
+from ckptool.verbs._save import SaveOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,24 +40,8 @@ def lora_convert(
     output = output_of_adapter("lora convert", out, options)
     if to not in SCHEMES:
         raise UsageError(f"unknown naming scheme {printable(to)!r}", f"Available: {', '.join(SCHEMES)}.")
-    opened = open_whole(adapter)
-    found = open_adapter(opened, config)
+    checkpoint, found = open_adapter(adapter, config)
     given = [base] if isinstance(base, (str, os.PathLike)) else list(base)
     bases = [one_state_dict(each.checkpoint, each.at)[0].node for each in map(open_whole, given)]
-    name = printable(opened.path)
-    made = convert(found, SCHEMES[to], name=name, component=component, bases=bases, fold=fold)
-    saved = save_adapter(output, opened.checkpoint, made)
-    details = []
-    if found.config.get("use_rslora"):
-        details.append("alpha is alpha · √rank of before: rsLoRA divides by √rank, these names by the rank")
-    if fold and (scales := sorted({delta.scale for delta in found.deltas} - {1.0})):
-        details.append(f"multiplied into B: {listed([f'{scale:g}' for scale in scales], 4)}")
-    return written(
-        output,
-        opened.checkpoint,
-        saved,
-        f"{counted(len(found.products), 'module')} with the names of {SCHEMES[to]}, before of {found.scheme}",
-        facts={"from": found.scheme, "to": SCHEMES[to], "modules": len(found.products), "tensors": len(made.tree)},
-        details=details,
-        notes=found.notes,
-    )
+    made = convert(found, SCHEMES[to], component=component, bases=bases, fold=fold)
+    return write_adapter(output, checkpoint, made, notes=found.notes)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
-from ckptool.errors import counted, listed, printable
+from ckptool.errors import printable
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.cast import parse_dtype
-from ckptool.transforms.lora.extract import ExtractedAdapter, extract
-from ckptool.transforms.lora.schemes import stored
-from ckptool.verbs._adapters import output_of_adapter, save_adapter
-from ckptool.verbs._save import SaveOptions, written
-from ckptool.verbs.lora_merge import is_tied
+from ckptool.transforms.lora.extract import extract
+from ckptool.verbs._adapters import is_tied, output_of_adapter, write_adapter
+from ckptool.verbs._save import SaveOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,7 +48,7 @@ def lora_extract(
         refuse_quantized(each.checkpoint, [node], "Compared")
     first, second = map(_bare, nodes)
     names = printable(opened[0].path), printable(opened[1].path)
-    found = extract(
+    made = extract(
         first,
         second,
         names=names,
@@ -61,38 +59,10 @@ def lora_extract(
         only=several(only),
         exclude=several(exclude),
     )
-    modules = [key.removesuffix(".weight") for key in second if type(key) is str and key.endswith(".weight")]
-    lora = {delta.module for delta in found.adapter.products}
-    made = stored(found.adapter, found.adapter.scheme, [module for module in modules if module not in lora])
-    source = opened[1].checkpoint.source
-    saved = save_adapter(output, opened[0].checkpoint, made, [] if source is None else [source])
-    facts = {
-        "base": names[1],
-        "ranks": {delta.module: delta.rank for delta in found.adapter.products},
-        "whole": found.whole,
-        "unchanged": found.unchanged,
-        "tied": list(found.tied),
-    }
-    return written(output, opened[0].checkpoint, saved, _summary(found), facts=facts, details=_details(found, energy))
+    return write_adapter(output, opened[0].checkpoint, made, inputs=[opened[1].checkpoint.source])
 
 
 def _bare(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """The state dict without wrappers' prefixes, which modules in memory do not have when PEFT loads an adapter."""
     bare = {without_wrappers(key) if type(key) is str else key: value for key, value in node.items()}
     return bare if len(bare) == len(node) else node
-
-
-def _summary(found: ExtractedAdapter) -> str:
-    ranks = sorted({delta.rank for delta in found.adapter.products})
-    span = f"{ranks[0]:,}" if len(ranks) == 1 else f"{ranks[0]:,} to {ranks[-1]:,}"
-    matrices = counted(len(found.adapter.products), "matrix", "matrices")
-    return f"{matrices} in rank {span}, {counted(found.unchanged, 'tensor')} unchanged"
-
-
-def _details(found: ExtractedAdapter, energy: float) -> Iterator[str]:
-    if found.whole:
-        yield f"taken whole: {listed([printable(name) for name in found.whole], 6)}"
-    if found.clamped and energy >= 1:
-        yield f"smaller than the rank, and kept exactly: {listed([printable(key) for key in found.clamped], 6)}"
-    if found.tied:
-        yield f"tied in both, taken once: {listed([printable(key) for key in found.tied], 6)}"

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Note, TensorEntry
@@ -90,11 +90,17 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter: its changes in the order of its keys. config: PEFT's, empty where there is none."""
+    """An adapter: its changes in the order of its keys. config: PEFT's, empty where there is none.
+
+    name, tree, metadata: of the file that it was read from.
+    """
 
     scheme: str
     deltas: tuple[Delta, ...]
     config: Mapping[str, Any]
+    name: str = ""
+    tree: Mapping[Any, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
     @property
@@ -155,7 +161,7 @@ def read_adapter(
         )
     reader = _Reader(node, name, next(iter(schemes)), config, _of_components(metadata or {}))
     deltas = tuple(delta for parts in groups.values() for delta in reader.deltas(parts))
-    return Adapter(reader.scheme, deltas, fields, tuple(notes))
+    return Adapter(reader.scheme, deltas, fields, name, node, metadata or {}, tuple(notes))
 
 
 def _checked(config: Mapping[str, Any], name: str) -> Iterator[Note]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.adapter_keys import PEFT, WHOLE
+from ckptool.checkpoint.adapter_keys import PEFT
 from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, has_numbers
@@ -23,28 +23,9 @@ from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, TensorDifference
 from ckptool.transforms.lora.places import conv1d_votes, is_conv1d
-from ckptool.transforms.lora.schemes import MODEL
+from ckptool.transforms.lora.schemes import MODEL, AdapterFile, stored
 
 _EMBEDDING = re.compile(r"(.*\.)?(wte|wpe|shared|\w*embed(ding)?s?(_tokens|_positions|_in|_table)?)\.weight")
-
-
-@dataclass(frozen=True, slots=True)
-class ExtractedAdapter:
-    """The adapter, and what became of the tensors of the two models.
-
-    unchanged: how many are equal.  clamped: matrices that are smaller than the rank.  tied: names of tensors that have
-    another name before in both models.
-    """
-
-    adapter: Adapter
-    unchanged: int
-    clamped: tuple[str, ...]
-    tied: tuple[str, ...]
-
-    @property
-    def whole(self) -> list[str]:
-        """The names of tensors that are taken whole."""
-        return [delta.module for delta in self.adapter.deltas if delta.method == WHOLE]
 
 
 @dataclass
@@ -150,8 +131,8 @@ class _Extraction:
     def _saved(self) -> set[str]:
         return {name.rpartition(".")[0] for name in self.whole if not name.endswith(".base_layer.bias")}
 
-    def adapter(self) -> Adapter:
-        """With the fields of `LoraConfig` beside those that follow from the changes."""
+    def stored(self, base: str, unchanged: int) -> AdapterFile:
+        """The adapter, with the fields of `LoraConfig` beside those that follow from the changes."""
         saved = self._saved()
         config = {
             "base_model_name_or_path": None,
@@ -164,7 +145,24 @@ class _Extraction:
             "task_type": None,
             "use_rslora": False,
         }
-        return Adapter(PEFT, (*self.deltas, *self.whole.values()), config)
+        ranks, whole = {each.module: each.rank for each in self.deltas}, [each.module for each in self.whole.values()]
+        others = [
+            key[:-7] for key in self.base if type(key) is str and key.endswith(".weight") and key[:-7] not in ranks
+        ]
+        made = stored(Adapter(PEFT, (*self.deltas, *self.whole.values()), config), PEFT, others)
+        least, most = min(ranks.values()), max(ranks.values())
+        span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        summary = (
+            f"{counted(len(ranks), 'matrix', 'matrices')} in rank {span}, {counted(unchanged, 'tensor')} unchanged"
+        )
+        facts = {"base": base, "ranks": ranks, "whole": whole, "unchanged": unchanged, "tied": list(self.aliases)}
+        details = {
+            "taken whole": whole,
+            "smaller than the rank, and kept exactly": self.clamped if self.energy >= 1 else [],
+            "tied in both, taken once": list(self.aliases),
+        }
+        shown = [f"{what}: {listed(list(map(printable, names)), 6)}" for what, names in details.items() if names]
+        return replace(made, summary=summary, facts=lambda: facts, details=shown)
 
 
 def extract(
@@ -178,7 +176,7 @@ def extract(
     tied: bool = False,
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
-) -> ExtractedAdapter:
+) -> AdapterFile:
     """The adapter that makes `tuned` of `base`, of rank `rank` or, with an `energy`, the smallest that keeps so much.
 
     Reads the tensors until it finds that they differ, and with an energy all that do. names: of the two.
@@ -215,7 +213,7 @@ def extract(
             what, f"The largest has rank {largest:,}, which keeps all of it.", f"For example: --rank {largest}"
         )
     unchanged = len(chosen) - len(changed) - len(aliases)
-    return ExtractedAdapter(found.adapter(), unchanged, tuple(found.clamped), tuple(aliases))
+    return found.stored(names[1], unchanged)
 
 
 def _differences(

@@ -31,29 +31,29 @@ class MergedWeights:
     """
 
     tree: dict[Any, Any]
-    changed: tuple[str, ...]
-    replaced: tuple[str, ...]
-    added: tuple[str, ...]
-    moved: tuple[str, ...]
+    changed: list[str]
+    replaced: list[str]
+    added: list[str]
+    moved: list[str]
     keys: int
 
 
 def merge(
-    base: Mapping[Any, Any], adapter: Adapter, *, names: tuple[str, str], multiplier: float = 1.0, tied: bool = False
+    base: Mapping[Any, Any], adapter: Adapter, *, base_name: str, multiplier: float = 1.0, tied: bool = False
 ) -> MergedWeights:
     """The state dict with the adapter's changes, times `multiplier`. Reads nothing yet.
 
-    names: of the base and the adapter.  tied: the model's configuration says that its head is its embedding.
+    tied: the model's configuration says that its head is its embedding.
     Raises `NoMatch` where keys of the adapter have no place in the base, or targets no keys in the adapter; `Conflict`
     for shapes that do not fit and ties that would be lost; `Unsupported` for weights of no floating type.
     """
-    return _Merge(base, adapter, names, multiplier).merged(tied)
+    return _Merge(base, adapter, base_name, multiplier).merged(tied)
 
 
 class _Merge:
-    def __init__(self, base: Mapping[Any, Any], adapter: Adapter, names: tuple[str, str], multiplier: float) -> None:
+    def __init__(self, base: Mapping[Any, Any], adapter: Adapter, base_name: str, multiplier: float) -> None:
         self.base, self.adapter, self.multiplier = base, adapter, multiplier
-        self.base_name, self.name = names
+        self.base_name, self.name = base_name, adapter.name
         self.tensors = {key: each for key, each in base.items() if type(key) is str and isinstance(each, TensorEntry)}
         self.parameters = dict(_parameters_of(adapter))
         self.places = Places((key for key in base if type(key) is str), underscored=adapter.scheme == KOHYA)
@@ -76,9 +76,9 @@ class _Merge:
         tree = same_kind(self.base, {})
         for key in (*self.base, *self.added):
             tree[key] = self.tree[key] if key in self.tree else self.base[key]
-        moved = tuple(dict.fromkeys(str(prefix) for prefix in self.prefixes.values() if prefix != Prefix()))
+        moved = list(dict.fromkeys(str(prefix) for prefix in self.prefixes.values() if prefix != Prefix()))
         computed = [key for key in self.changed if key not in self.replaced or len(self.changed[key]) > 1]
-        return MergedWeights(tree, tuple(computed), tuple(self.replaced), tuple(self.added), moved, self._count())
+        return MergedWeights(tree, computed, self.replaced, self.added, moved, self._count())
 
     def _count(self) -> int:
         return sum(len(delta.keys) for delta in self.adapter.deltas)

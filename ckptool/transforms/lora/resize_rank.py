@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import BIAS, WHOLE
-from ckptool.errors import LimitExceeded, UsageError, counted, printable
+from ckptool.errors import LimitExceeded, UsageError, counted, listed, printable
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, Truncation
 from ckptool.transforms.lora.schemes import (
@@ -23,31 +23,15 @@ from ckptool.transforms.lora.schemes import (
 from ckptool.transforms.views import padded
 
 
-@dataclass(frozen=True, slots=True)
-class ResizedAdapter:
-    """The adapter, its old ranks, and for each module in a smaller one what was cut off, which is known once written.
+def resize(adapter: Adapter, rank: int) -> AdapterFile:
+    """The adapter with every module in this rank, under its names and with the same scale.
 
-    dora: modules whose magnitudes stay as they are.
-    """
-
-    stored: AdapterFile
-    ranks: tuple[int, ...]
-    truncations: tuple[Truncation, ...]
-    dora: int
-
-
-def resize(
-    node: Mapping[Any, Any], adapter: Adapter, rank: int, *, name: str, metadata: Mapping[str, Any]
-) -> ResizedAdapter:
-    """The state dict of an adapter with every module in this rank, and the same scale.
-
-    name: of its file.  metadata: of its file. Raises `Unsupported` for what is no product of two factors,
-    `UsageError` for a rank that is none.
+    Raises `Unsupported` for what is no product of two factors, `UsageError` for a rank that is none.
     """
     if not 1 <= rank <= MAX_RANK:
         raise UsageError(f"rank {rank:,} is not from 1 to {MAX_RANK:,}", "", "For example: --rank 16")
-    refuse_others(adapter, name)
-    tree: dict[str, TensorEntry] = dict(node)
+    refuse_others(adapter)
+    tree: dict[str, TensorEntry] = dict(adapter.tree)
     truncations: list[Truncation] = []
     deltas = []
     for delta in adapter.products:
@@ -55,21 +39,35 @@ def resize(
         deltas.append(made)
         tree |= {delta.keys[role]: entry for role, entry in made.factors.items()}
         if "alpha" in delta.keys and rank != delta.rank:
-            tree[delta.keys["alpha"]] = alpha_tensor(alpha_of(made), node[delta.keys["alpha"]].dtype)
+            tree[delta.keys["alpha"]] = alpha_tensor(alpha_of(made), adapter.tree[delta.keys["alpha"]].dtype)
     others = (delta for delta in adapter.deltas if delta.method in (BIAS, WHOLE))
     changed = replace(adapter, deltas=(*deltas, *others))
     config = None
     if adapter.config:
         own = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
         config = {**adapter.config} | {each: value for each, value in peft_config(changed).items() if each in own}
-    texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
+    texts = {key: value for key, value in adapter.metadata.items() if isinstance(value, str)}
     if DIFFUSERS_CONFIG in texts and not any("alpha" in delta.keys for delta in deltas):
         fields = json.loads(texts[DIFFUSERS_CONFIG]) | diffusers_metadata(changed)
         texts[DIFFUSERS_CONFIG] = json.dumps(fields, indent=2)
+    ranks = listed([f"{each:,}" for each in sorted({each.rank for each in adapter.products})], 4)
+    summary = f"{counted(len(deltas), 'module')} of rank {ranks} in rank {rank:,}"
+
+    def facts() -> dict[str, Any]:
+        errors = {each.name: each.error for each in truncations if each.error is not None}
+        return {"rank": rank, "modules": len(deltas), "errors": errors}
+
     dora = sum(delta.magnitude is not None for delta in deltas)
-    return ResizedAdapter(
-        AdapterFile(tree, config, texts), tuple(each.rank for each in adapter.products), tuple(truncations), dora
-    )
+    return AdapterFile(tree, config, texts, summary, facts, _details(truncations, dora))
+
+
+def _details(truncations: Sequence[Truncation], dora: int) -> Iterator[str]:
+    worst = sorted(((each.error, each.name) for each in truncations if each.error is not None), key=lambda it: -it[0])
+    if worst:
+        shown = [f"{printable(name)} {error:.2%}" for error, name in worst]
+        yield f"cut off, of the norm of each product: {listed(shown, 4)}"
+    if dora and truncations:
+        yield f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"
 
 
 def _resized(delta: Delta, rank: int, rs: bool, truncations: list[Truncation]) -> Delta:

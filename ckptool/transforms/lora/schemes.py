@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +47,17 @@ _HOLDS = {PEFT: {"DoRA", "biases", "embeddings"}, DIFFUSERS: {"DoRA", "biases"},
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter in a scheme: its tensors, PEFT's configuration (None for others), and the metadata of its file."""
+    """An adapter in a scheme: its tensors, PEFT's configuration (None for others), and the metadata of its file.
+
+    summary, facts, details: of the report, asked for once it is written.
+    """
 
     tree: dict[str, TensorEntry]
     config: dict[str, Any] | None
     metadata: dict[str, str]
+    summary: str = ""
+    facts: Callable[[], dict[str, Any]] = dict
+    details: Iterable[str] = ()
 
 
 def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> AdapterFile:
@@ -142,19 +148,19 @@ def convert(
     adapter: Adapter,
     scheme: str,
     *,
-    name: str,
     component: str | None = None,
     bases: Sequence[Mapping[Any, Any]] = (),
     fold: bool = False,
 ) -> AdapterFile:
     """The adapter in another scheme; its factors as they are, but for a folded scale.
 
-    name: of its file.  component: the model that it is for, one of COMPONENTS, where its names do not say.
+    component: the model that it is for, one of COMPONENTS, where its names do not say.
     bases: state dicts of the models, whose names tell where kohya's underscores are dots.
     Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `Conflict` for
     names of two modules, `UsageError` where a component or base is needed.
     """
-    refuse_others(adapter, name)
+    refuse_others(adapter)
+    name, details = adapter.name, []
     for delta in adapter.deltas:
         _refuse_unheld(delta, adapter.scheme, scheme, name)
     components = {delta.component for delta in adapter.deltas}
@@ -163,7 +169,7 @@ def convert(
         what = f"{name} is for {listed(sorted(map(printable, components)))}"
         advice = Advice("Drop the keys of the others first: ", command("edit", name, drop="PATTERN", out=OUT))
         raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
-    modules = _dotted_modules(adapter, bases, name) if adapter.scheme == KOHYA and scheme != KOHYA else {}
+    modules = _dotted_modules(adapter, bases) if adapter.scheme == KOHYA and scheme != KOHYA else {}
     deltas = []
     for delta in adapter.deltas:
         module = modules.get(delta.module, delta.module)
@@ -171,12 +177,20 @@ def convert(
         made = replace(delta, component=names[delta.component], module=module, keys={})
         deltas.append(_folded(made) if fold else made)
     config = {"use_rslora": False} if scheme == PEFT else {}
-    return stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _modules_of(bases))
+    file = stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _modules_of(bases))
+    if adapter.config.get("use_rslora"):
+        details.append("alpha is alpha · √rank of before: rsLoRA divides by √rank, these names by the rank")
+    if fold and (scales := sorted({delta.scale for delta in adapter.deltas} - {1.0})):
+        details.append(f"multiplied into B: {listed([f'{scale:g}' for scale in scales], 4)}")
+    count = len(adapter.products)
+    facts = {"from": adapter.scheme, "to": scheme, "modules": count, "tensors": len(file.tree)}
+    summary = f"{counted(count, 'module')} with the names of {scheme}, before of {adapter.scheme}"
+    return replace(file, summary=summary, facts=lambda: facts, details=details)
 
 
-def refuse_others(adapter: Adapter, name: str) -> None:
+def refuse_others(adapter: Adapter) -> None:
     """Raises `Unsupported` unless every change of a weight is a product of two factors."""
-    why = "Only LoRA's two factors for each module are taken apart here. Nothing was written."
+    name, why = adapter.name, "Only LoRA's two factors for each module are taken apart here. Nothing was written."
     if adapter.config.get("target_parameters"):
         raise Unsupported(f"{name} is for parameters of experts", why)
     if not adapter.products:
@@ -223,7 +237,7 @@ def _component(old: str, components: set[str], scheme: str, chosen: str | None, 
     return rows[-1 if several else 0][side]
 
 
-def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]], name: str) -> dict[str, str]:
+def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dict[str, str]:
     """kohya's modules with their dots: as the bases have them, else by the words of diffusers' and CLIP's modules."""
     known: dict[str, set[str]] = {}
     for module in _modules_of(bases):
@@ -232,13 +246,13 @@ def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]], name: 
     for module in dict.fromkeys(delta.module for delta in adapter.deltas):
         names = sorted(known.get(module, ())) if bases else [split_words(module)]
         if len(names) > 1:
-            what = f"{name}: {printable(module)} is {listed(list(map(printable, names)))}"
+            what = f"{adapter.name}: {printable(module)} is {listed(list(map(printable, names)))}"
             raise Conflict(what, "Without their dots these names are the same. Nothing was written.")
         found[module] = "".join(names)
         lost += [] if found[module] else [printable(module)]
     if lost:
         raise NoMatch(
-            f"{name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",
+            f"{adapter.name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",
             "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots.",
             "Name the models that it is for: --base FILE (repeatable)",
         )
