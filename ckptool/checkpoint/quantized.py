@@ -113,7 +113,7 @@ def _are_codes(value: Any) -> bool:
 
 
 Named = tuple[str, QuantizedFormat, dict[str, str], Scheme | None]
-"""What a weight is called, its format, its keys by role, and facts of its own in place of the configuration's."""
+"""The name of a weight, its format, its keys by role, and facts of its own in place of the configuration's."""
 
 
 def _named(

@@ -136,7 +136,7 @@ def are_sizes(values: Any) -> bool:
 
 
 def parsed(text: Any, kind: type) -> Any:
-    """What a text holds as JSON, where it is of this type; else an empty one."""
+    """The JSON value in a text, if it is of this type; else an empty one."""
     try:
         found = json.loads(text)
     except (ValueError, TypeError, RecursionError):

@@ -61,7 +61,8 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None, h
         raise UsageError(f"the weights add up to {sum(weights)}", "Each is a finite number, and so is their sum.")
     if how is not None and how.method == "slerp" and not (min(weights) >= 0 and sum(weights) > 0):
         raise UsageError(
-            "slerp was given weights that are negative, or 0 in all", "The second one's share is the place."
+            "slerp was given weights that are negative, or 0 in all",
+            "The second one's share is the position on the arc.",
         )
     return list(weights)
 

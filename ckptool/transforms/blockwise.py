@@ -79,7 +79,7 @@ def computed_rows(
 
 
 def in_pieces(start: int, stop: int, piece: Numbers) -> Array:
-    """What a function gives from `start` to `stop` that may give less of it at once, from the first on."""
+    """The elements from `start` to `stop` of a function that may give only the first ones at once."""
     import numpy
 
     parts = []

@@ -304,7 +304,7 @@ def dequantize(
     where = str(checkpoint.source or "the checkpoint")
     if problems := [problem for _, each in found for problem in each.problems]:
         what = f"{where}: {counted(len(problems), 'part')} cannot be dequantized: {listed(problems, 4)}"
-        raise Unsupported(what, "Codes that are not understood are no weights. Nothing was written.")
+        raise Unsupported(what, "Codes that are not understood are not weights. Nothing was written.")
     weights = [
         (address((*root.base, *root.path, weight.name)), weight) for root, each in found for weight in each.weights
     ]

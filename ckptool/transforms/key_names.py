@@ -23,7 +23,7 @@ _TOKEN = re.compile(r"\*|\{([^{}]*)\}|\\(.)|(\{)", re.DOTALL)
 _WORD = re.compile(r"\w+")
 
 Groups = Mapping[str, str]
-"""What the variables of a name stand for, by `v_NAME`, and its stars by `star1`, `star2`, …"""
+"""The texts that the variables of a name stand for, by `v_NAME`, and its stars by `star1`, `star2`, …"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _filled(piece: Variable | Arithmetic, groups: Groups, lookup: Lookup) -> str
     number = piece.value(lambda name: int(texts[name]) if name in texts else lookup(name))
     if number < 0:
         key = piece.text if len(texts) != 1 else piece.text.replace(next(iter(texts)), next(iter(texts.values())))
-        raise UsageError(f"{printable(key)} is below zero", "No layer has such a number. Nothing was written.")
+        raise UsageError(f"{printable(key)} is below zero", "Layers are not numbered like that. Nothing was written.")
     widths = [len(text) for text in texts.values() if text.startswith("0")]
     return str(number).zfill(widths[0] if len(texts) == 1 and widths else 0)
 
@@ -108,7 +108,7 @@ def _ways(text: str) -> Iterator[str]:
     for choice in choices:
         ways *= len(choice)
     if ways > MAX_NAMES:
-        raise UsageError(f"{counted(ways, 'name')} on one side", f"At most {MAX_NAMES:,} are taken.")
+        raise UsageError(f"{counted(ways, 'name')} on one side", f"At most {MAX_NAMES:,} are possible.")
     for words in product(*choices):
         yield "".join([fixed[0], *(word.strip() + after for word, after in zip(words, fixed[1:], strict=True))])
 
@@ -172,7 +172,7 @@ class KeyPattern:
         return len(open_ended) + sum(isinstance(each, Variable) and not each.name for each in pieces) <= 2
 
     def match(self, key: str, lookup: Lookup, ranges: Mapping[str, int]) -> dict[str, str] | None:
-        """What the variables stand for in a key; None where it has another name.
+        """The texts of the variables in a key; None where it has another name.
 
         Raises `UsageError` where arithmetic has two solutions, and what evaluating it raises.
         """

@@ -211,7 +211,7 @@ class _Work:
 
         entry, shape, how = self.entry, self.shape, self.how
         if not shape or len(entry.shape) != len(shape) or not self._agrees_but(0):
-            self.refuse("Only the first dimension, the number of rows, may differ.")
+            self.refuse("Only the first dimension, the number of rows, may change.")
         count, more = entry.shape[0], shape[0] - entry.shape[0]
         if more <= 0:
             return entry.narrow(0, 0, shape[0])
@@ -235,7 +235,7 @@ class _Work:
         """Other input channels of a first convolution, or of anything that has them in its second dimension."""
         old, new = self.entry.shape, self.shape
         if len(new) < 2 or len(old) != len(new) or not self._agrees_but(1) or not old[1] or not new[1]:
-            self.refuse("Only the second dimension, the number of input channels, may differ.")
+            self.refuse("Only the second dimension, the number of input channels, may change.")
         self._limit(old[1] * new[1])
         taps = partial(_channels, self.how.mode, old[1], new[1])
         return self._computed(new, _Axis(TensorValues(self.entry).read, old[1], new[1], prod(new[2:]), taps).read)

@@ -50,7 +50,7 @@ def woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: boo
     shape = tensor.shape
     if not shape or parts < 1 or groups < 1 or shape[axis] % (parts * groups):
         size = f"{shape[axis]:,}" if shape else "a single value"
-        raise UsageError(f"{size} is no multiple of {groups} x {parts}", UNFIT)
+        raise UsageError(f"{size} is not a multiple of {groups} x {parts}", UNFIT)
     inner = shape[axis] // parts // groups
     sizes = (inner, parts) if apart else (parts, inner)
     divided = reshaped(tensor, (*shape[:axis], groups, *sizes, *shape[axis + 1 :]))

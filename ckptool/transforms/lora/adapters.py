@@ -138,8 +138,8 @@ def read_adapter(
     copies = []
     for key, value in node.items():
         if type(key) is not str or not isinstance(value, TensorEntry) or not has_numbers(value.dtype):
-            what = f"{name}: {printable(str(key))} is no tensor of plain numbers"
-            raise Unsupported(what, "An adapter has no others.")
+            what = f"{name}: {printable(str(key))} is not a tensor of plain numbers"
+            raise Unsupported(what, "An adapter has nothing else.")
         if ".original_module." in key and fields.get("modules_to_save"):
             copies.append(printable(key))
             continue
@@ -154,7 +154,7 @@ def read_adapter(
         message = f"{listed(copies, 3)}: PEFT's copy of what modules_to_save replaced, not used"
         notes.append(Note("original-module", message))
     if not any(role not in ("", "alpha") for parts in groups.values() for role in parts):
-        raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", "It is no adapter of a kind that is known here.")
+        raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", "It is not an adapter of a known kind.")
     if len(schemes) > 1:
         raise Conflict(
             f"{name} mixes the names of {listed(list(schemes))}", "Each scheme scales its factors in its own way."
@@ -249,7 +249,7 @@ class _Reader:
             return None, 1.0
         if config is None:
             what = f"{self.name} does not say its alpha: it is in adapter_config.json, which is not beside it"
-            raise UsageError(what, "Without it the scale is not known.", "Name it: --config adapter_config.json")
+            raise UsageError(what, "Without it the scale is unknown.", "Name it: --config adapter_config.json")
         given = config.get("lora_alpha" if method == LORA else "alpha", 8)
         alpha = _number(_by_pattern(config, "alpha_pattern", of.module, given), f"{where}: alpha")
         own = _number(_by_pattern(config, "rank_pattern", of.module, config.get("r", rank)), f"{where}: r")
@@ -263,7 +263,9 @@ class _Reader:
 def _rank(method: str, factors: Mapping[str, TensorEntry], where: str) -> int:
     wrong = {role for role, each in factors.items() if is_factor(role) and len(each.shape) < 2}
     if odd := [role for role, each in factors.items() if role in wrong or not each.dtype.is_float]:
-        raise Conflict(f"{where}: {listed(odd)} is no matrix of floats", "It was saved without its values, or cut.")
+        raise Conflict(
+            f"{where}: {listed(odd)} is not a matrix of floats", "It was saved without its values, or truncated."
+        )
     rank = next((factors[role].shape[0] for role in RANKED if role in factors), 0)
     if rank == 0 and method in (LORA, LOHA):
         raise Conflict(f"{where} has rank 0", "It was saved without its values, as sharded training does.")

@@ -82,8 +82,8 @@ class _Extraction:
         self.clamped += [key] if most < self.rank else []
         if most * sum(difference.shape) > MAX_FACTORS:
             count = counted(most * sum(difference.shape), "element")
-            what = f"{printable(key)} in rank {most:,} takes {count}"
-            raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
+            ranked = f"{printable(key)} in rank {most:,}"
+            raise LimitExceeded(f"{ranked} takes {count}", f"At most {MAX_FACTORS:,} are computed at once.")
         rank = most if self.energy >= 1 else difference.rank_for(self.energy, most)
         factors = difference.factors(rank, self.dtype, tuned.shape[2:])
         self.deltas.append(Delta(MODEL, module, factors, {}, rank, float(rank)))
@@ -186,7 +186,7 @@ def extract(
     """
     if not 1 <= rank <= MAX_RANK or not 0 < energy <= 1:
         what = f"rank {rank:,} is not from 1 to {MAX_RANK:,}" if 0 < energy <= 1 else f"energy {energy:g} is none"
-        raise UsageError(what, "An energy is above 0, at most 1.", "For example: --rank 32 --energy 0.99")
+        raise UsageError(what, "An energy is above 0 and at most 1.", "For example: --rank 32 --energy 0.99")
     keys = {key for node in (tuned, base) for key in node if type(key) is str}
     chosen = selected(sorted(keys), only, exclude)
     if problems := list(_differences(tuned, base, chosen, names)):
@@ -197,7 +197,7 @@ def extract(
         )
     changed, aliases = _changed(tuned, base, chosen)
     if not changed:
-        raise NoMatch(f"{names[0]} and {names[1]} have the same values", "Nothing is there to extract.")
+        raise NoMatch(f"{names[0]} and {names[1]} have the same values", "There is nothing to extract.")
     found = _Extraction(tuned, base, rank, energy, dtype, aliases)
     found.add(changed)
     found.add_alike()
@@ -205,7 +205,7 @@ def extract(
         found.add_head()
     if not found.deltas:
         what = f"no matrix differs between {names[0]} and {names[1]}: {listed(sorted(map(printable, changed)))}"
-        raise Unsupported(what, "PEFT loads no adapter without a matrix of low rank. Nothing was written.")
+        raise Unsupported(what, "PEFT does not load an adapter without a low-rank matrix. Nothing was written.")
     if len(found.clamped) == len(found.deltas) and energy >= 1:
         largest = max(each.rank for each in found.deltas)
         what = f"rank {rank:,} is more than that of any matrix that changed"
@@ -225,7 +225,7 @@ def _differences(
         if after is None or before is None:
             yield f"{shown} is only in {names[after is None]}"
         elif not all(isinstance(each, TensorEntry) and has_numbers(each.dtype) for each in (after, before)):
-            yield f"{shown} is no tensor of plain numbers"
+            yield f"{shown} is not a tensor of plain numbers"
         elif after.shape != before.shape:
             yield f"{shown} is {list(after.shape)} and {list(before.shape)}"
 

@@ -41,7 +41,7 @@ def _once(owner: object, make: Callable[[], Any]) -> Any:
 
 
 class TensorDifference:
-    """What one tensor adds to another as a matrix [out, in], and its parts of low rank.
+    """The difference of two tensors as a matrix [out, in], and its parts of low rank.
 
     name: of the tensor, for errors and the random start.
     """
@@ -131,7 +131,7 @@ class TensorDifference:
 
         if not numpy.isfinite(values).all():
             what = f"the difference in {printable(self.name)} has infinities or NaN"
-            raise Conflict(what, "One of the models is damaged there, or the other. Nothing was written.")
+            raise Conflict(what, "One of the two models is damaged there. Nothing was written.")
         return values
 
 

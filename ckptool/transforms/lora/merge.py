@@ -108,7 +108,7 @@ class _Merge:
             return True
         if len(self.changed.get(key, ())) > (key in self.replaced):
             what = f"{self.name} changes {printable(key)} twice"
-            raise Conflict(what, "Two of its modules have one place. Nothing was written.")
+            raise Conflict(what, "Two of its modules map to one tensor. Nothing was written.")
         try:
             self.tree[key] = self._changed(key, delta)
         except Misfit as misfit:
@@ -147,7 +147,7 @@ class _Merge:
     def _weight(self, key: str) -> TensorEntry:
         value = self.tree.get(key, self.base[key])
         if not isinstance(value, TensorEntry) or not value.dtype.is_float:
-            what = f"{self.base_name}: {printable(key)} is quantized, or of no floating type"
+            what = f"{self.base_name}: {printable(key)} is quantized, or not of a floating type"
             raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
         return value
 
@@ -161,7 +161,7 @@ class _Merge:
             votes = {each.factors["B"].shape[0] == shape[2] for each, shape in shapes if shape[1] != shape[2]}
             if len(votes) != 1:
                 what = f"{self.name}: {printable(key)} of {self.base_name} is square, [out, in] or [in, out]"
-                raise Unsupported(what, "No other experts of the adapter tell which.")
+                raise Unsupported(what, "No other experts of the adapter settle it.")
             return votes.pop()
         self.votes = conv1d_votes(self.tensors) if self.votes is None else self.votes
         found = is_conv1d(key, self.votes)

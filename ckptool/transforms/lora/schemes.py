@@ -204,7 +204,7 @@ def refuse_others(adapter: Adapter) -> None:
 def _refuse_unheld(delta: Delta, old: str, scheme: str, name: str) -> None:
     if delta.method == WHOLE:
         what = f"{name} has whole tensors (modules_to_save): {printable(delta.keys[''])}"
-        raise Unsupported(what, f"They would get lost in {scheme}.")
+        raise Unsupported(what, f"{scheme} would lose them.")
     is_bias, dora = delta.method == BIAS, delta.magnitude is not None
     difference = is_bias and "B.bias" not in delta.factors
     facts = {"DoRA": dora, "differences of biases": difference, "biases": is_bias, "embeddings": delta.embedding}

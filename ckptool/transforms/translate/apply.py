@@ -95,7 +95,7 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
 
 
 Candidate = tuple[str, str, TranslationRule, int]
-"""What a key begins and ends with that one name of a rule matches, the rule and the number of the name."""
+"""The begin and end of keys that one name of a rule matches, the rule, and the number of the name."""
 
 
 def _candidates(translation: Translation) -> list[Candidate]:
@@ -259,7 +259,9 @@ def results_of(
     for key in step.keys:
         if not isinstance(node[key], TensorEntry):
             kind = getattr(node[key], "kind", type(node[key]).__name__)
-            raise UsageError(f"{printable(key)} is no plain tensor ({kind})", "Its values cannot be moved.")
+            raise UsageError(
+                f"{printable(key)} is not a plain tensor ({kind})", "Only plain tensors can be rearranged."
+            )
     inputs = [node[key] for key in step.keys]
     step.shapes = tuple(each.shape for each in inputs)
     numbers = scope.number(step.groups)

@@ -86,7 +86,7 @@ MAX_HOLE = 64  # blocks that may be missing in a row and are still named
 def losses_of(
     node: Mapping[Any, Any], done: TranslatedRoot, there: Translation, back: Translation, scope: Scope
 ) -> Iterator[str]:
-    """What applying the rules `back` to the new items would not restore, a line each. Reads nothing.
+    """Lines on what the rules `back` would not restore from the new items. Reads nothing.
 
     node: the weights before the rules `there`.  scope: of the numbers for these.
     """

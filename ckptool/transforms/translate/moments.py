@@ -74,7 +74,7 @@ def _through_steps(
             continue
         if lacking := [key for key in step.keys if (key in state) != (inside[0] in state) or key not in keys]:
             what = f"{printable(place)} has state for {printable(inside[0])} and none for {printable(lacking[0])}"
-            raise Conflict(what, "They become one parameter, whose moments would be half made up.", WITHOUT)
+            raise Conflict(what, "They become one parameter, half of whose moments would be invented.", WITHOUT)
         if inside[0] in state:
             found |= _slots(step, state, scope, place)
     for key in keys:
@@ -90,7 +90,7 @@ def _slots(step: Step, state: Mapping[str, Any], scope: Scope, place: str) -> di
     if not step.rule.chain:
         return dict(zip(step.outputs, slots, strict=True))
     if not all(isinstance(slot, dict) and slot.keys() == slots[0].keys() for slot in slots):
-        what = f"{printable(place)}: the state of {printable(step.keys[0])} and what is joined with it differ in kind"
+        what = f"{printable(place)}: the state of {printable(step.keys[0])} and of others have different fields"
         raise Conflict(what, "They become one parameter.", WITHOUT)
     made: dict[str, dict[Any, Any]] = {name: {} for name in step.outputs}
     for field in slots[0]:
@@ -107,7 +107,7 @@ def _slots(step: Step, state: Mapping[str, Any], scope: Scope, place: str) -> di
                 made[name][field] = values[0]
         else:
             what = f"{printable(place)}: {printable(str(field))} of {printable(step.keys[0])} is not of its shape"
-            raise Unsupported(what, "What the rules would make of it is not known.", WITHOUT)
+            raise Unsupported(what, "How the rules would apply to it is not known.", WITHOUT)
     return made
 
 

@@ -196,7 +196,7 @@ _LAST = (parse_arithmetic("-2"), parse_arithmetic("-1"))
 def _permute(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     order = [_axis(tensor, axis, number) for axis in op.numbers]
     if sorted(order) != list(range(len(tensor.shape))):
-        raise UsageError(f"{order} is no order of the dimensions of {list(tensor.shape)}", UNFIT)
+        raise UsageError(f"{order} is not an order of the dimensions of {list(tensor.shape)}", UNFIT)
     return tensor.permute(order)
 
 
@@ -372,7 +372,7 @@ def _unrepeat(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry
     """The first of each few that have to be equal, which is verified when they are read."""
     axis, times = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
     if times < 1 or tensor.shape[axis] % times:
-        raise UsageError(f"{tensor.shape[axis]:,} is no multiple of {times:,}", UNFIT)
+        raise UsageError(f"{tensor.shape[axis]:,} is not a multiple of {times:,}", UNFIT)
     if not tensor.numel or times == 1:
         return tensor.narrow(axis, 0, tensor.shape[axis] // times)
     shape = (*tensor.shape[:axis], -1, times, *tensor.shape[axis + 1 :])

@@ -76,7 +76,7 @@ class Scope:
         return {name: min(1 << 16, max(0, size.value(self.lookup, self.functions))) for name, size in ranges.items()}
 
     def number(self, groups: Groups) -> Number:
-        """What evaluates expressions where the variables of names stand for these texts."""
+        """A function that evaluates expressions where the variables of names stand for these texts."""
         return lambda expression: expression.value(self._with(groups))
 
     def _with(self, groups: Groups) -> Lookup:
